@@ -208,7 +208,8 @@ class Kills:
 def kill_and_resume(count: int, *, seed: int = 0, cases: int = len(CASES)) -> Mapping[str, Any]:
     """Kill `count` processes, spread over the first `cases` cases. Figures: kills, how many hit a save, jobs that were
     finished and found equal, problems (empty if all is well)."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["executor.run", "transformers.models.gpt2"])
+    preloaded = ["executor.run", "transformers.models.gpt2", "torch._dynamo"]  # the last: torch's optimizers import it
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
     draw = random.Random(seed)
     counts: Counter[str] = Counter()
     problems: list[str] = []

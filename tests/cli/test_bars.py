@@ -12,7 +12,10 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -84,47 +87,76 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_progress_is_on_the_terminal_and_not_in_the_pipe(
-    argv: list[str], said: str, plan_file: Path, tmp_path: Path
+    argv: list[str],
+    said: str,
+    plan_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """On a real terminal, of which only stderr is one; then in a pipe. Stdout is the same either way."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
     (tmp_path / "grid.toml").write_text(GRID)
     argv = [str(plan_file) if word == "PLAN" else word for word in argv]
-    status, out, shown = on_terminal(argv, tmp_path)
-    assert status == 0 and said in shown and "━" in shown and "…" not in shown
-    assert shown.endswith("\x1b[2K") or shown.rstrip("\r\n").endswith(("\x1b[?25h", "\x1b[2K")), "it goes away"
+    with a_terminal() as (stderr, sent), monkeypatch.context() as here:
+        here.setattr(sys, "stderr", stderr)
+        assert main(argv) == 0
+        stderr.close()
+        shown = sent()
+    out = capsys.readouterr().out
+    assert said in shown and goes_away(shown)
     for kept in tmp_path.glob("swept*"):
         shutil.rmtree(kept) if kept.is_dir() else kept.unlink()
-    done = subprocess.run(command(argv), capture_output=True, text=True, cwd=tmp_path, timeout=120, env=environment())
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout == out
+    assert main(argv) == 0
+    assert capsys.readouterr() == (out, "")
 
 
-def command(argv: list[str]) -> list[str]:
-    return [sys.executable, "-m", "pstar_sim", *argv]
+def test_progress_of_a_process_of_its_own(tmp_path: Path) -> None:
+    """Nothing stays on the terminal when the process has ended, either."""
+    argv = [sys.executable, "-m", "pstar_sim", "compare", *JOB, "--machine", "v100-32", "--policy", "tide"]
+    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
+    with a_terminal() as (stderr, sent):
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, cwd=tmp_path, timeout=120,
+            env=environment,
+        )  # fmt: skip
+        stderr.close()
+        shown = sent()
+    assert done.returncode == 0 and "tide" in shown and goes_away(shown)
+    piped = subprocess.run(argv, capture_output=True, cwd=tmp_path, timeout=120, env=environment)
+    assert (piped.returncode, piped.stderr) == (0, b"") and piped.stdout == done.stdout
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
+def goes_away(shown: str) -> bool:
+    """There is a bar, none of it cut, and a line that is empty again at the end."""
+    ends = shown.endswith("\x1b[2K") or shown.rstrip("\r\n").endswith(("\x1b[?25h", "\x1b[2K"))
+    return "━" in shown and "…" not in shown and ends
 
 
-def on_terminal(argv: list[str], folder: Path) -> tuple[int, str, str]:
-    """Exit status, stdout, and what a terminal of 80 columns was sent on stderr."""
+@contextlib.contextmanager
+def a_terminal() -> Iterator[tuple[TextIO, Callable[[], str]]]:
+    """A terminal of 80 columns, and what it was sent: to be asked for when all that write to it have closed it."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    with (folder / "stdout").open("w+") as out:
-        process = subprocess.Popen(
-            command(argv), stdin=subprocess.DEVNULL, stdout=out, stderr=theirs, cwd=folder, env=environment()
-        )
-        os.close(theirs)
-        shown = b""
+    parts: list[bytes] = []
+
+    def read() -> None:
         with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
             while part := os.read(ours, 65536):
-                shown += part
-        os.close(ours)
-        status = process.wait(timeout=120)
-        out.seek(0)
-        said = out.read()
-    (folder / "stdout").unlink()
-    return status, said, shown.decode()
+                parts.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+
+    def sent() -> str:
+        reader.join(60)
+        return b"".join(parts).decode()
+
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream:
+        yield stream, sent
+    reader.join(60)
+    os.close(ours)
 
 
 def test_long_questions_tell_how_far_they_are() -> None:

@@ -33,6 +33,7 @@ from pstar_sim.core.plan import Plan
 
 ITERATION = 2  # in which it happens
 AT_ONCE = 3  # cases
+LIVES_S = 100.0  # at most: what stands still or ends early lives on until another rank has ended
 ODD_COUNTS = {"negative count": -2, "nan count": float("nan"), "infinite count": float("inf"), "no count": "two"}
 
 
@@ -69,14 +70,14 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
             os.kill(os.getpid(), signal.SIGKILL)
         if here and name in ("ends early", "evaluates on"):
             optimizer.session.close(restore=False)
-            time.sleep(9)  # it lives on
+            _live_on(folder / f"{name}.others")
             return
         if here and name == "no memory":  # inside the forward: before it, what is left of the last iteration may be hit
             model.layers[1].register_forward_hook(partial(_shrunk, backend, plan.gpu_budget_bytes // 3))
         if here and name == "no memory of torch's":
             model.layers[3].register_forward_hook(_refused)
         if here and name == "stands still":
-            time.sleep(20)
+            _live_on(folder / f"{name}.others")
         if here and name == "exception":
             raise KeyError("a bug in the user's loop")
         if here and name == "nan":
@@ -107,6 +108,13 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
             train_step(model, optimizer, rows, 1, number=iteration)
 
 
+def _live_on(ended: Path) -> None:
+    """Until the file is there."""
+    until_s = time.monotonic() + LIVES_S
+    while time.monotonic() < until_s and not ended.exists():
+        time.sleep(0.05)
+
+
 def _shrunk(backend: executor.VirtualBackend, gpu_bytes: int, *_: Any) -> None:
     backend.gpu_bytes = gpu_bytes
 
@@ -119,11 +127,14 @@ def _breaks(*_: Any) -> None:
     raise OSError("the disk of the adam thread is on fire")
 
 
-def run(case: dict[str, Any], folder: Path, limit_s: int) -> dict[str, Any]:
+def planned_ranks(case: dict[str, Any]) -> int:
+    """Ranks of the case's plan."""
+    return 3 if case["name"] == "another P" else int(case["ranks"])
+
+
+def run(case: dict[str, Any], plan: Plan, folder: Path, limit_s: int) -> dict[str, Any]:
     name, ranks = case["name"], case["ranks"]
     children: dict[int, int] = {}
-    planned = 3 if name == "another P" else ranks
-    (plan,) = rank_worker.plans_of([{"policy": "tide", "ranks": planned, "clip": 1.0}])
     for rank in range(ranks):
         child = os.fork()
         if child == 0:
@@ -139,6 +150,7 @@ def run(case: dict[str, Any], folder: Path, limit_s: int) -> dict[str, Any]:
     while children:
         child, status = os.wait()
         ends[children.pop(child)] = [os.waitstatus_to_exitcode(status), time.time()]
+        (folder / f"{name}.others").touch()
     begun = folder / f"{name}.begun"
     since = float(begun.read_text()) if begun.exists() else 0.0
     return {"ends": {rank: [code, at - since] for rank, (code, at) in ends.items()}}
@@ -156,14 +168,18 @@ class _Script(BaseException):
 
 def main() -> None:
     folder, limit_s = Path(sys.argv[1]), int(sys.argv[2])
+    cases = json.loads((folder / "cases.json").read_text())
+    numbers = sorted({planned_ranks(case) for case in cases})
+    plans = rank_worker.plans_of([{"policy": "tide", "ranks": number, "clip": 1.0} for number in numbers])
+    plan_of = dict(zip(numbers, plans, strict=True))
     gc.freeze()  # what was imported: no process goes through it when it ends
     running = 0
-    for case in json.loads((folder / "cases.json").read_text()):
+    for case in cases:
         if running == AT_ONCE:
             _await_one()
             running -= 1
         if os.fork() == 0:
-            result = run(case, folder, limit_s)
+            result = run(case, plan_of[planned_ranks(case)], folder, limit_s)
             (folder / f"{case['name']}.json").write_text(json.dumps(result))
             os._exit(0)
         running += 1

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,21 @@ class TestKeep:
             keep.note("x" * 29)
         text = keep.log.read_text(encoding="utf-8")
         assert len(text) <= 1000 and text.startswith("x" * 29) and text.endswith("(the log is full)\n")
+
+
+@pytest.fixture
+def stages_here(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages of a script run in this process, by the worker's own code: most of what a process of its own takes is
+    imports. TestSmoke, and the first stages of TestRecord, have processes of their own."""
+    worker = load("recording.worker")
+
+    def run_here(self: Any, command: Sequence[str], **_: Any) -> tuple[int, bool]:
+        *_, module, job_file, result_file = command
+        assert module == worker.__name__
+        worker.main(job_file, result_file)
+        return 0, False
+
+    monkeypatch.setattr(load("_keep").Keep, "run", run_here)
 
 
 STORY = """
@@ -244,13 +259,19 @@ class TestSmoke:
 class TestRecord:
     @pytest.mark.slow
     def test_goes_on_in_another_folder_where_it_stopped(
-        self, load: Callable[[str], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+        self,
+        load: Callable[[str], Any],
+        tmp_path: Path,
+        capfd: pytest.CaptureFixture[str],
+        request: pytest.FixtureRequest,
     ) -> None:
-        """A real plan on the virtual accelerator; what it left is carried elsewhere, and a cap more is asked for."""
+        """A real plan on the virtual accelerator, in a process of its own; what it left is carried elsewhere, and a cap
+        more is asked for."""
         record = load("gpu_record")
         argv = ["--device", "virtual", "--models", "tiny-gpt2", "--caps"]
         assert record.main([*argv, "none", "--out", str(tmp_path / "one")]) == 0
         assert len(list((tmp_path / "one").iterdir())) <= 8
+        request.getfixturevalue("stages_here")
         (tmp_path / "one").rename(tmp_path / "two")
         capfd.readouterr()
         assert record.main([*argv, "3MB,none", "--out", str(tmp_path / "two")]) == 0
@@ -358,7 +379,7 @@ class TestParity:
 
     @pytest.mark.slow
     def test_on_the_virtual_accelerator_and_again_what_failed(
-        self, load: Callable[[str], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+        self, load: Callable[[str], Any], stages_here: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         """A model that is not known fails, and is tried again when asked for; the other is plain training and kept."""
         argv = [

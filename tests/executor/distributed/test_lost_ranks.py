@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-BOUND_S = 30.0  # on a busy machine; a collective's timeout is 600
+BOUND_S = 60.0  # on a busy machine; rank 1 may live longer, and a collective's timeout is 600
 CASES: dict[str, tuple[int, str, str]] = {
     # name: ranks, what rank 1 says itself, what the others say
     "killed inside": (3, "", "died: it ended without a word"),
@@ -47,11 +47,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases += [{"name": name, "ranks": 2} for name in ("reads alone", "read apart", "waits elsewhere", *COUNTS)]
     (place / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_trouble.py"), str(place), "60"],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_trouble.py"), str(place), "150"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return place
