@@ -27,13 +27,17 @@ def ablate(
     policy: Annotated[
         str, typer.Option(metavar="P", autocompletion=policy_names, help="the policy that the changes lead to")
     ] = "optimal",
+    begin: Annotated[
+        str,
+        typer.Option("--from", metavar="P", autocompletion=policy_names, help="the policy that the changes begin with"),
+    ] = "patrickstar",
     lp: Annotated[
         bool, certify("hold all lines against the tighter bound of a linear program, which takes seconds")
     ] = False,
     json: JsonObject = False,
     path: Annotated[str | None, output("also draw the waterfall")] = None,
 ) -> int:
-    """Say what each idea is worth: from PatrickStar's schedule to the best one, one change at a time."""
+    """Say what each idea is worth: from a published schedule to the best one, one change at a time."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.ablate import ablate as ask
 
@@ -45,6 +49,7 @@ def ablate(
             machine,
             settings_of(setting),
             policy=policy,
+            begin=begin,
             certify=lp,
             progress=lambda done, lines: on_part("planning", done, lines),
         )

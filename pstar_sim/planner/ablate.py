@@ -1,9 +1,10 @@
-"""Ablate: what each idea is worth, from PatrickStar's schedule to a near-optimal one, one change at a time.
+"""Ablate: what each idea is worth, from a published schedule to a near-optimal one, one change at a time.
 
-[Note: the ladder] It begins at `patrickstar` (copies, updates and computing wait for each other). The next line is the
-plainest point of the asynchronous policies (policy/kit/points.py): every queue goes its own way, and nothing is clever.
-Then one coordinate after the other takes its better values, down to the policy asked about. What a line gains depends
-on those above it; `without` asks the other way round: the policy asked about with one idea taken out.
+[Note: the ladder] It begins at a published system, by default `patrickstar` (copies, updates and computing wait for
+each other). The next line is the point of the asynchronous policies (policy/kit/points.py) that the system is most like
+(`Capabilities.near`), or the plainest one: every queue goes its own way, and nothing is clever. Then one coordinate
+after the other takes its better values, down to the policy asked about. What a line gains depends on those above it;
+`without` asks the other way round: the policy asked about with one idea taken out.
 
 Where the setting itself makes Adam wait for all gradients, the barrier is not a choice and has no line. Where it does
 not, the ladder drops the barrier before it lets Adam begin early, so that one line alone may gain nothing: what the
@@ -25,7 +26,7 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, Row, compare
 from pstar_sim.planner.ranks import machine_of, share_out
 from pstar_sim.policy.kit.options import options_of, show
-from pstar_sim.policy.registry import find_policy, named, policy_name
+from pstar_sim.policy.registry import can, find_policy, named, policy_name
 from pstar_sim.renderers import render_html, render_text
 from pstar_sim.workload.workload import Workload
 
@@ -137,29 +138,32 @@ def ablate(
     settings: Settings | None = None,
     *,
     policy: str = BEST,
+    begin: str = BASE,
     certify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ablation:
-    """What each idea is worth between `patrickstar` and `policy`, a policy of the asynchronous family.
+    """What each idea is worth between `begin`, a published system, and `policy`, a policy of the asynchronous family.
 
     workload: as in `compare`. Where `settings` leave the chunk size open, every line has that of `policy`, which is
         planned first (on several ranks `patrickstar`, whose chunks are not sliced, has its own).
+    begin: any other policy than `policy`.
     certify: hold all lines against the bound of the fluid linear program.
     progress: called with (lines planned, lines in all).
 
-    Raises UnknownName for an unknown policy, PstarError for one that is not a point of the family, and NothingFits if
-    `policy` does not fit.
+    Raises UnknownName for an unknown policy, PstarError for a `policy` that is not a point of the family or is `begin`
+    itself, and NothingFits if `policy` does not fit.
     """
     machine = machine_of(machine)
     own = settings = settings_of(settings)
     text("policy", policy, "the name of a policy")
+    text("begin", begin, "the name of a policy")
     flag("certify", certify)
     if progress is not None:
         function("progress", progress)
     share = share_out(workload, machine)
     each = share.ranked or (share.workload,) * len(machine.ranks)
     free = settings.barrier(share.workload.dtype) is None
-    steps, taken_out = ladder(policy, barrier=free), left_out(policy, barrier=free)
+    steps, taken_out = ladder(policy, barrier=free, begin=begin), left_out(policy, barrier=free)
     asked = steps[-1][1]
     specs = list(dict.fromkeys([asked, *(spec for _, spec in (*steps, *taken_out))]))
     rows: dict[str, Row] = {}
@@ -224,21 +228,34 @@ def _held_against(row: Row, bound_s: float | None) -> Row:
     return replace(row, lower_bound_s=bound_s, gap=gap)
 
 
-def ladder(policy: str, *, barrier: bool) -> list[tuple[str, str]]:
-    """(change, spec) of every line, `patrickstar` first and `policy` last. barrier: whether the setting leaves the
-    barrier to the policy. Raises PstarError for a policy that is not a point of the asynchronous family."""
+def ladder(policy: str, *, barrier: bool, begin: str = BASE) -> list[tuple[str, str]]:
+    """(change, spec) of every line, `begin` first and `policy` last. barrier: whether the setting leaves the barrier to
+    the policy. Raises PstarError for a policy that is not a point of the asynchronous family or is `begin` itself."""
     own = _place_of(policy, barrier)
+    able, first = can(begin.partition(":")[0].strip()), policy_name(begin)
+    if first == policy_name(policy):
+        raise PstarError(f"an ablation leads from one policy to another; it cannot begin with {first} and end with it")
     now = {key: next(iter(values)) for key, values in _VALUES.items() if key in own}
-    lines = [("as published, one thing at a time", BASE)]
-    lines.append(("queues: none waits for another", _spec(policy, now)))
+    near = able.near or able.point
+    if near is not None:
+        now |= {key: show(value) for key, value in asdict(near).items() if key in own}
+    lines = [("as published, one thing at a time" if able.one_at_a_time else "as published", first)]
+    lines.append(("queues: none waits for another" if near is None else "the point nearest to it", _spec(policy, now)))
     for key, values in _VALUES.items():
         if key not in own:
             continue
-        plainer = _before(list(values), own[key])
-        for word in [*plainer[1:], own[key]] if plainer else []:
+        for word in _between(list(values), now[key], own[key]):
             now[key] = word
             lines.append((_means(key, word), _spec(policy, now)))
     return lines
+
+
+def _between(words: Sequence[str], first: str, last: str) -> Sequence[str]:
+    """The values after `first` up to `last`; `last` alone where one of the two is on no scale or they are in reverse
+    order."""
+    if first in words and last in words and words.index(first) < words.index(last):
+        return words[words.index(first) + 1 : words.index(last) + 1]
+    return [] if first == last else [last]
 
 
 def left_out(policy: str, *, barrier: bool) -> list[tuple[str, str]]:

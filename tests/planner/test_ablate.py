@@ -69,6 +69,21 @@ def test_a_barrier_of_the_setting_is_no_choice() -> None:
     assert "prefetch: by deadline" not in changes
 
 
+def test_the_ladder_of_another_system_goes_on_from_the_point_nearest_to_it() -> None:
+    assert [spec for _, spec in ladder("tide", barrier=False, begin="stronghold:window=2")] == [
+        "stronghold:window=2",
+        "tide:capacity=peak,eviction=lru,prefetch=1,adam=fifo",
+        "tide:eviction=lru,prefetch=1,adam=fifo",
+        "tide:eviction=fifo,prefetch=1,adam=fifo",
+        "tide:prefetch=1,adam=fifo",
+        "tide:adam=fifo",
+        "tide",
+    ]
+    assert ladder("tide", barrier=False, begin="zero_offload")[1:] == ladder("tide", barrier=False)[1:]
+    with pytest.raises(PstarError, match="cannot begin with tide and end with it"):
+        ladder("tide", barrier=False, begin="tide")
+
+
 def test_each_idea_is_taken_out_by_itself() -> None:
     assert [spec for _, spec in left_out("static_partition", barrier=True)] == [
         "static_partition:eviction=lru",

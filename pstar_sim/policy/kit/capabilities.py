@@ -26,7 +26,9 @@ class Capabilities:
     point: the point of the asynchronous family that the policy is; its checks of room can be asked without a plan.
     tries_others: the policy also tries other chunk sizes and policies. So its own checks are not final, and it is at
         least as fast as the others, for seconds of planning.
-    one_at_a_time: copies, updates and computing wait for each other; an ablation begins with such a policy.
+    one_at_a_time: copies, updates and computing wait for each other; an ablation begins with such a policy by default.
+    near: the point of the asynchronous family that the policy is most like, where it is none itself: an ablation that
+        begins with the policy goes on from there. None: from the plainest point.
     yardstick: the policy is one of the few that a question about many machines asks by default.
     streams_states: the policy updates chunks on the GPU whose states live elsewhere.
     from_disks: options under which lists live on disks, tried if the host has no room.
@@ -39,6 +41,7 @@ class Capabilities:
     point: Point | None = None
     tries_others: bool = False
     one_at_a_time: bool = False
+    near: Point | None = None
     yardstick: bool = False
     streams_states: bool = False
     from_disks: tuple[str, ...] = ()

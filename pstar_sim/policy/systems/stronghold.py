@@ -38,7 +38,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["CAPABILITIES", "OPTIONS", "stronghold"]
 
 AS_FAST = 2e-3  # relative difference of two iterations that is not worth a larger window
-CAPABILITIES = Capabilities()
+CAPABILITIES = Capabilities(near=Point(capacity="peak", eviction="lru", prefetch=1, adam="fifo"))
 OPTIONS = {
     "window": Option(
         either(one_of("auto"), whole_number(least=1)),
@@ -237,7 +237,7 @@ def _choices(solver: _Solver, w: int, *, auto: bool) -> dict[str, object]:
         free_s = _without_barrier(solver, w)
         choices["barrier"] = (
             f"{job.barrier}: no Adam beside the backward pass; without it this window would take {format_s(free_s)}, "
-            f"{1 - free_s / chosen.iteration_s:.0%} less"
+            f"{100 * (1 - free_s / chosen.iteration_s):.0f} % less"
         )
     if auto:
         choices["windows_tried"] = {n: format_s(a.iteration_s) for n, a in sorted(solver.tried.items())}
