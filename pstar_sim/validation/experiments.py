@@ -43,6 +43,7 @@ UNEXPLAINED = (
     "Polaris, 13B on one GPU: Deep Optimizer States' backward is longer than with the flush alone",
     "ZeRO-Offload on V100: 20-50 % slower than its mechanism; in its one log forward takes 2.9 s more, backward 2 s",
     "the VM's CPU Adam: a quarter of what its cores should do; its rate is fitted",
+    "STRONGHOLD: a layer outside the window takes up to 90 ms more than computing it; five copies in a row take 84",
     "GPU memory of the H100 node: its monitor shows 10 GiB more than is held, perhaps the allocator's cache",
 )
 
@@ -343,25 +344,34 @@ def _with_ratio(machine: Machine, ratio: float) -> Machine:
 
 
 _VM_POLICIES = {"Megatron-LM": "all_on_gpu", "ZeRO-Offload": "zero_offload", "ZeRO-Infinity CPU": "zero_infinity"}
+_VM_WINDOW = re.compile(r"STRONGHOLD(?: w(\d+))?")
 _VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
 """Layers of the models that were tried on it (0.9 B to 5.1 B parameters)."""
+
+
+def _vm_policy(system: str) -> str:
+    """The spec of a system of these logs."""
+    if match := _VM_WINDOW.fullmatch(system):
+        return "stronghold" + (f":window={match[1]}" if match[1] else "")
+    return _VM_POLICIES[system]
 
 
 def _vm(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     sequence = _whole(row, "sequence", row.sequence)
     largest = row.metric == "max_trainable_model"
+    policy = _vm_policy(row.system)
     return Experiment(
         rows=run,
         machine=_machine("v100-32-vm", efficiency),
-        policy=_VM_POLICIES[row.system],
+        policy=policy,
         sizes=tuple(_gpt(n, 2048, 16, sequence) for n in _VM_LAYERS) if largest else (_gpt_of(row),),
         sequence=sequence,
         batches=(_whole(row, "batch", row.batch),),
         micro_batches=1,
         dtype="fp32",
         attention="math",
-        settings=Settings(update="step", clip=False),
+        settings=Settings(update="eager" if policy.startswith("stronghold") else "step", clip=False),
         other_host_bytes=OTHER_HOST_BYTES,
         host_bytes_per_param=HOST_BYTES_PER_PARAM if row.system == "ZeRO-Offload" else 0.0,
     )
