@@ -37,6 +37,7 @@ TOKENS = 12_288
 TIDE_BYTES = 400 * MIB
 SEQUENCES = 12
 SAVED_BYTES, BOUNDARY_BYTES = 300 * MIB, 30 * MIB  # of a layer's activations kept, and recomputed
+MICRO_BATCHES = 4
 
 # Policy -> number of GPUs and memory of each. A GPU of 3 GB has 2.00 GB for a plan, a third of the model data.
 MACHINES = {
@@ -44,6 +45,7 @@ MACHINES = {
     "zero_offload": (1, "3GB"),
     "static_partition": (1, "3GB"),
     "patrickstar": (1, "3GB"),
+    "l2l": (1, "3GB"),
     "tide": (1, "3GB"),
     "optimal": (1, "3GB"),
     "zero3_resident": (4, "4GB"),
@@ -55,12 +57,14 @@ MACHINES = {
 }
 # The published sizes of sub-groups and buckets hold the whole small job; these hold one or two of its layers.
 OPTIONS = {
+    "l2l": "stash=host",
     "zero3_offload": "bucket=70000000,subgroup=17000000,reuse=0",
     "deep_optimizer_states": "bucket=70000000,subgroup=17000000,reuse=0",
     "zero_infinity": "bucket=70000000,subgroup=17000000,reuse=0",
 }
 # Settings other than the default one: where a policy is drawn as it was published.
-SETTINGS: Mapping[str, Mapping[str, Any]] = {"stronghold": {"update": "eager", "clip": False}}
+AS_PUBLISHED = {"update": "eager", "clip": False}
+SETTINGS: Mapping[str, Mapping[str, Any]] = {"stronghold": AS_PUBLISHED, "l2l": AS_PUBLISHED}
 
 
 def job() -> Workload:
@@ -85,6 +89,21 @@ def ways() -> Sequence[Workload]:
     return candidates(made, 1)
 
 
+def recomputing_job() -> Workload:
+    """The same layers and tokens in four micro-batches; each layer leaves its input behind and recomputes."""
+    rise = [TIDE_BYTES * (layer + 1) // LAYERS // MICRO_BATCHES for layer in range(LAYERS)]
+    fall = [level for level in reversed(rise) for _ in range(2)]
+    flops = 2 * LAYER_PARAMS * TOKENS // MICRO_BATCHES
+    return chain_workload(
+        LAYERS,
+        LAYER_PARAMS,
+        flops=flops,
+        tide_bytes=[*rise, *fall, 50 * MIB // MICRO_BATCHES],
+        checkpointing=True,
+        micro_batches=MICRO_BATCHES,
+    )
+
+
 def scheduled(policy: str) -> Timeline:
     """What the policy does with the small job; one that chooses activations, with the ways to run it."""
     gpus, gpu_memory = MACHINES[policy]
@@ -93,8 +112,9 @@ def scheduled(policy: str) -> Timeline:
     if can(policy).activations is not None:
         chosen = choose(ways(), machine, ps.Settings(chunk_bytes=2 * LAYER_PARAMS), policy=policy)
         return chosen.timeline.labelled(policy)
+    w = recomputing_job() if can(policy).reorders else job()
     own = SETTINGS.get(policy, {})
-    return ps.compare([job()] * gpus, machine, policies=[name], chunk_bytes=2 * LAYER_PARAMS, **own).best().timeline
+    return ps.compare([w] * gpus, machine, policies=[name], chunk_bytes=2 * LAYER_PARAMS, **own).best().timeline
 
 
 def share_of_job(sequences: int) -> Workload:

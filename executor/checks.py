@@ -21,6 +21,7 @@ from pstar_sim.workload.workload import Tensor
 
 __all__ = [
     "check_model",
+    "check_order",
     "check_processes",
     "check_settings",
     "state_dtype_of",
@@ -62,6 +63,17 @@ def check_model(
                 "optimizer would update twice; tie them as one Parameter"
             )
     check_groups(tensors, parameters, groups)
+
+
+def check_order(plan: Plan) -> None:
+    """The plan runs micro-batches one after the other, and keeps what blocks recompute from on the GPU."""
+    w = plan.workload
+    if w.layer_major or w.boundaries_on_host:
+        what = "is layer-major" if w.layer_major else "keeps the boundaries of blocks on the host"
+        raise PlanError(
+            f"the plan of {plan.policy} {what}; it can be simulated, not run: make a plan in depth-first order (tide, "
+            "or optimal)"
+        )
 
 
 def _check_parameter(

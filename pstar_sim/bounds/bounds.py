@@ -43,8 +43,8 @@ def lower_bound(
     """The bound for every legal schedule, [Note: the joint bound] of joint.py; stream=False: for schedules that stream
     no chunk, [Note: the bound]. max_pinned: the most parameters, those of the small chunks not counted, whose states
     may stay on the gpu for ever (0 with stream=False: "everything by CPU Adam"). A workload that does not fit at all
-    still gets a bound, that of x = 0. Raises PlanError, with `bound_reason`, for a machine of several gpus."""
-    reason = bound_reason(machine)
+    still gets a bound, that of x = 0. Raises PlanError, with `bound_reason`, where there is no bound."""
+    reason = bound_reason(workload, machine)
     if reason is not None:
         raise PlanError(reason)
     cost = cost or cost_of(workload, machine, layout)
@@ -85,9 +85,13 @@ def _without_stashes(
         )  # fmt: skip
 
 
-def bound_reason(machine: Machine) -> str | None:
-    """Why there is no bound for this machine; None where there is one."""
+def bound_reason(workload: Workload, machine: Machine) -> str | None:
+    """Why there is no bound for this job; None where there is one."""
     count = len(machine.ranks)
+    if workload.layer_major:
+        return (
+            "the order is layer-major; gradients that are added up on the GPU without its states are not in the bound"
+        )
     if count == 1:
         return None
     return f"{machine.name} has {count} GPUs; what collectives and shared parts cost at least is not in the bound"

@@ -53,7 +53,7 @@ class Certifier:
 
     def usual(self) -> Certificate:
         """The certificate of the layout that a policy starts from."""
-        reason = bound_reason(self.machine)
+        reason = bound_reason(self.workload, self.machine)
         if reason is not None:
             return Certificate(seconds=None, text={"bound": None, "reason": reason})
         return self.of(build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes))
@@ -68,7 +68,7 @@ class Certifier:
         return certificate
 
     def _make(self, layout: Layout) -> Certificate:
-        reason = bound_reason(self.machine)
+        reason = bound_reason(self.workload, self.machine)
         if reason is not None:
             return Certificate(seconds=None, text={"bound": None, "reason": reason})
         bound = self._bound(layout)

@@ -111,22 +111,23 @@ def name_of(resident: Resident) -> str:
 def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
     """(chunk, micro-batch) -> the list on the gpu that the chunk's gradients go to in that micro-batch.
 
-    "grad32" where that list stays on the gpu (a pinned chunk that accumulates), "grad" in the micro-batches the plan
-    allocates it for (as many, in order, as it has alloc steps) or in all if it stays on the gpu, and "param", in
-    place, in the others; in a plan that passes the checker these are the last micro-batch only. Where lists are sliced
+    "grad32" where that list stays on the gpu (a pinned chunk that accumulates) or the plan allocates it there (a chunk
+    whose micro-batches follow one another), "grad" in the micro-batches the plan allocates it for (as many, in order,
+    as it has alloc steps) or in all if it stays on the gpu, and "param", in place, in the others; in a plan that passes
+    the checker these are the last micro-batch only. Where lists are sliced
     gradients arrive whole, in that list and the one of the others' slices; "grad32" is then never such a list.
     """
     alloc, gpu = Kind.ALLOC, Place.GPU
-    allocated = Counter(
-        [step.chunk for step in plan.steps if step.kind is alloc and step.list == "grad" and step.place is gpu]
-    )
+    opened = [step for step in plan.steps if step.kind is alloc and step.place is gpu]
+    allocated = Counter([step.chunk for step in opened if step.list == "grad"])
+    summed = {step.chunk for step in opened if step.list == "grad32"}
     stays = {(r.list, r.chunk) for r in plan.initial if r.place is gpu}
     batches: dict[int, list[int]] = {}
     for chunk, batch in _last_gradients(plan):
         batches.setdefault(chunk, []).append(batch)
     target: dict[tuple[int, int], str] = {}
     for chunk, mine in batches.items():
-        if ("grad32", chunk) in stays and plan.layout.ranks == 1:
+        if (("grad32", chunk) in stays or chunk in summed) and plan.layout.ranks == 1:
             count, where = len(mine), "grad32"
         elif ("grad", chunk) in stays:
             count, where = len(mine), "grad"

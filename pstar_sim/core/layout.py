@@ -24,7 +24,7 @@ from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
 from pstar_sim.workload.workload import DTYPE_BYTES, UseKind, Workload
 
-__all__ = ["Chunk", "Layout", "Slot", "build_layout", "size_near"]
+__all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near"]
 
 ALIGN = 16  # elements: 64 bytes in fp32, what vectorised kernels and copy engines like
 GRANULE_BYTES = 2 * MIB
@@ -220,6 +220,39 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: i
     if not isinstance(known, Layout):
         workload.derived[key] = known = _built(workload, chunk_bytes, ranks)
     return known
+
+
+def layout_of_parts(workload: Workload, parts: Sequence[tuple[int, int]]) -> Layout:
+    """A chunk for each part of the iteration, with all tensors that the part is the first to read; where these are of
+    several classes, a chunk for each. Tensors that nothing reads have chunks of their own. No chunk is small.
+
+    parts: (first, last) moment of each, in order, with no moment between two of them. The same workload object asked
+    again gives the same layout object.
+
+    Raises PlanError for a tensor of a dtype without a known width.
+    """
+    key = ("layout of parts", tuple(parts))
+    known = workload.derived.get(key)
+    if not isinstance(known, Layout):
+        workload.derived[key] = known = _of_parts(workload, [first for first, _ in parts])
+    return known
+
+
+def _of_parts(workload: Workload, begins: Sequence[int]) -> Layout:
+    rows: list[tuple[int, _Class, list[_Item]]] = []
+    for key, items in _in_order_of_first_use(workload).items():
+        mine: dict[int, list[_Item]] = {}
+        for item in items:
+            never = item.first_use == len(workload.moments)
+            mine.setdefault(len(begins) if never else bisect_right(begins, item.first_use), []).append(item)
+        rows += [(part, key, own) for part, own in mine.items()]
+    rows.sort(key=lambda row: (row[0], row[2][0]))
+    chunks = [(key, own, sum(item.padded for item in own), False) for _, key, own in rows]
+    return Layout(
+        chunk_bytes=max(numel * key.width for key, _, numel, _ in chunks),
+        chunks=tuple(_chunk(index, *row) for index, row in enumerate(chunks)),
+        state_bytes=workload.optimizer.state_bytes,
+    )
 
 
 def size_near(workload: Workload, chunk_bytes: int) -> int:

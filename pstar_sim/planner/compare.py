@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import flag, function, instance, refused, text
-from pstar_sim.bounds.certificate import Certificate, Certifier
+from pstar_sim.bounds.certificate import Certificate, Certifier, certificate_of
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import OWN_SHARES
 from pstar_sim.core.plan import Plan, Settings
@@ -140,14 +140,16 @@ class Comparison(Collection):
 
     def best(self) -> Planned:
         """The fastest that fits, of those as fast the one that moves and pins least (policy/kit/ties.py; the last of
-        equals: simpler policies are listed first). Raises NothingFits with every reason if none does.
+        equals: simpler policies are listed first). A plan in another order than the workload's, which a loop of the
+        user's own cannot follow, is the best only where no other fits. Raises NothingFits with every reason if none
+        does.
         """
         if not self.planned:
             raise NothingFits(
                 f"no policy fits {self.workload.model} on {self.machine.name}: "
                 + "; ".join(str(r.reason) for r in self.rows)
             )
-        return _best(self.rows, self.planned)
+        return _best(self.workload, self.rows, self.planned)
 
     def __getitem__(self, policy: str) -> Planned:
         """The plan of one policy, named in any spelling of its spec. Raises PlanError if it was not compared or does
@@ -294,10 +296,12 @@ def _compare(
             plan = replace(plan, choices={**plan.choices, "balance": gain})
             gains.append(f"{name}: {gain}")
             proof = Certifier(job.share.workload, job.machine, settings, lp=certify)
-        row = _figures(name, machine, timeline, share.tokens, proof.of(plan.layout), barrier_cost_s)
+        same = plan.workload.layer_major == workload.layer_major
+        certificate = proof.of(plan.layout) if same else certificate_of(plan)
+        row = _figures(name, machine, timeline, share.tokens, certificate, barrier_cost_s)
         planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         rows.append(row)
-    others = _fitting(rows, planned)
+    others = _fitting(workload, rows, planned)
     elsewhere = Elsewhere(workload, machine)
     for i, row in enumerate(rows):
         if row.policy in failures:
@@ -309,7 +313,7 @@ def _compare(
                 hint = nearest(policy, workload, machine, settings, error, fitting=others, elsewhere=elsewhere)
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:
-        best = _best(rows, planned)
+        best = _best(workload, rows, planned)
         name = best.row.policy
         cost_s = _barrier_cost(dict(asked)[name], best.timeline, jobs[name].free if name in jobs else free)
         row = replace(best.row, barrier_cost_s=cost_s, bound_by=bound_by(best.timeline, barrier_cost_s=cost_s))
@@ -382,11 +386,11 @@ def _with_shares(plan: Plan, ranked: Sequence[Workload] | None) -> Plan:
     return replace(plan, choices={**plan.choices, OWN_SHARES: f"batches of {shares}, rank by rank"})
 
 
-def _fitting(rows: Sequence[Row], planned: Mapping[str, Planned]) -> list[str]:
+def _fitting(workload: Workload, rows: Sequence[Row], planned: Mapping[str, Planned]) -> list[str]:
     """Policies that fit, the best one first, the others by their pace."""
     if not planned:
         return []
-    first, later_first = _best(rows, planned).row, rows[::-1]
+    first, later_first = _best(workload, rows, planned).row, rows[::-1]
     return [r.policy for r in sorted(later_first, key=lambda r: (r is not first, _pace(r))) if r.fits]
 
 
@@ -523,9 +527,12 @@ def _figures(
     )
 
 
-def _best(rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
+def _best(workload: Workload, rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
+    """The fastest plan in the order of the workload, which a loop of the user's own follows; where none fits, the
+    fastest in another order."""
     fitting = [planned[row.policy] for row in reversed(rows) if row.fits]
-    return least_of(fitting, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))
+    as_asked = [p for p in fitting if p.plan.workload.layer_major == workload.layer_major]
+    return least_of(as_asked or fitting, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))
 
 
 def _pace(row: Row) -> float:

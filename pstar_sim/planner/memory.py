@@ -276,7 +276,7 @@ def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
         for name in job.uses.home_lists(c)
     }
     sizes |= {stash_key(block): size for block, size in job.workload.stash_room}
-    if job.several:
+    if job.several and not job.sums_on_gpu:
         sizes |= {(c, "grad"): job.layout.payload_bytes(c, "grad") for c in job.candidates if c not in pinned}
     return sizes
 

@@ -326,7 +326,7 @@ class _Race:
         key = (id(w), stream)
         if key not in self.bounds_s:
             self.bounds_s[key] = self.least_s[id(w)]
-            if bound_reason(self.machine) is None:
+            if bound_reason(w, self.machine) is None:
                 bound = lower_bound(w, self.machine, self.usual, self.layouts[id(w)], stream=stream)
                 self.bounds_s[key] = max(self.bounds_s[key], bound.seconds)
         return self.bounds_s[key]

@@ -85,10 +85,12 @@ def _others(
 ) -> Iterator[SearchResult]:
     """The plans of the other shipped policies that fit. A policy that brings no states to the GPU is left out if the
     closed form says that no number of pins alone comes near (on one GPU; on several GPUs only policies of optimal's own
-    space)."""
+    space); and so is one whose plans have another order of the iteration."""
     beaten = any(f.seconds < f.pins_alone_s * FAR_AHEAD for f in own)
     for name, policy in _rivals().items():
         able = capabilities_of(policy)
+        if able.reorders and not workload.layer_major:
+            continue
         if beaten and ((len(machine.ranks) == 1 and not able.streams_states) or able.point is not None):
             continue
         try:

@@ -19,6 +19,7 @@ from pstar_sim.policy.optimal import optimal
 from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.policy.systems.deep_optimizer_states import deep_optimizer_states
 from pstar_sim.policy.systems.karma import karma
+from pstar_sim.policy.systems.l2l import l2l
 from pstar_sim.policy.systems.patrickstar import patrickstar
 from pstar_sim.policy.systems.stronghold import stronghold
 from pstar_sim.policy.systems.whale import whale
@@ -44,6 +45,7 @@ _BUILT_IN: dict[str, Policy] = {
     "zero_offload": zero_offload,
     "static_partition": static_partition,
     "patrickstar": patrickstar,
+    "l2l": l2l,
     "tide": tide,
     "optimal": optimal,
     "zero3_resident": zero3_resident,

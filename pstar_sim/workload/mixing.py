@@ -24,7 +24,7 @@ from dataclasses import replace
 from pstar_sim.errors import TraceError
 from pstar_sim.workload.workload import Moment, Phase, Stash, Use, Workload
 
-__all__ = ["BlockRun", "block_names", "block_of", "block_runs", "mix_blocks", "offload_blocks"]
+__all__ = ["BlockRun", "block_names", "block_of", "block_runs", "mix_blocks", "offload_blocks", "without_stashed"]
 
 _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 BlockRun = tuple[str | None, bool, range]
@@ -146,7 +146,7 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
     if not stashes:
         return w
     how = tuple((block, "offload" if block in offload else before[block]) for block in blocks)
-    return replace(w, moments=_without(w, stashes), activations=how, stashes=tuple(stashes))
+    return replace(w, moments=without_stashed(w, stashes), activations=how, stashes=tuple(stashes))
 
 
 def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> list[_Block]:
@@ -175,7 +175,7 @@ def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) 
     return Stash(block=block, micro_batch=0, bytes=size, made=forward[-1], gone=gone, back=back, needed=backward[0])
 
 
-def _without(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]:
+def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]:
     """The moments, less the bytes of stashes that are on the host then."""
     start, peak, end = ([0] * len(w.moments) for _ in range(3))
     for stash in stashes:

@@ -79,7 +79,7 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
     for i, key in enumerate(keys):
         if key in keys[:i]:
             raise TraceError(f"{target}: variants {keys.index(key)} and {i} are both {_words(variants[i])}")
-    chosen = any(w.activations for w in variants)
+    chosen = any(w.activations or w.stashes for w in variants)
     schema = _schema(chosen)
     try:
         table = pa.Table.from_pylist([_row(w, chosen) for w in variants], schema=schema)
@@ -171,8 +171,9 @@ def uses_frame(w: Workload) -> pd.DataFrame:
     return pd.DataFrame([(u.moment, u.tensor, u.kind.value) for u in w.uses], columns=_names(Use))
 
 
-def _key(w: Workload) -> tuple[int, int, int, bool, tuple[tuple[str, str], ...]]:
-    return w.batch, w.sequence, w.micro_batches, w.checkpointing, w.activations
+def _key(w: Workload) -> tuple[object, ...]:
+    order = (w.layer_major, bool(w.stashes))
+    return w.batch, w.sequence, w.micro_batches, w.checkpointing, w.activations, order
 
 
 def _words(w: Workload) -> str:
@@ -180,6 +181,8 @@ def _words(w: Workload) -> str:
     recompute = "checkpointing" if w.checkpointing else "no checkpointing"
     if w.activations:
         recompute = activations_text(w)
+    if w.layer_major:
+        recompute += ", layer-major" + (" with boundaries on the host" if w.stashes else "")
     return f"batch {w.batch} x {w.sequence}, {w.micro_batches} micro-batch(es), {w.dtype}, {recompute}"
 
 

@@ -254,17 +254,34 @@ class Workload:
         return self.batch * self.sequence * self.micro_batches
 
     @cached_property
+    def boundaries_on_host(self) -> bool:
+        """Whether stashes are inputs of blocks that recompute from them (relay.py), not activations of offloaded
+        blocks."""
+        offloaded = {block for block, how in self.activations if how == "offload"}
+        return any(stash.block not in offloaded for stash in self.stashes)
+
+    @cached_property
     def peak_non_model_bytes(self) -> int:
         return max(m.peak_bytes for m in self.moments)
 
     @cached_property
     def stash_room(self) -> tuple[tuple[str, int], ...]:
-        """(block, bytes) that the host holds for stashes: the largest stash of each block, whose stashes come one after
-        the other, in whole blocks of 256 bytes."""
+        """(block, bytes) that the host holds for stashes: the most that the stashes of each block take at a time, each
+        in whole blocks of 256 bytes. Depth-first they come one after the other; layer-major those of all micro-batches
+        are there together."""
         sizes: dict[str, int] = {}
+        there: dict[str, list[tuple[int, int]]] = {}  # block -> (needed, bytes) of stashes not used up
         for stash in self.stashes:
-            sizes[stash.block] = max(sizes.get(stash.block, 0), -(-stash.bytes // 256) * 256)
+            mine = [(needed, size) for needed, size in there.get(stash.block, ()) if needed > stash.made]
+            there[stash.block] = mine = [*mine, (stash.needed, -(-stash.bytes // 256) * 256)]
+            sizes[stash.block] = max(sizes.get(stash.block, 0), sum(size for _, size in mine))
         return tuple(sizes.items())
+
+    @cached_property
+    def layer_major(self) -> bool:
+        """Whether blocks run for all micro-batches before the next block does (relay.py): a micro-batch goes on after a
+        later one has begun."""
+        return any(b.micro_batch < a.micro_batch for a, b in pairwise(self.moments[:-1]))
 
     @cached_property
     def flops(self) -> int:
@@ -389,39 +406,48 @@ _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOM
 
 
 def _check_order(w: Workload, bad: _Bad) -> None:
-    """Time goes forward: one micro-batch after the other, each forward and then backward, the step last; and a moment
-    opens with the bytes that the one before it closed with. (Between two micro-batches the batch is replaced.) An
-    iteration that is not known yet has no moment but the step."""
+    """Time goes forward: micro-batches begin one after the other, each runs forward and then backward, the step comes
+    last; and a moment opens with the bytes that the one before it closed with. (Between two micro-batches of which the
+    first is over, the batch is replaced.) An iteration that is not known yet has no moment but the step."""
     first, last = w.moments[0], w.moments[-1]
     if (first.micro_batch and first is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"
         raise bad("moments[].micro_batch", (first.micro_batch, last.micro_batch), want)
+    latest: dict[int, int] = {}  # micro-batch -> its latest moment
     for i, m in enumerate(w.moments):
         if m.phase is Phase.ADAM and m is not last:
             raise bad(f"moments[{i}].phase", m.phase.value, "the optimizer step is the last moment")
         if m.phase not in _PHASES.get(m.name.partition(":")[0], (m.phase,)):
             raise bad(f"moments[{i}].phase", m.phase.value, f"{m.name!r} does not open a moment of that phase")
-        if i == 0 or m.micro_batch != w.moments[i - 1].micro_batch:
-            _check_begin(w, i, m, bad)
+        if m.micro_batch in latest:
+            _check_phase(w, i, m, latest[m.micro_batch], bad)
         else:
-            _check_follows(w, i, m, bad)
+            _check_begin(w, i, m, len(latest), bad)
+        same = i > 0 and m.micro_batch == w.moments[i - 1].micro_batch
+        if i and (same or w.layer_major):
+            _check_bytes(w, i, m, bad)
+        latest[m.micro_batch] = i
 
 
-def _check_begin(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
-    """Moment i is the first one of its micro-batch."""
+def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
+    """Moment i is the first one of its micro-batch; `begun` micro-batches have begun before."""
     if m.phase is not Phase.FWD and m is not w.moments[-1]:
         raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
-    if i and m.micro_batch != w.moments[i - 1].micro_batch + 1:
-        want = f"it follows micro-batch {w.moments[i - 1].micro_batch}"
-        raise bad(f"moments[{i}].micro_batch", m.micro_batch, want)
+    if i and m.micro_batch != begun:
+        raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"it follows micro-batch {begun - 1}")
 
 
-def _check_follows(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
-    """Moment i is of the same micro-batch as the one before it."""
-    before = w.moments[i - 1]
-    if m.phase is Phase.FWD and before.phase is not Phase.FWD:
-        want = f"moment {i - 1} ({before.name}) is of {before.phase.value} already; a micro-batch has one forward pass"
+def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None:
+    """Moment i is of the same micro-batch as moment `before`, the latest one of it."""
+    if m.phase is Phase.FWD and w.moments[before].phase is not Phase.FWD:
+        name, phase = w.moments[before].name, w.moments[before].phase.value
+        want = f"moment {before} ({name}) is of {phase} already; a micro-batch has one forward pass"
         raise bad(f"moments[{i}].phase", m.phase.value, want)
+
+
+def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
+    """Moment i opens with the bytes that moment i - 1 closed with."""
+    before = w.moments[i - 1]
     if m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures where blocks were chosen
         want = f"moment {i - 1} ({before.name}) ends with {before.end_bytes}; the moments are not in their order"
         raise bad(f"moments[{i}].start_bytes", m.start_bytes, want)
@@ -452,17 +478,21 @@ def _check_uses(w: Workload, bad: _Bad) -> None:
 
 
 def _check_choices(w: Workload, bad: _Bad) -> None:
-    """What becomes of each block's activations; an offloaded block has a stash per micro-batch, no other block has."""
+    """What becomes of each block's activations; an offloaded block has a stash per micro-batch, and so has a block that
+    recomputes from a boundary on the host. No other block has one."""
     chosen = dict(w.activations)
     if len(chosen) != len(w.activations):
         raise bad("activations", len(w.activations), "each block is named once")
     for block, how in w.activations:
         if how not in ACTIVATIONS:
             raise bad(f"activations[{block!r}]", how, f"known choices are {', '.join(ACTIVATIONS)}")
-    offloaded = {(block, u) for block, how in w.activations if how == "offload" for u in range(w.micro_batches)}
     there = [(s.block, s.micro_batch) for s in w.stashes]
-    if len(set(there)) != len(there) or set(there) != offloaded:
-        raise bad("stashes", len(there), f"each offloaded block has one per micro-batch, which makes {len(offloaded)}")
+    usual = "recompute" if w.checkpointing else "keep"
+    boundary = {block for block, _ in there if chosen.get(block, usual) == "recompute"}
+    away = boundary | {block for block, how in w.activations if how == "offload"}
+    wanted = {(block, u) for block in away for u in range(w.micro_batches)}
+    if len(set(there)) != len(there) or set(there) != wanted:
+        raise bad("stashes", len(there), f"each offloaded block has one per micro-batch, which makes {len(wanted)}")
 
 
 def _check_stashes(w: Workload, bad: _Bad) -> None:
@@ -471,7 +501,8 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
             raise bad(f"stashes[{i}]", s, "it has bytes, and moments made < gone < back < needed before the step")
-        if any(w.moments[m].micro_batch != s.micro_batch for m in (s.made, s.gone, s.back, s.needed)):
+        ends = (s.made, s.needed) if w.layer_major else (s.made, s.gone, s.back, s.needed)
+        if any(w.moments[m].micro_batch != s.micro_batch for m in ends):
             raise bad(f"stashes[{i}].micro_batch", s.micro_batch, "all its moments are of that micro-batch")
         if i:
             _check_beside(i, s, w.stashes[i - 1], bad)

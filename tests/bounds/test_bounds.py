@@ -161,7 +161,7 @@ def test_no_policy_is_under_the_bound(name: str, whole: bool) -> None:
         )
         asked = chance.choice((EAGER, STEP, CLIP))
         plan = planned(policies()[name], Drawn(w, m, asked))
-        if plan is None:
+        if plan is None or plan.workload.layer_major:  # which has no bound
             return
         t = play(plan)
         bound = lower_bound(w, m, asked, plan.layout)

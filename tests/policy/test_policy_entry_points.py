@@ -37,6 +37,7 @@ def test_one_that_is_offered_is_known_by_its_name(offer) -> None:
         "zero_offload",
         "static_partition",
         "patrickstar",
+        "l2l",
         "tide",
         "optimal",
         "zero3_resident",

@@ -36,4 +36,7 @@ def _norm_needs(plan: Plan) -> list[tuple[int, str]]:
         summed: "the gradient norm (clip) needs all gradients summed over the ranks first",
     }
     last = {step.kind: i for i, step in enumerate(plan.steps)}
-    return [(last[kind], why) for kind, why in needs.items() if kind in last]
+    found = [(last[kind], why) for kind, why in needs.items() if kind in last]
+    sums = [i for i, step in enumerate(plan.steps) if step.kind is Kind.WRITEBACK and step.list == "grad32"]
+    why = "the gradient norm (clip) needs all sums of gradients on the host first"
+    return [*found, *((i, why) for i in sums[-1:])]

@@ -9,6 +9,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.presets import variant
+from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import Moment, Workload, activations_text
 
 __all__ = ["check_budgets", "check_machine", "check_workload_of"]
@@ -57,8 +58,10 @@ def check_workload_of(plan: Plan, workload: Workload) -> None:
 
 def _as_planned(plan: Plan, workload: Workload) -> Workload:
     """For a preset that stands for a whole job: what one rank of the plan does, its share of the batch, in the plan's
-    dtype if the preset names none."""
+    dtype if the preset names none. In the order of the plan, which may be the policy's choice."""
     mine = plan.workload
+    if (mine.layer_major or mine.boundaries_on_host) and not (workload.layer_major or workload.stashes):
+        workload = relay(workload, stash="host" if mine.boundaries_on_host else "gpu")
     dtype = mine.dtype if workload.dtype_open else workload.dtype
     share = max(rank.batch_share for rank in plan.machine.ranks)
     whole = len(plan.machine.ranks) > 1 and round(workload.batch * share, 6) == mine.batch

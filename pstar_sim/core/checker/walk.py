@@ -94,14 +94,18 @@ class Walk:
     def _targets(self) -> dict[tuple[int, int], str]:
         """(chunk, micro-batch) -> list on the gpu in which the chunk's gradients of the micro-batch arrive."""
         allocs: dict[int, int] = {}
+        sums: set[int] = set()
         for step in self.plan.steps:
-            if step.kind is Kind.ALLOC and step.list == "grad" and step.place is Place.GPU:
+            if step.kind is Kind.ALLOC and step.place is Place.GPU:
                 assert step.chunk is not None
-                allocs[step.chunk] = allocs.get(step.chunk, 0) + 1
+                if step.list == "grad":
+                    allocs[step.chunk] = allocs.get(step.chunk, 0) + 1
+                elif step.list == "grad32":
+                    sums.add(step.chunk)
         target: dict[tuple[int, int], str] = {}
         for chunk, marks in self.expected.items():
             batches = sorted({u for u, _ in marks})
-            if (chunk, "grad32", Place.GPU) in self.initial and not self.sliced:
+            if (chunk in sums or (chunk, "grad32", Place.GPU) in self.initial) and not self.sliced:
                 lists = ["grad32"] * len(batches)
             elif (chunk, "grad", Place.GPU) in self.initial:
                 lists = ["grad"] * len(batches)

@@ -19,6 +19,7 @@ from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_fac
 from pstar_sim.policy.family.residency import gaps_of
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.order import in_order
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import least_of
@@ -55,7 +56,7 @@ class Asynchronous:
         self, name: str, workload: Workload, machine: Machine, settings: Settings, *, point: Point | None = None
     ) -> None:
         self.point = point = point or Point()
-        self.job = Job(name, workload, machine, settings, point)
+        self.job = Job(name, in_order(name, workload, point.order), machine, settings, point)
 
     @without_garbage_collection()
     def plan(self) -> Plan:

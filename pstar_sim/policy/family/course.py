@@ -219,16 +219,14 @@ class Course:
         for c in job.candidates:
             if c in self.modes.pinned:
                 continue
-            _, down_s = job.down[c, "param"]
-            spans = job.uses.spans[c]
             if job.ranks > 1:  # whole until it is summed
                 sum_s = SUMS_TAKE * job.cost.collective_s(job.whole_bytes(c))
-                for _, _, last in spans:
+                for _, _, last in job.uses.spans[c]:
                     book(job.remote[c], self.at[job.block_of[last]] + 1, sum_s)
-            for _, _, last in spans[:-1] if c in self.updates else spans:
-                book(job.sizes[c], self.at[job.block_of[last]] + 1, LINGER_COPIES * down_s)
+            for last, size, down_s in job.leaving(c, streamed=c in self.updates):
+                book(size, self.at[job.block_of[last]] + 1, LINGER_COPIES * down_s)
             if c in self.updates:
-                passed_s = 0.0
+                passed_s, down_s = 0.0, job.down[c, "param"][1]
                 for name in job.layout.state_lists:
                     size, seconds = job.down[c, name]
                     passed_s += seconds

@@ -145,7 +145,8 @@ def _room(job: Job) -> list[int]:
 def pin_facts(job: Job) -> PinFacts:
     """The facts that the closed form for the number of pins needs."""
     uses, cost, order = job.uses, job.cost, job.candidates
-    adds = job.workload.micro_batches - (0 if job.add_last else 1) if job.several else 0
+    adds = 0 if job.sums_on_gpu else job.workload.micro_batches - (0 if job.add_last else 1) if job.several else 0
+    down = "grad32" if job.sums_on_gpu else "param"
     return PinFacts(
         first=[uses.first_use(c) for c in order],
         final=[uses.last_gradient(c) for c in order],
@@ -154,10 +155,10 @@ def pin_facts(job: Job) -> PinFacts:
         adam_s=[cost.cpu_adam_s(c) for c in order],
         gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
         add_s=[cost.cpu_add_s(c) * adds for c in order],
-        down_s=[cost.transfer_s(job.sizes[c], "d2h") for c in order],
+        down_s=[job.down[c, down][1] for c in order],
         up_s=[cost.transfer_s(job.sizes[c], "h2d") for c in order],
         moments_s=cost.moments_s,
         barrier=job.barrier is not None,
         room_bytes=min(_room(job)),
-        gaps=2 * job.workload.micro_batches - 1,
+        gaps=1 if job.workload.layer_major else 2 * job.workload.micro_batches - 1,
     )

@@ -32,6 +32,7 @@ def plan_visits(
     streamed: Collection[int] = (),
     prefetch: str | int | None = None,
     adam: str | None = None,
+    lists_at_once: int | None = None,
 ) -> Plan:
     """The plan in which chunks are on the GPU for these visits.
 
@@ -46,12 +47,23 @@ def plan_visits(
         "edf" as far ahead as there is room, the earliest deadline first. None: as the job's point says ("edf").
     adam: order of Adam on the CPU: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
         parameters). None: as the job's point says ("edf").
+    lists_at_once: the most gradient lists of their own on the GPU at a time: a list opens when that many lists earlier
+        one has gone. It must be more than are filled side by side. None: as many as there is room for.
 
     Raises CannotPlan for visits that leave out a use or name a chunk or moment that does not exist. Raises DoesNotFit
     where a moment's visits do not fit the GPU, or where the host has no room for the lists that live there; fewer or
     shorter visits, or fewer pinned chunks, need less.
     """
-    return schedule_visits(job, visits, pinned=pinned, streamed=streamed, prefetch=prefetch, adam=adam).plan()
+    made = schedule_visits(
+        job,
+        visits,
+        pinned=pinned,
+        streamed=streamed,
+        prefetch=prefetch,
+        adam=adam,
+        lists_at_once=lists_at_once,
+    )
+    return made.plan()
 
 
 def schedule_visits(
@@ -62,6 +74,7 @@ def schedule_visits(
     streamed: Collection[int] = (),
     prefetch: str | int | None = None,
     adam: str | None = None,
+    lists_at_once: int | None = None,
     gpu_bytes: int | None = None,
 ) -> Attempt:
     """The schedule that `plan_visits` makes a plan of: with its seconds per iteration, before any step is written.
@@ -87,7 +100,7 @@ def schedule_visits(
         raise _short(job, Place.GPU, -course.least_room_bytes, what)
     spare = 0 if gpu_bytes is None else max(0, job.machine.gpu_budget_bytes - gpu_bytes)
     room = [left - spare for left in course.room]
-    schedule = replace(course.schedule(), prefetch=prefetch, adam=adam, room=room)
+    schedule = replace(course.schedule(), prefetch=prefetch, adam=adam, room=room, lists_at_once=lists_at_once)
     draft = draft_of(schedule)
     draft.gpu_free_bytes -= spare
     window = choose(draft)

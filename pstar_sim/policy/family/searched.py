@@ -21,6 +21,7 @@ from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.search import Search
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.order import in_order
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.passes.feasibility import check_gpu
@@ -92,6 +93,7 @@ class _Sizes:
     """
 
     def __init__(self, workload: Workload, machine: Machine, settings: Settings, point: Point, name: str) -> None:
+        workload = in_order(name, workload, point.order)
         self._job = partial(Job, name, workload, machine, settings)
         self._workload, self._machine, self._settings, self._point = workload, machine, settings, point
         self.usual = self._layout(settings.chunk_bytes)

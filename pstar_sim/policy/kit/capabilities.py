@@ -31,6 +31,8 @@ class Capabilities:
         begins with the policy goes on from there. None: from the plainest point.
     yardstick: the policy is one of the few that a question about many machines asks by default.
     streams_states: the policy updates chunks on the GPU whose states live elsewhere.
+    reorders: its plans are layer-major whatever the order of the workload, so that a loop of the user's own cannot
+        follow them.
     from_disks: options under which lists live on disks, tried if the host has no room.
     balance: chooses the ranks' shares of the batch where their GPUs differ (planner/balance.py calls it before it asks
         for the plan); takes the policy's options. None: the policy takes the shares of the machine.
@@ -44,6 +46,7 @@ class Capabilities:
     near: Point | None = None
     yardstick: bool = False
     streams_states: bool = False
+    reorders: bool = False
     from_disks: tuple[str, ...] = ()
     balance: Callable[..., tuple[int, ...]] | None = None
     activations: Callable[[Workload, Workload, Machine, Settings], Iterable[Workload]] | None = None

@@ -6,6 +6,7 @@ Decides nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from pstar_sim.catalog.machine import Machine
@@ -14,6 +15,7 @@ from pstar_sim.core.effects import tide_moves
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import cost_of
+from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.kit.blocks import Block, blocks_of
 from pstar_sim.policy.kit.charges import charges_of
 from pstar_sim.policy.kit.facts import facts_of
@@ -35,7 +37,10 @@ class Job:
     ranks: ranks that hold a slice of each chunk.
     several: there are several micro-batches.
     barrier: why no Adam runs before the optimizer step; None where one may.
+    sums_on_gpu: a chunk's gradients of all micro-batches, which follow one another in a layer-major workload, are added
+        up on the GPU and go to the host once.
     add_last: the last gradient is added to the others before the update, since the norm is that of their sum.
+    all_in_grad32: nothing of a gradient is in the working list when a streamed chunk is updated.
     tide: non-model bytes to reckon with in each moment (follow_tide: each its own; else the highest).
     small: chunks that are always on the GPU.
     moving: all other chunks, also those that a schedule pins.
@@ -64,13 +69,17 @@ class Job:
         self.settings = settings
         self.layout = layout or build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks))
         self.ranks = self.layout.ranks
+        if workload.layer_major and len(machine.ranks) > 1:
+            raise CannotPlan(f"{name}: a layer-major workload runs on one GPU, not on {len(machine.ranks)}")
         self.uses = uses = facts_of(workload, self.layout)
         uses.check()
         self.cost = cost_of(workload, machine, self.layout)
         self.charges = charges_of(self.cost)
         self.several = workload.micro_batches > 1
         self.barrier = settings.barrier(workload.dtype) or ("barrier=on" if point.barrier else None)
-        self.add_last = self.several and settings.clip
+        self.sums_on_gpu = workload.layer_major
+        self.add_last = self.several and settings.clip and not self.sums_on_gpu
+        self.all_in_grad32 = self.add_last or self.sums_on_gpu
         self.follow_tide = point.capacity == "tide"
         self.tide = uses.tide if self.follow_tide else (max(uses.tide),) * len(uses.tide)
         self.stash_bytes = sum(size for _, size in workload.stash_room)
@@ -114,6 +123,10 @@ class Job:
         for c, spans in enumerate(self.uses.spans):
             if c in self.small and self.ranks == 1:  # it adds its gradients in place
                 spans = spans[-1:]
+            elif self.sums_on_gpu:
+                cuts.update(first for first, _ in self.lists_of(c))
+                cuts.update(last + 1 for _, last in self.lists_of(c))
+                continue
             cuts.update(first for _, first, _ in spans[:-1])
             if c not in self.small or self.barrier is None:
                 cuts.update(last + 1 for _, _, last in spans)
@@ -125,7 +138,7 @@ class Job:
         lists: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
         for c in self.moving if self.ranks == 1 else range(len(self.sizes)):
             size = self.gradient_bytes(c) if self.uses.updated(c) else 0
-            for _, first, last in self.uses.spans[c][:-1]:
+            for first, last in self.lists_of(c):
                 for n in range(self.block_of[first], self.block_of[last] + 1):
                     lists[n].append((c, size))
         return lists
@@ -166,8 +179,31 @@ class Job:
 
     def gradient_bytes(self, chunk: int) -> int:
         """Bytes on the GPU of a gradient list apart from the working list; on several ranks the whole chunk's."""
-        lists = ("grad", "grad_remote") if self.ranks > 1 else ("grad",)
-        return sum(self.layout.payload_bytes(chunk, name) for name in lists)
+        return sum(self.layout.payload_bytes(chunk, name) for name in self.gradient_names)
+
+    @property
+    def gradient_names(self) -> tuple[str, ...]:
+        """Lists in which a gradient arrives that does not overwrite the working list."""
+        if self.sums_on_gpu:
+            return ("grad32",)
+        return ("grad", "grad_remote") if self.ranks > 1 else ("grad",)
+
+    def lists_of(self, chunk: int) -> Sequence[tuple[int, int]]:
+        """(first, last) moment of each gradient list of the chunk apart from its working list: one per micro-batch but
+        the last, or one for the sum of all."""
+        spans = self.uses.spans[chunk]
+        if self.sums_on_gpu:
+            return [(spans[0][1], spans[-1][2])] if spans else []
+        return [(first, last) for _, first, last in spans[:-1]]
+
+    def leaving(self, chunk: int, *, streamed: bool) -> Sequence[tuple[int, int, float]]:
+        """(last moment, bytes, seconds of the copy down) of each gradient of the chunk that leaves the GPU."""
+        lists = [last for _, last in self.lists_of(chunk)]
+        last = self.uses.last_gradient(chunk)
+        if not self.sums_on_gpu and not streamed:
+            lists.append(last)
+        size, seconds = self.down[chunk, "grad32" if self.sums_on_gpu else "param"]
+        return [(moment, size, seconds) for moment in lists]
 
     def visiting_bytes(self, chunk: int) -> int:
         """Bytes that come to the GPU for the update of a streamed chunk."""
@@ -193,9 +229,3 @@ class Job:
             n += 1
             left_s -= self.blocks[n].seconds
         return n
-
-    def span(self, chunk: int, number: int) -> tuple[int, int]:
-        """First and last moment in which a gradient becomes final, in the `number`-th of the micro-batches that give
-        the chunk one."""
-        _, first, last = self.uses.spans[chunk][number]
-        return first, last

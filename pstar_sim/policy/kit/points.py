@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TypedDict
 
 from pstar_sim.policy.kit.options import Option, either, one_of, switch, whole_number
+from pstar_sim.policy.kit.order import ORDERS
 
 __all__ = ["Coordinates", "Point", "point_options"]
 
@@ -28,6 +29,8 @@ class Point:
     pins: chunks whose states stay on the GPU, a number or "optimal".
     streams: states may also come to the GPU for one update.
     barrier: no Adam before the optimizer step, also where the settings would allow it.
+    order: of the iteration: "depth-first" (as the workload has it), "relay" (layer-major), or "relay-host" (with the
+        boundary activations on the host).
     """
 
     capacity: str = "tide"
@@ -37,6 +40,7 @@ class Point:
     pins: str | int = "optimal"
     streams: bool = False
     barrier: bool = False
+    order: str = "depth-first"
 
 
 class Coordinates(TypedDict, total=False):
@@ -49,6 +53,7 @@ class Coordinates(TypedDict, total=False):
     pins: str | int
     streams: bool
     barrier: bool
+    order: str
 
 
 def point_options(base: Point) -> Mapping[str, Option]:
@@ -69,6 +74,10 @@ def point_options(base: Point) -> Mapping[str, Option]:
             "most chunks whose optimizer states stay on the GPU",
         ),
         "streams": (switch(), "optimizer states may come to the GPU for one update"),
+        "order": (
+            one_of(*ORDERS),
+            "micro-batch by micro-batch, or layer by layer for all of them, with layer boundaries on the GPU or host",
+        ),
         "barrier": (switch(), "no Adam before the optimizer step, also where the setting asks for none"),
     }
     return {field.name: Option(*kinds[field.name], default=getattr(base, field.name)) for field in fields(Point)}

@@ -57,6 +57,7 @@ class Schedule:
     adam: order of CPU Adam: "after-backward", "fifo" or "edf".
     down: order of the copies to the host: "edf" (as the next forward needs them) or "fifo".
     states_first: states of streamed chunks go down before parameters that stay.
+    lists_at_once: the most gradient lists on the GPU at a time; None: as many as there is room for.
     """
 
     job: Job
@@ -74,6 +75,7 @@ class Schedule:
     adam: str
     down: str = "edf"
     states_first: bool = False
+    lists_at_once: int | None = None
 
     def rows_as(self, other: Schedule) -> bool:
         """Whether the passes write the same rows for both schedules, which then differ at most in the room for copies

@@ -45,8 +45,8 @@ class DraftRows:
     release_of: (chunk, list) -> the row that last freed the list on the GPU.
     others_release_of: chunk -> the row that last freed the others' slices.
     sum_of: chunk -> the row that sums its last gradient over the ranks.
-    add_of: chunk -> the row that adds its latest gradient on the host.
-    last_adds: rows that add last gradients on the host, where the norm needs them.
+    add_of: chunk -> the row that adds its latest gradient on the host, or copies its sum there.
+    last_adds: the rows in add_of that belong to last gradients, where the norm needs them.
     send_of: chunk that CPU Adam updates -> write-back of its last gradient.
     first_drop_of: streamed chunk that stays -> the row that drops its parameters, behind their copy down.
     gpu_update_of: chunk -> its GPU Adam.

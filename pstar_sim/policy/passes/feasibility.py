@@ -54,7 +54,7 @@ def held_on_host(job: Job, pinned: frozenset[int]) -> int:
 def check_host(job: Job, pinned: frozenset[int]) -> None:
     """Raise DoesNotFit if the host has no room for what is not pinned and for one gradient that passes."""
     needed = held_on_host(job, pinned)
-    if job.several:
+    if job.several and not job.sums_on_gpu:
         needed += max((job.layout.payload_bytes(c, "grad") for c in job.candidates if c not in pinned), default=0)
     budget = job.machine.host_budget_bytes
     if needed > budget:

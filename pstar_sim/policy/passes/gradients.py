@@ -1,5 +1,6 @@
 """Gradients. In all micro-batches but the last, a gradient has a list of its own, which opens, is summed over the
-ranks, goes down and is added. In the last micro-batch it overwrites the working list and goes down in it."""
+ranks, goes down and is added. In the last micro-batch it overwrites the working list and goes down in it. In a
+layer-major workload one list takes the gradients of all micro-batches, and goes down once."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from pstar_sim.core.step import Kind, Queue
+from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.passes.collectives import reduce
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
@@ -27,6 +29,7 @@ class GradientRows:
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows
         self._freed: dict[int, int] = {}  # chunk -> row that freed its gradient list on the GPU
+        self._opened: list[tuple[int, int]] = []  # (chunk, first row that opens a list of it), in order
         self._opens: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # position -> (chunk, its micro-batch)
         self._closes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._sends_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks updated on the CPU
@@ -51,7 +54,7 @@ class GradientRows:
     def _plan_lists(self, c: int) -> None:
         schedule = self._rows.schedule
         job, at = schedule.job, schedule.at
-        for number, (_, first, last) in enumerate(job.uses.spans[c][:-1]):
+        for number, (first, last) in enumerate(job.lists_of(c)):
             self._opens[at[job.block_of[first]]].append((c, number))
             self._closes[at[job.block_of[last]]].append((c, number))
 
@@ -59,24 +62,53 @@ class GradientRows:
         rows, job = self._rows, self._rows.schedule.job
         for c, number in self._opens.get(n, ()):
             after: After = ((self._freed[c], 0),) if number else ()
-            for name in ("grad", "grad_remote") if job.ranks > 1 else ("grad",):
-                rows.add(Queue.COMPUTE, Kind.ALLOC, c, name, job.span(c, number)[0], after=after)
+            after += self._behind_older(c)
+            self._opened.append((c, len(rows.rows)))
+            for name in job.gradient_names:
+                rows.add(Queue.COMPUTE, Kind.ALLOC, c, name, job.lists_of(c)[number][0], after=after)
         return ()
 
     def behind(self, n: int, here: int) -> None:
         for c, number in self._closes.get(n, ()):
-            self._close_list(c, number, n, here)
+            if self._rows.schedule.job.sums_on_gpu:
+                self._send_sum(c, here)
+            else:
+                self._close_list(c, number, n, here)
         for c in self._sends_behind.get(n, ()):
-            self._rows.send_of[c] = self._send_last(c, here)
+            self._rows.send_of[c] = self._leave(c, here)
         for c in self._parks_behind.get(n, ()):
-            self._send_last(c, here)
+            self._leave(c, here)
         for c in self._adds_behind.get(n, ()):
             self._send_last(c, here, drop=False)
+
+    def _behind_older(self, c: int) -> After:
+        """What the next list, one of chunk c, waits for where only some may be there at a time."""
+        job, most = self._rows.schedule.job, self._rows.schedule.lists_at_once
+        if most is None or len(self._opened) < most:
+            return ()
+        older, _ = self._opened[-most]
+        if older not in self._freed:
+            raise CannotPlan(
+                f"{job.name}: gradients of chunks {older} and {c} arrive side by side, and at most {most} gradient "
+                "lists may be on the GPU at a time; allow more"
+            )
+        return ((self._freed[older], 0),)
+
+    def close(self) -> None:
+        """The first lists of an iteration wait for the last ones of the iteration before, where only some may be there
+        at a time."""
+        most = self._rows.schedule.lists_at_once
+        if most is None:
+            return
+        for n, (_, row) in enumerate(self._opened[:most]):
+            older = len(self._opened) - most + n
+            if older >= 0:
+                self._rows.wait(row, (self._freed[self._opened[older][0]], 1))
 
     def _close_list(self, c: int, number: int, n: int, here: int) -> None:
         """The gradient of a micro-batch is complete."""
         rows, job = self._rows, self._rows.schedule.job
-        moment, done = job.span(c, number)[1], here
+        moment, done = job.lists_of(c)[number][1], here
         if job.ranks > 1:
             done = reduce(rows, c, "grad_remote", moment, n, ((here, 0),))
         if rows.schedule.is_resident(c):
@@ -88,6 +120,23 @@ class GradientRows:
         down = rows.add(Queue.D2H, Kind.WRITEBACK, c, "grad", moment, after=after, key=key)
         freed = self._freed[c] = rows.add(Queue.D2H, Kind.FREE, c, "grad", moment, behind=down)
         rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
+
+    def _send_sum(self, c: int, here: int) -> None:
+        """The sum of all micro-batches is complete; it goes to the host's."""
+        rows, job = self._rows, self._rows.schedule.job
+        moment = job.uses.last_gradient(c)
+        rows.writeback(c, "grad32", moment, ((here, 0),), rows.down_key(c), drop=True)
+        self._freed[c] = rows.add_of[c] = rows.release_of[c, "grad32"]
+        if job.settings.clip:
+            rows.last_adds.append(rows.add_of[c])
+
+    def _leave(self, c: int, here: int) -> int:
+        """The chunk's last visit before its update is over. Returns the row that brings its last gradient down."""
+        rows, job = self._rows, self._rows.schedule.job
+        if not job.sums_on_gpu:
+            return self._send_last(c, here)
+        rows.release_of[c, "param"] = rows.drop(c, "param", job.uses.last_gradient(c))
+        return rows.add_of[c]
 
     def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:
         """The last gradient goes down in the working list that it has overwritten; where the norm is that of the sum,

@@ -45,6 +45,7 @@ def draft_of(schedule: Schedule) -> Draft:
         for one in behind:
             one.behind(n, here)
         rows.leave()
+    gradients.close()
     updates.close()
     working.close()
     collectives.close()

@@ -60,7 +60,7 @@ class UpdateRows:
             return ()
         added: After = ((rows.add_of[c], 0),) if c in rows.add_of else ()
         arriving = [self._working.fetch(c, n, name, added if name == "grad32" else ()) for name in job.visiting_lists]
-        if job.add_last and schedule.visits[c][-1].first == n:  # its working list has left: only room is needed
+        if job.all_in_grad32 and schedule.visits[c][-1].first == n:  # its working list has left: only room is needed
             gone: After = ((rows.release_of[c, "param"], 0),)
             rows.add(Queue.COMPUTE, Kind.ALLOC, c, "param", job.uses.last_gradient(c), after=gone)
         return arriving
@@ -130,8 +130,7 @@ class UpdateRows:
                 *((rows.add_of[c],) if c in rows.add_of else ()),
                 *((last_block,) if behind_backward else ()),
             ]
-            if job.add_last:
-                waits += [row for row in rows.last_adds if row != rows.add_of[c]]
+            waits += [row for row in rows.last_adds if row != rows.add_of[c]]
             key = adam_key(schedule.adam, uses, c)
             rows.cpu_update_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADAM, c, after=ends_of(waits), key=key)
         for c, down in self._parameters_down.items():

@@ -29,7 +29,7 @@ class WorkingLists:
             update = schedule.updates.get(c)
             for stretch in schedule.fetched(c):
                 if not (
-                    job.add_last and stretch.first == update
+                    job.all_in_grad32 and stretch.first == update
                 ):  # all of the gradient is in grad32: only room is needed
                     self._fetches_before[stretch.first].append(c)
             for stretch, following in pairwise(stretches):

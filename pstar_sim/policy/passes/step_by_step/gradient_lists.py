@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pstar_sim.core.step import Place, Queue
+from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.passes.builder import Builder
 
@@ -37,6 +38,8 @@ class GradientLists:
     stay: chunks whose gradients stay on the GPU. On one rank these have no lists: they are added in place.
     one_by_one: each step of the policy waits for the one before, and for nothing else.
 
+    Raises CannotPlan for a layer-major workload, in which the lists of a chunk's micro-batches would overlap.
+
     chunks: those that have lists.
     add_last: a last gradient without a list is added to the others before any update, since the norm is that of their
         sum (`add_last_of`).
@@ -56,6 +59,11 @@ class GradientLists:
         stay: Collection[int] = (),
         one_by_one: bool = False,
     ) -> None:
+        if b.workload.layer_major:
+            raise CannotPlan(
+                f"{b.policy} runs micro-batches one after the other; a layer-major workload is for l2l, tide, "
+                "static_partition and optimal"
+            )
         self._b = b
         self._stay = frozenset(stay)
         self._one_by_one = one_by_one

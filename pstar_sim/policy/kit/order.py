@@ -1,0 +1,34 @@
+"""Order: the order of an iteration that a policy's plans have. relay.py makes the layer-major one."""
+
+from __future__ import annotations
+
+from pstar_sim.errors import CannotPlan, TraceError
+from pstar_sim.workload.relay import relay
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["ORDERS", "in_order"]
+
+ORDERS = ("depth-first", "relay", "relay-host")
+"""Of the micro-batches one after the other; of the blocks one after the other; the same with the boundary stash on the
+host."""
+
+
+def in_order(name: str, workload: Workload, order: str) -> Workload:
+    """The workload in that order. One that relay.py has made stays as it is. A workload always gets the same object.
+
+    name: of the policy, for messages. Raises CannotPlan for a workload that has no layer-major order.
+    """
+    if order == "depth-first" or workload.layer_major or workload.boundaries_on_host:
+        return workload
+    key = ("order", order)
+    known = workload.derived.get(key)
+    if isinstance(known, Workload):
+        return known
+    try:
+        made = relay(workload, stash="host" if order == "relay-host" else "gpu")
+    except TraceError as reason:
+        raise CannotPlan(f"{name}: {reason}") from reason
+    if made.moments == workload.moments:
+        made = workload
+    workload.derived[key] = made
+    return made

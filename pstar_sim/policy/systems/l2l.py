@@ -1,0 +1,78 @@
+"""l2l: layer to layer (Pudipeddi et al., 2020): the model lives on the host, and layers pass through the GPU.
+
+The iteration is layer-major (workload/relay.py). A layer's parameters come to the GPU, all micro-batches run through
+it, and it is given up: once in the forward pass, once in the backward pass, which recomputes from the boundary stash.
+The next layer is on its way meanwhile. The gradients of all micro-batches are added up on the GPU in fp32 and go to the
+host once. The host updates a layer at once if nothing makes Adam wait: while the GPU is at the layer before, or in the
+next forward pass until the layer is needed again.
+
+Bytes to the GPU: 2 w per parameter of a layer, where w is its width, whatever the number of micro-batches (a tied head
+is a third use of its embedding). Bytes to the host: 4 per parameter; with one micro-batch w, since the gradient then
+overwrites its parameter. Bytes on the GPU: two layers, their gradients, and the tide, which is one layer's
+activations for one micro-batch, u layer outputs, and u x L boundary activations unless these are on the host.
+
+A chunk is a layer, norms and biases included, so that nothing on the GPU grows with the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout, layout_of_parts
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import CannotPlan
+from pstar_sim.policy.family.plan_visits import plan_visits
+from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.options import Option, one_of
+from pstar_sim.policy.kit.order import in_order
+from pstar_sim.policy.kit.visits import Visit
+from pstar_sim.workload.relay import STASH_PLACES, parts_of
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["CAPABILITIES", "OPTIONS", "l2l"]
+
+CAPABILITIES = Capabilities(reorders=True)
+OPTIONS = {
+    "stash": Option(one_of(*STASH_PLACES), "where the boundary activations of all layers are", "gpu"),
+    "adam": Option(one_of("fifo", "edf"), "updates as gradients arrive, or as the next forward needs them", "fifo"),
+}
+
+
+def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str = "gpu", adam: str = "fifo") -> Plan:
+    """Its plan is for the layer-major workload. Settings with a chunk size get chunks of that size instead of layers.
+
+    Raises CannotPlan for a workload that is not a stack of blocks and for several GPUs; DoesNotFit where two layers
+    beside the tide exceed the GPU, or parameters, gradients and states the host.
+    """
+    if len(machine.ranks) > 1:
+        raise CannotPlan(f"l2l runs on one GPU, not on {len(machine.ranks)}")
+    w = in_order("l2l", workload, "relay-host" if stash == "host" else "relay")
+    parts = parts_of(w)
+    sized = settings.chunk_bytes is not None
+    layout = build_layout(w, chunk_bytes=settings.chunk_bytes) if sized else layout_of_parts(w, parts)
+    job = Job("l2l", w, machine, settings, layout=layout)
+    visits = _visits(job, parts)
+    layer = _most_at_once(visits)
+    return plan_visits(job, visits, prefetch=layer, adam=adam, lists_at_once=2 * layer)
+
+
+def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
+    """A chunk is there for the parts that use it, from the first moment to the last of each; parts that follow one
+    another are one visit."""
+    part_of = [n for n, (first, last) in enumerate(parts) for _ in range(first, last + 1)]
+    visits: list[Visit] = []
+    for c in job.moving:
+        mine = sorted({part_of[m] for m in job.uses.touched[c]})
+        begins = [n for n in mine if n - 1 not in mine]
+        ends = [n for n in mine if n + 1 not in mine]
+        visits += [Visit(c, parts[a][0], parts[b][1]) for a, b in zip(begins, ends)]
+    return sorted(visits, key=lambda visit: (visit.first, visit.chunk))
+
+
+def _most_at_once(visits: Sequence[Visit]) -> int:
+    """The most chunks of one layer, which is how far ahead copies may go."""
+    starts = [n for n, (a, b) in enumerate(pairwise(visits), start=1) if a.first != b.first]
+    return max(b - a for a, b in pairwise([0, *starts, len(visits)])) if visits else 1

@@ -1,0 +1,193 @@
+"""Relay: the layer-major order of an iteration (L2L, Pudipeddi et al., 2020; "vertical scheduling" in GreedySnake).
+
+Depth-first, each micro-batch runs forward and backward through the whole model before the next one begins. In a relay,
+each block runs forward for all micro-batches before the next block does, and then backward for all of them. So a
+block's parameters are needed twice per iteration, however many micro-batches there are.
+
+[Note: cells] The moments of a micro-batch are cut into parts: one per block forward, one per block backward, one for
+what lies between two blocks. What lies between the last block's forward and the last block's backward (head, loss) is
+one part, so that the logits of one micro-batch are there at a time. A cell is one part of one micro-batch. A relay runs
+the cells part by part, within a part from the first micro-batch to the last. So gradients are added in the same order
+as depth-first, and sums are equal to the bit.
+
+The live bytes of a cell are its own and what the other micro-batches have left behind so far. In a model that
+recomputes its activations that is a block's input for each block and micro-batch (the boundary stash), the output of
+the latest block for each micro-batch, and what else autograd holds across parts, such as the gradient of a tied head
+until the embedding's gradient is there. What goes to the host for a block is what its forward leaves behind until its
+backward begins: the lowest level in between, less that of the block before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pstar_sim.arguments import instance
+from pstar_sim.errors import TraceError
+from pstar_sim.workload.mixing import BlockRun, block_runs, without_stashed
+from pstar_sim.workload.workload import Moment, Stash, Use, Workload
+
+__all__ = ["STASH_PLACES", "parts_of", "relay"]
+
+STASH_PLACES = ("gpu", "host")
+"""Where the boundary stash may be."""
+
+
+def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
+    """The workload in layer-major order ([Note: cells]); with one micro-batch and the stash on the GPU that is the
+    workload itself.
+
+    stash: "gpu", or "host" for a boundary stash that goes to the host while the next cell runs and comes back one cell
+        before it is needed. A block needed again before its stash could be gone keeps the stash on the GPU: the last
+        block, where there is one micro-batch.
+
+    Raises TraceError for a workload that is layer-major already, offloads activations, is not a stack of blocks, or
+    whose micro-batches do not all have the same moments; and with the stash on the host for one that keeps its
+    activations.
+    """
+    instance("workload", workload, Workload, "a Workload", error=TraceError)
+    if stash not in STASH_PLACES:
+        raise TraceError(f"relay: stash is {stash!r}; it is one of {', '.join(STASH_PLACES)}")
+    if workload.layer_major or workload.stashes:
+        has = "is layer-major already" if workload.layer_major else "offloads activations"
+        raise TraceError(f"workload {workload.model!r} {has}; a relay is made of one that does neither")
+    if stash == "host" and not workload.checkpointing:
+        raise TraceError(
+            f"workload {workload.model!r} keeps its activations; boundaries on the host are for one that recomputes "
+            "them (checkpointing)"
+        )
+    bodies = _bodies(workload)
+    parts = _parts(workload, bodies[0])
+    cells = [[body[m] for m in part] for _, _, part in parts for body in bodies]
+    order = [m for cell in cells for m in cell]
+    moments = [*_levelled(workload, cells), workload.moments[-1]]
+    moments[-1] = _step(workload, moments)
+    position = {m: n for n, m in enumerate(order)}
+    uses = sorted((replace(use, moment=position[use.moment]) for use in workload.uses), key=_by_moment)
+    made = replace(workload, moments=tuple(moments), uses=tuple(uses))
+    return made if stash == "gpu" else _stashed(made, workload, parts, cells)
+
+
+def parts_of(workload: Workload) -> list[tuple[int, int]]:
+    """(first, last) moment of each part of a layer-major workload, all its micro-batches together. The optimizer step
+    is a part of its own."""
+    parts: list[tuple[int, int]] = []
+    last: tuple[str | None, bool] | None = None
+    step = len(workload.moments) - 1
+    for block, forward, moments in block_runs(workload):
+        if moments[0] == step:
+            break
+        kind = (block, block is None or forward)  # the turn is one part
+        if kind != last:
+            parts.append((moments[0], moments[-1]))
+        parts[-1] = (parts[-1][0], min(moments[-1], step - 1))
+        last = kind
+    return [*parts, (step, step)]
+
+
+def _by_moment(use: Use) -> tuple[int, int, str]:
+    return use.moment, use.tensor, use.kind.value
+
+
+def _bodies(w: Workload) -> list[range]:
+    """The moments of each micro-batch. Raises TraceError where these are not the same for all."""
+    begin = [next(i for i, m in enumerate(w.moments) if m.micro_batch == u) for u in range(w.micro_batches)]
+    bodies = [range(a, b) for a, b in zip(begin, [*begin[1:], len(w.moments) - 1])]
+    first = [(m.name, m.phase) for m in w.moments[: len(bodies[0])]]
+    for u, body in enumerate(bodies):
+        if [(w.moments[m].name, w.moments[m].phase) for m in body] != first:
+            raise TraceError(
+                f"workload {w.model!r}: micro-batch {u} has other moments than micro-batch 0, so the blocks of the two "
+                "cannot be run side by side; trace micro-batches of one shape"
+            )
+    return bodies
+
+
+def _parts(w: Workload, body: range) -> list[BlockRun]:
+    """The parts of a micro-batch. Raises TraceError where there are no blocks."""
+    runs = [
+        (block, forward, range(moments[0], min(moments[-1], body[-1]) + 1))
+        for block, forward, moments in block_runs(w)
+        if moments[0] in body
+    ]
+    ahead = [n for n, (block, forward, _) in enumerate(runs) if block is not None and forward]
+    back = [n for n, (block, forward, _) in enumerate(runs) if block is not None and not forward]
+    if not ahead or not back:
+        raise TraceError(f"workload {w.model!r} is not a stack of blocks, so there is no layer-major order of it")
+    last, first = ahead[-1], back[0]
+    turn = [m for _, _, moments in runs[last + 1 : first] for m in moments]
+    between: list[BlockRun] = [(None, False, range(turn[0], turn[-1] + 1))] if turn else []
+    return [*runs[: last + 1], *between, *runs[first:]]
+
+
+def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
+    """The moments of all cells in order, with the bytes of the other micro-batches added."""
+    level = {w.moments[cell[0]].micro_batch: w.moments[cell[0]].start_bytes for cell in reversed(cells)}
+    total = sum(level.values())
+    moments: list[Moment] = []
+    for cell in cells:
+        own = w.moments[cell[0]].micro_batch
+        others = total - level[own]
+        for m in cell:
+            moment = w.moments[m]
+            moments.append(
+                replace(
+                    moment,
+                    start_bytes=moment.start_bytes + others,
+                    peak_bytes=moment.peak_bytes + others,
+                    end_bytes=moment.end_bytes + others,
+                )
+            )
+        level[own] = w.moments[cell[-1]].end_bytes
+        total = others + level[own]
+    return moments
+
+
+def _step(w: Workload, moments: Sequence[Moment]) -> Moment:
+    """The optimizer step, behind all micro-batches instead of the last."""
+    step, before = w.moments[-1], w.moments[-2]
+    more = moments[-2].end_bytes - before.end_bytes
+    return replace(
+        step,
+        start_bytes=step.start_bytes + more,
+        peak_bytes=step.peak_bytes + more,
+        end_bytes=step.end_bytes + more,
+    )
+
+
+def _stashed(made: Workload, source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequence[int]]) -> Workload:
+    """The layer-major workload `made` of `source` with the boundary stash on the host."""
+    count = source.micro_batches
+    first = [0]  # moment of each cell
+    for cell in cells:
+        first.append(first[-1] + len(cell))
+    backward = {block: n for n, (block, forward, _) in enumerate(parts) if block is not None and not forward}
+    stashes: list[Stash] = []
+    floors: list[int] | None = None
+    for n, (block, forward, _) in enumerate(parts):
+        if block is None or not forward or block not in backward:
+            continue
+        mine: list[Stash] = []
+        begins = [cells[n * count + u] for u in range(count)]
+        ends = [cells[backward[block] * count + u][0] for u in range(count)]
+        held = [min(m.end_bytes for m in source.moments[cell[-1] : end]) for cell, end in zip(begins, ends)]
+        before = floors or [min(source.moments[cell[0]].start_bytes, level) for cell, level in zip(begins, held)]
+        floors = held
+        for u, size in enumerate(b - a for a, b in zip(before, held)):
+            a, b = n * count + u, backward[block] * count + u
+            gone, back = first[a + 2], first[b - 1] - 1
+            if size > 0 and gone < back:
+                mine.append(
+                    Stash(
+                        block=block,
+                        micro_batch=u,
+                        bytes=size,
+                        made=first[a + 1] - 1,
+                        gone=gone,
+                        back=back,
+                        needed=first[b],
+                    )
+                )
+        if len(mine) == count:
+            stashes += mine
+    return replace(made, moments=without_stashed(made, stashes), stashes=tuple(stashes)) if stashes else made
