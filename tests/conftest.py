@@ -53,13 +53,19 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "whole: runs with --whole alone")
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout, which is not installed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, the longest of all before them: workers of pytest-xdist take work from the end of
-    each other's list, so no worker is left with a long test, nor with half of a file whose fixture starts processes."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is marked whole stays out without --whole. Files with slow tests come first, the longest of all before them:
+    workers of pytest-xdist take work from the end of each other's list, so no worker is left with a long test, nor with
+    half of a file whose fixture starts processes."""
+    left_out = [] if config.getoption("--whole") else [item for item in items if item.get_closest_marker("whole")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("whole")]
     length: dict[Path, int] = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}

@@ -43,14 +43,16 @@ NOT_RUN = {
 IN_SMALL = {
     "pstar fits --model 4B": "--policy tide",
     "pstar compare --model 4B": "--policy zero_offload",
+    "pstar plan --model 4B": "--policy tide",
     "pstar max-model ": "--policy zero_offload",
+    "pstar max-batch ": "--policy zero_offload",
     "pstar sensitivity ": "--policy zero_offload",
     "pstar plan --model 1B --global-batch 8": "--policy zero_offload --global-batch 2",
     "pstar compare --model 1B --batch 2": "--policy zero_offload",
     "pstar run plan.json": "--steps 2",
 }
-"""How a command begins that takes long, and the flags that it gets beside its own without --whole. `max-batch`, which
-searches as `max-model` does, `cheapest` and the `compare` of add-a-gpu.md are asked about every policy."""
+"""How a command begins that takes long, and the flags that it gets beside its own without --whole. `cheapest` and the
+`compare` of add-a-gpu.md are asked about every policy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from thinned import half
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +17,8 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind
 
 POLICIES = ["tide", "static_partition", "patrickstar", "zero_offload", "all_on_gpu"]
+WAYS = [(1, "step", 0.5), (3, "step", None), (1, "eager", None)]
+"""Micro-batches, update, clip."""
 
 
 class Base(nn.Module):
@@ -125,18 +128,11 @@ def odd(kit: Any) -> Iterator[Callable[..., Any]]:
         session.close(restore=False)
 
 
-@pytest.mark.parametrize("cls", MODELS)
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("micro_batches", "update", "clip"), [(1, "step", 0.5), (3, "step", None), (1, "eager", None)])
+@pytest.mark.parametrize(("way", "policy", "cls"), half(WAYS, POLICIES, MODELS))
 def test_equals_plain_adamw(
-    kit: Any,
-    odd: Callable[..., Any],
-    cls: type[nn.Module],
-    policy: str,
-    micro_batches: int,
-    update: str,
-    clip: float | None,
+    kit: Any, odd: Callable[..., Any], way: tuple[int, str, float | None], policy: str, cls: type[nn.Module]
 ) -> None:
+    micro_batches, update, clip = way
     run = odd(cls, policy, micro_batches=micro_batches, update=update, clip=clip)
     mine, theirs = kit.train_both(
         run.model, run.reference, run.optimizer, run.batches, steps=6, micro_batches=micro_batches

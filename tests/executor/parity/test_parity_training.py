@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,19 +30,24 @@ def steps_of(policy: str, model: str, checkpointing: bool, update: str, micro_ba
     return FEW[micro_batches]
 
 
-def case(model: str, checkpointing: bool, update: str, micro_batches: int) -> Any:
-    row = (model, checkpointing, update, micro_batches)
-    slow = model in ("llama", "bert") and (checkpointing, update) != TOLD_APART
-    return pytest.param(*row, marks=[pytest.mark.slow] if slow else [])
+MODELS = ("gpt2", "llama", "bert", "mlp")
+POLICIES = ("static_partition", "patrickstar", "tide", "zero_offload")
+WAYS = [(c, update, n) for c in (False, True) for update in ("step", "eager") for n in (1, 4)]
+"""Checkpointing, update, micro-batches."""
 
 
-CASES = [
-    case(model, checkpointing, update, micro_batches)
-    for model in ("gpt2", "llama", "bert", "mlp")
-    for checkpointing in (False, True)
-    for update in ("step", "eager")
-    for micro_batches in (1, 4)
-]
+def cases(*policies: str) -> list[Any]:
+    """Each policy on each model, in every way with --whole. Without, in two ways that have nothing in common; those of
+    a policy on all models, and of a model under all policies, are the eight."""
+    found = []
+    for policy, (number, model) in itertools.product(policies, enumerate(MODELS)):
+        one = (number + POLICIES.index(policy)) % 4
+        for way in WAYS:
+            slow = model in ("llama", "bert") and way[:2] != TOLD_APART
+            whole = way not in (WAYS[one], WAYS[7 - one])
+            marks = [pytest.mark.slow] * slow + [pytest.mark.whole] * whole
+            found.append(pytest.param(policy, model, *way, marks=marks))
+    return found
 
 
 @dataclass(frozen=True)
@@ -102,8 +108,7 @@ def assert_equal_training(
         assert int(state[number]["step"]) == int(plain.states[number]["step"])
 
 
-@pytest.mark.parametrize(("model", "checkpointing", "update", "micro_batches"), CASES)
-@pytest.mark.parametrize("policy", ["static_partition", "patrickstar", "tide"])
+@pytest.mark.parametrize(("policy", "model", "checkpointing", "update", "micro_batches"), cases(*POLICIES[:3]))
 def test_equals_plain_adamw_while_chunks_are_evicted(
     kit: Any,
     start: Callable[..., Any],
@@ -114,7 +119,7 @@ def test_equals_plain_adamw_while_chunks_are_evicted(
     update: str,
     micro_batches: int,
 ) -> None:
-    """Thinned (steps_of) but for --whole."""
+    """Thinned (cases, steps_of) but for --whole."""
     clip = 0.5 if update == "step" else None
     run = start(model, policy, checkpointing=checkpointing, update=update, micro_batches=micro_batches, clip=clip)
     dropped = [s for s in run.plan.steps if s.kind in (Kind.DROP, Kind.FREE) and s.place is not Place.HOST]
@@ -129,16 +134,21 @@ def test_equals_plain_adamw_while_chunks_are_evicted(
     assert gone, "no working list left the gpu during the run"
 
 
-@pytest.mark.parametrize(("model", "checkpointing", "update", "micro_batches"), CASES)
+@pytest.mark.parametrize(("policy", "model", "checkpointing", "update", "micro_batches"), cases(POLICIES[3]))
 def test_zero_offload_sends_every_gradient_to_the_host(
-    kit: Any, start: Callable[..., Any], whole: bool, model: str, checkpointing: bool, update: str, micro_batches: int
+    kit: Any,
+    start: Callable[..., Any],
+    whole: bool,
+    policy: str,
+    model: str,
+    checkpointing: bool,
+    update: str,
+    micro_batches: int,
 ) -> None:
-    """Thinned (steps_of) but for --whole."""
+    """Thinned (cases, steps_of) but for --whole."""
     clip = 0.5 if update == "step" else None
-    run = start(
-        model, "zero_offload", checkpointing=checkpointing, update=update, micro_batches=micro_batches, clip=clip
-    )
-    steps = steps_of("zero_offload", model, checkpointing, update, micro_batches, whole)
+    run = start(model, policy, checkpointing=checkpointing, update=update, micro_batches=micro_batches, clip=clip)
+    steps = steps_of(policy, model, checkpointing, update, micro_batches, whole)
     assert_equal_training(kit, run, model, checkpointing, clip, micro_batches, steps)
     w = run.plan.workload
     everything = sum(
@@ -159,11 +169,13 @@ def test_zero_offload_sends_every_gradient_to_the_host(
 @pytest.mark.parametrize("policy", ["all_on_gpu", "zero_offload", "static_partition", "patrickstar", "tide"])
 @pytest.mark.parametrize(("micro_batches", "clip"), [(1, None), (1, 0.5), (3, 0.5)])
 def test_bf16_equals_adamw_over_fp32_master_weights(
-    kit: Any, start: Callable[..., Any], policy: str, micro_batches: int, clip: float | None
+    kit: Any, start: Callable[..., Any], whole: bool, policy: str, micro_batches: int, clip: float | None
 ) -> None:
+    """Fewer steps, but for tide, without --whole."""
     run = start("gpt2", policy, dtype=torch.bfloat16, micro_batches=micro_batches, clip=clip)
+    steps = 8 if whole or policy == "tide" else 3
     mine, theirs = kit.train_both(
-        run.model, run.reference, run.optimizer, run.batches, steps=8, micro_batches=micro_batches
+        run.model, run.reference, run.optimizer, run.batches, steps=steps, micro_batches=micro_batches
     )
     assert run.session.deviations == 0
     assert mine == pytest.approx(theirs, rel=RELATIVE, abs=0)

@@ -1,0 +1,21 @@
+"""Products of parameters of which only a part runs without --whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+__all__ = ["half"]
+
+
+def half(*factors: Sequence[Any]) -> list[Any]:
+    """Rows of `pytest.mark.parametrize`: the product of three factors or more. Every second runs with --whole alone,
+    and yet values of two factors meet in every way."""
+    rows = itertools.product(*(list(enumerate(values)) for values in factors))
+    return [
+        pytest.param(*(value for _, value in row), marks=[pytest.mark.whole] if sum(n for n, _ in row) % 2 else [])
+        for row in rows
+    ]
