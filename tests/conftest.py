@@ -60,8 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is marked whole stays out without --whole. Files with slow tests come first, the longest of all before them:
-    workers of pytest-xdist take work from the end of each other's list, so no worker is left with a long test, nor with
-    half of a file whose fixture starts processes."""
+    workers of pytest-xdist take file after file (--dist loadfile --no-loadscope-reorder), and none is left with a long
+    one at the end."""
     left_out = [] if config.getoption("--whole") else [item for item in items if item.get_closest_marker("whole")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

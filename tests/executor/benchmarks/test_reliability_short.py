@@ -35,7 +35,7 @@ def test_mutated_files_are_refused_in_one_line_or_right(tmp_path: Path, monkeypa
     from executor.measuring import rates
 
     monkeypatch.setattr(rates, "measure_virtual_machine", rates.measure_virtual_machine)
-    report = _mutations.run_mutations(_mutations.Bench(tmp_path), 120, first_seed=40)
+    report = _mutations.run_mutations(_mutations.Bench(tmp_path), 80, first_seed=40)
     assert not report.misses, "\n".join(map(str, report.misses))
     outcomes = {outcome for (_, outcome), count in report.outcomes.items() if count}
     assert {"refused", "named", "right"} <= outcomes
@@ -43,9 +43,9 @@ def test_mutated_files_are_refused_in_one_line_or_right(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_interleavings_with_delays_in_every_queue_are_bit_identical() -> None:
-    report = _interleavings.run_interleavings(24)
+    report = _interleavings.run_interleavings(12)
     assert not report.misses, report.misses
-    assert set(report.runs.values()) == {24}
+    assert set(report.runs.values()) == {12}
 
 
 def test_a_slope_of_known_growth() -> None:

@@ -36,19 +36,26 @@ def assert_alike(shape: Workload, captured: Workload) -> None:
         assert {u.tensor for u in shape.uses if u.kind is kind} == {u.tensor for u in captured.uses if u.kind is kind}
 
 
+SHAPES = {
+    ("gpt2", 2, 128, "bf16"): [True],
+    ("gpt2", 8, 1024, "bf16"): [False],
+    ("gpt2", 4, 512, "fp32"): [True],
+    ("gpt2-medium", 2, 1024, "bf16"): [],
+    ("qwen2.5-0.5b", 2, 256, "bf16"): [True],
+    ("qwen2.5-0.5b", 2, 256, "fp32"): [False],
+    ("bert-base", 4, 128, "bf16"): [False, True],
+    ("vit-b-16", 4, 197, "bf16"): [False, True],
+}
+"""Model, batch, sequence, dtype -> with checkpointing or not; with --whole each both ways."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    ("name", "batch", "sequence", "dtype"),
+    ("name", "batch", "sequence", "dtype", "checkpointing"),
     [
-        ("gpt2", 2, 128, "bf16"),
-        ("gpt2", 8, 1024, "bf16"),
-        ("gpt2", 4, 512, "fp32"),
-        ("gpt2-medium", 2, 1024, "bf16"),
-        ("qwen2.5-0.5b", 2, 256, "bf16"),
-        ("qwen2.5-0.5b", 2, 256, "fp32"),
-        ("bert-base", 4, 128, "bf16"),
-        ("vit-b-16", 4, 197, "bf16"),
+        pytest.param(*shape, checkpointing, marks=[] if checkpointing in some else [pytest.mark.whole])
+        for shape, some in SHAPES.items()
+        for checkpointing in (False, True)
     ],
 )
 def test_preset_and_capture_agree(name: str, batch: int, sequence: int, dtype: str, checkpointing: bool) -> None:
