@@ -351,6 +351,35 @@ def tide_bytes() -> str:
     )
 
 
+def whale_predicted() -> str:
+    found = result("whale")
+    lines = [
+        "| GPUs | dtype | recomputed | sequences per GPU | equal shares | whale | gain |",
+        "|---|---|---|---|---:|---:|---:|",
+    ]
+    for row in found["predicted"]:
+        shares = ", ".join(f"{gpu} {'+'.join(map(str, taken))}" for gpu, taken in row["shares"].items())
+        seconds = f"{row['equal_s']:.3f} s | {row['whale_s']:.3f} s | {row['gain']:.2f}"
+        recomputed = "yes" if row["checkpointing"] else "no"
+        lines.append(f"| `{row['machine']}` | {row['dtype']} | {recomputed} | {shares} | {seconds} |")
+    return "\n".join(lines)
+
+
+def whale() -> str:
+    found = result("whale")
+    rows = [
+        f"the second process {row['factor']:g} times as slow: {' and '.join(map(str, row['shares']['whale']))} of "
+        f"{found['sequences']} sequences, gain {row['predicted_gain']:.2f} predicted and {row['measured_gain']:.2f} "
+        "measured"
+        for row in found["measured"]
+    ]
+    worst = max(row["worst"] for row in found["measured"])
+    return (
+        f"{'; '.join(rows)}; parameters and moments differ from plain PyTorch on the joint batch by at most "
+        f"{worst:.1e} ({link('whale')})"
+    )
+
+
 def calibrated() -> str:
     r = result("calibrated")
     return (
@@ -365,7 +394,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
         accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, interleavings, leaks, mutations,
-        faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated, tide_bytes,
+        faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated, tide_bytes, whale,
     )
 } | {
     "demo-taken": lambda: link("demo"),
@@ -383,6 +412,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "peers-away": peers_away,
     "table": policies_table,
     "validation": validation_summary,
+    "whale-predicted": whale_predicted,
 }
 
 

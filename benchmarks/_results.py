@@ -59,6 +59,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "sweep": PLANNED,
     "table_policies": PLANNED,
     "tide_bytes": PLANNED,
+    "whale": EXECUTED,
     "validation": (*PLANNED, "pstar_sim/validation/**"),
 }  # fmt: skip
 """Pattern of a result's name -> globs of the files that its figures depend on, beside its own script."""
