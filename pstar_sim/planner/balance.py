@@ -15,7 +15,7 @@ from typing import Any
 from pstar_sim.arguments import instance
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import CannotPlan, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.ranks import Share, tightest
 from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.kit.options import Specified
@@ -91,7 +91,16 @@ def balanced(
             known[sequences] = _cut(own[0], sequences, cut, policy_name(policy))
         return known[sequences]
 
-    shares = balance(share.batch, machine, workload_of, settings)
+    try:
+        shares = balance(share.batch, machine, workload_of, settings)
+    except DoesNotFit as short:
+        raise DoesNotFit(
+            policy=policy_name(policy),
+            place=short.place,
+            needed_bytes=short.needed_bytes,
+            available_bytes=short.available_bytes,
+            what=short.what,
+        ) from short
     even = tuple(share.batch // ranks + (r < share.batch % ranks) for r in range(ranks))
     (there, chosen), (even_machine, equal) = (_with(machine, row, workload_of) for row in (shares, even))
     return Balanced(share=chosen, machine=there, even=equal, even_machine=even_machine)
