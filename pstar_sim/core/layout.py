@@ -31,6 +31,11 @@ GRANULE_BYTES = 2 * MIB
 SMALL_BYTES = MIB
 WANTED_CHUNKS = 24  # fewer leave nothing to schedule
 MOST_WASTE = 0.018
+USUAL_BYTES, USUAL_PART = 128 * MIB, 32  # the largest chunk of the octave sought; that part of a smaller model
+OVERSIZE, OCTAVES, WASTE = 0.3, 0.12, 10.0  # weights of the score
+GOOD = 0.2  # score at which no finer granule is tried
+MOST_SIZES, MOST_STARTS = 96, 64  # sizes scored per granule; tensors at which a run may begin
+SMALL_PART, MOST_SMALL = 400, 0.05  # part of a model that a tensor worth moving has; share of all others together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,11 +345,11 @@ def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
     """Below this many bytes a tensor is not worth moving: 1 MiB, or 1/400 of a small model; less where tensors that
     small make up more than 5 % of a model (hundreds of equal thin layers must not all become resident)."""
     total_bytes = _padded_bytes(classes)
-    limit = min(float(SMALL_BYTES), total_bytes / 400)
+    limit = min(float(SMALL_BYTES), total_bytes / SMALL_PART)
     widths = [(key.width, items) for key, items in classes.items()]
     sizes = np.array(sorted(item.numel * width for width, items in widths for item in items))
     held = np.concatenate(([0], np.cumsum(sizes)))
-    while limit >= 1 and held[np.searchsorted(sizes, limit)] > 0.05 * total_bytes:
+    while limit >= 1 and held[np.searchsorted(sizes, limit)] > MOST_SMALL * total_bytes:
         limit /= 2
     return limit
 
@@ -369,7 +374,7 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
     while True:
         tried = ((_score(rows, size, total, used), size) for size in _candidates(prefixes, granule, total))
         best = min([best, *tried])
-        if best[0] < 0.2 or granule <= finest:
+        if best[0] < GOOD or granule <= finest:
             return best[1]
         granule //= 2
 
@@ -388,14 +393,14 @@ def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, tota
     most = max(granule, total // WANTED_CHUNKS // granule * granule)
     sizes: set[int] = {most}
     for prefix in prefixes.values():
-        starts = prefix[: max(1, min(64, len(prefix) - 1))]
+        starts = prefix[: max(1, min(MOST_STARTS, len(prefix) - 1))]
         runs = (prefix[None, :] - starts[:, None]).ravel()
         runs = runs[(runs > 0) & (runs <= most)]
         sizes.update(np.unique(-(-runs // granule) * granule).tolist())
     ordered = sorted(size for size in sizes if size >= most // 64)
-    if len(ordered) <= 96:
+    if len(ordered) <= MOST_SIZES:
         return ordered
-    wanted = np.geomspace(ordered[0], ordered[-1], 96)
+    wanted = np.geomspace(ordered[0], ordered[-1], MOST_SIZES)
     picks = np.unique(np.searchsorted(ordered, wanted).clip(0, len(ordered) - 1))
     return [ordered[i] for i in picks.tolist()]
 
@@ -418,7 +423,7 @@ def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: in
     """
     held = oversize = 0
     octaves = 0.0
-    high = min(128 * MIB, total / 32)
+    high = min(USUAL_BYTES, total / USUAL_PART)
     usual = max(0.0, log2(size / high), log2(high / 2 / size))  # octaves of a chunk of that size
     for padded, ends, width in classes:
         for numel in _packed_numels(padded, ends, size // width):
@@ -432,7 +437,7 @@ def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: in
     waste = 1 - used / held
     if waste > MOST_WASTE:
         return 1 + 100 * waste
-    return min(0.99, 0.3 * oversize / held + 0.12 * octaves / held + 10 * waste)
+    return min(0.99, OVERSIZE * oversize / held + OCTAVES * octaves / held + WASTE * waste)
 
 
 def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]]:

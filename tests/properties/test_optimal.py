@@ -108,7 +108,6 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(ranks: int) -> N
         knobs = Knobs(
             linger=chance.random() < 0.5,
             lead_chunks=chance.randint(0, 3),
-            spare_chunks=chance.randint(0, 2),
             down=chance.choice(("edf", "fifo")),
             stay=chance.choice((0.0, 0.25, 1.0)),
             states_first=chance.random() < 0.5,

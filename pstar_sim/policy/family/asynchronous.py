@@ -31,6 +31,8 @@ __all__ = ["Asynchronous"]
 
 _RIVAL = ("what static_partition chose",)
 CLOSE_TO_BOUND = 2e-3  # so close to the closed form no other number of pins is tried
+NEIGHBOURS = 4  # numbers of pins on either side of the closed form's that are tried
+MORE_THAN_STATIC = 2  # pins more than static_partition's that are tried
 
 
 def _fastest(attempts: Sequence[Attempt]) -> Attempt:
@@ -75,7 +77,7 @@ class Asynchronous:
             # [Note: no more bytes than static] Low tide gives room for more pins, each worth a little time and many
             # copies. With several micro-batches tide spends it on copies first: it moves no more bytes to the GPU
             # than the static partition would, and is the fastest of what is left.
-            for p in range(rival.pins, min(most, rival.pins + 2) + 1):
+            for p in range(rival.pins, min(most, rival.pins + MORE_THAN_STATIC) + 1):
                 if p not in {a.pins for a in attempts}:
                     attempts.append(self._attempt(p))
                 if next(a for a in attempts if a.pins == p).fetched_bytes > rival.fetched_bytes:
@@ -114,7 +116,7 @@ class Asynchronous:
             attempt(most)
         attempt(0)
         if not attempts or min(a.window.iteration_s for a in attempts.values()) > bound_s * (1 + CLOSE_TO_BOUND):
-            for step in (1, 2, 3, 4):
+            for step in range(1, NEIGHBOURS + 1):
                 attempt(best - step)
                 attempt(best + step)
         if not attempts:

@@ -19,6 +19,7 @@ from pstar_sim.policy.passes import collectives, gradients, updates
 __all__ = ["Course", "Knobs"]
 
 LINGER_COPIES = 2  # how many copies long a gradient is expected to stay after it is final
+SHORT = 3  # positions: a streamed chunk may always stay over a border that is no longer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,6 @@ class Knobs:
 
     linger: room is left for gradients on their way down, which pays unless memory is very tight.
     lead_chunks: room that fetches ahead leave to urgent ones.
-    spare_chunks: room that kept chunks leave to copies.
     down: order of the copies to the host, "edf" (as the next forward needs them) or "fifo".
     stay: streamed parameters may stay over the border where that is no longer than this share of the positions, or
         three of them.
@@ -36,7 +36,6 @@ class Knobs:
 
     linger: bool = True
     lead_chunks: int = 2
-    spare_chunks: int = 0
     down: str = "edf"
     stay: float = 0.25
     states_first: bool = False
@@ -146,11 +145,10 @@ class Course:
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
         for c in self.moving:
             border = self.border(c)
-            short = knobs.stay > 0 and border.end - border.start <= max(3, knobs.stay * len(self.positions))
+            short = knobs.stay > 0 and border.end - border.start <= max(SHORT, knobs.stay * len(self.positions))
             if not job.uses.updated(c) or (c in self.updates and short):
                 gaps.append(border)
-        spare = knobs.spare_chunks * job.layout.chunk_bytes
-        room = [left - arriving - spare for left, arriving in zip(self.room, self._arriving())]
+        room = [left - arriving for left, arriving in zip(self.room, self._arriving())]
         first = [self.touched[c][0] if c in self.touched else 0 for c in range(len(job.sizes))]
         return keep_set(job.point.eviction, gaps, job.sizes, room, first)
 

@@ -26,6 +26,7 @@ from pstar_sim.workload.workload import Phase
 __all__ = ["ModeFacts", "Roofline", "interleave", "mode_facts", "roofline"]
 
 Array = NDArray[np.float64]
+SHARES = 33  # of CPU Adam, at which the window that binds is sought
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +164,7 @@ def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
     adams = inside @ adam
     copies = up + (0.0 if f.barrier else down)
     value = span + copies
-    chosen: set[int] = {int(np.argmax(value + share * adams)) for share in np.linspace(0.0, 1.0, 33)}
+    chosen: set[int] = {int(np.argmax(value + share * adams)) for share in np.linspace(0.0, 1.0, SHARES)}
     chosen.add(len(first) - 1)
     return [(float(span[j]), float(adams[j]), float(copies[j])) for j in sorted(chosen)]
 

@@ -43,6 +43,11 @@ LARGE, MOST_LARGE = 2.5, 3
 CALM = 0.02  # weight of the mean of the roofline's terms: of equal maxima the one with slack elsewhere
 FEWER_PINS = (0.9, 0.8, 0.65)  # starts with these shares of the roofline's pins, and streams in their place
 FIRST_STEP = 32  # downhill begins with steps of the number of chunks over this
+FRONT = 2  # streams taken from the chunks used first
+START_HEADS = 0.2  # share of a start's pins that is taken from the chunks used first
+OTHER_HEADS = (0.0, 0.25, 0.5)  # such shares that are tried elsewhere
+MORE_PINS = 4  # pins above the roofline's from which a start with more of them is another place
+TOLERANCE = 5e-5  # relative difference of two periods that counts as none
 USUAL = Knobs()
 TURNS: tuple[Mapping[str, object], ...] = (
     {"linger": False},
@@ -118,7 +123,7 @@ class Search:
             self.starts.append((number, streams + best - number))
         if streams and self.facts.pins.barrier:  # and more: what arrives behind the barrier holds everybody up
             for number in ((self.most + best) // 2, self.most):
-                if number > best + 4:
+                if number > best + MORE_PINS:
                     self.starts.append((number, max(0, streams + best - number)))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
         self.roofline_s = float(roof.seconds.min())
@@ -206,7 +211,7 @@ class Search:
             limit_s = self.here[0] * HOPELESS
         else:
             limit_s = self.best[0] * AGAIN if self.best is not None else math.inf
-        found = attempt_course(course, limit_s=limit_s, tolerance=BETTER * 5)
+        found = attempt_course(course, limit_s=limit_s, tolerance=TOLERANCE)
         self.effort_ops -= len(found.draft.rows) * (len(found.window.periods_s) + 1) + OVERHEAD_OPS
         return found if found.window.stuck is None and found.window.events else None
 
@@ -260,7 +265,13 @@ class Search:
         # Behind a barrier all streamed chunks are updated at once, and what has room there decides.
         knobs = replace(USUAL, linger=False, states_first=True) if self.facts.pins.barrier else USUAL
         for n, (pins, streams) in enumerate(self.starts):
-            yield Trial(pins=pins, streams=streams, head=pins // 5 if n else 0, front=min(2, streams), knobs=knobs)
+            yield Trial(
+                pins=pins,
+                streams=streams,
+                head=int(START_HEADS * pins) if n else 0,
+                front=min(FRONT, streams),
+                knobs=knobs,
+            )
         if self.best is not None and self.best[1].streams:
             yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
             yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
@@ -281,8 +292,8 @@ class Search:
             for modes in product(("stream", "pin", "cpu"), repeat=len(self.large)):
                 if self.large and modes != best.large:
                     yield self._beside(best, modes)
-        for head in (0, best.pins // 4, best.pins // 2):
-            yield replace(best, head=head)
+        for share in OTHER_HEADS:
+            yield replace(best, head=int(share * best.pins))
 
     def _beside(self, trial: Trial, large: tuple[str, ...]) -> Trial:
         """The trial with these modes of the large chunks, as many bytes pinned and streamed as before."""
@@ -321,7 +332,7 @@ class Search:
                 pins=now.pins + pins,
                 streams=now.streams + streams,
                 head=max(0, min(now.pins + pins, now.head + head)),
-                front=min(now.front if now.streams else 2, max(0, now.streams + streams)),
+                front=min(now.front if now.streams else FRONT, max(0, now.streams + streams)),
                 knobs=replace(now.knobs, **(knobs or {})),  # type: ignore[arg-type]
             )
         )

@@ -32,6 +32,8 @@ __all__ = ["SearchResult", "own_plans", "searched"]
 
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
 MOST_WASTE = 0.06  # of them
+FACTORS, FACTORS_OF_FEW = (0.5, 2.0), (0.5, 0.25, 0.125)  # other chunk sizes, of the usual one
+SECOND, REST = 2, 3  # searches that go on
 COARSE = 100  # so few chunks or fewer are worth cutting finer
 FIRST_OPS, OTHER_OPS = 50_000, 30_000  # effort on the usual chunk size, on each other one
 SECOND_OPS, REST_OPS, REST_OPS_OF_FEW = 40_000, 100_000, 150_000  # and then on the best two, on the best one
@@ -123,7 +125,7 @@ class _Sizes:
         """Other chunk sizes, where the usual one is far from its floor. A constant capacity where nothing fits:
         sometimes the room that only low tide has is better left to chunks that pass through."""
         if self._settings.chunk_bytes is None and self._far():
-            for factor in (0.5, 0.25, 0.125) if self.few else (0.5, 2.0):
+            for factor in FACTORS_OF_FEW if self.few else FACTORS:
                 size = int(self.usual.chunk_bytes * factor)
                 layout = self._layout(size_near(self._workload, size) if self.few else size)
                 if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS and layout.waste <= MOST_WASTE:
@@ -133,10 +135,10 @@ class _Sizes:
 
     def go_on_with_the_best(self) -> None:
         """More effort for the most promising searches. Raises DoesNotFit where there is none."""
-        for search in self._by_seconds()[:2]:
+        for search in self._by_seconds()[:SECOND]:
             self._go_on(search, SECOND_OPS)
         left_ops = REST_OPS_OF_FEW if self.few else REST_OPS
-        for search in self._by_seconds()[:3]:
+        for search in self._by_seconds()[:REST]:
             if left_ops > 0 and not any(search.good_enough for search in self.searches):
                 self._go_on(search, left_ops)
                 left_ops = search.effort_ops  # of one that knows nothing more to try
