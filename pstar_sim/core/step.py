@@ -42,7 +42,7 @@ cpu_add and cpu_adam, the gpu memory traffic for gpu_adam, 0 for compute.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pstar_sim.errors import PlanError
 from pstar_sim.python310 import StrEnum
@@ -62,6 +62,7 @@ __all__ = [
     "Step",
     "Touch",
     "from_text",
+    "step_with",
     "to_text",
 ]
 
@@ -218,6 +219,49 @@ class Step:
     after: tuple[Ref, ...] = ()
     via: str | None = None
     stash: int | None = None
+
+    def waiting_for(self, after: tuple[Ref, ...]) -> Step:
+        """The same step, which waits for `after`."""
+        return step_with(
+            self.id, self.queue, self.kind, self.bytes, self.chunk, self.list, self.place, self.moment, after, self.via,
+            self.stash,
+        )  # fmt: skip
+
+
+(
+    _set_id, _set_queue, _set_kind, _set_bytes, _set_chunk, _set_list, _set_place, _set_moment, _set_after, _set_via,
+    _set_stash,
+) = (getattr(Step, field.name).__set__ for field in fields(Step))  # fmt: skip
+
+
+def step_with(
+    number: int,
+    queue: Queue,
+    kind: Kind,
+    size_bytes: int,
+    chunk: int | None,
+    list_name: str | None,
+    place: Place | None,
+    moment: int | None,
+    after: tuple[Ref, ...],
+    via: str | None,
+    stash: int | None,
+) -> Step:
+    """`Step` with these fields, in less than half of the time: the constructor of a frozen dataclass looks each field
+    up by its name. Plans are hundreds of thousands of steps."""
+    step = object.__new__(Step)
+    _set_id(step, number)
+    _set_queue(step, queue)
+    _set_kind(step, kind)
+    _set_bytes(step, size_bytes)
+    _set_chunk(step, chunk)
+    _set_list(step, list_name)
+    _set_place(step, place)
+    _set_moment(step, moment)
+    _set_after(step, after)
+    _set_via(step, via)
+    _set_stash(step, stash)
+    return step
 
 
 PAGEABLE = "pageable"

@@ -24,14 +24,17 @@ class Attempt:
     """schedule: of the course.
     draft: of the schedule.
     window: the order that was found for the draft.
-    fetched_bytes: bytes that come to the GPU.
     """
 
     course: Course
     schedule: Schedule
     draft: Draft
     window: Window
-    fetched_bytes: int
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that come to the GPU."""
+        return sum([row.charge.gpu_take for row in self.draft.rows if row.queue is Queue.H2D])
 
     @property
     def modes(self) -> Modes:
@@ -75,5 +78,4 @@ def attempt_course(
         draft = replace(like.draft, room=schedule.room, lead_bytes=schedule.lead_bytes)
     else:
         draft = draft_of(schedule)
-    fetched = sum(row.charge.gpu_take for row in draft.rows if row.queue is Queue.H2D)
-    return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s, tolerance=tolerance), fetched)
+    return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s, tolerance=tolerance))

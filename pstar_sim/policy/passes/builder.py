@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from pstar_sim.catalog.machine import Machine
@@ -20,7 +19,7 @@ from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.ledger import Holdings
 from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
 from pstar_sim.core.rules import Rates
-from pstar_sim.core.step import Kind, Place, Queue, Ref, Step
+from pstar_sim.core.step import Kind, Place, Queue, Ref, Step, step_with
 from pstar_sim.cost import cost_of
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.kit.charges import step_bytes
@@ -130,23 +129,12 @@ class Builder:
         if size_bytes is None:
             size_bytes = step_bytes(self.cost, kind, chunk, list_name, stash)
         refs = tuple([r if isinstance(r, Ref) else Ref(r) for r in after])
-        step = Step(
-            id=len(self._steps),
-            queue=queue,
-            kind=kind,
-            bytes=size_bytes,
-            chunk=chunk,
-            list=list_name,
-            place=place,
-            moment=moment,
-            after=refs,
-            via=via,
-            stash=stash,
-        )
+        number = len(self._steps)
+        step = step_with(number, queue, kind, size_bytes, chunk, list_name, place, moment, refs, via, stash)
         self._steps.append(step)
         if self._holdings is not None and chunk is not None:
             self._holdings.run(step)
-        return step.id
+        return number
 
     def compute(self, moment: int, after: After = ()) -> int:
         """Add a moment, and the copies of stashes that begin behind it."""
@@ -266,7 +254,7 @@ class Builder:
     def wait(self, step: int, *refs: Ref) -> None:
         """Let a step wait for a step of the previous iteration that comes later in the program."""
         old = self._steps[step]
-        self._steps[step] = replace(old, after=(*old.after, *refs))
+        self._steps[step] = old.waiting_for((*old.after, *refs))
 
     # The end.
 

@@ -5,30 +5,25 @@ The last passes: they need the order of the steps.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from pstar_sim.core.choose import Window
 from pstar_sim.core.draft import DraftRow
-from pstar_sim.core.step import Ref, Step
+from pstar_sim.core.step import Queue, Ref, Step
 from pstar_sim.policy.passes.memory_edges import ByteMove, QueueSlot, fifo_edges
 
 __all__ = ["memory_edges", "without_implied"]
 
 
-def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int], dict[str, int]]:
-    """(step -> queue and position, steps on each queue, first step of each queue)."""
+def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int]]:
+    """(step -> queue and position, steps on each queue)."""
     slots: dict[int, QueueSlot] = {}
-    lengths: dict[str, int] = {}
-    first: dict[str, int] = {}
+    lengths: Counter[str] = Counter()
     for step in steps:
-        queue = step.queue
-        position = lengths.get(queue, 0)
-        if position == 0:
-            first[queue] = step.id
-        slots[step.id] = QueueSlot(queue, position)
-        lengths[queue] = position + 1
-    return slots, lengths, first
+        slots[step.id] = QueueSlot(step.queue, lengths[step.queue])
+        lengths[step.queue] += 1
+    return slots, lengths
 
 
 def memory_edges(
@@ -36,7 +31,7 @@ def memory_edges(
 ) -> dict[int, list[Ref]]:
     """Step -> the steps that it has to wait for, so that GPU and host keep their budgets in every legal interleaving.
     ends: row -> the first and the last step that the row stands for. window: the predicted schedule of the rows."""
-    slots, lengths, _ = slots_of(steps)
+    slots, lengths = slots_of(steps)
     edges: dict[int, list[Ref]] = {}
     for take, free, room in (
         ("gpu_take", "gpu_free", window.gpu_free_bytes),
@@ -58,30 +53,40 @@ def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) 
     """The steps with data and memory edges, without those that are implied: by the order of a queue, or by an earlier
     step of the same queue that waited for the same step or a later one. A reference more than one iteration back
     becomes one to the first step of that queue in the previous iteration, which comes after it."""
-    slots, lengths, first = slots_of(steps)
+    queue_of = {step.id: step.queue for step in steps}
+    lengths: Counter[Queue] = Counter()
+    position_of: dict[int, int] = {}
+    first: dict[Queue, int] = {}
+    for number, queue in queue_of.items():
+        position_of[number] = lengths[queue]
+        lengths[queue] += 1
+        first.setdefault(queue, number)
     # (queue, other queue) -> latest position waited for, in the previous iteration < 0
-    waited: dict[tuple[str, str], int] = {}
+    waited: dict[tuple[Queue, Queue], int] = {}
     out: list[Step] = []
     for step in steps:
-        refs = (*step.after, *memory.get(step.id, ()))
+        refs = (*step.after, *memory[step.id]) if step.id in memory else step.after
         if not refs:
             out.append(step)
             continue
-        mine = slots[step.id]
-        best: dict[str, tuple[int, Ref]] = {}
+        mine, at = step.queue, position_of[step.id]
+        best: dict[Queue, tuple[int, Ref]] = {}
         for ref in refs:
+            queue = queue_of[ref.id]
             if ref.back > 1:
-                ref = Ref(first[slots[ref.id].queue], 1)
-            slot = slots[ref.id]
-            if slot.queue == mine.queue and (ref.back or slot.position < mine.position):
+                ref = Ref(first[queue], 1)
+            position = position_of[ref.id]
+            if queue == mine and (ref.back or position < at):
                 continue
-            absolute = slot.position - ref.back * lengths[slot.queue]
-            if absolute <= waited.get((mine.queue, slot.queue), -lengths[slot.queue] - 1):
+            absolute = position - ref.back * lengths[queue]
+            if absolute <= waited.get((mine, queue), -lengths[queue] - 1):
                 continue
-            if slot.queue not in best or absolute > best[slot.queue][0]:
-                best[slot.queue] = (absolute, ref)
+            if queue not in best or absolute > best[queue][0]:
+                best[queue] = (absolute, ref)
         for queue, (absolute, _) in best.items():
-            waited[mine.queue, queue] = absolute
-        after = tuple(sorted((ref for _, ref in best.values()), key=lambda r: (r.back, r.id)))
-        out.append(step if after == step.after else replace(step, after=after))
+            waited[mine, queue] = absolute
+        after = tuple([ref for _, ref in best.values()])
+        if len(after) > 1:
+            after = tuple(sorted(after, key=lambda r: (r.back, r.id)))
+        out.append(step if after == step.after else step.waiting_for(after))
     return tuple(out)
