@@ -1,9 +1,11 @@
 """The one-line text form of a step, and what is said of lines that are not one."""
 
+from dataclasses import FrozenInstanceError, fields, replace
+
 import pytest
 
 from pstar_sim.core.plan import steps_from_text, steps_to_text
-from pstar_sim.core.step import Kind, Place, Queue, Ref, Step, from_text, to_text
+from pstar_sim.core.step import Kind, Place, Queue, Ref, Step, from_text, step_with, to_text
 from pstar_sim.errors import PlanError
 
 
@@ -61,3 +63,17 @@ def test_a_program_is_lines_with_comments_allowed(hand_text: str):
     assert steps_from_text("# one\n\n" + hand_text) == steps
     with pytest.raises(PlanError, match="line 3: step '1 h2d jump'"):
         steps_from_text("# one\n0 compute compute moment=0\n1 h2d jump\n")
+
+
+def test_the_fast_constructor_makes_the_same_step():
+    """Each field has a value of its own, so that two fields that change places are seen."""
+    slow = Step(
+        id=4, queue=Queue.H2D, kind=Kind.FETCH, bytes=64, chunk=3, list="param", place=Place.GPU, moment=7,
+        after=(Ref(2), Ref(9, 1)), via="pageable", stash=5,
+    )  # fmt: skip
+    fast = step_with(*(getattr(slow, field.name) for field in fields(Step)))
+    assert fast == slow
+    assert hash(fast) == hash(slow)
+    assert slow.waiting_for((Ref(1),)) == replace(slow, after=(Ref(1),))
+    with pytest.raises(FrozenInstanceError):
+        fast.id = 5  # type: ignore[misc]
