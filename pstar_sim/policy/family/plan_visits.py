@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from pstar_sim.core.choose import choose
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Place, Queue
+from pstar_sim.core.step import Place
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.course import Course, Knobs
@@ -107,8 +107,7 @@ def schedule_visits(
     if window.stuck is not None:
         _, place, wanted, free = window.stuck
         raise _short(job, Place(place), max(1, wanted - free), "the visits, in the order that was chosen")
-    fetched = sum(row.charge.gpu_take for row in draft.rows if row.queue is Queue.H2D)
-    return Attempt(course, schedule, draft, window, fetched)
+    return Attempt(course, schedule, draft, window)
 
 
 def room_beside(job: Job, visits: Iterable[Visit]) -> Sequence[int]:
