@@ -23,7 +23,6 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.planner.variants import candidates, choose
 from pstar_sim.policy.registry import can
 from pstar_sim.report.tide import tide_figure
-from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload
@@ -134,7 +133,7 @@ def whale_timelines() -> list[Timeline]:
     shares = [round(rank.batch_share * 2 * SEQUENCES) for rank in ranks]
     own = [share_of_job(n) for n in shares]
     return [
-        play(found.plan, workloads=own, rank=r).labelled(f"whale: {rank.gpu.name}, {n} of {2 * SEQUENCES} sequences")
+        ps.play(found.plan, workloads=own, rank=r, label=f"whale: {rank.gpu.name}, {n} of {2 * SEQUENCES} sequences")
         for r, (rank, n) in enumerate(zip(ranks, shares))
     ]
 

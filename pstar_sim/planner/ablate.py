@@ -22,6 +22,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import NothingFits, PstarError
 from pstar_sim.planner.asked import settings_of
+from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, Row, compare
 from pstar_sim.planner.ranks import machine_of, share_out
@@ -160,6 +161,7 @@ def ablate(
     flag("certify", certify)
     if progress is not None:
         function("progress", progress)
+    refuse_balance([policy, begin], machine)
     share = share_out(workload, machine)
     each = share.ranked or (share.workload,) * len(machine.ranks)
     free = settings.barrier(share.workload.dtype) is None

@@ -112,9 +112,10 @@ def _cut(workload: Workload, sequences: int, cut: Cut | None, policy: str) -> Wo
         return variant(workload, batch=sequences)
     wanted = f"{policy}: a GPU would take {sequences} sequences of a micro-batch"
     if cut is None:
+        why = "keeps its activations block by block" if can_vary(workload) else "was not written from a preset"
         raise CannotPlan(
-            f"{wanted}, and {workload.model!r} was not written from a preset, so it cannot be cut; give "
-            "compare(cut=...), which gives the job of so many sequences"
+            f"{wanted}, and {workload.model!r} cannot be cut: it {why}; give compare(cut=...), which gives the job of "
+            "so many sequences"
         )
     try:
         return instance(f"cut({sequences})", cut(sequences), Workload, "a Workload of so many sequences")

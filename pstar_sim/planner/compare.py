@@ -442,10 +442,16 @@ def plan_and_play(
     return plan, play_plan(plan, label=label, workloads=workloads)
 
 
-def play_plan(plan: Plan, *, label: str = "", workloads: Sequence[Workload] | None = None) -> Timeline:
-    """The plan's simulated timeline, labelled."""
+def play_plan(
+    plan: Plan, *, label: str = "", workloads: Sequence[Workload] | None = None, rank: int | None = None
+) -> Timeline:
+    """The plan's simulated timeline, labelled.
+
+    workloads: each rank's own, where they differ.
+    rank: whose timeline, where ranks differ; None: that of the slowest.
+    """
     instance("plan", plan, Plan, "a Plan")
-    timeline = play(plan, workloads=workloads)
+    timeline = play(plan, workloads=workloads, rank=rank)
     return timeline.labelled(label) if label else timeline
 
 

@@ -48,6 +48,17 @@ def test_the_gain_over_equal_shares_is_that_worked_out_by_hand() -> None:
     plan.check()
 
 
+def test_each_rank_has_a_timeline_of_its_own() -> None:
+    """Of equal shares the fast GPU computes 18 of 36 s, and waits for the other in the collectives."""
+    plan = compare([job(6)] * 2, two_and_one(), policies=["all_on_gpu"])["all_on_gpu"].plan
+    fast, slow = (ps.play(plan, workloads=[job(6)] * 2, rank=r) for r in range(2))
+    assert fast.iteration_s == pytest.approx(slow.iteration_s) == pytest.approx(36, rel=1e-6)
+    assert (fast.busy_s["compute"], slow.busy_s["compute"]) == pytest.approx((18, 36), rel=1e-6)
+    assert fast.stall_s["net"] == pytest.approx(18, rel=1e-6)
+    with pytest.raises(PstarError, match="rank is 2; two and one has ranks 0 to 1"):
+        ps.play(plan, rank=2)
+
+
 def test_equal_shares_are_as_equal_as_whole_sequences_allow() -> None:
     found = compare([job(4), job(3)], two_and_one(), policies=["whale"], cut=job)
     assert "GPU virtual 5+2: 15.000 s" in found.notes[0] and "(virtual 4+3: 18.000 s)" in found.notes[0]
@@ -92,6 +103,8 @@ def test_questions_that_take_the_machines_shares_refuse_it() -> None:
     w, m = [job(2)] * 2, two_and_one()
     with pytest.raises(PstarError, match=r"whale chooses each GPU's share .* name another policy"):
         fits(w, m, policies=["whale"])
+    with pytest.raises(PstarError, match=r"whale chooses each GPU's share"):
+        ps.ablate(w, m, begin="whale")
     with pytest.raises(PstarError, match=r"whale:speed=seconds chooses"):
         ps.sensitivity(w, m, policies=["whale:speed=seconds"])
     alike = round_machine(ranks=2, peer_bytes_per_s=1e15)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
@@ -56,6 +59,18 @@ def test_each_sequence_goes_to_the_rank_that_then_ends_first(
     batch: int, speeds: list[float], most: list[int], shares: tuple[int, ...]
 ) -> None:
     assert deal(batch, speeds, most) == shares
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6)), min_size=2, max_size=3), st.data())
+def test_no_other_shares_end_earlier(gpus: list[tuple[int, int]], data: st.DataObject) -> None:
+    speeds, most = [float(speed) for speed, _ in gpus], [room for _, room in gpus]
+    batch = data.draw(st.integers(len(gpus), sum(most)))
+    shares = deal(batch, speeds, most)
+    assert sum(shares) == batch and all(1 <= n <= room for n, room in zip(shares, most))
+    others = (n for n in itertools.product(*(range(1, room + 1) for room in most)) if sum(n) == batch)
+    ends = [max(n / speed for n, speed in zip(each, speeds)) for each in (shares, *others)]
+    assert ends[0] == min(ends)
 
 
 def test_shares_follow_the_speeds_where_there_is_room() -> None:
