@@ -11,7 +11,7 @@ Where a behaviour is, lowest first (a folder or file imports only from its own r
     queues        what runs the steps of a plan, and its logs
     moments       hooks on the user's model, operators and live bytes counted, a workload made of them
     activations   blocks that are recomputed or offloaded; beside it calibration, contract, models, scaling
-    adamw, capture, checks
+    adamw, capture, compatibility
     session       where the loop stands, an iteration on plan, what user code reads
     lifetime      how a session begins, goes on under another plan, ends
     off_plan      an iteration without a plan; warm-up; the ladder when memory runs out

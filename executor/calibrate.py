@@ -20,7 +20,7 @@ import torch
 
 from executor.calibration import collectives, compute, copies, disk, host, together
 from executor.calibration.bench import Bench, Effort
-from executor.calibration.device import Device, VirtualDevice, open_device
+from executor.calibration.measured_device import Device, VirtualDevice, open_device
 from executor.recording import moment_costs
 from pstar_sim.catalog.curves import Curve, best_rate, rate_at
 from pstar_sim.catalog.here import read_cores, read_memory

@@ -19,10 +19,10 @@ from torch import nn
 from executor.activations.planned import carry_out, check_activations
 from executor.adamw import AdamW, group_of
 from executor.capture import capture_module
-from executor.checks import check_model, check_order, check_settings
+from executor.compatibility import check_model, check_order, check_settings
 from executor.contract import reader_left, tensor_of
 from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
-from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend
+from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
 from executor.devices.torch_private import storage_key
 from executor.distributed.ranks import Ranks, count_of, join, share_values
 from executor.engine import Session, SessionOptions

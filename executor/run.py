@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from executor.adamw import AdamW
-from executor.checks import check_processes, state_dtype_of
+from executor.compatibility import check_processes, state_dtype_of
 from executor.devices.cuda import CudaBackend, cuda_device
-from executor.devices.device import is_cuda
+from executor.devices.opening import is_cuda
 from executor.measuring.first import TideReport
 from executor.measuring.measured import Measured, with_tide
 from executor.measuring.status import Status
@@ -95,7 +95,7 @@ def check_hardware(plan: Plan, device: str) -> None:
 def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: int | None) -> Machine:
     """The machine whose GPU budget a warm-up on `device` keeps. If no machine is given: the virtual accelerator's
     figures with the memory given; on CUDA also with the card's name, and by default with the card's memory less the
-    room that a run keeps (executor/devices/room.py)."""
+    room that a run keeps (executor/devices/headroom.py)."""
     if not is_cuda(device):
         if device != "virtual":
             raise PlanError(f"device {device!r} is not known; use --device virtual, cuda or cuda:N")

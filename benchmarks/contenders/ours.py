@@ -15,7 +15,7 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
-from pstar_sim.planner.memory import least_gpu_bytes, shortage
+from pstar_sim.planner.memory_needs import least_gpu_bytes, shortage
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.workload.workload import Workload

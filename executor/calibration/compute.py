@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from executor.calibration.bench import Bench
-from executor.calibration.device import Device
+from executor.calibration.measured_device import Device
 from executor.moments.live_bytes import LiveStorages
 
 __all__ = ["between_products", "matmul_rates", "memory_rate", "memory_rates", "product"]

@@ -12,7 +12,7 @@ from itertools import count
 import torch
 
 from executor.calibration.bench import Bench
-from executor.calibration.device import Device
+from executor.calibration.measured_device import Device
 from pstar_sim.core.step import Queue
 
 __all__ = ["Copier", "copy_rates", "pageable_rate"]

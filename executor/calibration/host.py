@@ -10,7 +10,7 @@ from itertools import cycle
 import torch
 
 from executor.calibration.bench import Bench
-from executor.calibration.device import torch_threads
+from executor.calibration.measured_device import torch_threads
 from executor.devices.adam import Hyper, UpdateRange, adamw
 
 __all__ = ["adam_rates", "adam_update", "dram_rate", "thread_counts"]

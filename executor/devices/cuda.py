@@ -17,7 +17,7 @@ import torch
 from executor.devices.cuda_blocks import Blocks, check_allocator, check_no_capture, pool_shape
 from executor.devices.cuda_streams import CudaStreams
 from executor.devices.gate import Gate
-from executor.devices.room import FRAGMENT_BYTES, LEAST_BYTES, Headroom, measure_room, outside_bytes
+from executor.devices.headroom import FRAGMENT_BYTES, LEAST_BYTES, Headroom, measure_room, outside_bytes
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.units import format_bytes
@@ -55,7 +55,7 @@ class CudaBackend(CudaStreams):
     adam_threads: torch threads of the queue that updates on the host (None: `default_adam_threads()`).
     limit_bytes: of the card that this process may use, context included, so that a big card plays a small one: torch
         refuses what goes beyond it, also to operators.
-    room_bytes: kept free for what no plan counts, unless more was measured (room.py).
+    room_bytes: kept free for what no plan counts, unless more was measured (headroom.py).
 
     Raises PlanError for a limit larger than the card or with no room beside what is on it already, for an allocator
     with which budgets would not hold (`cuda_blocks.check_allocator`), and while a CUDA graph is captured.

@@ -17,8 +17,8 @@ happen under a plan of uniform chunks whose payloads and highest tide fit the bu
 uses the room of low tide would pay that at every swing of the tide, each time by little. So there are two marks. An
 exchange comes when more than the budget and a slack would be reserved, and it then gives back everything that is free,
 down to the budget or below. Swings smaller than the slack cost none, larger ones one for each slack. The slack comes
-from what the card, or the run's cap, has beyond the budget and the room that is kept (room.py): at most two blocks or
-1/64 of the budget, whichever is more, and nothing where the plan takes all there is.
+from what the card, or the run's cap, has beyond the budget and the room that is kept (headroom.py): at most two blocks
+or 1/64 of the budget, whichever is more, and nothing where the plan takes all there is.
 
 What keeps the budget is the arena's ledger (bytes in use), the gate (bytes whose work is in flight) and this module
 (bytes that are free). A cap on the whole process (`CudaBackend(limit_bytes=)`) is torch's to keep besides.

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from executor.checks import check_processes
+from executor.compatibility import check_processes
 from executor.distributed.collectives import Wire, open_group
 from executor.distributed.lifeline import Address, Lifeline
 from executor.moments.hooks import tensors_of

@@ -15,7 +15,7 @@ import torch
 
 from executor.calibration import compute, host
 from executor.calibration.bench import Bench, Effort
-from executor.calibration.device import VirtualDevice
+from executor.calibration.measured_device import VirtualDevice
 from pstar_sim.catalog.machine import Machine
 
 __all__ = ["measure_virtual_machine", "throttled"]

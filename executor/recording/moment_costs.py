@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from executor.adamw import AdamW
 from executor.calibration.bench import Bench
-from executor.calibration.device import Device
+from executor.calibration.measured_device import Device
 from executor.prepare import prepare
 from executor.recording.record import record
 from pstar_sim.catalog.machine import Machine

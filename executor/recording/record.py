@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from executor.adamw import AdamW, group_of
-from executor.devices.device import synchronized
+from executor.devices.opening import synchronized
 from executor.engine import Session
 from executor.models import forward_loss, map_batch
 from executor.moments.compiled import eagerly

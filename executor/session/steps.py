@@ -14,8 +14,8 @@ import torch
 
 from executor.queues.interface import ComputeSide, Stillness, Timing
 from executor.queues.logs import IterationLog, StepLog
+from executor.queues.measured_timeline import build_timeline
 from executor.queues.moved import Moved
-from executor.queues.timeline import build_timeline
 from executor.session.hosting import BytesHost
 from executor.session.reader import Reader
 from executor.session.updates import Updates

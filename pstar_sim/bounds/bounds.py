@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pstar_sim.bounds.facts import Bound, BoundFacts
+from pstar_sim.bounds.bound_facts import Bound, BoundFacts
 from pstar_sim.bounds.joint import joint_bound
 from pstar_sim.bounds.linear import Unsolved
 from pstar_sim.bounds.pinned import pinned_bound

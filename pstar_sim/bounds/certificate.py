@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pstar_sim.bounds.bound_facts import Bound
 from pstar_sim.bounds.bounds import bound_reason, lower_bound, relative_to
-from pstar_sim.bounds.facts import Bound
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings

@@ -33,8 +33,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pstar_sim.bounds.bound_facts import Array, Bound
 from pstar_sim.bounds.bounds import lower_bound
-from pstar_sim.bounds.facts import Array, Bound
 from pstar_sim.bounds.fluid_facts import FluidFacts
 from pstar_sim.bounds.linear import Expression, Index, LinearProgram, Solution, Unsolved
 from pstar_sim.catalog.machine import Machine

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pstar_sim.bounds.facts import Array, rate_with_latency
+from pstar_sim.bounds.bound_facts import Array, rate_with_latency
 from pstar_sim.bounds.linear import Index
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout

@@ -45,7 +45,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pstar_sim.bounds.facts import NAMES, Array, Bound, BoundFacts, rate_with_latency
+from pstar_sim.bounds.bound_facts import NAMES, Array, Bound, BoundFacts, rate_with_latency
 from pstar_sim.bounds.linear import Expression, LinearProgram
 from pstar_sim.bounds.windows import barrier_windows, update_windows
 from pstar_sim.core.layout import Layout

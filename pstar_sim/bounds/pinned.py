@@ -41,7 +41,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pstar_sim.bounds.facts import NAMES, Array, Bound, BoundFacts
+from pstar_sim.bounds.bound_facts import NAMES, Array, Bound, BoundFacts
 from pstar_sim.bounds.windows import Windows, barrier_windows, update_windows
 
 __all__ = ["pinned_bound"]

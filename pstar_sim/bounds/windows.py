@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.bounds.facts import Array, BoundFacts
+from pstar_sim.bounds.bound_facts import Array, BoundFacts
 
 __all__ = ["Windows", "barrier_windows", "update_windows"]
 

@@ -38,7 +38,7 @@ from pstar_sim.catalog.entries import (
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.errors import CatalogError, UnknownName
 from pstar_sim.schema.fields import Table, fields_of, want
-from pstar_sim.schema.files import parse_toml, read_toml
+from pstar_sim.schema.parsing import parse_toml, read_toml
 from pstar_sim.units import GB
 
 __all__ = ["Catalog", "load_catalog", "with_nodes"]

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pstar_sim.catalog.machine import Gpu, Host, Link
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
-from pstar_sim.schema.files import parse_toml
+from pstar_sim.schema.parsing import parse_toml
 from pstar_sim.schema.reading import read_table
 from pstar_sim.units import GB
 

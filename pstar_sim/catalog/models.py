@@ -13,7 +13,7 @@ from pstar_sim.arguments import spelled, text
 from pstar_sim.catalog.entries import Entry
 from pstar_sim.errors import CatalogError, ModelError, UnknownName
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
-from pstar_sim.schema.files import parse_toml
+from pstar_sim.schema.parsing import parse_toml
 
 __all__ = ["ModelEntry", "ModelShape", "count_params", "model_entry", "model_names", "read_models"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
-from pstar_sim.schema.files import parse_toml, read_toml
+from pstar_sim.schema.parsing import parse_toml, read_toml
 from pstar_sim.schema.reading import read_table
 
 __all__ = ["Price", "load_prices"]

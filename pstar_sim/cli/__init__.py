@@ -18,7 +18,7 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status (`status.HELP`)."""
-    from pstar_sim.cli.status import INTERRUPTED, MISTAKE, status_of
+    from pstar_sim.cli.exit_status import INTERRUPTED, MISTAKE, status_of
 
     _open_streams()
     try:

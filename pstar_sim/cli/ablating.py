@@ -9,9 +9,9 @@ import typer
 
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
+from pstar_sim.cli.flag_values import policy_names
 from pstar_sim.cli.flags import JsonObject, MachineFlags, SettingFlags, WorkloadFlags, certify, output
 from pstar_sim.cli.output import save_picture, say, say_json, tell
-from pstar_sim.cli.values import policy_names
 
 __all__ = ["commands"]
 

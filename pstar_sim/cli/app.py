@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pstar_sim.cli import ablating, calibrating, capacity, demo, listing, planning, running, validate
-from pstar_sim.cli.status import HELP
+from pstar_sim.cli.exit_status import HELP
 from pstar_sim.cli.usage import Group
 from pstar_sim.version import __version__
 

@@ -9,9 +9,9 @@ import typer
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
+from pstar_sim.cli.flag_values import one_of
 from pstar_sim.cli.flags import output
 from pstar_sim.cli.output import say_json, say_table, tell
-from pstar_sim.cli.values import one_of
 from pstar_sim.errors import PstarError
 from pstar_sim.units import GB
 

@@ -9,6 +9,8 @@ import typer
 
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
+from pstar_sim.cli.exit_status import NO
+from pstar_sim.cli.flag_values import count, duration_s, machine_names, model_names, one_of, positive, share
 from pstar_sim.cli.flags import (
     JobFlags,
     JsonList,
@@ -22,8 +24,6 @@ from pstar_sim.cli.flags import (
     policies,
 )
 from pstar_sim.cli.output import note, say, say_json, tell
-from pstar_sim.cli.status import NO
-from pstar_sim.cli.values import count, duration_s, machine_names, model_names, one_of, positive, share
 from pstar_sim.errors import PstarError
 
 __all__ = ["commands"]

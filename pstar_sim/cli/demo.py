@@ -14,8 +14,8 @@ import typer
 
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
+from pstar_sim.cli.flag_values import natural, positive
 from pstar_sim.cli.output import save_picture, say, tell
-from pstar_sim.cli.values import natural, positive
 
 __all__ = ["commands"]
 
@@ -42,7 +42,7 @@ def demo(
     from pstar_sim.cli.run_report import compare_with_run, explain_run, figures_as_json, predictor
     from pstar_sim.files import write_atomically
     from pstar_sim.planner.compare import compare
-    from pstar_sim.report.run import figures_text, losses_text
+    from pstar_sim.report.run_figures import figures_text, losses_text
     from pstar_sim.report.tables import comparison_text
     from pstar_sim.report.tide import tide_figure
     from pstar_sim.terminal import terminal_width

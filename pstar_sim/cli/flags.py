@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pstar_sim.cli.values import machine_names, model_names, new_file, one_of, policy_names, positive
+from pstar_sim.cli.flag_values import machine_names, model_names, new_file, one_of, policy_names, positive
 
 __all__ = [
     "Dtype",

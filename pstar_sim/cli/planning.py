@@ -12,6 +12,8 @@ import typer
 
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
+from pstar_sim.cli.exit_status import MISTAKE, NO
+from pstar_sim.cli.flag_values import natural, one_of, policy_names, positive
 from pstar_sim.cli.flags import (
     JsonList,
     MachineFlags,
@@ -25,9 +27,7 @@ from pstar_sim.cli.flags import (
     policies,
 )
 from pstar_sim.cli.output import note, save_perfetto, save_picture, say, say_json, tell
-from pstar_sim.cli.status import MISTAKE, NO
 from pstar_sim.cli.usage import Group
-from pstar_sim.cli.values import natural, one_of, policy_names, positive
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pstar_sim.cli.flag_values import learning_rate, natural, positive
 from pstar_sim.cli.flags import Quiet
-from pstar_sim.cli.values import learning_rate, natural, positive
 
 __all__ = ["RunFlags"]
 

@@ -16,7 +16,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.files import check_writable
-from pstar_sim.report.run import Figure, figures
+from pstar_sim.report.run_figures import Figure, figures
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:

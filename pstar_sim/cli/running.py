@@ -10,10 +10,10 @@ import typer
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
+from pstar_sim.cli.flag_values import model_names, one_of, positive
 from pstar_sim.cli.flags import DTYPES, MicroBatches, output
 from pstar_sim.cli.output import say, say_json, tell
 from pstar_sim.cli.run_flags import RunFlags
-from pstar_sim.cli.values import model_names, one_of, positive
 from pstar_sim.errors import ModelError, PstarError
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def run(*, flags: RunFlags) -> int:
     from pstar_sim.cli import run_report
     from pstar_sim.cli.planning import checked_plan
     from pstar_sim.cli.progress import progress
-    from pstar_sim.report.run import figures_text, losses_text
+    from pstar_sim.report.run_figures import figures_text, losses_text
     from pstar_sim.terminal import terminal_width
 
     try:
@@ -197,7 +197,7 @@ def run(*, flags: RunFlags) -> int:
     run_report.check_outputs(flags)
     plan, _ = checked_plan(flags.plan)
     jobs = executor_module("run")
-    executor_module("checks").check_processes(plan, 1, file=flags.plan, model=flags.model)
+    executor_module("compatibility").check_processes(plan, 1, file=flags.plan, model=flags.model)
     jobs.check_device(plan, flags.device)
     link = plan.machine.link
     limit = parse_bytes_per_s(flags.bandwidth) if flags.bandwidth is not None else None

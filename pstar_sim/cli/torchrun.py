@@ -16,12 +16,13 @@ from functools import cached_property
 
 import typer
 
-from executor.checks import check_processes
+from executor.compatibility import check_processes
 from executor.distributed.processes import Processes, processes_of
 from executor.run import Job, Keeping, RunResult, check_hardware
 from pstar_sim.arguments import parse_bytes, parse_bytes_per_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli.declare import command
+from pstar_sim.cli.exit_status import status_of
 from pstar_sim.cli.output import say, say_table, tell
 from pstar_sim.cli.progress import progress
 from pstar_sim.cli.run_flags import RunFlags
@@ -37,7 +38,6 @@ from pstar_sim.cli.run_report import (
     try_outputs,
     write_timelines,
 )
-from pstar_sim.cli.status import status_of
 from pstar_sim.cli.usage import run_app
 from pstar_sim.core.plan import Plan, load_plan
 from pstar_sim.core.timeline import Timeline
@@ -53,7 +53,8 @@ app = typer.Typer(add_completion=False, context_settings={"help_option_names": [
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; after an error 2 or 3 (`pstar_sim.cli.status`). An error is one line on stderr."""
+    """Returns the exit status: 0; after an error 2 or 3 (`pstar_sim.cli.exit_status`). An error is one line on
+    stderr."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         return run_app(app, "torchrun --nproc-per-node N -m executor", sys.argv[1:] if arguments is None else arguments)

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from pstar_sim.cli.values import did_you_mean
+from pstar_sim.cli.flag_values import did_you_mean
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.terminal import terminal_width
 

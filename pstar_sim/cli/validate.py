@@ -31,7 +31,7 @@ def validate(
 ) -> int:
     """Replay published measurements and print predicted against published: what was fitted, what was tested, every
     miss."""
-    from pstar_sim.validation import errors, results
+    from pstar_sim.validation import expected_errors, results
 
     if write and (system or machine):
         raise PstarError("--write keeps the errors of all rows: leave out --system and --machine")
@@ -40,7 +40,7 @@ def validate(
             system=system, machine=machine, progress=lambda done, runs: on_part("replaying published runs", done, runs)
         )
     if write:
-        errors.write_errors(found)
+        expected_errors.write_errors(found)
     if json:
         say_json(found.to_json())
     else:

@@ -23,7 +23,7 @@ from pstar_sim.core.step import Place, Step, from_text, to_text
 from pstar_sim.errors import PlanError
 from pstar_sim.files import write_atomically
 from pstar_sim.schema.fields import says
-from pstar_sim.schema.files import parse_json, without_head
+from pstar_sim.schema.parsing import parse_json, without_head
 from pstar_sim.schema.reading import Fault
 from pstar_sim.schema.records import columns, read_record, to_columns
 from pstar_sim.workload.workload import Moment, Stash, Tensor, Use, Workload

@@ -12,7 +12,7 @@ from pstar_sim.core.timeline import Timeline, read_values
 from pstar_sim.errors import TraceError
 from pstar_sim.files import write_atomically
 from pstar_sim.schema.fields import says
-from pstar_sim.schema.files import without_head
+from pstar_sim.schema.parsing import without_head
 from pstar_sim.schema.reading import Fault
 from pstar_sim.schema.records import read_record
 

@@ -20,7 +20,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import TraceError
 from pstar_sim.files import write_atomically
 from pstar_sim.renderers import render, render_html
-from pstar_sim.schema.files import parse_json, without_head
+from pstar_sim.schema.parsing import parse_json, without_head
 from pstar_sim.schema.reading import Fault
 from pstar_sim.schema.records import columns, read_record, to_columns
 

@@ -1,7 +1,7 @@
 """Fits: does this job fit this machine, by policy; with how much room to spare, or what is short and the smallest
 change that would do.
 
-Asks memory.py for room (pinned rounding and start-up included), nearest.py for changes, and simulates what fits.
+Asks memory_needs.py for room (pinned rounding and start-up included), nearest.py for changes, and simulates what fits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.collection import Collection
-from pstar_sim.planner.memory import LOADING, Need, host_shortage, least_gpu_bytes, memory_need, need_with_room
+from pstar_sim.planner.memory_needs import LOADING, Need, host_shortage, least_gpu_bytes, memory_need, need_with_room
 from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, in_words, remedies
 from pstar_sim.planner.ranks import Share, machine_of, share_out
 from pstar_sim.planner.trust import trust
@@ -156,7 +156,7 @@ def fits(
     """Whether each policy (all known ones if none is named) has room for the job, start-up and rounding included.
 
     workload, machine: as in `compare`.
-    loading: how the weights come ([Note: what the host really has to give] in memory.py).
+    loading: how the weights come ([Note: what the host really has to give] in memory_needs.py).
     times: also plan and simulate what fits.
     near: look for changes that would make the others fit, and for what these need of the place that is not short.
     on_part: as in `compare`.

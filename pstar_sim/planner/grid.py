@@ -34,7 +34,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.planner.ranks import shares_of_batch
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.schema.fields import Natural, Table, between, choice, fields_of, meaning, rule_of, says, split, want
-from pstar_sim.schema.files import read_toml
+from pstar_sim.schema.parsing import read_toml
 from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
 from pstar_sim.workload.lora import Adapter

@@ -1,12 +1,12 @@
 """Limits: the largest model and the largest batch a machine can train, by policy.
 
-Only memory is asked (memory.py), nothing is timed. [Note: an upper bound of any model] The working list and the states
-of every parameter lie somewhere: w + s bytes per parameter, on the GPUs, the hosts and the disks together. No policy
-fits a model above that, so no search goes beyond it. The least memory that a policy needs grows with depth and with
-batch, but for small steps where the chunk size changes. So the next depth asked about is where a line through the needs
-of refused depths meets the bytes that the machine has (half way, where there is no such line), until L fits and L + 1
-does not. That way few depths are planned, and few of them are above the limit. For policies that keep nothing on disks
-only GPUs and hosts count.
+Only memory is asked (memory_needs.py), nothing is timed. [Note: an upper bound of any model] The working list and the
+states of every parameter lie somewhere: w + s bytes per parameter, on the GPUs, the hosts and the disks together. No
+policy fits a model above that, so no search goes beyond it. The least memory that a policy needs grows with depth and
+with batch, but for small steps where the chunk size changes. So the next depth asked about is where a line through the
+needs of refused depths meets the bytes that the machine has (half way, where there is no such line), until L fits and L
++ 1 does not. That way few depths are planned, and few of them are above the limit. For policies that keep nothing on
+disks only GPUs and hosts count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.collection import Collection
-from pstar_sim.planner.memory import LOADING, memory_need
+from pstar_sim.planner.memory_needs import LOADING, memory_need
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.ranks import least_batch, machine_of, share_out, shares_of_batch, tightest
 from pstar_sim.policy.kit.collector import without_garbage_collection

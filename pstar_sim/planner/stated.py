@@ -15,7 +15,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core import plan as plans
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.check import prove
-from pstar_sim.core.checker.job import check_machine, check_workload_of
+from pstar_sim.core.checker.same_job import check_machine, check_workload_of
 from pstar_sim.core.figures import byte_figures, not_checked, own_shares
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline

@@ -41,7 +41,7 @@ from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.compare import plan_and_play
-from pstar_sim.planner.memory import shortage
+from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.policy.kit.collector import without_garbage_collection

@@ -10,7 +10,7 @@ from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.report.tables import batch_words, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
-from pstar_sim.validation.limits import PublishedLimit, published_limits
+from pstar_sim.validation.published_limits import PublishedLimit, published_limits
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine

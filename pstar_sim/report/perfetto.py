@@ -13,7 +13,7 @@ from typing import Any
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
-from pstar_sim.report.curves import steady_start_s
+from pstar_sim.report.byte_curves import steady_start_s
 
 __all__ = ["to_perfetto"]
 

@@ -16,7 +16,7 @@ from pstar_sim.arguments import instance, refused
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.compare import Planned
-from pstar_sim.report.curves import steady_start_s
+from pstar_sim.report.byte_curves import steady_start_s
 from pstar_sim.report.tide import COLOURS, PHASE_COLOURS
 from pstar_sim.units import format_s
 

@@ -23,7 +23,7 @@ from pstar_sim.core.step import Place
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Comparison, Planned
-from pstar_sim.report.curves import Curves, byte_curves, phase_bands
+from pstar_sim.report.byte_curves import Curves, byte_curves, phase_bands
 from pstar_sim.units import GB, KB, MB, format_s
 
 if TYPE_CHECKING:

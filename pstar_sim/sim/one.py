@@ -10,7 +10,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.program import Program
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel
-from pstar_sim.sim.memory import held
+from pstar_sim.sim.bytes_held import held
 from pstar_sim.sim.outcome import timeline
 
 __all__ = ["Jitter", "play_one"]

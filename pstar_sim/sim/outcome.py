@@ -23,7 +23,7 @@ import numpy as np
 from pstar_sim.core.follow import Record
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import ByteSample, RowsByColumn, Span, Timeline
-from pstar_sim.sim.memory import Held
+from pstar_sim.sim.bytes_held import Held
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["timeline"]

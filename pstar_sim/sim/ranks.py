@@ -31,7 +31,7 @@ from pstar_sim.core.step import COPIES, PAGEABLE, ROUTES, Kind, Queue, Step
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, expected_link
 from pstar_sim.errors import PlanError, PstarError
-from pstar_sim.sim.memory import held
+from pstar_sim.sim.bytes_held import held
 from pstar_sim.sim.one import Jitter, play_one
 from pstar_sim.sim.outcome import timeline
 from pstar_sim.workload.workload import Workload

@@ -20,7 +20,7 @@ from executor.devices import cuda_blocks
 from executor.devices.adam import Hyper, UpdateRange, adamw
 from executor.devices.cuda import CudaBackend, cuda_device, default_adam_threads
 from executor.devices.cuda_blocks import MIB, Blocks, block_bytes, pool_shape, segment_of
-from executor.devices.device import DeviceOptions, check_placement, move_buffers, open_backend
+from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError

@@ -9,7 +9,7 @@ import torch
 
 import executor
 from executor.devices.cuda_blocks import block_bytes
-from executor.devices.room import measure_room
+from executor.devices.headroom import measure_room
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.policy.registry import find_policy

@@ -300,7 +300,7 @@ def _streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             delays=lambda queue: rng.random() * 3e-4 if rng.random() < 0.4 else 0.0, **options
         )
 
-    monkeypatch.setattr("executor.devices.device.VirtualBackend", with_streams)
+    monkeypatch.setattr("executor.devices.opening.VirtualBackend", with_streams)
 
 
 def waits_of_training(monkeypatch: pytest.MonkeyPatch, owners: Sequence[tuple[Any, str]]) -> list[str]:

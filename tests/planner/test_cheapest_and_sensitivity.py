@@ -14,7 +14,7 @@ from pstar_sim.catalog.loader import load_machine, with_nodes
 from pstar_sim.catalog.overrides import override
 from pstar_sim.catalog.prices import load_prices
 from pstar_sim.cli import main
-from pstar_sim.cli.values import count, duration_s, share
+from pstar_sim.cli.flag_values import count, duration_s, share
 from pstar_sim.errors import CatalogError, PstarError
 from pstar_sim.planner.cheapest import bill, cheapest
 from pstar_sim.planner.sensitivity import AS_NOW, PARTS, PLANNED, REPLAYED, sensitivity

@@ -13,10 +13,10 @@ from pstar_sim.catalog.overrides import override
 from pstar_sim.core.slabs import host_payloads, pack_slabs
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PstarError
-from pstar_sim.planner import memory
+from pstar_sim.planner import memory_needs
 from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.limits import Written, _largest, _others_go_on, deeper, max_batch, max_model
-from pstar_sim.planner.memory import least_gpu_bytes, memory_need, shortage, startup_bytes
+from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, shortage, startup_bytes
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity import fits_text
 from pstar_sim.units import format_bytes
@@ -162,8 +162,8 @@ def test_optimal_falls_back_on_the_others_where_rounding_or_start_up_is_short(mo
         asked.append("own")
         raise short
 
-    monkeypatch.setattr(memory, "_asynchronous_need", refuse)
-    monkeypatch.setattr(memory, "find_policy", lambda name: refuse if name == "optimal" else find_policy(name))
+    monkeypatch.setattr(memory_needs, "_asynchronous_need", refuse)
+    monkeypatch.setattr(memory_needs, "find_policy", lambda name: refuse if name == "optimal" else find_policy(name))
     need = memory_need("optimal", w, m, ps.Settings())
     assert need.policy == "optimal"
     assert need.host_bytes == memory_need("zero_offload", w, m, ps.Settings()).host_bytes

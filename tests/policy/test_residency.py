@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from pstar_sim.bounds.facts import BoundFacts
+from pstar_sim.bounds.bound_facts import BoundFacts
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings

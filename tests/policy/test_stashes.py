@@ -19,7 +19,7 @@ from pstar_sim.core.slabs import host_room, stash_key
 from pstar_sim.core.step import Kind, Place, Ref, Step, from_text, to_text
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, TraceError
 from pstar_sim.planner.explain import explain
-from pstar_sim.planner.memory import memory_need
+from pstar_sim.planner.memory_needs import memory_need
 from pstar_sim.policy.registry import find_policy, named
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine

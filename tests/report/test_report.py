@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import ByteSample, Span, Timeline, load_timeline
 from pstar_sim.errors import PstarError, TraceError
-from pstar_sim.report.curves import byte_curves, moment_windows, phase_bands, steady_start_s
+from pstar_sim.report.byte_curves import byte_curves, moment_windows, phase_bands, steady_start_s
 from pstar_sim.report.html import timeline_html
 from pstar_sim.report.perfetto import to_perfetto
 from pstar_sim.report.tide import COLOURS, plot_tide, tide_figure

@@ -10,8 +10,8 @@ from pstar_sim.cli import main
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.trust import FEWEST_ROWS, class_of, expected_error
 from pstar_sim.report.validation import validation_text
-from pstar_sim.validation import errors
-from pstar_sim.validation.errors import errors_by_class, write_errors
+from pstar_sim.validation import expected_errors
+from pstar_sim.validation.expected_errors import errors_by_class, write_errors
 from pstar_sim.validation.results import Result, Validation, errors_of, validate
 
 
@@ -122,7 +122,7 @@ def test_few_rows_of_a_policy_say_nothing_of_it() -> None:
 def test_kept_errors_are_those_of_a_run_of_today(tmp_path: Path) -> None:
     """The H100 node's rows replayed again give the figures of expected_errors.json."""
     v = validate(machine="4xH100")
-    kept = json.loads(errors.ERRORS_FILE.read_text(encoding="utf-8"))
+    kept = json.loads(expected_errors.ERRORS_FILE.read_text(encoding="utf-8"))
     for policy, values in errors_by_class(v.results)["h100 node"].items():
         assert kept["h100 node"][policy]["rows"] == values[2]
         assert (kept["h100 node"][policy]["median"], kept["h100 node"][policy]["p90"]) == pytest.approx(
@@ -138,8 +138,8 @@ def test_kept_errors_are_those_of_a_run_of_today(tmp_path: Path) -> None:
 
 
 def test_shipped_errors_are_of_whole_classes() -> None:
-    assert errors.ERRORS_FILE.is_file()
-    kept = json.loads(errors.ERRORS_FILE.read_text(encoding="utf-8"))
+    assert expected_errors.ERRORS_FILE.is_file()
+    kept = json.loads(expected_errors.ERRORS_FILE.read_text(encoding="utf-8"))
     assert set(kept) == {"a100 node", "a100 one GPU", "h100 node", "v100 node", "v100 one GPU"}
     assert all(any_policy["any policy"]["rows"] >= 1 for any_policy in kept.values())
 

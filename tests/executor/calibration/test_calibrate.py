@@ -12,7 +12,7 @@ import torch
 from executor import calibrate as calibration
 from executor.calibration import collectives, compute, copies, disk, host, together
 from executor.calibration.bench import Bench, Effort
-from executor.calibration.device import CudaDevice, VirtualDevice, open_device
+from executor.calibration.measured_device import CudaDevice, VirtualDevice, open_device
 from executor.recording import moment_costs
 from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.catalog.machine import Machine
@@ -484,7 +484,7 @@ def test_cuda_seconds_come_from_events_and_a_plan_for_a_cap_leaves_the_room_that
     assert isinstance(device, CudaDevice)
     assert device.dtypes == ("fp32", "bf16", "fp16")
     # 9 GB are not torch's: more than the least that is kept; the allocator's fragments come on top.
-    monkeypatch.setattr("executor.devices.room._multiply", lambda device: said.append("product"))
+    monkeypatch.setattr("executor.devices.headroom._multiply", lambda device: said.append("product"))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     assert device.memory() == (80 * 10**9, 9 * 10**9 + (256 << 20))
     assert said == ["wait for everything", "product", "wait for everything"]

@@ -16,7 +16,7 @@ import torch
 
 from executor.devices.backend import VirtualBackend, keep_freed_pages
 from executor.devices.copied import Copied
-from executor.devices.room import measure_room
+from executor.devices.headroom import measure_room
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import PlanError
 
@@ -76,8 +76,8 @@ class Device(Protocol):
         ...
 
     def memory(self) -> tuple[int, int] | None:
-        """(bytes it has, those of them that no plan may count on: `devices/room.py`); None where it has no memory of
-        its own."""
+        """(bytes it has, those of them that no plan may count on: `devices/headroom.py`); None where it has no memory
+        of its own."""
         ...
 
     def using(self) -> AbstractContextManager[None]:
