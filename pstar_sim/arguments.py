@@ -38,12 +38,17 @@ T = TypeVar("T")
 _LARGEST = 1e18
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?i?b)?\s*", re.IGNORECASE)
 
+MOST = 10**9
+"""A count above it is a mistake: refused before anything of that length is made."""
 BARE = 10**4
 """A number below it that has no unit is not meant as bytes."""
 
 
 def refused(name: str, value: object, want: str, error: type[PstarError] = PstarError) -> PstarError:
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # Python refuses to write a number of thousands of digits
+        shown = "a number of thousands of digits"
     return error(f"{name} = {shown if len(shown) <= 60 else shown[:57] + '...'}: it must be {want}")
 
 
@@ -55,11 +60,14 @@ def spelled(name: str, known: Iterable[str]) -> str:
     return alike[0] if len(alike) == 1 and name not in names_ else name
 
 
-def whole(name: str, value: object, *, least: int = 1, error: type[PstarError] = PstarError) -> int:
+def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: type[PstarError] = PstarError) -> int:
     """The number as a plain int, which a numpy integer is not."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refused(name, value, f"a whole number of at least {least}", error)
-    return int(value)
+    found = int(value)
+    if found > most:
+        raise refused(name, value, f"a whole number of at most {most}", error)
+    return found
 
 
 def number(
@@ -138,8 +146,9 @@ def size_bytes(name: str, value: object, *, error: type[PstarError] = PstarError
             return parse_bytes(value)
         except PstarError as wrong:
             raise error(f"{name} = {value!r}: {wrong}") from None
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise refused(name, value, "a number of bytes above 0, or a size such as '128MiB'", error)
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 0 < int(value) <= _LARGEST:
+        want = f"a number of bytes above 0 and up to {_LARGEST:g}, or a size such as '128MiB'"
+        raise refused(name, value, want, error)
     return int(value)
 
 

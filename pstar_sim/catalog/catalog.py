@@ -26,6 +26,7 @@ from pstar_sim.arguments import file_path, spelled, whole
 from pstar_sim.catalog.curves import Curve, best_rate
 from pstar_sim.catalog.efficiency import Efficiency, fitted, fitted_gpu, fitted_host, fitted_link
 from pstar_sim.catalog.entries import (
+    MOST_NODES_OF_A_MACHINE,
     TABLES,
     DiskEntry,
     Entry,
@@ -264,7 +265,7 @@ def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
 def with_nodes(machine: Machine, nodes: int) -> Machine:
     """`machine` with `nodes` nodes like its first one; the price grows in proportion. Raises CatalogError for several
     nodes that no network joins."""
-    whole(f"machine {machine.name!r}: nodes", nodes, error=CatalogError)
+    whole(f"machine {machine.name!r}: nodes", nodes, most=MOST_NODES_OF_A_MACHINE, error=CatalogError)
     if nodes > 1 and machine.network is None:
         raise CatalogError(
             f"machine {machine.name!r}: nodes = {nodes} but it has no network; a machine file gives one with "

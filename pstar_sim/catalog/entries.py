@@ -15,8 +15,19 @@ from pstar_sim.errors import CatalogError
 from pstar_sim.schema.fields import Checked, Curve, Table, Text, between, curve, filled, says
 from pstar_sim.schema.reading import nearest, read_table
 
-__all__ = ["TABLES", "DiskEntry", "Entry", "GpuEntry", "HostEntry", "LinkEntry", "MachineEntry", "scaled"]
+__all__ = [
+    "MOST_NODES_OF_A_MACHINE",
+    "TABLES",
+    "DiskEntry",
+    "Entry",
+    "GpuEntry",
+    "HostEntry",
+    "LinkEntry",
+    "MachineEntry",
+    "scaled",
+]
 
+MOST_NODES_OF_A_MACHINE = 4096
 _Gigabytes = Annotated[float, between(0.001, 1e5)]
 _Rate = Annotated[float, between(0.01, 2e4)]
 _LinkRate = Annotated[float, between(0.001, 2e3)]
@@ -177,7 +188,7 @@ class MachineEntry(_Origin, frozen=True, kw_only=True):
     root_gb_per_s: Annotated[_LinkRate | None, says("what a switch passes to and from the host; default: one link")] = (
         None
     )
-    nodes: Annotated[int, between(1, 4096), says("number of such nodes")] = 1
+    nodes: Annotated[int, between(1, MOST_NODES_OF_A_MACHINE), says("number of such nodes")] = 1
     network: Annotated[Text | None, says("joins the nodes")] = None
     disks: Annotated[Text | None, says("name of an entry of disks")] = None
     host: Annotated[Text, says("name of an entry of hosts")]

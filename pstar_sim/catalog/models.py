@@ -15,9 +15,10 @@ from pstar_sim.errors import CatalogError, ModelError, UnknownName
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
 from pstar_sim.schema.parsing import parse_toml
 
-__all__ = ["ModelEntry", "ModelShape", "count_params", "model_entry", "model_names", "read_models"]
+__all__ = ["MOST_WIDTH", "ModelEntry", "ModelShape", "count_params", "model_entry", "model_names", "read_models"]
 
-_Count = Annotated[int, between(1, 10**6)]
+MOST_WIDTH = 10**6
+_Count = Annotated[int, between(1, MOST_WIDTH)]
 
 
 class ModelShape(Table, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import choice, file_path, flag, number, whole
 from pstar_sim.arguments import names as listed
+from pstar_sim.catalog.entries import MOST_NODES_OF_A_MACHINE
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import model_entry
@@ -38,7 +39,7 @@ from pstar_sim.renderers import render_text
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets import default_dtype, preset
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+from pstar_sim.workload.workload import DTYPE_BYTES, MOST_MOMENTS, Workload
 
 if TYPE_CHECKING:
     import pandas
@@ -166,8 +167,9 @@ def cheapest(
     number("tokens", tokens)
     if deadline_s is not None:
         number("deadline_s", deadline_s)
-    for what, count in (("batch", batch), ("seq", seq), ("most_nodes", most_nodes)):
+    for what, count in (("batch", batch), ("seq", seq)):
         whole(what, count)
+    whole("most_nodes", most_nodes, most=MOST_NODES_OF_A_MACHINE)
     flag("checkpointing", checkpointing)
     if dtype is not None:
         choice("dtype", dtype, DTYPE_BYTES)
@@ -378,7 +380,7 @@ def _fastest(machine: Machine, job: _CheapestJob) -> tuple[Row, int, int]:
     """The fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches). Memory is
     asked first, as `fits` does. Raises DoesNotFit or CannotPlan, the last reason heard, if none fits."""
     worst: PstarError | None = None
-    for micro_batches in (n for n in range(1, job.batch + 1) if job.batch % n == 0):
+    for micro_batches in (n for n in range(1, min(job.batch, MOST_MOMENTS) + 1) if job.batch % n == 0):
         try:
             ranked = job.workloads(machine, micro_batches)
         except PstarError:

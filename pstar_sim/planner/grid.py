@@ -24,7 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-from pstar_sim.arguments import file_path, parse_bytes
+from pstar_sim.arguments import MOST, file_path, parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import model_entry
@@ -53,7 +53,7 @@ CODE = ("schema", "catalog", "workload", "core", "policy", "sim", "bounds", "pla
 """Folders of this package that determine the result of a point."""
 
 Value = str | int | float | bool
-_Count = Annotated[int, between(1, 2**63 - 1)]  # the columns of the results have 64 bits
+_Count = Annotated[int, between(1, MOST)]
 
 
 class Axes(Table, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import choice, flag, function, instance, text, whole
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import ModelEntry, count_params, model_entry, model_names
+from pstar_sim.catalog.models import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
@@ -242,7 +242,7 @@ def _check_sizes(dtype: str | None, counts: Mapping[str, int], widths: Mapping[s
         whole(what, size)
     for what, width in widths.items():
         if width is not None:
-            whole(what, width)
+            whole(what, width, most=MOST_WIDTH)
 
 
 def _check_known(given: Mapping[str, object]) -> None:

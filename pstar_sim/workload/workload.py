@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
-from pstar_sim.arguments import instance, whole
+from pstar_sim.arguments import MOST, instance, whole
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 
 __all__ = [
     "ACTIVATIONS",
     "DTYPE_BYTES",
+    "MOST_MOMENTS",
     "Moment",
     "OptimizerSpec",
     "Phase",
@@ -305,6 +306,8 @@ class Workload:
         return tuple(tuple(sorted(row)) for row in rows)
 
 
+MOST_MOMENTS = 2_000_000
+"""Of one iteration. More take gigabytes of memory and hours to plan."""
 _MOST_BYTES = 2**48  # of one tensor; sums of tensors keep to 64 bits
 _MOST_PEAK_BYTES = 2**58  # of one moment: a batch far beyond all machines is told by how much it does not fit
 _WORKING_LISTS = ("param", "grad", "grad32", "remote", "grad_remote")
@@ -339,6 +342,8 @@ def _check_header(w: Workload, bad: _Bad) -> None:
     for name in ("batch", "sequence", "micro_batches"):
         if getattr(w, name) < 1:
             raise bad(name, getattr(w, name), "it must be at least 1")
+        if getattr(w, name) > MOST:
+            raise bad(name, getattr(w, name), f"it must be at most {MOST}")
     if not w.tensors:
         raise bad("tensors", 0, "a model needs at least one parameter")
     if not w.moments or w.moments[-1].phase is not Phase.ADAM:
@@ -570,12 +575,18 @@ def retype(w: Workload, dtype: str) -> Workload:
 
 
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
-    """The same model with its one micro-batch repeated. Raises TraceError if w already has several."""
+    """The same model with its one micro-batch repeated. Raises TraceError if w already has several, or if the iteration
+    would have more than MOST_MOMENTS moments."""
     instance("w", w, Workload, "a Workload", error=TraceError)
     micro_batches = whole("micro_batches", micro_batches, error=TraceError)
     if w.micro_batches != 1:
         raise TraceError(f"workload {w.model!r} already has {w.micro_batches} micro-batches; trace one to repeat it")
     body, step = w.moments[:-1], w.moments[-1]
+    if (most := max(1, MOST_MOMENTS // max(1, len(body)))) < micro_batches:
+        raise TraceError(
+            f"workload {w.model!r}: micro_batches is {micro_batches}; one has {len(body)} moments and an iteration at "
+            f"most {MOST_MOMENTS}, so give at most {most}"
+        )
     moments = tuple(
         Moment(
             name=m.name,

@@ -156,7 +156,7 @@ def test_a_backend_nobody_knows_is_one_clear_error(tmp_path: Path) -> None:
         ({"model": "tiny-gtp2"}, "model = 'tiny-gtp2': unknown model 'tiny-gtp2'; did you mean tiny-gpt2"),
         ({"machine": "v100-64"}, "unknown machine 'v100-64'; did you mean v100"),
         ({"policy": ["tide", "tidy"]}, "policy = 'tidy': unknown policy 'tidy'; did you mean tide"),
-        ({"batch": [4, 0]}, "batch = 0; it must be a whole number of at least 1"),
+        ({"batch": [4, 0]}, "batch = 0; it must be a whole number from 1 to 1e.09"),
         ({"batch": [4, -4]}, "batch = -4; it must be a whole number"),
         ({"batch": []}, "axis batch has no values"),
         ({"batch": [4, 4]}, "axis batch has the value 4 twice"),

@@ -41,7 +41,7 @@ def test_a_key_is_shown_as_it_is_declared() -> None:
         "what the card is sold with",
         "required",
     ]
-    assert rows("grid")["batch"][0] == "whole number of at least 1 (64 bits)"
+    assert rows("grid")["batch"][0] == "whole number from 1 to 1e+09"
     assert rows("grid")["attention"] == ["one of flash, efficient, math", "", "flash, efficient or math", '`"flash"`']
     assert rows("plan")["gpu_budget_bytes"][1:] == ["bytes", "what one rank may take of its GPU", "required"]
     assert rows("plan")["nvme_budget_bytes"][3] == "`0`"

@@ -240,3 +240,26 @@ def test_every_argument_of_every_public_function(tmp_path: Path, monkeypatch: py
                     made(**{argument: value})
     assert not bad, f"{len(bad)} of {tried}:\n" + "\n".join(bad)
     assert tried > 1000
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda: ps.machine("h100-80x8", nodes=10**9), "nodes = 1000000000: it must be a whole number of at most 4096"),
+        (
+            lambda: ps.cheapest("gpt2", tokens=1e9, batch=8, seq=128, most_nodes=10**9),
+            "most_nodes = 1000000000: .* 4096",
+        ),
+        (lambda: ps.cheapest("gpt2", tokens=1e9, batch=10**40, seq=128), "batch = 10*: .* at most 1000000000"),
+        (lambda: ps.max_model("v100-32", batch=1, seq=128, hidden=10**40), "hidden = 10*: .* at most 1000000"),
+        (
+            lambda: ps.max_model("v100-32", batch=1, seq=128, micro_batches=10**8),
+            "micro_batches is 10*; .* give at most",
+        ),
+    ],
+)
+def test_a_count_beyond_all_use_is_refused_before_anything_of_that_length_is_made(
+    ask: Callable[[], object], said: str
+) -> None:
+    with pytest.raises(PstarError, match=said):
+        ask()

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from pstar_sim.catalog.models import ModelEntry, model_entry, model_names
-from pstar_sim.errors import ModelError, UnknownName
+from pstar_sim.errors import ModelError, TraceError, UnknownName
 from pstar_sim.workload.presets import ATTENTION, preset, workload_of
 from pstar_sim.workload.workload import Phase, Workload
 
@@ -177,10 +177,17 @@ def test_names_and_values_a_preset_cannot_have() -> None:
         ({"batch": 0}, "batch = 0: it must be a whole number of at least 1"),
         ({"batch": 1, "seq": 2048}, "sequence is 2048; the model has 1024 positions"),
         ({"batch": 1, "micro_batches": 0}, "micro_batches = 0"),
+        (
+            {"batch": 1, "micro_batches": 10**40},
+            f"micro_batches = {10**40}: it must be a whole number of at most 10{8 * '0'}",
+        ),
+        ({"batch": 10**5000}, "batch = a number of thousands of digits: it must be"),
         ({"batch": 1, "dtype": "int8"}, "dtype is 'int8'; known dtypes are fp32, bf16, fp16"),
         ({"batch": 1, "attention": "eager"}, "attention is 'eager'; known kernels are flash"),
     ):
         with pytest.raises(ModelError, match=f"model gpt2: {words}"):
             preset("gpt2", **arguments)  # type: ignore[arg-type]
+    with pytest.raises(TraceError, match=r"micro_batches is 20000; one has 154 moments .* so give at most 12987"):
+        preset("gpt2", batch=1, micro_batches=20_000)
     with pytest.raises(ModelError, match="sequence is 100; an image of this model is 197 tokens"):
         preset("vit-b-16", batch=1, seq=100)
