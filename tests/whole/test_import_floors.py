@@ -46,7 +46,7 @@ EXECUTOR_FLOORS = (
     ("moments",),
     ("activations", "calibration", "contract", "models", "scaling"),
     ("adamw",),
-    ("capture", "checks"),
+    ("capture", "compatibility"),
     ("session",),
     ("lifetime",),
     ("off_plan",),
