@@ -43,6 +43,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "demo": (*EXECUTED, "pstar_sim/cli/**", "pstar_sim/report/**"),
     "gpu_*": (*EXECUTED, "tests/**"),
     "interrupts": (*EXECUTED, "benchmarks/_interrupts.py"),
+    "karma": EXECUTED,
     "kills": EXECUTED,
     "load_weights": EXECUTED,
     "optimal*": PLANNED,

@@ -63,15 +63,15 @@ def test_only_what_is_beyond_memory_leaves() -> None:
     assert made(144) == {"kkkkkk": states}
     assert made(100) == {"rrrrrk": states, "kkkkkk": parameters}
     assert made(72) == {"kkkkkk": parameters}
-    assert made(64) == {"rkkkkk": parameters}
-    assert made(54) == {"rrkkkk": parameters, "rokkkk": parameters}
+    assert made(64) == {"rkkkkk": parameters, "kokkkk": parameters}
+    assert made(54) == dict.fromkeys(("rrkkkk", "rokkkk", "kookkk"), parameters)
     assert made(44) == dict.fromkeys(("rrrrkk", "rrrork", "rrokkk", "rookkk"), parameters)
 
 
 def test_swapped_and_recomputed_blocks_alternate() -> None:
     """From none to all of those beyond memory, which are as few as fit."""
     spread = ["rrrrrrkkkkkk", "rrrrorkkkkkk", "rrrorrkkkkkk", "rrororkkkkkk", "rroorokkkkkk", "roooookkkkkk"]
-    assert list(made(90, layers=12)) == spread
+    assert list(made(90, layers=12)) == [*spread, "kooooookkkkk"]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ Out-of-core data-parallel training, block by block of layers.
 backward pass comes first. The blocks before them, as few as memory allows, are swapped or recomputed.
 
 [Note: interleave] Swapped and recomputed blocks alternate: a recomputed block gives the copies of its swapped
-neighbours time on the link. `ways` offers the interleaves of SHARES, each with the fewest blocks beyond memory; the
-fastest plan decides among them, as the publication's performance model does.
+neighbours time on the link. `ways` offers each of INTERLEAVES with the fewest blocks beyond memory; the fastest plan
+decides among them, as the publication's performance model does.
 
 Parameters follow the same rule. A block's chunks come together and leave together; they stay between two uses where
 there is room, the last blocks first. On one GPU parameters, states and Adam stay there if all of them fit. Otherwise,
@@ -37,8 +37,8 @@ from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_mic
 
 __all__ = ["CAPABILITIES", "karma", "ways"]
 
-SHARES = (0.0, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0)
-"""Of the blocks beyond memory, the share that is swapped; the others recompute."""
+INTERLEAVES = (*((share, 0) for share in (0.0, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0)), (1.0, 1))
+"""(share of the blocks beyond memory that is swapped while the others recompute, number of blocks before them)."""
 
 
 def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
@@ -98,7 +98,7 @@ def _kept(job: Job, visits: Sequence[Visit]) -> list[Visit]:
 
 
 def ways(recomputed: Workload, kept: Workload, machine: Machine, settings: Settings) -> Iterator[Workload]:
-    """Workloads by [Note: capacity rule], one per interleave of SHARES and residence of the model data; none where the
+    """Workloads by [Note: capacity rule], one per interleave and residence of the model data; none where the
     model is not a stack of blocks, or where no interleave fits.
 
     recomputed, kept: the job with all activations recomputed, and with all kept.
@@ -111,31 +111,28 @@ def ways(recomputed: Workload, kept: Workload, machine: Machine, settings: Setti
         return
     seen: set[object] = set()
     for room_bytes in _rooms(Job("karma", recomputed, machine, settings)):
-        for share in SHARES:
-            fits = partial(_fits, *variants, share, room_bytes)
+        for share, begin in INTERLEAVES:
+            fits = partial(_fits, *variants, share, begin, room_bytes)
             fewest = bisect_left(range(count + 1), True, key=fits)
-            way = _beyond(*variants, share, fewest) if fewest <= count else None
+            way = _beyond(*variants, share, begin, fewest) if fewest <= count else None
             if way is not None and (way.checkpointing, way.activations) not in seen:
                 seen.add((way.checkpointing, way.activations))
                 yield repeat_micro_batch(way, kept.micro_batches)
 
 
-def _fits(recomputed: Workload, kept: Workload, share: float, room_bytes: int, beyond: int) -> bool:
-    way = _beyond(recomputed, kept, share, beyond)
+def _fits(recomputed: Workload, kept: Workload, share: float, begin: int, room_bytes: int, end: int) -> bool:
+    way = _beyond(recomputed, kept, share, begin, end)
     return way is not None and way.peak_non_model_bytes <= room_bytes
 
 
-def _beyond(recomputed: Workload, kept: Workload, share: float, count: int) -> Workload | None:
-    """The workload in which the first `count` blocks do not keep their activations: `share` of them, evenly spread,
-    swap. The first block never does (a model holds on to what it gives that block), nor do the last two, which are
-    needed again at once. None where a swap would have no time."""
+def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end: int) -> Workload | None:
+    """The workload in which the blocks from `begin` up to `end` do not keep their activations: `share` of them, evenly
+    spread, swap, the others recompute. The first block never swaps (a model holds on to what it gives that block), nor
+    do the last two, which are needed again at once. None where a swap would have no time."""
     blocks = block_names(kept)
-    swapped = [
-        block
-        for n, block in enumerate(blocks[: min(count, len(blocks) - 2)])
-        if n and int(n * share) > int((n - 1) * share)
-    ]
-    recompute = set(blocks[:count]) - set(swapped)
+    could = range(1, min(end, len(blocks) - 2))
+    swapped = [blocks[n] for n in could if int(n * share) > int((n - 1) * share)]
+    recompute = set(blocks[begin:end]) - set(swapped)
     mixed = mix_blocks(recomputed, kept, [block for block in blocks if block not in recompute])
     with contextlib.suppress(TraceError):
         return offload_blocks(mixed, swapped)
