@@ -12,6 +12,7 @@ import pytest
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import DoesNotFit
+from pstar_sim.planner.ablate import ladder
 from pstar_sim.planner.variants import candidates, choose
 from pstar_sim.policy.systems.karma import karma, ways
 from pstar_sim.sim.play import play
@@ -139,3 +140,9 @@ def test_a_model_that_is_no_stack_of_blocks_has_no_ways() -> None:
     pair = [variant(recomputed=one) for one in (True, False)]
     other = chain_workload(LAYERS - 1, MIB, forward_s=10.0)
     assert not list(ways(pair[0], other, round_machine(), CLIPPED))
+
+
+def test_an_ablation_goes_from_karma_to_optimal() -> None:
+    """What a search adds to what karma does: updates by deadline, states that come for one update."""
+    specs = [spec for _, spec in ladder("optimal", barrier=False, begin="karma")]
+    assert specs == ["karma", "optimal:adam=fifo,streams=off", "optimal:streams=off", "optimal"]

@@ -31,6 +31,7 @@ from pstar_sim.policy.family.plan_visits import plan_visits, room_beside
 from pstar_sim.policy.family.residency import belady, gaps_of
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.workload.mixing import block_names, block_runs, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_micro_batch
@@ -154,4 +155,4 @@ def _least(job: Job, visits: Sequence[Visit]) -> int:
     return min(room + block.tide_bytes for room, block in zip(room_beside(job, visits), job.blocks))
 
 
-CAPABILITIES = Capabilities(activations=ways)
+CAPABILITIES = Capabilities(near=Point(adam="fifo"), activations=ways)
