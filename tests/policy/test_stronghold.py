@@ -142,3 +142,5 @@ def test_what_does_not_fit_is_said() -> None:
     host = machine(host_memory_bytes=30 * MIB)  # two layers and a half
     plan = planned("auto", on=host)
     assert plan.modes.count("cpu") <= 2
+    with pytest.raises(DoesNotFit, match=r"gpu needs 19.92 MB \(a window of 1 of 8 layers: 14.68 MB always on the GPU"):
+        planned(1, on=small)

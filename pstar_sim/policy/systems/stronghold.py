@@ -129,11 +129,16 @@ class _Layers:
 
 
 class _Solver:
-    """Schedules by window; each is made once."""
+    """Schedules by window; each is made once.
+
+    tried: window -> its schedule.
+    refused: window -> why it does not fit.
+    """
 
     def __init__(self, layers: _Layers) -> None:
         self.layers = layers
         self.tried: dict[int, Attempt] = {}
+        self.refused: dict[int, DoesNotFit] = {}
 
     def attempt(self, w: int) -> Attempt:
         """The schedule with this window. Raises DoesNotFit."""
@@ -143,6 +148,10 @@ class _Solver:
 
     def _attempt(self, w: int) -> Attempt:
         layers, job = self.layers, self.layers.job
+        needed, budget = self.needed_bytes(w), job.machine.gpu_budget_bytes
+        if needed > budget:
+            what = f"a window of {w} of {layers.count} layers: {self.describe(w)}"
+            raise DoesNotFit(policy=job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
         end = len(job.workload.moments) - 1
         stay = [*layers.outside, *layers.first(w)]
         pinned = [c for c in stay if job.uses.updated(c)]
@@ -154,7 +163,7 @@ class _Solver:
             pinned=pinned,
             prefetch=w * layers.chunks_of_one(),
             adam="fifo",
-            gpu_bytes=self.resident_bytes(w) + self.pool_bytes(w) + max(job.tide),
+            gpu_bytes=needed,
         )
 
     def _visits(self, w: int, stay: frozenset[int]) -> Iterator[Visit]:
@@ -176,44 +185,52 @@ class _Solver:
         """The 2w buffers, or as many as there are layers that come and go."""
         return min(2 * w, self.layers.count - w) * self.layers.buffer_bytes()
 
+    def needed_bytes(self, w: int) -> int:
+        """Bytes of the GPU that the window takes beside the tide's peak, and that peak."""
+        return self.resident_bytes(w) + self.pool_bytes(w) + max(self.layers.job.tide)
+
+    def describe(self, w: int) -> str:
+        """`needed_bytes` in words."""
+        return (
+            f"{format_bytes(self.resident_bytes(w))} always on the GPU, {format_bytes(self.pool_bytes(w))} of buffers, "
+            f"{format_bytes(max(self.layers.job.tide))} for the tide's peak"
+        )
+
     def most(self) -> int:
-        """The largest window whose buffers the GPU has room for, at least 1."""
-        job = self.layers.job
-        free = job.machine.gpu_budget_bytes - max(job.tide)
-        windows = range(1, self.layers.count + 1)
-        return max((w for w in windows if self.resident_bytes(w) + self.pool_bytes(w) <= free), default=1)
+        """The largest window that the GPU has room for, at least 1."""
+        budget = self.layers.job.machine.gpu_budget_bytes
+        return max((w for w in range(1, self.layers.count + 1) if self.needed_bytes(w) <= budget), default=1)
 
     def best(self) -> int:
         """The smallest window that is as fast as the fastest one found: those of a power of two and the largest are
         tried, then halfway to the neighbours of the best one. Raises DoesNotFit where none fits."""
         most = self.most()
-        windows = sorted({most, *(1 << n for n in range(most.bit_length()))})
-        short: DoesNotFit | None = None
-        for w in windows:
-            try:
-                self.attempt(w)
-            except DoesNotFit as reason:  # on the host, where small windows leave too much
-                short = reason
+        for w in sorted({most, *(1 << n for n in range(most.bit_length()))}):
+            self._try(w)
         if not self.tried:
-            assert short is not None
-            raise short
-        while (between := self._halfway(min(self.tried))) is not None:
-            self.attempt(between)
+            raise self.refused[most]
+        while (between := self._halfway()) is not None:
+            self._try(between)
         return self._smallest_of_fastest()
+
+    def _try(self, w: int) -> None:
+        try:
+            self.attempt(w)
+        except DoesNotFit as reason:  # on the host, where a small window leaves too much
+            self.refused[w] = reason
 
     def _smallest_of_fastest(self) -> int:
         limit_s = min(a.iteration_s for a in self.tried.values()) * (1 + AS_FAST)
         return min(w for w, a in self.tried.items() if a.iteration_s <= limit_s)
 
-    def _halfway(self, least: int) -> int | None:
+    def _halfway(self) -> int | None:
         """A window not tried yet between the smallest of the fastest ones and a neighbour."""
-        best, known = self._smallest_of_fastest(), sorted(self.tried)
-        below = [w for w in known if w < best][-1:]
-        above = [w for w in known if w > best][:1]
-        for low, high in [*((w, best) for w in below), *((best, w) for w in above)]:
-            if high - low > 1:
-                return (low + high) // 2
-        return None
+        best, known = self._smallest_of_fastest(), sorted((*self.tried, *self.refused))
+        below, above = (
+            max((w for w in known if w < best), default=best),
+            min((w for w in known if w > best), default=best),
+        )
+        return next(((a + b) // 2 for a, b in ((below, best), (best, above)) if b - a > 1), None)
 
 
 def _without_barrier(solver: _Solver, w: int) -> float:
@@ -228,10 +245,7 @@ def _choices(solver: _Solver, w: int, *, auto: bool) -> dict[str, object]:
     layers, job, chosen = solver.layers, solver.layers.job, solver.attempt(w)
     choices: dict[str, object] = {
         "window": f"{w} of {layers.count} layers" + (f" ({solver.most()} would fit)" if auto else ""),
-        "capacity": (
-            f"{format_bytes(solver.resident_bytes(w))} always on the GPU, {format_bytes(solver.pool_bytes(w))} of "
-            f"buffers, {format_bytes(max(job.tide))} for the tide's peak"
-        ),
+        "capacity": solver.describe(w),
     }
     if job.barrier is not None:
         free_s = _without_barrier(solver, w)
