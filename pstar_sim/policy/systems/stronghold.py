@@ -15,6 +15,7 @@ what a layer saves for its backward pass goes to the host only where the workloa
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import pairwise
@@ -93,18 +94,19 @@ class _Layers:
         """Chunks of the first w layers."""
         return [c for c, layer in self.of.items() if layer < w]
 
+    @cached_property
     def buffer_bytes(self) -> int:
         """Working lists of the largest layer, and gradient lists where they are apart."""
         job = self.job
         held = [0] * self.count
         for c, layer in self.of.items():
             held[layer] += job.whole_bytes(c)
-        return max(held) + max(gradients.room(job, n) for n in range(len(job.blocks)))
+        return max(held, default=0) + max(gradients.room(job, n) for n in range(len(job.blocks)))
 
+    @cached_property
     def chunks_of_one(self) -> int:
         """Chunks of the layer that has most."""
-        layers = list(self.of.values())
-        return max(map(layers.count, set(layers)))
+        return max(Counter(self.of.values()).values(), default=1)
 
     @cached_property
     def gaps(self) -> list[tuple[int, int, int, int]]:
@@ -161,7 +163,7 @@ class _Solver:
             job,
             visits,
             pinned=pinned,
-            prefetch=w * layers.chunks_of_one(),
+            prefetch=w * layers.chunks_of_one,
             adam="fifo",
             gpu_bytes=needed,
         )
@@ -183,7 +185,7 @@ class _Solver:
 
     def pool_bytes(self, w: int) -> int:
         """The 2w buffers, or as many as there are layers that come and go."""
-        return min(2 * w, self.layers.count - w) * self.layers.buffer_bytes()
+        return min(2 * w, self.layers.count - w) * self.layers.buffer_bytes
 
     def needed_bytes(self, w: int) -> int:
         """Bytes of the GPU that the window takes beside the tide's peak, and that peak."""
