@@ -52,6 +52,7 @@ _VALUES: dict[str, dict[str, str]] = {
     },
     "pins": {"0": "pins: none", "optimal": "pins: as many as pay"},
     "streams": {"off": "streams: none", "on": "streams: as many as pay"},
+    "order": {"depth-first": "order: micro-batch by micro-batch", "relay": "order: layer by layer"},
 }
 
 

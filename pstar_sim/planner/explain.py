@@ -1,7 +1,9 @@
-"""Explain: a plan in words. What lives where and why, what binds, what the tide gains and why if nothing, first steps.
+"""Explain: a plan in words. What lives where and why, what binds, what the tide gains and why if nothing, what another
+order of the iteration would gain, first steps.
 
 Everything said is counted from the plan, its workload and its timeline. Knows policies only to ask for the plan of the
-tide's counterpart (`tide` against `static_partition`: the same policy but for the capacity).
+tide's counterpart (`tide` against `static_partition`: the same policy but for the capacity), and of `tide` in the other
+order.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from pstar_sim.planner.binding import bound_by as binding
 from pstar_sim.planner.tried import tried_of, tried_text
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
+from pstar_sim.sim.play import play
 from pstar_sim.terminal import terminal_width, wrap
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Phase, activations_text
 
-__all__ = ["BoundGap", "chunk_gaps", "explain", "tide_gain"]
+__all__ = ["BoundGap", "chunk_gaps", "explain", "order_gain", "tide_gain"]
 
 _MODES = {
     "cpu": "gradient goes down, Adam runs on the CPU, the parameters come up again",
@@ -143,6 +146,29 @@ def tide_gain(plan: Plan) -> str:
     return f"no bytes: {figures}, although {len(gaps) - over} of {len(gaps)} gaps lie beside the peak (moment {peak})"
 
 
+def order_gain(plan: Plan, timeline: Timeline) -> str | None:
+    """What the layer-major order would gain over the plan's, or why it is not known; None for a plan in which no other
+    order is possible: of one micro-batch, of several GPUs, with offloaded activations, or layer-major already."""
+    w = plan.workload
+    if w.micro_batches == 1 or w.layer_major or w.stashes or len(plan.machine.ranks) > 1:
+        return None
+    spec = f"{policy_at(Point())}:order=relay"
+    try:
+        other = find_policy(spec)(w, plan.machine, plan.settings)
+    except (CannotPlan, DoesNotFit) as reason:
+        return f"not known here: {reason}"
+    seconds = play(other).iteration_s
+    moves = " and ".join(
+        f"{format_bytes(other.moved_bytes[way])} to the {place} instead of {format_bytes(plan.moved_bytes[way])}"
+        for way, place in (("h2d", "GPU"), ("d2h", "host"))
+    )
+    return (
+        f"layer by layer for all {w.micro_batches} micro-batches ({spec}): {format_s(seconds)} per iteration instead "
+        f"of {format_s(timeline.iteration_s)}; {moves}. This is a prediction: a training loop runs micro-batches one "
+        "after the other, and the executor follows the loop"
+    )
+
+
 def explain(
     plan: Plan,
     timeline: Timeline,
@@ -164,6 +190,7 @@ def explain(
     if width is not None:
         whole("width", width)
     w, m, s = plan.workload, plan.machine, plan.settings
+    other = order_gain(plan, timeline)
     barrier = s.barrier(w.dtype)
     when = (
         f"no Adam may run before all gradients are there ({barrier})"
@@ -173,7 +200,8 @@ def explain(
     params = f"{w.params / 1e9:.2f} B" if w.params >= 1e9 else f"{w.params / 1e6:.1f} M"
     what = f"{w.model} ({params} parameters, {w.dtype})"
     each = " per GPU" if len(m.ranks) > 1 else ""
-    batch = f"batch {w.batch}{each} x {_micro_batches(w.micro_batches)}, sequence {w.sequence}"
+    order = ", layer by layer" if w.layer_major else ""
+    batch = f"batch {w.batch}{each} x {_micro_batches(w.micro_batches)}{order}, sequence {w.sequence}"
     checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
     if w.activations:
         checkpointing = activations_text(w)
@@ -193,6 +221,7 @@ def explain(
         "",
         "what the tide gains",
         f"  {tide_gain(plan)}.",
+        *([] if other is None else ["", "what the order gains", f"  {other}."]),
         "",
         f"first steps (of {len(plan.steps)})",
         *(f"  {to_text(step)}" for step in plan.steps[:first_steps]),
@@ -224,8 +253,9 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
     if stashes:
         moved = sum(s.bytes for s in stashes)
         largest = max(s.bytes for s in stashes)
+        what = "inputs of {} blocks offloaded" if plan.workload.boundaries_on_host else "{} blocks offloaded"
         lines.append(
-            f"  activations: {len(plan.workload.stash_room)} blocks offloaded, up to {format_bytes(largest)} each; "
+            f"  activations: {what.format(len(plan.workload.stash_room))}, up to {format_bytes(largest)} each; "
             f"{format_bytes(moved)} go to the host and come back per iteration"
         )
     top = max(plan.workload.moments, key=lambda moment: moment.peak_bytes)

@@ -14,6 +14,8 @@ from pstar_sim.catalog.models import model_entry
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import CannotPlan, PlanError
+from pstar_sim.planner.ablate import ladder, left_out
+from pstar_sim.planner.explain import explain
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.registry import named
@@ -26,6 +28,7 @@ from pstar_sim.workload.workload import Workload
 
 LAYER = 2**20
 EAGER = Settings(update="eager", clip=False)
+BY_MICRO_BATCH = "order: micro-batch by micro-batch"
 CLIP = Settings(update="step", clip=True)
 
 
@@ -138,6 +141,27 @@ def test_the_best_of_a_comparison_can_be_followed_by_a_loop() -> None:
     alone = ps.compare(w, machine, policies="l2l")
     assert alone.best().plan.workload.layer_major
     assert named(lambda able: able.reorders) == ("l2l",)
+
+
+def test_explain_says_what_the_order_would_gain() -> None:
+    machine = round_machine(gpu_memory_bytes=12 * MIB)
+    c = ps.compare(chain(8, 4, forward_s=0.125), machine, policies=["tide", "l2l"], settings=EAGER)
+    said = " ".join(c["tide"].explain().split())
+    assert "what the order gains layer by layer for all 4 micro-batches (tide:order=relay):" in said
+    assert "instead of" in said
+    ours = " ".join(c["l2l"].explain().split())
+    assert "4 micro-batches, layer by layer" in ours and "what the order gains" not in ours
+    plan = planned(chain(8), "l2l:stash=host")
+    assert "inputs of 7 blocks offloaded" in explain(plan, play(plan))
+
+
+def test_an_ablation_from_l2l_begins_in_its_order_and_ends_in_the_other() -> None:
+    lines = ladder("optimal", barrier=False, begin="l2l")
+    near = "optimal:eviction=lru,prefetch=1,adam=fifo,pins=0,streams=off,order=relay"
+    assert [spec for _, spec in lines][:2] == ["l2l", near]
+    assert lines[-2:] == [("streams: as many as pay", "optimal:order=relay"), (BY_MICRO_BATCH, "optimal")]
+    assert (BY_MICRO_BATCH, "tide") in left_out("tide:order=relay", barrier=True)
+    assert ladder("tide:order=relay", barrier=False, begin="l2l")[-1][1] == "tide:order=relay"
 
 
 def test_refusals() -> None:

@@ -28,13 +28,14 @@ from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.options import Option, one_of
 from pstar_sim.policy.kit.order import in_order
+from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.workload.relay import STASH_PLACES, parts_of
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "l2l"]
 
-CAPABILITIES = Capabilities(reorders=True)
+CAPABILITIES = Capabilities(reorders=True, near=Point(eviction="lru", prefetch=1, adam="fifo", pins=0, order="relay"))
 OPTIONS = {
     "stash": Option(one_of(*STASH_PLACES), "where the boundary activations of all layers are", "gpu"),
     "adam": Option(one_of("fifo", "edf"), "updates as gradients arrive, or as the next forward needs them", "fifo"),
