@@ -138,6 +138,7 @@ def test_the_best_of_a_comparison_can_be_followed_by_a_loop() -> None:
     assert c["l2l"].row.iteration_s < c["tide"].row.iteration_s
     assert not c.best().plan.workload.layer_major and not c["optimal"].plan.workload.layer_major
     assert c["l2l"].row.lower_bound_s is None and c["tide"].row.lower_bound_s is not None
+    assert "The fastest is tide" in str(ps.fits(w, machine, policies=["tide", "l2l"]))
     alone = ps.compare(w, machine, policies="l2l")
     assert alone.best().plan.workload.layer_major
     assert named(lambda able: able.reorders) == ("l2l",)

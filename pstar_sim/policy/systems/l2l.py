@@ -17,6 +17,7 @@ A chunk is a layer, norms and biases included, so that nothing on the GPU grows 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from pstar_sim.catalog.machine import Machine
@@ -57,7 +58,13 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
     job = Job("l2l", w, machine, settings, layout=layout)
     visits = _visits(job, parts)
     layer = _most_at_once(visits)
-    return plan_visits(job, visits, prefetch=layer, adam=adam, lists_at_once=2 * layer)
+    plan = plan_visits(job, visits, prefetch=layer, adam=adam, lists_at_once=2 * layer)
+    choices: dict[str, object] = {
+        "order": f"each layer for all {w.micro_batches} micro-batches before the next, forward and backward",
+        "capacity": f"two layers, of {layer} chunk{'s' if layer > 1 else ''} at most, and their gradients",
+        "boundaries": f"the inputs of layers are on the {stash}",
+    }
+    return replace(plan, choices={**plan.choices, **choices})
 
 
 def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
