@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pstar_sim.validation.results import Validation, validate
     from pstar_sim.workload.lora import Adapter
     from pstar_sim.workload.presets import preset
+    from pstar_sim.workload.relay import relay
     from pstar_sim.workload.trace import load_trace
     from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
@@ -78,6 +79,7 @@ __all__ = [
     "plot_waterfall",
     "policies",
     "preset",
+    "relay",
     "repeat_micro_batch",
     "sensitivity",
     "sweep",
@@ -117,6 +119,7 @@ _WHERE = {
     "plot_waterfall": "report.waterfall:plot_waterfall",
     "policies": "report.listing:policies",
     "preset": "workload.presets:preset",
+    "relay": "workload.relay:relay",
     "repeat_micro_batch": "workload.workload:repeat_micro_batch",
     "sensitivity": "planner.sensitivity:sensitivity",
     "sweep": "planner.sweep:sweep",

@@ -193,6 +193,7 @@ def _valid(tmp_path: Path) -> dict[str, dict[str, Any]]:
         "plot_waterfall": {"ablation": ablation},
         "policies": {},
         "preset": {"name": "tiny-gpt2", **job},
+        "relay": {"workload": w},
         "repeat_micro_batch": {"w": w, "micro_batches": 2},
         "sensitivity": {"workload": w, "machine": m, "parts": ["link"], "largest": False, **few},
         "sweep": {"grid": grid, "jobs": 1},
