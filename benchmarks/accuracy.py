@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
+from _help import only_help
 from _results import write_result
 
 from executor.measuring.rates import measure_virtual_machine
@@ -74,4 +75,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    only_help(__doc__)
     main()

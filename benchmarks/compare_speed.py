@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
+from _help import only_help
+
 import pstar_sim as ps
 
 POLICIES = ("all_on_gpu", "zero_offload", "static_partition", "patrickstar", "tide")
@@ -31,4 +33,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    only_help(__doc__)
     sys.exit(main())

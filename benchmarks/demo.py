@@ -7,6 +7,7 @@ import io
 import sys
 import tempfile
 
+from _help import only_help
 from _results import write_result
 
 from pstar_sim.cli import main as pstar
@@ -26,4 +27,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    only_help(__doc__)
     sys.exit(main())

@@ -11,6 +11,7 @@ import statistics
 import time
 
 import torch
+from _help import only_help
 from _results import write_result
 
 from executor import AdamW, prepare
@@ -52,4 +53,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    only_help(__doc__)
     main()

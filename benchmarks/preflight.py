@@ -11,6 +11,8 @@ import re
 import sys
 from collections.abc import Sequence
 
+from _help import only_help
+
 __all__ = ["NO_DEVICE", "NO_PACKAGE", "cannot_run", "missing", "no_cuda", "report", "slug"]
 
 # Exit statuses of the scripts, beside 0 and 1 for what they found.
@@ -83,5 +85,6 @@ def cannot_run(name: str, packages: Sequence[str], *, device: bool = True) -> in
 
 
 if __name__ == "__main__":
+    only_help(__doc__)
     print(report())
     print(f"CUDA: {no_cuda() or 'there'}")

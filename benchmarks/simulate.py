@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import simpy
+from _help import only_help
 from _results import write_result
 
 from pstar_sim.bounds.bounds import lower_bound
@@ -95,4 +96,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    only_help(__doc__)
     main()

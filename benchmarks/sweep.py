@@ -6,6 +6,7 @@ Everything counts, from reading the grid and starting the processes to the resul
 
 from __future__ import annotations
 
+import argparse
 import cProfile
 import pstats
 import resource
@@ -42,7 +43,9 @@ def profile() -> None:
 
 
 def main() -> int:
-    if "--profile" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", action="store_true")
+    if parser.parse_args().profile:
         profile()
         return 0
     with tempfile.TemporaryDirectory() as folder:

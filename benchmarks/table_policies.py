@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+from _help import only_help
 from _results import write_result
 
 import pstar_sim as ps
@@ -67,4 +68,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    only_help(__doc__)
     sys.exit(main())

@@ -6,6 +6,7 @@ import contextlib
 import io
 import sys
 
+from _help import only_help
 from _results import write_result
 
 from pstar_sim.cli import main as pstar
@@ -22,4 +23,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    only_help(__doc__)
     sys.exit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +25,9 @@ from pstar_sim.cli.flags import (
 )
 from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.errors import PstarError
+
+if TYPE_CHECKING:
+    from pstar_sim.planner.limits import Limits
 
 __all__ = ["commands"]
 
@@ -102,7 +105,6 @@ def max_model(
     """Find the largest model a machine can train, by policy: of the catalog, and of a family by its depth."""
     from pstar_sim.cli.inputs import lora_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_model as ask
-    from pstar_sim.report.capacity import limits_text
 
     machine = machine_of(on)
     with bar("starting", quiet=asked.json) as on_policy:
@@ -123,12 +125,19 @@ def max_model(
             loading=asked.loading,
             on_policy=on_policy,
         )
+    return _say_limits(answer, asked, smallest=f"one layer like {like}", machine=str(on.machine))
+
+
+def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: str) -> int:
+    """Print the largest sizes. smallest: what does not fit where no policy has a size."""
+    from pstar_sim.report.capacity import limits_text
+
     if asked.json:
         say_json(answer.to_json())
     else:
         say(limits_text(answer))
     if not any(row.value for row in answer.rows):
-        note(f"not even one layer like {like} fits {on.machine}; the answer says why")
+        note(f"not even {smallest} fits {machine}; the answer says why")
         return NO
     return 0
 
@@ -146,7 +155,6 @@ def max_batch(
     """Find the largest batch with which a machine can train a model, by policy."""
     from pstar_sim.cli.inputs import lora_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_batch as ask
-    from pstar_sim.report.capacity import limits_text
     from pstar_sim.workload.presets import default_dtype, preset
     from pstar_sim.workload.workload import Workload
 
@@ -174,14 +182,7 @@ def max_batch(
             loading=asked.loading,
             on_policy=on_policy,
         )
-    if asked.json:
-        say_json(answer.to_json())
-    else:
-        say(limits_text(answer))
-    if not any(row.value for row in answer.rows):
-        note(f"not even one sequence of {model} fits {machine.name}; the answer says why")
-        return NO
-    return 0
+    return _say_limits(answer, asked, smallest=f"one sequence of {model}", machine=machine.name)
 
 
 @command(commands, "pstar cheapest --model 8B --tokens 3e9 --deadline 14d --batch 64 --seq 1024")
@@ -211,6 +212,9 @@ def cheapest(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="PATH=VALUE", help="another figure of every --machine")
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(parser=positive, metavar="N", help="GPUs per node of every --machine")
+    ] = None,
     prices: Annotated[
         str | None, typer.Option(metavar="FILE", help="prices of your own: [MACHINE] usd_per_hour = ...")
     ] = None,
@@ -227,9 +231,10 @@ def cheapest(
     from pstar_sim.planner.cheapest import cheapest as ask
     from pstar_sim.report.capacity import cheapest_text
 
-    if changes and not machine:
-        raise PstarError("--set changes machines that are named: give --machine too")
-    machines = None if machine is None else [load_machine(name, overrides=changes or ()) for name in machine]
+    if (changes or gpus) and not machine:
+        flag = "--set" if changes else "--gpus"
+        raise PstarError(f"{flag} changes machines that are named: give --machine too")
+    machines = None if machine is None else [load_machine(name, gpus=gpus, overrides=changes or ()) for name in machine]
     with bar("starting", quiet=json) as on_part:
         answer = ask(
             model,

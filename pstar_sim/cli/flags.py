@@ -124,6 +124,8 @@ class OptionalWorkloadFlags:
 class WorkloadFlags(OptionalWorkloadFlags):
     """What each iteration computes."""
 
+    SECTION = "workload (--trace or --model is needed)"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.trace is None and self.model is None:

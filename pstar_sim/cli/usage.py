@@ -58,12 +58,11 @@ def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], 
         if word == "--" and not only_arguments:
             only_arguments = True
             continue
-        if only_arguments or word == "-" or not word.startswith("-"):
+        if only_arguments or not _is_flag(word):
             if until_word:
                 return
             arguments += 1
-            if all(p.nargs == 1 for p in places) and arguments > len(places):
-                raise PstarError(_see(context, f"unexpected argument {word!r}"))
+            _check_number(context, places, arguments, word)
             continue
         flag = _flag_of(context, word, flags)
         if flag.name == "help":
@@ -71,6 +70,17 @@ def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], 
         given.add(flag.name)
         _take_value(context, flag, word, left, flags)
     _check_required(context, [*places[arguments:], *(p for p in flags.values() if p.name not in given)])
+
+
+def _is_flag(word: str) -> bool:
+    """Whether a word begins as a flag does; "-" alone stands for a file."""
+    return word.startswith("-") and word != "-"
+
+
+def _check_number(context: Any, places: Sequence[Any], number: int, word: str) -> None:
+    """Refuse the argument `word` if `number` arguments are more than the command takes."""
+    if number > len(places) and all(p.nargs == 1 for p in places):
+        raise PstarError(_see(context, f"unexpected argument {word!r}"))
 
 
 def _check_required(context: Any, left_out: Sequence[Any]) -> None:

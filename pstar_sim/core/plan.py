@@ -115,10 +115,6 @@ class Plan:
     def __repr__(self) -> str:
         return f"<Plan {self.policy}: {self.workload.model} on {self.machine.name}, {len(self.steps)} steps>"
 
-    @cached_property
-    def step_by_id(self) -> dict[int, Step]:
-        return {step.id: step for step in self.steps}
-
     @property
     def budgets(self) -> dict[Place, int]:
         """Bytes the plan may take of each place, on one rank; a place it has nothing to do with is left out."""

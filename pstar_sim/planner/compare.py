@@ -110,6 +110,11 @@ class Planned:
             choices={**self.plan.choices, "confidence": sources, "certificate": dict(self.row.certificate or {})},
         )
 
+    @property
+    def policy(self) -> str:
+        """Name of the policy, as the comparison lists it."""
+        return self.row.policy
+
     def explain(self) -> str:
         """What lives where and why, what binds, what the tide gains here; see `planner.explain`."""
         return explain(self.plan, self.timeline, bound_by=self.row.bound_by, barrier_cost_s=self.row.barrier_cost_s)
@@ -139,7 +144,7 @@ class Comparison(Collection):
     notes: tuple[str, ...] = ()
 
     def best(self) -> Planned:
-        """The fastest that fits, of those as fast the one that moves and pins least (policy/kit/ties.py; the last of
+        """The fastest that fits, of those as fast the one that moves and pins least (policy/kit/ties.py; the first of
         equals: simpler policies are listed first). A plan in another order than the workload's, which a loop of the
         user's own cannot follow, is the best only where no other fits. Raises NothingFits with every reason if none
         does.
@@ -536,7 +541,7 @@ def _figures(
 def _best(workload: Workload, rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
     """The fastest plan in the order of the workload, which a loop of the user's own follows; where none fits, the
     fastest in another order."""
-    fitting = [planned[row.policy] for row in reversed(rows) if row.fits]
+    fitting = [planned[row.policy] for row in rows if row.fits]
     as_asked = [p for p in fitting if p.plan.workload.layer_major == workload.layer_major]
     return least_of(as_asked or fitting, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))
 

@@ -12,6 +12,7 @@ from pstar_sim.report.tables import batch_words, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
+from pstar_sim.workload.lora import adapter_of
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -134,6 +135,8 @@ def _no(answer: Fits) -> list[str]:
         )
     elif answer.near:
         said.append("No change that was tried makes it fit.")
+    if answer.workload.source == "preset" and adapter_of(answer.workload) is None:
+        said.append("Not tried: LoRA (--lora r=16). Frozen parameters need no gradients and no optimizer states.")
     return said
 
 

@@ -264,9 +264,10 @@ def test_every_edge_of_a_stash_counts(machine: Machine) -> None:
     for name in ("all_on_gpu", "zero_offload", "patrickstar", "tide"):
         plan = find_policy(name)(repeat_micro_batch(offloaded(), 2), machine, Settings())
         dropped = 0
+        steps = {step.id: step for step in plan.steps}
         for step in plan.steps:
             for ref in step.after:
-                other = plan.step_by_id[ref.id]
+                other = steps[ref.id]
                 if step.stash is None and other.stash is None:
                     continue
                 dropped += 1
