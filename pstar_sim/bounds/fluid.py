@@ -1,23 +1,25 @@
 """The fluid bound: a linear program over time that every legal schedule satisfies, finer than the joint one.
 
-[Note: the fluid program] Time is cut at the starts of some moments (`points`; the last point is the end of the last
-moment, and the interval after it runs to the first moment of the next iteration). An interval lasts its moments' own
-seconds and a stall. Everything is a flow of bytes in an interval or a stock of bytes at a point, averaged over the
-iterations of a steady schedule; chunks are divisible, and each is pinned, streamed or updated on the CPU in parts p, q
-and 1 - p - q. What happens inside an interval is free in it: a gradient that becomes final in it may leave in all of
-it, a chunk first read in it need only be there at its end. So every cut is valid, and the finer, the tighter. Rows:
+[Note: the fluid program] Time is cut at the starts of some moments (`points`). The last point is the end of the last
+moment, and the interval after it runs to the first moment of the next iteration. An interval lasts the seconds of its
+moments and a stall. Every quantity is a flow of bytes in an interval or a stock of bytes at a point, averaged over the
+iterations of a steady schedule. Chunks are divisible: the parts p, q and 1 - p - q of a chunk are pinned, streamed and
+updated on the CPU. The order inside an interval is free: a gradient that becomes final in an interval may leave at any
+time of it, and a chunk first read in it need only be there at its end. So every cut is valid. A finer cut gives a
+tighter bound. Rows:
 
 - each copy direction, CPU Adam, host DRAM: work in an interval <= its seconds. Streamed Adam makes the interval longer.
 - memory at each point: tide, chunks read there, chunks kept between two reads, states resident or visiting, gradients
   that wait, parameters that came early, what stays of chunks updated on the gpu, gradient sums <= budget.
 - the life of a chunk updated on the CPU: gradient waits -> on the host -> updated on the host -> waits on the gpu ->
   read; of states: come -> update -> go. Stocks are cyclic; those of one life add up to the chunks' bytes at the cut.
-- stashes: each goes down between the moment that makes it and the one behind which it is not counted, and comes up
-  between the one from which it is counted again and the one that needs it, in its own seconds of the link each way.
-- identity: stocks do not know whose bytes they are. Sorted by first read, of the chunks up to j all that happens
-  between last gradient and first read happens from the end of the earliest of their last gradients to the next first
-  read of j: the flows in that window are at least these chunks' bytes. Gaps between two reads are classes in which each
-  opens before any closes, so the longest are given up first.
+- stashes: a stash goes down between the moment that makes it and the moment after which it is not counted. It comes up
+  between the moment from which it is counted again and the moment that needs it. Each way takes its own seconds of the
+  link.
+- identity: stocks do not know whose bytes they are. Sort the chunks by first read and take those up to j. Their copies
+  and updates between last gradient and first read lie in one window: from the end of the earliest of their last
+  gradients to the next first read of j. The flows in that window are at least the bytes of these chunks. Gaps between
+  two reads form classes. In a class every gap opens before any closes, so the longest gaps are given up first.
 - totals over the iteration with each chunk's own seconds (latency, padding).
 - the compute queue does an iteration's updates before the first moment of the next ([Note: the cut] of core/plan.py).
 - barrier: updates only after the end of the last moment.

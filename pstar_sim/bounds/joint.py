@@ -1,41 +1,44 @@
 """The bound for all three modes at once: a small linear program with pinned and streamed parameters as two reals.
 
-[Note: the joint bound] Of E trainable parameters with a gradient, x have their states on the gpu for ever ("pinned"),
-y have them there for their update only ("streamed": Adam on the gpu, states up before it and down after it), the rest
-has CPU Adam. Nothing says that a chunk is all of one kind: one with some of its state lists resident counts as part of
-each. s = x + y. A list that is on the gpu throughout takes its bytes at every moment; one that is ever dropped crosses
-the link both ways each iteration. Notation as in [Note: the bound] of pinned.py (w: bytes of the working list a
+[Note: the joint bound] E trainable parameters have a gradient. The states of x of them stay on the gpu ("pinned"). The
+states of y of them are there for the update only ("streamed": Adam runs on the gpu, the states come up before it and go
+down after it). All others have CPU Adam. s = x + y. A chunk need not be all of one kind: a chunk with some of its state
+lists resident counts as part of each. A list that is always on the gpu takes its bytes at every moment. A list that is
+ever dropped crosses the link both ways each iteration. Notation as in [Note: the bound] of pinned.py (w: bytes of the
+working list a
 parameter, v: of the states). What any legal schedule keeps:
 
 - room: v x <= room_t - K_t at every moment t.
 - compute: all moments + s * traffic / HBM. adam: (E - s) / R, and accumulation on the host (below).
 - windows, eager and behind a barrier: those of pinned.py with s in place of x.
-- the border: during the last moments every gradient is final and no parameter is read any more. Of what is updated on
-  the gpu, w bytes per parameter (the gradient, or the new values) are on the gpu then, `kept` in all, or have gone down
-  before and come up after. Frozen chunks are kept (`frozen_kept`) or come up again. kept + frozen_kept + v x <= room.
-- the compute queue does all steps of an iteration, its updates too, before the first moment of the next. So whatever
-  is read from a moment m (before any gradient is final) on, and all states of what is updated on the gpu, is there at m
-  or comes up later: T >= seconds before m + (bytes read from m on + v s - room_m) / rate. Behind a barrier the updates
-  come between two iterations: what they need and is not there at the end of the last moment comes up before the next
-  one begins, and what then is too much for that one's room has gone down: T >= all moments + (v s + w s - room) / rate;
-  without a barrier the latter holds from the first final gradient on.
+- the border: during the last moments every gradient is final and no parameter is read any more. A parameter that is
+  updated on the gpu has w bytes then: its gradient, or its new value. They are on the gpu (`kept` bytes in all), or
+  they went down before and come up after. Frozen chunks are kept (`frozen_kept`) or come up again.
+  kept + frozen_kept + v x <= room.
+- the compute queue does all steps of an iteration, its updates too, before the first moment of the next. Let m be a
+  moment before any gradient is final. What is read from m on, and all states of what is updated on the gpu, is there at
+  m or comes up later: T >= seconds before m + (bytes read from m on + v s - room_m) / rate. Behind a barrier the
+  updates come between two iterations. What they need and is not there at the end of the last moment comes up before the
+  next iteration begins. What is then too much for the room of its first moment has gone down:
+  T >= all moments + (v s + w s - room) / rate. Without a barrier this holds from the first final gradient on.
 - border windows: of the chunks J_j what is not kept goes down and comes up between the end of b_j and the next f_j:
   T >= span_j + (bytes(J_j) - kept) / rate.
 - barrier, streamed: when the last moment ends at most room - v x bytes of chunks are on the gpu; of the chunks first
   read up to moment f_j all other parameters, and the states of those streamed, come up before the next f_j.
 - h2d: (E - s) w + (w s - kept) + frozen not kept + what each turn cannot keep + v y + gradients.
 - d2h: gradients + (w s - kept) + v y.
-- gradients of U > 1 micro-batches: of each parameter they either add up on the gpu (a list of 4 bytes; with U = 2 the
-  first may wait in a list of w bytes), held from one backward pass to the next or sent down and up in between, and then
-  go down once (4 bytes) if Adam is the CPU's; or each goes down (w bytes) and all but two (of CPU Adam with clipping:
-  all) are added on the host; Adam on the gpu then needs the sum up (4 bytes). How much of each is free.
+- gradients of U > 1 micro-batches: the bound chooses for any share of the parameters one of two ways. On the gpu: the
+  gradients add up in a list of 4 bytes (with U = 2 the first may wait in a list of w bytes). The list is held from one
+  backward pass to the next, or sent down and up in between. Then it goes down once (4 bytes) if Adam runs on the CPU.
+  On the host: each gradient goes down (w bytes), and all but two (for CPU Adam with clipping: all) are added there.
+  Adam on the gpu then needs the sum up (4 bytes).
 - stashes: as in pinned.py, on h2d, d2h, link and dram. Those whose way up begins behind a moment come up behind it too,
   beside what is read from there on (the compute queue row).
 - link, dram: as in pinned.py, of these bytes. A copy's latency counts, by bytes, as in the largest list it could be of.
 
-The least T over all of these is a linear program, but for one thing: a window whose chunks may all be updated on the
-gpu (params(J_j) <= s) bounds nothing. Without the windows the least T is convex in s; the windows' term only falls with
-s. So the best s is where the two meet, and which windows hold there is found by halving (`_best_windows`).
+The least T over all of these is a linear program, with one exception: a window whose chunks may all be updated on the
+gpu (params(J_j) <= s) bounds nothing. Without the windows the least T is convex in s. The term of the windows only
+falls with s. So the best s is where the two meet. Which windows hold there is found by halving (`_best_windows`).
 """
 
 from __future__ import annotations

@@ -20,12 +20,13 @@ C the gpu budget, n_t the tide and K_t the payload bytes that moment t reads:
 - d2h bytes: (E - x) w over the link's rate: each gradient comes down at least once.
 - h2d bytes: each updated parameter comes up once: (E - x) w. And for moments m_1 < m_2 < ... (the turns of the
   iteration: FWD to BWD of every micro-batch, BWD to FWD between two): what is read in (m_k, m_k+1] and has been read by
-  m_k is S_k bytes, of which at most C - n - (v + w) x unpinned ones are resident during m_k; the rest,
-  S_k + v x - (C - n), has to be copied in after m_k. These are not copies of the first kind: those begin after the
-  chunk's gradient is final and before its first read.
-- stashes: whatever the plan, each goes down once and comes up once an iteration, on the same two queues, beside all of
-  the above: none of it is a copy of a chunk, and the tide does not count a stash while it is away. So its seconds each
-  way are added to d2h bytes, h2d bytes and link, its bytes twice to dram; not to windows, which it may lie outside of.
+  m_k is S_k bytes. At most C - n - (v + w) x unpinned ones are resident during m_k. The rest, S_k + v x - (C - n), has
+  to be copied in after m_k. These copies are others than the first kind, which begin after the chunk's gradient is
+  final and before its first read.
+- stashes: under any plan each stash goes down once and comes up once per iteration, on the same two queues, beside all
+  of the above. A stash is not a chunk, and the tide does not count it while it is away. So its seconds each way are
+  added to d2h bytes, h2d bytes and link, and its bytes twice to dram. They are not added to windows: a stash may be
+  copied outside of them.
 - link (half duplex): both kinds of bytes one after the other.
 - dram: the copies' bytes and the CPU Adam's traffic over the host's DRAM bandwidth.
 

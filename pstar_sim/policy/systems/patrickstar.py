@@ -1,32 +1,45 @@
 """patrickstar: the schedule of PatrickStar (Fang et al., 2021) as published, from its code.
 
-What is reproduced. The capacity for chunks follows the tide: budget - max(non-model of this moment, of the next) -
-one working-list chunk in forward and backward (its reserve of k * 2 * CS bytes, k = 1 on one GPU). Chunks move on
-demand, on the critical path, and nothing overlaps: the time of an iteration is the sum of computing, copying and
-updating. Room is made by Belady's rule, looking at the recorded moments of use (one round further when the list is
-exhausted). A payload exists in one place: fetching frees the host copy, evicting writes back, clean chunks too. After
-each moment, chunks beyond budget - non-model of the next one are evicted (this check leaves the reserve out, as its
-code does). Adam runs after the backward pass in chunk order. The states of the first chunks live on the GPU if there is
-margin space, (budget - peak non-model - all working lists) / states of a chunk * 0.8; the counter rule rounds this
-number of chunks up and subtracts 1. Elsewhere Adam runs on the CPU: where the working list is on the GPU, the gradient
-goes down in 2 bytes per parameter and the parameters come up in 4 (through a GPU buffer of one fp32 chunk, which is
-held throughout); otherwise directly.
+What is reproduced:
 
-On P ranks. Chunks form groups of P, one of which each rank owns; here a group is one unit of P * CS elements of which
-each rank holds its 1/P, which is the same bytes in the same places. To use a tensor of a group that is not there, the
-own chunk is brought to the GPU and all P are gathered, synchronously. A group's remote chunks are dropped when all its
-tensors are HOLD_AFTER_FWD (so a group within one checkpoint segment is gathered a third time), and the gradients are
-reduce-scattered, synchronously, when all are HOLD_AFTER_BWD. k = P: the reserve is a group; margin space leaves out the
-own chunks and one group's remote ones. With msc=on ("memory saving communication") chunks are broadcast by their owner
-and reduced to it one by one: the unit is one chunk and k = 1. Here each rank still holds 1/P of it, and it is timed as
-the gather of P slices, which is at most as long as a broadcast.
+- The capacity for chunks follows the tide. It is the budget, less the larger non-model data of this moment and the
+  next one. Forward and backward also reserve one working-list chunk (k * 2 * CS bytes in its code, k = 1 on one GPU).
+- Chunks move on demand, on the critical path. Nothing overlaps: the time of an iteration is the sum of computing,
+  copying and updating.
+- Room is made by Belady's rule from the recorded moments of use. When the list of uses is exhausted, the next round
+  of it counts.
+- A payload exists in one place. A fetch frees the host copy; an eviction writes back, clean chunks too.
+- After each moment, chunks beyond the budget less the non-model data of the next moment are evicted. This check leaves
+  the reserve out, as its code does.
+- Adam runs after the backward pass in chunk order. The states of the first chunks live on the GPU if there is margin
+  space. Their number is (budget - peak non-model - all working lists) / states of a chunk * 0.8. The counter rule
+  rounds it up and subtracts 1.
+- All other chunks have CPU Adam. Where the working list is on the GPU, the gradient goes down in 2 bytes per parameter
+  and the parameters come up in 4, through a GPU buffer of one fp32 chunk that is held throughout. Otherwise Adam works
+  on the host's lists directly.
 
-What is not. Its states on the GPU may be evicted in forward and backward; here chunks with states on the GPU stay.
-Small chunks stay too, as in every policy here. The ADAM-phase limit (16 * CS) bears on nothing then. It has no
-gradient accumulation: with several micro-batches gradients are sent down and added by this project's scheme,
-synchronously. Of its quirks on several GPUs the reserve of k * k in backward (k is multiplied twice) is left out, and
-remote chunks that have to make room are dropped where it may write them back. Its broken out-of-memory fallback has no
-counterpart.
+On P ranks:
+
+- Chunks form groups of P. Each rank owns one chunk of a group. Here a group is one unit of P * CS elements of which
+  each rank holds 1/P: the same bytes in the same places.
+- To use a tensor of a group that is not on the GPU, each rank brings its own chunk to the GPU, and all P are gathered,
+  synchronously.
+- The remote chunks of a group are dropped when all its tensors are HOLD_AFTER_FWD. So a group within one checkpoint
+  segment is gathered a third time. Gradients are reduce-scattered, synchronously, when all are HOLD_AFTER_BWD.
+- k = P: the reserve is a group. Margin space leaves out the rank's own chunks and the remote chunks of one group.
+- With msc=on ("memory saving communication") the owner broadcasts a chunk, and chunks are reduced to their owner one by
+  one. The unit is one chunk and k = 1. Here each rank still holds 1/P of a chunk. The broadcast is timed as the gather
+  of P slices, which is at most as long.
+
+What is not reproduced:
+
+- PatrickStar may evict states from the GPU in forward and backward. Here chunks with states on the GPU stay. Small
+  chunks stay too, as in every policy here. The limit of the ADAM phase (16 * CS) bears on nothing then.
+- PatrickStar has no gradient accumulation. With several micro-batches, gradients are sent down and added by this
+  project's scheme, synchronously.
+- On several GPUs its reserve in backward is k * k, because k is multiplied twice. That is left out. Remote chunks that
+  have to make room are dropped here; PatrickStar may write them back.
+- Its broken out-of-memory fallback has no counterpart.
 """
 
 from __future__ import annotations
