@@ -90,7 +90,8 @@ def check_placement(model: nn.Module, device: torch.device) -> torch.device:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Put every buffer on the device, shared ones once. Returns what puts them back, with the values they have then."""
+    """Move every buffer to the device, a shared one once. Returns a function that moves the buffers back, with the
+    values of the time of its call."""
     before: dict[torch.Tensor, torch.device] = {}
 
     def move(to: Callable[[torch.Tensor], torch.Tensor]) -> None:

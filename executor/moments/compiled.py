@@ -1,7 +1,7 @@
 """torch.compile beside the engine: the engine's hooks are never traced, and a capture runs compiled blocks eagerly.
 
-A compiled block under a plan keeps its graphs; where a hook of the engine is called between two modules the graph is
-cut, because chunks come and go there. torch's compiler takes seconds to import: `untraced` imports it, as every torch
+A compiled block keeps its graphs under a plan. A graph ends where a hook of the engine is called between two modules,
+because chunks come and go there. torch's compiler takes seconds to import: `untraced` imports it, as every torch
 optimizer does; `eagerly` does not.
 """
 

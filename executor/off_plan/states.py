@@ -39,7 +39,7 @@ class States:
         perform(inline.drop(GPU, chunk, list_name))
 
     def send_streams_home(self) -> None:
-        """States that are on the gpu for one update only go home, updated or not."""
+        """Copy the states that came to the gpu for one update back to the host, updated or not."""
         host = self.host
         for c in host.plan.layout.chunks:
             if host.plan.modes[c.index] != "stream":

@@ -83,10 +83,10 @@ class _SoundCheckpoint:
 def load(optimizer: Trained, folder: str | Path, *, generators: bool = True) -> Restored:
     """Put parameters, optimizer states, step counts, groups and loss scale of a checkpoint into a prepared model.
 
-    The plan may be another than the one it was saved under. generators: also set the global random number generators
-    (torch, Python, numpy), on several ranks each its own. On several ranks every one calls it. Raises CheckpointError
-    for a folder that is partial, of another model, or from a newer version, before anything is changed; ContractError
-    between a forward and `step()`.
+    The plan may differ from the plan under which the checkpoint was saved. generators: also set the global random
+    number generators (torch, Python, numpy), each rank its own. On several ranks every rank calls this. Raises
+    CheckpointError for a folder that is partial, of another model, or from a newer version, before anything is changed;
+    ContractError between a forward and `step()`.
     """
     session = optimizer.session
     session.loop.require_running()

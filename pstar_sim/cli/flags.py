@@ -78,7 +78,7 @@ def certify(what: str) -> Any:
 
 
 def output(what: str) -> Any:
-    """-o FILE, which is tried before any work is done for it."""
+    """The flag -o FILE. Whether the file can be written is checked before the work begins."""
     return typer.Option("-o", "--output", parser=new_file, metavar="FILE", help=what)
 
 

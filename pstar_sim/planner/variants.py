@@ -107,7 +107,7 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]
         if (w.fingerprint, w.sequence) != (first.fingerprint, first.sequence):
             raise TraceError(
                 f"variants are of {first.model} ({first.dtype}, sequence {first.sequence}) and {w.model} ({w.dtype}, "
-                f"sequence {w.sequence}); a global batch is one of them: name it by --dtype or --seq"
+                f"sequence {w.sequence}); a global batch is of one of the two: choose it with --dtype or --seq"
             )
     found: dict[tuple[object, ...], Workload] = {}
     for w in (*variants, *_block_by_block(variants)):

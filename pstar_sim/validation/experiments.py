@@ -173,7 +173,7 @@ def _with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
 
 @cache
 def _harness() -> Mapping[str, float]:
-    """Source -> seconds per micro-batch."""
+    """Seconds per micro-batch that a training loop spends outside the model, by source of the measurement."""
     text = (files("pstar_sim.validation") / "data" / "harness.toml").read_text(encoding="utf-8")
     return {name: float(entry["loop_ms"]) / 1e3 for name, entry in toml_loads(text).items()}
 
