@@ -32,6 +32,13 @@ if importlib.util.find_spec("hypothesis") is not None:  # a machine with a GPU m
     )
     settings.load_profile("pstar")
 
+    # Hypothesis also draws numbers that stand in the source of the modules that happen to be loaded: with those the
+    # examples would be others after any change of the code, and in every order of the tests.
+    from hypothesis.internal.conjecture import providers
+
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
+
 NO_SIMPY = importlib.util.find_spec("simpy") is None
 WANTED_SIMPY: pytest.StashKey[list[BaseException]] = pytest.StashKey()
 
