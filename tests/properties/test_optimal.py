@@ -57,6 +57,8 @@ def test_never_behind_another_policy(job: Drawn, chance: random.Random) -> None:
             plan = policy(workload, machine, asked)
         except PstarError:
             continue
+        if plan.workload.layer_major and not workload.layer_major:  # another order of the iteration: no rival
+            continue
         fastest[name] = play(plan).iteration_s
         assert period_s(plan) == pytest.approx(fastest[name], rel=1e-9)
         if name == "optimal":

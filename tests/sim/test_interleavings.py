@@ -40,13 +40,14 @@ def shaken(rng: random.Random) -> Callable[[int, int], float]:
 
 
 @pytest.mark.parametrize("name", sorted(named(lambda able: able.balance is None)))
-def test_two_hundred_timings_keep_every_plan_within_its_room(name: str, whole: bool) -> None:
-    """Forty plans in five timings each; of the policy that searches, which takes most of the time, ten in twenty but
-    for --whole."""
+def test_many_timings_keep_every_plan_within_its_room(name: str, whole: bool) -> None:
+    """Forty plans in five timings each with --whole. Without, twenty; of the policy that searches, which takes most of
+    the time, ten in twenty."""
     timings = 20 if name == "optimal" and not whole else 5
+    examples = 65 if whole else 16 if timings == 20 else 35
     played = moved = 0
 
-    @settings(max_examples=16 if timings == 20 else 65)
+    @settings(max_examples=examples)
     @given(chances(), seeds())
     def holds(chance: random.Random, shake: random.Random) -> None:
         nonlocal played, moved
@@ -63,5 +64,5 @@ def test_two_hundred_timings_keep_every_plan_within_its_room(name: str, whole: b
         moved += bool(t.moved_bytes["h2d"])
 
     holds()
-    assert played >= (25 if name in ("all_on_gpu", "zero3_resident") else 100)
+    assert played >= examples * (0.3 if name in ("all_on_gpu", "zero3_resident") else 1.5)
     assert moved or name in ("all_on_gpu", "zero3_resident")
