@@ -56,7 +56,7 @@ def simulated(model: str, batch: int, sequence: int, name: str, gpus: int) -> di
     )
     chosen = three(recomputed, kept, machine)
     what = f"{model}, batch {batch} x {sequence}, {gpus} x {name}"
-    return said(what, chosen, {how: one.iteration_s for how, one in chosen.items() if one is not None})
+    return said(what, chosen, {how: [one.iteration_s] for how, one in chosen.items() if one is not None})
 
 
 def three(recomputed: Workload, kept: Workload, machine: Machine) -> dict[str, Chosen | None]:
@@ -72,20 +72,25 @@ def _chosen(workloads: Sequence[Workload], machine: Machine) -> Chosen | None:
         return None
 
 
-def said(what: str, chosen: Mapping[str, Chosen | None], seconds: Mapping[str, float]) -> dict[str, object]:
-    """Print the job's row; returns it. seconds: per way, simulated or measured."""
+def said(what: str, chosen: Mapping[str, Chosen | None], turns: Mapping[str, Sequence[float]]) -> dict[str, object]:
+    """Print the job's row; returns it. turns: seconds per way, simulated once or measured turn by turn. A gain is the
+    median over the turns, in which a loaded machine delays all ways alike."""
     karma = chosen["karma"]
     assert karma is not None
-    gains = {how: seconds[how] / seconds["karma"] for how in ("recomputed", "swapped")}
+    gains = {
+        how: statistics.median(other / own for other, own in zip(turns[how], turns["karma"]))
+        for how in ("recomputed", "swapped")
+    }
+    seconds = {how: statistics.median(column) for how, column in turns.items()}
     words = ", ".join(f"{how} {s:.3f} s" for how, s in seconds.items())
     how = activations_text(karma.workload).removeprefix("activations ")
     print(f"{what}: {words}; {gains['recomputed']:.2f}x and {gains['swapped']:.2f}x; karma: {how}", flush=True)
-    return {"job": what, "seconds": dict(seconds), "gains": gains, "chosen": how,
+    return {"job": what, "seconds": seconds, "gains": gains, "chosen": how,
             "where": karma.plan.choices["capacity"]}  # fmt: skip
 
 
 def measured() -> dict[str, object]:
-    """Each plan's median over the runs, beside what was simulated for it."""
+    """Each plan turn by turn, beside what was simulated for it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(CONFIG))
@@ -109,10 +114,9 @@ def measured() -> dict[str, object]:
                 own = replace(job, checkpointing=one.workload.checkpointing and not one.workload.activations)
                 result = own.run(one.plan, steps=STEPS, bandwidth=(BANDWIDTH_BYTES_PER_S, BANDWIDTH_BYTES_PER_S))
                 column.append(statistics.median(report.time_s for report in result.reports[1:]))
-    seconds = {how: statistics.median(column) for how, column in found.items()}
     predicted = {how: one.iteration_s for how, one in chosen.items() if one is not None}
     print("measured; simulated: " + ", ".join(f"{how} {s:.3f} s" for how, s in predicted.items()))
-    row = said(f"GPT-2 of 8 layers, batch {BATCH} x {SEQUENCE}, virtual accelerator, measured", chosen, seconds)
+    row = said(f"GPT-2 of 8 layers, batch {BATCH} x {SEQUENCE}, virtual accelerator, measured", chosen, found)
     return {**row, "runs": found, "simulated": predicted}
 
 

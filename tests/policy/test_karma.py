@@ -6,12 +6,13 @@ Six layers of 2 MiB (MIB bf16 parameters); a copy of one takes 2 s, Adam 1 s, a 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Queue
-from pstar_sim.errors import DoesNotFit
+from pstar_sim.errors import DoesNotFit, TraceError
 from pstar_sim.planner.ablate import ladder
 from pstar_sim.planner.variants import candidates, choose
 from pstar_sim.policy.systems.karma import karma, ways
@@ -19,7 +20,7 @@ from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
-from pstar_sim.workload.workload import Workload, repeat_micro_batch
+from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_micro_batch
 
 LAYERS = 6
 CLIPPED, FREE = Settings(chunk_bytes=2 * MIB), Settings(update="eager", clip=False, chunk_bytes=2 * MIB)
@@ -140,6 +141,16 @@ def test_a_model_that_is_no_stack_of_blocks_has_no_ways() -> None:
     pair = [variant(recomputed=one) for one in (True, False)]
     other = chain_workload(LAYERS - 1, MIB, forward_s=10.0)
     assert not list(ways(pair[0], other, round_machine(), CLIPPED))
+
+
+def test_micro_batches_that_differ_have_no_ways() -> None:
+    recomputed, kept = (variant(recomputed=one, micro_batches=2) for one in (True, False))
+    assert list(ways(recomputed, kept, round_machine(), CLIPPED))
+    last = kept.moments[-2]
+    odd = replace(kept, moments=(*kept.moments[:-2], replace(last, flops=last.flops + 1), kept.moments[-1]))
+    with pytest.raises(TraceError, match="2 micro-batches differ"):
+        single_micro_batch(odd)
+    assert not list(ways(recomputed, odd, round_machine(), CLIPPED))
 
 
 def test_an_ablation_goes_from_karma_to_optimal() -> None:
