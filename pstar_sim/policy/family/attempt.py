@@ -68,14 +68,12 @@ def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt
     return attempt_course(Course(job, modes, knobs or Knobs()), like=like)
 
 
-def attempt_course(
-    course: Course, *, limit_s: float = math.inf, tolerance: float = 1e-6, like: Attempt | None = None
-) -> Attempt:
-    """`attempt` for a course that is laid out already. limit_s, tolerance: see `choose`. like: an attempt of the same
+def attempt_course(course: Course, *, limit_s: float = math.inf, like: Attempt | None = None) -> Attempt:
+    """`attempt` for a course that is laid out already. limit_s: see `choose`. like: an attempt of the same
     job, whose rows are taken where they are the same."""
     schedule = course.schedule()
     if like is not None and schedule.rows_as(like.schedule):
         draft = replace(like.draft, room=schedule.room, lead_bytes=schedule.lead_bytes)
     else:
         draft = draft_of(schedule)
-    return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s, tolerance=tolerance))
+    return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s))

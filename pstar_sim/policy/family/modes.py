@@ -91,13 +91,11 @@ class Roofline:
     that is streamed.
 
     seconds: seconds per iteration, the largest of several terms.
-    mean_s: mean of these terms.
     floor_s: seconds without the terms of windows, which depend on where the modes lie (except the window of the last
         chunk), and with streamed parameters that need not come up again.
     """
 
     seconds: Array
-    mean_s: Array
     floor_s: Array
 
 
@@ -143,7 +141,7 @@ def roofline(facts: ModeFacts, pins: Sequence[int], shares: Sequence[float]) -> 
         np.maximum(window, np.where(cpu > 1e-9, span + cpu * adams + copies, 0.0), out=window)
     terms += [window, h2d if facts.duplex else h2d + d2h]
     table = np.stack(np.broadcast_arrays(*terms))
-    return Roofline(np.asarray(table.max(axis=0)), np.asarray(table.mean(axis=0)), np.asarray(floor.max(axis=0)))
+    return Roofline(np.asarray(table.max(axis=0)), np.asarray(floor.max(axis=0)))
 
 
 def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:

@@ -30,14 +30,21 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["SearchResult", "own_plans", "searched"]
 
+# By [Note: what the constants buy] in search.py.
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
 MOST_WASTE = 0.06  # of them
-FACTORS, FACTORS_OF_FEW = (0.5, 2.0), (0.5, 0.25, 0.125)  # other chunk sizes, of the usual one
-SECOND, REST = 2, 3  # searches that go on
-COARSE = 100  # so few chunks or fewer are worth cutting finer
-FIRST_OPS, OTHER_OPS = 50_000, 30_000  # effort on the usual chunk size, on each other one
-SECOND_OPS, REST_OPS, REST_OPS_OF_FEW = 40_000, 100_000, 150_000  # and then on the best two, on the best one
-WORTH_A_SIZE, WORTH_A_SIZE_OF_FEW = 2e-2, 5e-3  # so far from the floor other chunk sizes are tried
+FACTORS = (0.5, 2.0)  # other chunk sizes, of the usual one, where chunks are many; none of the four jobs needs them
+FACTORS_OF_FEW = (0.5, 0.25, 0.125)  # where they are few; none: 2.5 %, 5.2 % at most; FACTORS in their place: 1.6 %
+SECOND = 2  # searches that go on; 1: 0.81 %, 3.2 % at most
+REST = 3  # searches that go on then, while effort is left; 1: 1.3 %, 5.2 % at most
+COARSE = 100  # so few chunks or fewer are worth cutting finer; 0: 1.6 %, 5.2 % at most
+FIRST_OPS = 50_000  # effort on the usual chunk size; half: 0.28 %, 1.1 % at most
+OTHER_OPS = 30_000  # on each other size; half: the same plans by 10 % less effort
+SECOND_OPS = 40_000  # then on the best SECOND; none: 1.1 %, 4.5 % at most
+REST_OPS = 100_000  # then on the best one; none: as long, 0.2 % more bytes
+REST_OPS_OF_FEW = 150_000  # the same where chunks are few; 100,000: 0.81 %, 3.2 % at most
+WORTH_A_SIZE = 2e-2  # so far from the floor other sizes are tried; always: the same plans by 9 % more effort
+WORTH_A_SIZE_OF_FEW = 5e-3  # where chunks are few; always: the same by no more effort; never: 2.5 %, 5.2 % at most
 
 
 @dataclass(frozen=True, slots=True)
