@@ -150,7 +150,7 @@ class MomentRecorder:
         self._stalled_s += time_s
 
     def finish(self) -> None:
-        """Close the last moment with the bytes alive now. Done twice, it does nothing."""
+        """Close the last moment with the bytes alive now. A second call does nothing."""
         self._close()
         self._event = None
 

@@ -183,7 +183,7 @@ def choose(
     """The fastest of `workloads` (each one rank's whole share of the same batch) by `policy`, as far as [Note: what is
     planned] goes.
 
-    on_way: called with what is being done, how many ways are behind it and how many there are. Raises DoesNotFit, of
+    on_way: called with the work in hand, the number of ways done and the number of all ways. Raises DoesNotFit, of
     the candidate that lacks least, if none fits; TraceError if they are not the same work.
     """
     if len({w.batch * w.micro_batches for w in workloads}) != 1:

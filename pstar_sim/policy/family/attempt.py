@@ -53,7 +53,7 @@ class Attempt:
         return self.window.iteration_s
 
     def plan(self, choices: Mapping[str, object] | None = None) -> Plan:
-        """The plan. choices: what `explain` shows."""
+        """The plan. choices: words and figures for `Plan.choices`, which `explain` prints."""
         return plan_of(self.schedule, self.draft, self.window, choices)
 
 

@@ -261,7 +261,7 @@ def _stretches(positions: Sequence[int]) -> list[Stretch]:
 
 
 def _joined(chunk: int, stretches: Sequence[Stretch], kept: set[UseGap]) -> list[Stretch]:
-    """The stretches; two of them become one where the chunk stays over the gap between them."""
+    """The stretches, where two neighbours are joined if the chunk stays on the GPU between them."""
     out: list[Stretch] = []
     for stretch in stretches:
         if out and UseGap(out[-1].last, stretch.first, chunk) in kept:
