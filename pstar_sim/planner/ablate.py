@@ -7,8 +7,8 @@ after the other takes its better values, down to the policy asked about. What a 
 `without` asks the other way round: the policy asked about with one idea taken out.
 
 Where the setting itself makes Adam wait for all gradients, the barrier is not a choice and has no line. Where it does
-not, the ladder drops the barrier before it lets Adam begin early, so that one line alone may gain nothing: what the
-barrier costs the best policy is in `without`.
+not, the ladder first drops the barrier and then lets Adam begin early. The line that drops the barrier may gain nothing
+by itself; `without` says what the barrier costs the best policy.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ablation(Collection):
-    """workload: one rank's share.
+    """The answer of `ablate`.
+
+    workload: one rank's share.
     batch: sequences per micro-batch, of all GPUs together.
     settings: with the chunk size of every line.
     lines: the ladder, first to last; of those that fit the gains add up to the last one's total_s.

@@ -1,6 +1,6 @@
-"""Asked: what the planner's questions have in common, from what a caller gave to what is looked at.
+"""Asked: how the planner's questions read what a caller asks for.
 
-Policies by name, one or several, settings, and whom to tell how far an answer is. Knows no machine and no workload.
+Policies by name, one or several, settings, and the callback that is told about progress. Knows no workload.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machi
     PstarError for an empty list.
 
     machine: where its GPUs differ, the policies that choose the ranks' shares of the batch are among all known ones;
-    elsewhere each of them is the same as another policy.
+    on equal GPUs each of them makes the same plan as another policy.
     """
     if policies is None:
         differ = machine is not None and machine.mixed
@@ -58,8 +58,8 @@ def asked_names(policies: Iterable[str] | str | None) -> list[str]:
 
 
 def teller(on_part: OnPart | None) -> OnPart:
-    """What to call as an answer proceeds; it does nothing where nobody listens. Raises PstarError for what is not a
-    function."""
+    """The callback for progress; one that does nothing where the caller gave none. Raises PstarError for a callback
+    that is not a function."""
     if on_part is None:
         return lambda part, done, parts: None
     function("on_part", on_part)

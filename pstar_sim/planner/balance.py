@@ -1,8 +1,8 @@
 """Balance: the job of a policy that chooses the ranks' shares of the batch itself (`Capabilities.balance`), where the
 GPUs of the machine differ.
 
-`balanced` gives the machine with those shares and each rank's job, and what is to be said of them. All other policies
-take the shares that the machine has: equal ones, unless its file says otherwise.
+`balanced` gives the machine with the chosen shares, each rank's job, and words about the shares. All other policies
+take the shares of the machine, which are equal unless its file says otherwise.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Cut = Callable[[int], Workload]
 
 
 def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
-    """Raises PstarError for a policy that would choose the shares of the batch, where it is asked a question about the
-    shares of the machine."""
+    """Raise PstarError for a policy that chooses the shares of the batch. For questions about the shares that the
+    machine has."""
     if not machine.mixed:
         return
     for policy in policies:
@@ -52,7 +52,7 @@ def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
 class Balanced:
     """share, machine: with the shares that the policy chose.
     even: the same job with equal shares, as nearly as whole sequences allow.
-    even_machine: the machine with those.
+    even_machine: the machine with equal shares.
     """
 
     share: Share
@@ -73,11 +73,11 @@ class Balanced:
 def balanced(
     policy: Policy, share: Share, machine: Machine, settings: Settings, cut: Cut | None = None
 ) -> Balanced | None:
-    """The job with the shares that the policy chooses; None where it takes those of the machine: it chooses none, or
-    all GPUs are alike.
+    """The job with the shares that the policy chooses; None where the policy takes the shares of the machine, because
+    it chooses none or because all GPUs are alike.
 
-    cut: of a job that was not written from a preset. Raises DoesNotFit where the GPUs have no room for the batch, and
-    CannotPlan for a job that cannot be cut as the policy wants.
+    cut: number of sequences -> the job of one GPU, for a job that was not written from a preset. Raises DoesNotFit
+    where the GPUs have no room for the batch, and CannotPlan for a job that cannot be cut as the policy wants.
     """
     balance = _balance_of(policy)
     if balance is None or not machine.mixed:
@@ -107,7 +107,7 @@ def balanced(
 
 
 def _cut(workload: Workload, sequences: int, cut: Cut | None, policy: str) -> Workload:
-    """The job with so many sequences. Raises CannotPlan."""
+    """The job with this number of sequences. Raises CannotPlan."""
     if cut is None and can_vary(workload) and not workload.activations:
         return variant(workload, batch=sequences)
     wanted = f"{policy}: a GPU would take {sequences} sequences of a micro-batch"
@@ -124,7 +124,7 @@ def _cut(workload: Workload, sequences: int, cut: Cut | None, policy: str) -> Wo
 
 
 def _with(machine: Machine, shares: Sequence[int], workload_of: Callable[[int], Workload]) -> tuple[Machine, Share]:
-    """The machine whose ranks take these sequences, and what they do."""
+    """The machine whose ranks take these sequences, and each rank's part of the job."""
     batch = sum(shares)
     ranks = tuple(replace(rank, batch_share=n / batch) for rank, n in zip(machine.ranks, shares))
     there = replace(machine, ranks=ranks)

@@ -117,7 +117,7 @@ class Cheapest(Collection):
 
     @property
     def best(self) -> Offer | None:
-        """The cheapest in time, None if none is."""
+        """The cheapest offer in time; None if no offer is in time."""
         return self.rows[0] if self.rows and self.rows[0].in_time else None
 
     @property
@@ -155,10 +155,12 @@ def cheapest(
     most_nodes: int = MOST_NODES,
     on_part: OnPart | None = None,
 ) -> Cheapest:
-    """batch: sequences per iteration, all ranks and micro-batches together.
+    """The cheapest machine that trains a model on `tokens` tokens by the deadline.
+
+    batch: sequences per iteration, all ranks and micro-batches together.
     machines: by default every machine with a price.
     prices: a file that comes before the shipped list.
-    on_part: called with the machine that is asked next, the number of machines done and of all.
+    on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
 
     Raises PstarError for an unknown model or machine, for a wrong price, and where no machine has a price. Where only
     some machines have none, their rows say so.
@@ -286,8 +288,9 @@ def _offer(
     deadline_s: float | None,
     most_nodes: int,
 ) -> Offer:
-    """The fewest nodes in time: about twice as many until the deadline is made or counts give out, then bisection
-    between the last count that was too slow or too small and the first in time. None in time: the nearest."""
+    """The offer with the fewest nodes that makes the deadline; if none makes it, the nearest offer. The count about
+    doubles until the deadline is made or no larger count is left. Then bisection between the last count that was too
+    slow or too small and the first count in time."""
     counts = _counts(machine, job.batch, most_nodes)
     rows: dict[int, Offer] = {}
 
@@ -326,7 +329,7 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 def _so_many(
     machine: Machine, job: _CheapestJob, usd: float, what: str, tokens: float, deadline_s: float | None
 ) -> tuple[Offer, bool]:
-    """The offer of one number of nodes, and whether more nodes would leave its reason as it is."""
+    """The offer of one number of nodes, and whether its reason would be the same with more nodes."""
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,

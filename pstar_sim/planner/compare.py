@@ -144,10 +144,10 @@ class Comparison(Collection):
     notes: tuple[str, ...] = ()
 
     def best(self) -> Planned:
-        """The fastest that fits, of those as fast the one that moves and pins least (policy/kit/ties.py; the first of
-        equals: simpler policies are listed first). A plan in another order than the workload's, which a loop of the
-        user's own cannot follow, is the best only where no other fits. Raises NothingFits with every reason if none
-        does.
+        """The fastest policy that fits; among equally fast policies the one that moves and pins least
+        (policy/kit/ties.py), and the first of equals, because simpler policies are listed first. A plan in another
+        order than the workload's, which a loop of the user's own cannot follow, is the best only where no other fits.
+        Raises NothingFits with every reason if none does.
         """
         if not self.planned:
             raise NothingFits(
@@ -214,9 +214,9 @@ def compare(
     only_best: for a caller that looks at `best()` alone: barrier costs of the others, and what would fit where
         something does, are left out.
     made: plans and timelines of policies for this very job that are known already.
-    cut: gives the job of one GPU with so many sequences of a micro-batch, for policies that choose the shares of GPUs
-        that differ (`whale`); a preset needs none.
-    on_part: called with what is planned or looked for next, the number of policies done and of all.
+    cut: number of sequences per micro-batch -> the job of one GPU, for policies that choose the shares of unequal GPUs
+        (`whale`). A preset needs no `cut`.
+    on_part: called with what is planned or looked for next, the number of policies done and the number of all policies.
 
     Raises UnknownName for an unknown policy and PstarError for settings that make no sense.
     """
@@ -371,7 +371,7 @@ def _of_balance(own: Balanced, settings: Settings, *, wanted: bool) -> _Job:
 
 
 def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> str:
-    """The shares that a policy chose, beside equal ones, in words."""
+    """The shares that a policy chose, in words, and the pace with them beside that with equal shares."""
     even = own.even
     try:
         _, timeline = plan_and_play(policy, even.workload, own.even_machine, settings, workloads=even.ranked)
@@ -384,7 +384,7 @@ def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> 
 
 
 def _with_shares(plan: Plan, ranked: Sequence[Workload] | None) -> Plan:
-    """The plan, which says so where its figures were predicted with a share of each rank's own."""
+    """The plan; its choices name the shares where the figures were predicted with one share per rank."""
     if ranked is None:
         return plan
     shares = ", ".join(str(w.batch) for w in ranked)
@@ -539,8 +539,8 @@ def _figures(
 
 
 def _best(workload: Workload, rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
-    """The fastest plan in the order of the workload, which a loop of the user's own follows; where none fits, the
-    fastest in another order."""
+    """The fastest plan in the order of the workload, because a user's own loop runs in that order; where none fits, the
+    fastest plan in another order."""
     fitting = [planned[row.policy] for row in rows if row.fits]
     as_asked = [p for p in fitting if p.plan.workload.layer_major == workload.layer_major]
     return least_of(as_asked or fitting, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))

@@ -286,8 +286,9 @@ def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need) -> Fit:
 
 
 def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit]:
-    """The row of a policy that does not fit, with what it needs of both places, and why it does not fit: with all that
-    the place that is short would have to hold, of which a policy that is refused before it plans names only a part."""
+    """The row of a policy that does not fit: what it needs of both places, and why it does not fit. The reason counts
+    everything that the short place would have to hold; a policy that is refused before it plans names only a part of
+    it."""
     machine = job.machine
     roomy = need_with_room(row.policy, job.workload, machine, job.settings, error, loading=job.loading)
     if roomy is None:

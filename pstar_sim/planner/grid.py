@@ -285,7 +285,7 @@ _OF_WORKLOAD = ("model", "batch", "seq", "micro_batches", "dtype", "checkpointin
 
 
 def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
-    """What the group's points are about, with a workload for each rank.
+    """The job of the group's points, with a workload for each rank.
 
     Raises PstarError for values that make no sense together.
     """
@@ -354,7 +354,7 @@ def _file_digest(path: str) -> str:
 
 @cache
 def _code_digest() -> str:
-    """Version and source of this package: the same point under other code is another point."""
+    """Version and source of this package: a point computed by other code counts as another point."""
     digest = hashlib.sha256(__version__.encode())
     root = files("pstar_sim")
     places = [root / name for name in CODE]

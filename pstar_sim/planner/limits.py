@@ -3,10 +3,10 @@
 Only memory is asked (memory_needs.py), nothing is timed. [Note: an upper bound of any model] The working list and the
 states of every parameter lie somewhere: w + s bytes per parameter, on the GPUs, the hosts and the disks together. No
 policy fits a model above that, so no search goes beyond it. The least memory that a policy needs grows with depth and
-with batch, but for small steps where the chunk size changes. So the next depth asked about is where a line through the
-needs of refused depths meets the bytes that the machine has (half way, where there is no such line), until L fits and L
-+ 1 does not. That way few depths are planned, and few of them are above the limit. For policies that keep nothing on
-disks only GPUs and hosts count.
+with batch, except for small drops where the chunk size changes. So the next depth asked about is where a line through
+the needs of refused depths meets the bytes that the machine has (half way, where there is no such line), until L fits
+and L + 1 does not. That way few depths are planned, and few of them are above the limit. For policies that keep nothing
+on disks only GPUs and hosts count.
 """
 
 from __future__ import annotations
@@ -435,9 +435,10 @@ def _others_go_on(
 def _largest(
     ask: Callable[[int], Refusal | None], most: int, *, first: int = 1, near: int | None = None
 ) -> tuple[int, Refusal | None]:
-    """(the largest n in 0..most that fits, why n + 1 does not; None if `most` fits): doubled from `first` on until
-    something does not fit, as larger n take longer to ask about; then along lines, every third time by halves. near: a
-    guess. It is asked about first, then the number behind it, then numbers further and further away."""
+    """(the largest n in 0..most that fits, why n + 1 does not; None if `most` fits): n doubles from `first` until
+    something does not fit, because a larger n takes longer to ask about; then it follows lines, and every third time
+    halves the interval. near: a guess. It is asked about first, then the number behind it, then numbers further and
+    further away."""
     low, high = 0, most + 1
     errors: dict[int, Refusal] = {}
     tried, asked = min(first if near is None else max(1, near), most), 0

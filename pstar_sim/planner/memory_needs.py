@@ -11,16 +11,17 @@ reckon with it:
 - the policy's own buffers on the host, which are taken when the weights have been handed out: the larger of the two
   counts.
 
-[Note: payloads that pass through the host] With disks most payloads are on the host only on their way, and a place of
-its own for each would be as large as what lies on the disks. A plan that uses disks is therefore asked for slabs of the
-payloads that never leave the host, and for a pool of buffers that the others take turns in: each is as large as the
-largest of them, and there are as many as hold the most bytes of them that a simulation has there at once (its peak of
-the host, less the permanent payloads and the policy's own host buffers), rounded up; or for a place for each, where
-that is less. Every other plan is asked for a place for each payload, as the executor gives it.
+[Note: payloads that pass through the host] With disks most payloads only pass through the host. One place per payload
+would take as much memory as lies on the disks. So a plan that uses disks needs slabs for the payloads that never leave
+the host, and a pool of buffers that the passing payloads take turns in. Each buffer is as large as the largest passing
+payload. Together the buffers hold the most bytes of passing payloads that a simulation has on the host at once (its
+peak of the host, less the permanent payloads and the policy's own host buffers), rounded up to whole buffers. Where one
+place per payload takes less, that counts instead. Every other plan needs one place per payload, as the executor gives
+it.
 
 The asynchronous policies (tide, static_partition) decide what they need before they plan: their own checks are asked
-(policy/kit/job.py). How many chunks they pin is up to them; where the host is short, only as many are pinned as it has
-no room for. Every other policy is asked for its plan: it has no cheaper way to say what it needs.
+(policy/kit/job.py). How many chunks they pin is up to them; where the host is short, just as many chunks are pinned as
+the host has no room for. Every other policy is asked for its plan: it has no cheaper way to say what it needs.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Need:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all of it at the time when they are most."""
+        """The most bytes that all parts together take at any time."""
         return self.pinned_bytes + max(self.startup_bytes, self.buffer_bytes)
 
 
@@ -123,9 +124,9 @@ def memory_need(
 ) -> Need:
     """What the policy needs of the host. Raises DoesNotFit if it has no room, be it for rounding or start-up only.
 
-    A policy that tries others fits wherever one of them does: where neither its own checks nor its plan have room for
-    all that, the need is that of the first policy that has. others: False leaves it at its own checks. fewest: False,
-    for whether there is room at all, does not look for the fewest pins: the need is that of a number that fits.
+    A policy that tries others fits wherever one of them does: where its own checks and its plan find no room, the need
+    is that of the first other policy that finds room. others: False asks its own checks alone. fewest: False takes any
+    number of pins that fits, which is enough to know whether there is room at all.
     """
     startup = startup_bytes(workload, machine, loading)
     able = can(policy)
@@ -375,6 +376,6 @@ def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def _with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """budget_bytes: of each rank."""
+    """The machine with another host budget. budget_bytes: of each rank."""
     memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
     return replace(machine, host=replace(machine.host, memory_bytes=memory))

@@ -172,8 +172,8 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
 
 
 def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Remedy | None:
-    """The smallest multiple of a tenth of a GB that does, where GPU memory is a figure of the user's own: on
-    "virtual".
+    """The smallest multiple of 0.1 GB of GPU memory that makes the job fit. Only on "virtual", whose GPU memory the
+    user sets.
     """
     if machine.name != "virtual":
         return None
@@ -187,7 +187,7 @@ def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settin
 def _host_memory(
     ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
 ) -> Remedy | None:
-    """The smallest multiple of 16 GB that does."""
+    """The smallest multiple of 16 GB of host memory that makes the job fit."""
     short: DoesNotFit | None = error
     for _ in range(3):  # what was short first may not be all that is
         assert short is not None

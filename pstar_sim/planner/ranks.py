@@ -40,7 +40,7 @@ WAITING = 0.25
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Share:
-    """What the GPUs of a machine do of a job, see [Note: one meaning of batch].
+    """The part of a job that each GPU of a machine does ([Note: one meaning of batch]).
 
     workload: one rank's; where ranks take different shares, one as hard as the hardest of theirs.
     ranked: each rank's own, None where they are alike.

@@ -73,13 +73,15 @@ PLANNED, REPLAYED, AS_NOW = "planned", "replayed", "as now"
 
 @dataclass(frozen=True, kw_only=True)
 class PartEffect:
-    """part: None for the machine as it is.
+    """The effect of enlarging one part.
+
+    part: None for the machine as it is.
     iteration_s: of the fastest policy that fits, None if none does.
     change: of the time a token takes, relative (-0.05: 5 % faster).
     how: [Note: better is not worse].
-    planned_s: what the fastest plan made for it takes, where another time counts.
-    layers, params: of the largest model of the family, found by largest_policy (the one that trains the largest now);
-        more_layers against now.
+    planned_s: seconds of the fastest plan made for the larger machine, where iteration_s is another time.
+    layers, params: of the largest model of the family, found by largest_policy (the policy that trains the largest
+        model now). more_layers: the gain in layers over the machine as it is.
     """
 
     part: str | None

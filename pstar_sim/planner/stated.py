@@ -59,8 +59,9 @@ def examine(
     lp: bool = False,
     on_part: OnPart | None = None,
 ) -> Examined:
-    """Prove the plan and compute again what it states. workload, machine: hold it against these, too. lp: solve the
-    fluid program of the bound again. on_part: called with what is done next, the number of parts done and of all.
+    """Prove the plan and compute again what it states. workload, machine: also compare the plan with these. lp: solve
+    the fluid program of the bound again. on_part: called with what is done next, the number of parts done and the
+    number of all parts.
 
     Raises PlanError with the first thing that is wrong with the plan itself, FalseFigures with all its figures that are
     false.

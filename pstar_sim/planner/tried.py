@@ -23,8 +23,8 @@ class WayOutcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cap:
-    """Why a way that might have been the best was not planned: `policy` plans a limited number of ways, and of one
-    number of micro-batches."""
+    """Why a way that might have been the best was not planned: `policy` plans a limited number of ways in all, and of
+    ways with the same number of micro-batches."""
 
     policy: str
     ways: int
@@ -39,12 +39,14 @@ class Cap:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """seconds: of its plan; of a way that was not planned, a lower bound of every plan of it; None where it does not
-    fit.
-    place, short_bytes: what it lacks then.
-    stashes: whether computing waits for any.
-    chunk_bytes: of the bound.
-    cap: of a way that was not tried.
+    """What came of one way to run a job.
+
+    seconds: of its plan; for a way that was not planned, a lower bound on the seconds of every plan; None where the way
+        does not fit.
+    place, short_bytes: the place that is short, and by how much, where the way does not fit.
+    stashes: whether computing waits for any stash.
+    chunk_bytes: chunk size of the bound.
+    cap: why the way was not planned, where it might have been the best.
     """
 
     outcome: WayOutcome
@@ -101,8 +103,8 @@ def _one(said: object) -> Tried:
 
 
 def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
-    """The ways that were planned, with their seconds, and how many were not and why. chosen: the way that is not named
-    again."""
+    """The ways that were planned, with their seconds, and how many were not and why. chosen: the chosen way, which the
+    text leaves out."""
 
     def of(*outcomes: WayOutcome) -> list[Tried]:
         return [row for row in tried.values() if row.outcome in outcomes]

@@ -1,23 +1,25 @@
-"""Variants: of the ways to run one global batch that a trace file holds, the fastest.
+"""Variants: the fastest of the ways to run one global batch that the variants in a trace file allow.
 
-A trace may hold a model at several batch sizes, with and without recomputation of activations. Each that divides a
-rank's share of the global batch is repeated as micro-batches until it is reached; every candidate then does the same
-work, so the shortest iteration wins. Block by block (workload/mixing.py) activations may be kept, recomputed (where the
-batch is there with and without recomputation) or offloaded to the host and fetched back (where it is there without).
+A trace may hold a model at several batch sizes, with and without recomputation of activations. A variant whose batch
+divides a rank's share of the global batch is repeated as micro-batches until the share is reached; every candidate then
+does the same work, so the shortest iteration wins. Block by block (workload/mixing.py) activations may be kept,
+recomputed (where the batch is there with and without recomputation) or offloaded to the host and fetched back (where it
+is there without).
 
 [Note: which blocks] The last blocks keep (their backward pass comes first), the first ones recompute or are offloaded
 (theirs comes last, so there is most time): a quarter, half or three quarters of them, for offloading also all but the
-last two. Or every second, fourth or eighth block is offloaded, which gives each as many blocks' time on the link, and
-none, the first half or all of the others recompute. The very first block is not offloaded: a model's forward often
-holds on to what it gives that block (the embeddings), so that the bytes would not go.
+last two. Or every second, fourth or eighth block is offloaded, which gives each of them the time of two, four or eight
+blocks on the link. Of the other blocks none, the first half or all recompute. The very first block is not offloaded: a
+model's forward often holds on to what it gives that block (the embeddings), so that the bytes would not go.
 
 [Note: what is planned] Candidates are looked at in the order of what they promise: the larger of their lower bound (at
-the usual chunk size) and of what computing and stashes take with the link to themselves. One is not planned where that
-is less than WORTH under the best so far. `optimal` searches long, so at first it plans SEARCHED at most, ALIKE of them
-with one number of micro-batches, and leaves out what tide would have no room for. Then the other policies, which are
-quick, are asked about all that it has not planned, where their bound (for most: that of plans which stream nothing) is
-under the best so far; wherever one of them is faster, `optimal` plans that candidate too. So it is as fast as
-what another policy would have chosen (policy/kit/ties.py).
+the usual chunk size) and of what computing and stashes take with the link to themselves. A candidate is planned only if
+its promise is at least WORTH below the best so far. `optimal` searches long, so at first it plans at most SEARCHED
+candidates, at most ALIKE of them with the same number of micro-batches, and leaves out candidates for which tide would
+have no room. Then the other policies, which are quick, are asked about every candidate left over, where their bound
+(for most policies the bound of plans that stream nothing) is below the best so far. Wherever one of them is faster,
+`optimal` plans that candidate too. So `optimal` is as fast as what another policy would have chosen
+(policy/kit/ties.py).
 
 A policy that chooses activations by a rule of its own (`Capabilities.activations`) makes its own ways from each pair of
 variants that differ in recomputation alone; those are raced, and no others.
@@ -66,7 +68,7 @@ class Chosen:
     """workload: the variant to run, one rank's share.
     words: what it is, among those looked at.
     iteration_s: of its plan by `policy`, whose simulation is timeline.
-    tried: what was looked at, in words -> what came of it.
+    tried: each way that was looked at, in words -> its outcome.
     left_out: what was not considered, and why.
     """
 
@@ -180,8 +182,8 @@ def choose(
     policy: str = SEARCHING,
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
-    """The fastest of `workloads` (each one rank's whole share of the same batch) by `policy`, as far as [Note: what is
-    planned] goes.
+    """The fastest of `workloads` (each one rank's whole share of the same batch) by `policy`. [Note: what is planned]
+    says which of them are planned.
 
     on_way: called with the work in hand, the number of ways done and the number of all ways. Raises DoesNotFit, of
     the candidate that lacks least, if none fits; TraceError if they are not the same work.
@@ -232,10 +234,10 @@ class _Race:
 
     promise_s: see [Note: what is planned], by id; at first only what computing and stashes take.
     best_s: seconds of the fastest so far.
-    fast: plans and timelines as fast as that, best: the one of them that moves and pins least.
+    fast: plans and timelines that are as fast as best_s. best: the one of them that moves and pins least.
     shortest: of those that do not fit, the one that lacks least and why.
-    tried: by words, what came of each.
-    planned: those that were, by id.
+    tried: each candidate in words -> its outcome.
+    planned: ids of the candidates that were planned.
     """
 
     def __init__(

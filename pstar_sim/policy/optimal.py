@@ -85,9 +85,9 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
 def _others(
     workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult]
 ) -> Iterator[SearchResult]:
-    """The plans of the other shipped policies that fit. A policy that brings no states to the GPU is left out if the
-    closed form says that no number of pins alone comes near (on one GPU; on several GPUs only policies of optimal's own
-    space); and so is one whose plans have another order of the iteration."""
+    """The plans of the other shipped policies that fit. Policies whose plans have another order of the iteration are
+    left out. So are policies that bring no states to the GPU, if the closed form says that pins alone come nowhere near
+    (on several GPUs this leaves out only policies of optimal's own space)."""
     beaten = any(f.seconds < f.pins_alone_s * FAR_AHEAD for f in own)
     for name, policy in _rivals().items():
         able = capabilities_of(policy)

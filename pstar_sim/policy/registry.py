@@ -81,7 +81,7 @@ def is_built_in(policy: Policy) -> bool:
 
 
 def can(policy: str | Policy) -> Capabilities:
-    """Capabilities of a policy, which is given by its spec or itself. Raises as `find_policy`."""
+    """Capabilities of a policy, given as its spec or as the function itself. Raises as `find_policy`."""
     return capabilities_of(find_policy(policy) if isinstance(policy, str) else policy)
 
 

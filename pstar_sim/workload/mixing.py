@@ -10,9 +10,9 @@ Activations of different blocks do not overlap; a trace in which they do is not 
 
 [Note: two stashes at a time] A stash has the time of the next offloaded block's forward pass to reach the host, and
 that of its backward pass to come back: the tide counts the bytes of a block until the first moment behind the next
-offloaded block's forward pass, and again from the last moment before that block's backward pass. So the gpu holds two
-stashes at most, the one that is made (or used) and the one on its way. Where every second block is offloaded each has
-the time of two blocks. The last offloaded block gets as many blocks' time as the one before it.
+offloaded block's forward pass, and again from the last moment before that block's backward pass. So the GPU holds at
+most two stashes: the one that is being made (or used) and the one on its way. Where every second block is offloaded
+each has the time of two blocks. The last offloaded block gets as many blocks' time as the one before it.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> 
 
 
 def _more_below(blocks: Sequence[str], keep: Collection[str], left: Sequence[dict[str, int]]) -> list[list[int]]:
-    """Per variant: by how many bytes the blocks before the n-th leave more here than in the variant. left: per variant
-    (recomputed, kept), what each block leaves behind in it."""
+    """Per variant: bytes that the blocks before the n-th leave behind here, less the bytes that they leave behind in
+    the variant. left: per variant (recomputed, kept), what each block leaves behind in it."""
     more = [[0] for _ in left]
     for block in blocks:
         chosen = left[block in keep][block]

@@ -38,7 +38,7 @@ OPTIMIZERS = {
 
 
 def optimizer_spec(name: str) -> OptimizerSpec:
-    """Raises UnknownName."""
+    """The optimizer of that name. Raises UnknownName."""
     text("optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
     if name not in OPTIMIZERS:
         raise UnknownName("optimizer", name, tuple(OPTIMIZERS))

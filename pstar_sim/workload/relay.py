@@ -6,7 +6,7 @@ block's parameters are needed twice per iteration, however many micro-batches th
 
 [Note: cells] The moments of a micro-batch are cut into parts: one per block forward, one per block backward, one for
 what lies between two blocks. What lies between the last block's forward and the last block's backward (head, loss) is
-one part, so that the logits of one micro-batch are there at a time. A cell is one part of one micro-batch. A relay runs
+one part, so that only one micro-batch's logits are alive at a time. A cell is one part of one micro-batch. A relay runs
 the cells part by part, within a part from the first micro-batch to the last. So gradients are added in the same order
 as depth-first, and sums are equal to the bit.
 

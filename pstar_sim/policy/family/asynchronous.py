@@ -1,8 +1,8 @@
 """The asynchronous policies: chunks come ahead of time, gradients leave at once, CPU Adam runs in deadline order.
 
-tide, static_partition and optimal are points of one space (points.py). Chunks that are used first are pinned, in the
-number that a closed form and then `choose` find best (attempt.py). The window that `choose` found fixes the order on
-each queue and the memory edges (passes/write_plan.py).
+tide, static_partition and optimal are points of one space (points.py). The chunks that are used first are pinned. A
+closed form proposes how many, and `choose` times the proposals (attempt.py). The window that `choose` found fixes the
+order on each queue and the memory edges (passes/write_plan.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _fastest(attempts: Sequence[Attempt]) -> Attempt:
 
 @dataclass(frozen=True)
 class _Rival:
-    """The choice of static_partition in a job. linger: whether gradients on their way have room."""
+    """What static_partition chose for a job. linger: whether room is left for gradients on their way down."""
 
     machine: Machine
     settings: Settings
@@ -53,7 +53,8 @@ class _Rival:
 
 
 class Asynchronous:
-    """One policy at work: facts once (`job`), an `Attempt` for each number of pins, the best one as a plan."""
+    """One policy planning one job: the facts of the job (`job`), one `Attempt` per number of pins, the best attempt as
+    a plan."""
 
     def __init__(
         self, name: str, workload: Workload, machine: Machine, settings: Settings, *, point: Point | None = None
@@ -132,8 +133,8 @@ class Asynchronous:
         return found
 
     def _static(self) -> _Rival | None:
-        """The choice of static_partition in this job; None if static_partition does not fit. Often a comparison has
-        planned it already."""
+        """The choice of static_partition in this job; None if static_partition does not fit. A comparison has often
+        planned static_partition already."""
         g = self.job
         point = replace(self.point, capacity="peak")
         known = g.workload.derived.get(_RIVAL)

@@ -69,8 +69,8 @@ def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt
 
 
 def attempt_course(course: Course, *, limit_s: float = math.inf, like: Attempt | None = None) -> Attempt:
-    """`attempt` for a course that is laid out already. limit_s: see `choose`. like: an attempt of the same
-    job, whose rows are taken where they are the same."""
+    """`attempt` for a course that is laid out already. limit_s: see `choose`. like: an earlier attempt of the same job;
+    its rows are used again where they would be the same."""
     schedule = course.schedule()
     if like is not None and schedule.rows_as(like.schedule):
         draft = replace(like.draft, room=schedule.room, lead_bytes=schedule.lead_bytes)

@@ -1,5 +1,5 @@
-"""Course: one choice of modes laid out along the compute queue. It says which chunk each position needs, which room is
-left, and which chunks stay.
+"""Course: one choice of modes laid out along the compute queue. It says which chunk each position needs, how much room
+is left, and which chunks stay.
 
 A position is a block of moments or the update of a streamed chunk. The decisions become a schedule.
 """
@@ -27,11 +27,12 @@ class Knobs:
     """Settings that a search may vary besides the modes. None changes what a plan computes.
 
     linger: room is left for gradients on their way down, which pays unless memory is very tight.
-    lead_chunks: room that fetches ahead leave to urgent ones.
+    lead_chunks: room, in chunks, that early fetches leave free for urgent fetches.
     down: order of the copies to the host, "edf" (as the next forward needs them) or "fifo".
-    stay: streamed parameters may stay over the border where that is no longer than this share of the positions, or
-        three of them.
-    states_first: states, which take room, go down before any parameters that stay; these are then given up later.
+    stay: streamed parameters may stay on the GPU from one iteration to the next for at most this share of the
+        positions, and always for three positions.
+    states_first: states go down before parameters that stay, because states take room. The parameters are then given up
+        later.
     """
 
     linger: bool = True
@@ -48,7 +49,7 @@ class Course:
     touched: chunk that is not resident -> positions that need its working list.
     kept: gaps over which a chunk stays.
     needed_whole: on several ranks, chunk -> stretches of positions that need the chunk whole, resident chunks included.
-    kept_whole: gaps between these stretches over which the others' slices stay.
+    kept_whole: gaps between these stretches over which the other ranks' slices stay.
     least_room_bytes: room at the tightest position before any chunk is kept.
     """
 
@@ -122,7 +123,7 @@ class Course:
         return mine
 
     def _needed_room(self) -> list[int]:
-        """Bytes at each position beside what residents, the tide, the passes and the position itself need."""
+        """Bytes left at each position beside what residents, the tide, the passes and the position itself need."""
         job = self.job
         free = job.machine.gpu_budget_bytes - self.resident_bytes
         room = [free - position.tide_bytes - self._beside(position) for position in self.positions]
@@ -203,7 +204,7 @@ class Course:
             self.room[n] -= min(size, max(0, self.room[n]))
 
     def _leaving(self) -> list[int]:
-        """Bytes at each position that are expected to be on their way down still: a gradient for LINGER_COPIES copies,
+        """Bytes at each position that are expected to be still on their way down: a gradient for LINGER_COPIES copies,
         states until their own copies have ended."""
         job, positions = self.job, self.positions
         rows = [0] * len(positions)
@@ -233,7 +234,7 @@ class Course:
         return rows
 
     def _arriving(self) -> list[int]:
-        """Bytes at each position that kept chunks leave to the states of streamed chunks on their way up."""
+        """Bytes at each position that kept chunks leave free for the states of streamed chunks on their way up."""
         job, positions = self.job, self.positions
         rows = [0] * len(positions)
         for c, update in self.updates.items():

@@ -101,7 +101,7 @@ _Entries = dict[int, list[tuple[int, UseGap]]]
 
 
 def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries, _Entries]:
-    """Point of time -> (lap, gap) that open then, and that close then."""
+    """Point of time -> the (lap, gap) pairs that open then, and the pairs that close then."""
     opening: _Entries = {}
     closing: _Entries = {}
     for lap in range(laps + 1):

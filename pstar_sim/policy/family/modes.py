@@ -7,8 +7,8 @@ Adam steps; CPU Adam, in its windows and in all; the copies each way, with the s
 once down, and with the chunks that cannot be kept between forward and backward a second time; on a half-duplex link
 both ways together; and the traffic of host DRAM. From the turn of the last micro-batch on, everything that its backward
 pass needs and that is not on the GPU has to come up. Behind a barrier all streamed chunks are updated before the next
-forward: the part of their states that did not fit on the GPU before arrives while the compute queue waits. It ranks
-numbers of chunks and proves nothing.
+forward: the part of their states that did not fit on the GPU before arrives while the compute queue waits. The roofline
+ranks numbers of chunks and proves nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def mode_facts(job: Job) -> ModeFacts:
 
 
 def _least_net_s(job: Job) -> float:
-    """Each updated chunk is gathered once, and its gradient summed in each micro-batch."""
+    """Least seconds of collectives: each updated chunk is gathered once, and its gradient is summed in each
+    micro-batch."""
     if job.ranks == 1:
         return 0.0
     each = sum(job.cost.collective_s(job.whole_bytes(c)) for c in job.candidates)
@@ -145,8 +146,8 @@ def roofline(facts: ModeFacts, pins: Sequence[int], shares: Sequence[float]) -> 
 
 
 def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
-    """(span, CPU Adam inside if all were updated on the CPU, copies) of the windows that can bind: those on the upper
-    envelope of span + share * Adam, and at the end that of the last chunk."""
+    """(span, CPU Adam inside if all were updated on the CPU, copies) of the windows that can bind: the windows on the
+    upper envelope of span + share * Adam, then the window of the last chunk."""
     f = facts.pins
     clock = np.concatenate(([0.0], np.cumsum(f.moments_s)))
     first, final = np.asarray(f.first), np.asarray(f.final)
@@ -170,9 +171,9 @@ def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
 def interleave(
     order: Sequence[int], sizes: Sequence[int], pins: int, streams: int, head: int = 0, front: int = 0
 ) -> tuple[list[int], list[int]]:
-    """(pinned, streamed) chunks of `order`: the first `front` are streamed and the next `head` pinned. Of the rest,
-    those that are missing to `pins` and `streams` in all are spread evenly by error diffusion, weighted by bytes, so
-    that any run of layers has its share.
+    """(pinned, streamed) chunks of `order`: the first `front` are streamed and the next `head` pinned. The rest of
+    `pins` and `streams` is taken from the chunks behind these, spread evenly by error diffusion and weighted by bytes,
+    so that any run of layers has its share.
 
     sizes: bytes by chunk. The numbers are met as closely as unequal sizes allow, and never exceeded.
     """

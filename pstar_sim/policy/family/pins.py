@@ -27,9 +27,9 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class PinFacts:
-    """Per chunk that could be pinned, in the order in which they would be: first and final moment, bytes of the working
-    list, bytes pinned (working list and states), seconds of CPU Adam, GPU Adam, accumulation on the host (all
-    micro-batches), copy down and copy up.
+    """For each chunk that could be pinned, in the order of pinning: first and final moment, bytes of the working list,
+    bytes pinned (working list and states), seconds of CPU Adam, GPU Adam, accumulation on the host (all micro-batches),
+    copy down and copy up.
 
     moments_s: seconds of each moment.
     barrier: no Adam before the last moment.
@@ -134,7 +134,7 @@ def most_pins_of(job: Job) -> int:
 
 
 def _room(job: Job) -> list[int]:
-    """Bytes that the tide, gradient lists and small chunks leave for all others in each block."""
+    """Bytes that the tide, gradient lists and small chunks leave free for all other chunks in each block."""
     budget = job.machine.gpu_budget_bytes - job.small_bytes
     return [
         budget - block.tide_bytes - gradients.room(job, n) - sum(job.remote[c] for c in block.chunks)

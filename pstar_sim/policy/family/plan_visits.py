@@ -47,8 +47,9 @@ def plan_visits(
         "edf" as far ahead as there is room, the earliest deadline first. None: as the job's point says ("edf").
     adam: order of Adam on the CPU: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
         parameters). None: as the job's point says ("edf").
-    lists_at_once: the most gradient lists of their own on the GPU at a time: a list opens when that many lists earlier
-        one has gone. It must be more than are filled side by side. None: as many as there is room for.
+    lists_at_once: the most gradient lists of their own on the GPU at a time: a list opens only when the list opened
+        that many lists earlier has gone. The number must be larger than the number of lists that are filled at the same
+        time. None: as many as there is room for.
 
     Raises CannotPlan for visits that leave out a use or name a chunk or moment that does not exist. Raises DoesNotFit
     where a moment's visits do not fit the GPU, or where the host has no room for the lists that live there; fewer or
@@ -77,7 +78,7 @@ def schedule_visits(
     lists_at_once: int | None = None,
     gpu_bytes: int | None = None,
 ) -> Attempt:
-    """The schedule that `plan_visits` makes a plan of: with its seconds per iteration, before any step is written.
+    """The schedule of the plan that `plan_visits` makes, with its seconds per iteration; no step is written.
 
     gpu_bytes: the most that model data and tide may take of the GPU together; None: its budget.
 
@@ -111,8 +112,8 @@ def schedule_visits(
 
 
 def room_beside(job: Job, visits: Iterable[Visit]) -> Sequence[int]:
-    """Bytes of the GPU that each of `job.blocks` leaves free beside these visits and all that goes with them (gradient
-    lists, the others' slices, gradients on their way down); negative where they do not fit.
+    """Bytes of the GPU that each of `job.blocks` leaves free beside these visits and everything that goes with the
+    visits (gradient lists, the others' slices, gradients on their way down); negative where they do not fit.
 
     Raises CannotPlan as `plan_visits`.
     """

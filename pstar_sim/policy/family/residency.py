@@ -56,7 +56,7 @@ def belady(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) ->
 
 
 def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> list[UseGap]:
-    """Gaps with the farthest end, wherever those that are open hold too much."""
+    """The gaps to give up: wherever the open gaps hold too much, the open gap with the farthest end."""
     length = len(room)
     opening: dict[int, list[UseGap]] = {}
     for gap in gaps:
@@ -92,8 +92,8 @@ def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int])
 def _offered_again(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], given_up: Sequence[UseGap]
 ) -> set[UseGap]:
-    """The gaps without those given up; of the latter, the shortest ones that fit the room that is left are taken
-    back."""
+    """The gaps to keep: all gaps that were not given up, and of the given-up gaps the shortest that fit the room
+    left."""
     length = len(room)
     dropped, gone = list(given_up), set(given_up)
     kept = [gap for gap in gaps if gap not in gone]

@@ -1,10 +1,10 @@
 """Search: how many chunks to pin, how many to stream, and the knobs around them. `choose` times each trial.
 
-It begins where the roofline (modes.py) and the closed form for pins alone (pins.py) say, and goes downhill from the
-best of these, changing one thing at a time. Then it does so again from places that this way does not reach (another
-knob, other modes for the largest chunks), until it is as good as the roofline or its effort is used up. The effort is
-counted in scheduled ops, not in seconds: equal arguments give equal plans. A search that is given more effort
-continues.
+The search begins with the numbers that the roofline (modes.py) and the closed form for pins alone (pins.py) propose,
+and goes downhill from the best of them, changing one thing at a time. Then it starts again from trials that the descent
+does not reach (another knob, other modes for the largest chunks). It ends when a plan is as good as the roofline or the
+effort is used up. The effort is counted in scheduled ops, not in seconds: equal arguments give equal plans. A search
+that is given more effort continues.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Search:
 
     effort_ops: ops that the search may still schedule.
     tried: trial -> its seconds; inf if the trial does not fit or was given up as too slow.
-    fastest: at most two attempts that fit; the first one has the least burden of those that are as fast (ties.py).
+    fastest: at most two attempts that fit. The first has the least burden among equally fast attempts (ties.py).
     best: seconds and trial of the fastest attempt.
     here: seconds and trial from which the search goes downhill.
     """

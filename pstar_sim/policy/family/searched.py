@@ -62,8 +62,8 @@ class SearchResult:
 
 @without_garbage_collection()
 def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
-    """The plan of another policy of the family where it may stream: the best of the search, at the usual chunk size.
-    Raises DoesNotFit."""
+    """The plan of another policy of the family that may stream states: the best plan of the search, at the usual chunk
+    size. Raises DoesNotFit."""
     own = own_plans(workload, machine, settings, point, name, sizes=False)
     best = least_of(own, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
@@ -96,7 +96,7 @@ class _Sizes:
     """Searches over several chunk sizes.
 
     usual: the layout at the usual size.
-    few: this layout has few chunks, so that smaller chunks gain more.
+    few: whether the usual layout has few chunks, so that smaller chunks gain more.
     searches: over the sizes that fit.
     tried: size -> seconds, for `explain`.
     """
@@ -129,7 +129,7 @@ class _Sizes:
             self._reason = self._reason or search.short()
 
     def look_elsewhere(self) -> None:
-        """Other chunk sizes, where the usual one is far from its floor. A constant capacity where nothing fits:
+        """Other chunk sizes, where the usual one is far from its floor. Where nothing fits, also a constant capacity:
         sometimes the room that only low tide has is better left to chunks that pass through."""
         if self._settings.chunk_bytes is None and self._far():
             for factor in FACTORS_OF_FEW if self.few else FACTORS:

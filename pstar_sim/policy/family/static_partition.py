@@ -1,7 +1,7 @@
 """static_partition: tide with a constant capacity, sized for the peak of the non-model data.
 
 The same prefetch, keep set, Adam order and pin rule (asynchronous.py); but every moment uses only the room that the
-peak leaves free. The difference between the two is the worth of following the tide.
+peak leaves free. The difference between the two policies is what following the tide is worth.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CAPABILITIES = Capabilities(point=POINT)
 def static_partition(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
     """Capacity = budget - the highest non-model bytes of any moment. changes: coordinates of another point.
 
-    Raises DoesNotFit if some moment's own chunks, the small ones and that peak exceed the GPU, or parameters and states
-    the host.
+    Raises DoesNotFit if some moment's own chunks, the small chunks and that peak exceed the GPU, or if parameters and
+    states exceed the host.
     """
     point = replace(POINT, **changes)
     if point.streams:

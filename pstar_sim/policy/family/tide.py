@@ -1,9 +1,9 @@
 """tide: chunks use the room that the non-model data of each single moment leave free.
 
-Asynchronous prefetch (earliest deadline among those ready), Belady's keep set, write-back at once, CPU Adam in
-deadline order, as many pinned chunks as pay: see asynchronous.py. With several micro-batches low tide, between a
-backward and the next forward, keeps chunks that the peak would not; with one there is no such moment between two uses,
-and tide copies what static_partition copies.
+Asynchronous prefetch (the earliest deadline among the copies that are ready), Belady's keep set, write-back at once,
+CPU Adam in deadline order, as many pinned chunks as pay: see asynchronous.py. With several micro-batches, tide keeps
+chunks at low tide, between a backward pass and the next forward pass, for which the peak leaves no room. With one
+micro-batch no chunk sees low tide between two uses, and tide copies what static_partition copies.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CAPABILITIES = Capabilities(point=Point(), yardstick=True)
 def tide(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
     """Capacity = budget - non-model bytes of the moment. changes: coordinates of another point.
 
-    Raises DoesNotFit only if some moment's own chunks, the small ones and its non-model data exceed the GPU, or
-    parameters and states the host.
+    Raises DoesNotFit only if some moment's own chunks, the small chunks and its non-model data exceed the GPU, or if
+    parameters and states exceed the host.
     """
     point = Point(**changes)
     if point.streams:

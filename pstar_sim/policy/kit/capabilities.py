@@ -24,8 +24,8 @@ class Capabilities:
     """Abilities of a policy that planner and executor may ask about.
 
     point: the point of the asynchronous family that the policy is; its checks of room can be asked without a plan.
-    tries_others: the policy also tries other chunk sizes and policies. So its own checks are not final, and it is at
-        least as fast as the others, for seconds of planning.
+    tries_others: the policy also tries other chunk sizes and policies. So its own checks are not final. Its plan is at
+        least as fast as theirs, and planning takes seconds.
     one_at_a_time: copies, updates and computing wait for each other; an ablation begins with such a policy by default.
     near: the point of the asynchronous family that the policy is most like, where it is none itself: an ablation that
         begins with the policy goes on from there. None: from the plainest point.
@@ -36,8 +36,9 @@ class Capabilities:
     from_disks: options under which lists live on disks, tried if the host has no room.
     balance: chooses the ranks' shares of the batch where their GPUs differ (planner/balance.py calls it before it asks
         for the plan); takes the policy's options. None: the policy takes the shares of the machine.
-    activations: the policy's own ways to keep, recompute or offload activations block by block: (all of them
-        recomputed, all kept, machine, settings) -> workloads. None leaves the ways to the planner.
+    activations: the policy's own ways to keep, recompute or offload activations block by block: (the workload with all
+        of them recomputed, the workload with all kept, machine, settings) -> workloads. None leaves the ways to the
+        planner.
     """
 
     point: Point | None = None

@@ -37,16 +37,17 @@ class Job:
     uses, cost, charges: facts of the chunks, seconds of steps, and what rows of a draft take.
     ranks: ranks that hold a slice of each chunk.
     several: there are several micro-batches.
-    barrier: why no Adam runs before the optimizer step; None where one may.
+    barrier: why no Adam runs before the optimizer step; None where Adam may run earlier.
     sums_on_gpu: a chunk's gradients of all micro-batches, which follow one another in a layer-major workload, are added
         up on the GPU and go to the host once.
     add_last: the last gradient is added to the others before the update, since the norm is that of their sum.
-    all_in_grad32: nothing of a gradient is in the working list when a streamed chunk is updated.
+    all_in_grad32: when a streamed chunk is updated, its whole gradient is in grad32, and none of it in the working
+        list.
     tide: non-model bytes to reckon with in each moment (follow_tide: each its own; else the highest).
     small: chunks that are always on the GPU.
     moving: all other chunks, also those that a schedule pins.
     stash_bytes: bytes that the host holds for stashes.
-    candidates: chunks that could be pinned, in the order in which they would be.
+    candidates: chunks that could be pinned, in the order of pinning.
     sizes: chunk -> bytes of its working list, of one rank's slice.
     remote: chunk -> bytes of the other ranks' slices.
     permanent: chunk -> bytes of all that it keeps where it lives.
@@ -111,15 +112,15 @@ class Job:
 
     @cached_property
     def touched(self) -> list[list[int]]:
-        """Chunk -> blocks that need it; none of a small one."""
+        """Chunk -> blocks that need it; a small chunk has none."""
         every = self.uses.touched
         return [
             [] if c in self.small else sorted({self.block_of[m] for m in moments}) for c, moments in enumerate(every)
         ]
 
     def _cuts(self) -> frozenset[int]:
-        """Moments that open a block: a gradient list opens and closes, and an eager GPU Adam follows, at the edge of
-        one."""
+        """Moments that have to open a block, because gradient lists open and close, and eager GPU Adam runs, only at
+        the edge of a block."""
         cuts = set(stash_cuts(self.workload))
         for c, spans in enumerate(self.uses.spans):
             if c in self.small and self.ranks == 1:  # it adds its gradients in place

@@ -1,4 +1,4 @@
-"""Order: the order of an iteration that a policy's plans have. relay.py makes the layer-major one."""
+"""Order: in which order the plans of a policy run an iteration. relay.py makes the layer-major one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ host."""
 
 
 def in_order(name: str, workload: Workload, order: str) -> Workload:
-    """The workload in that order. One that relay.py has made stays as it is. A workload always gets the same object.
+    """The workload in that order. A workload that relay.py has made is returned as it is. Equal calls return the same
+    object.
 
     name: of the policy, for messages. Raises CannotPlan for a workload that has no layer-major order.
     """

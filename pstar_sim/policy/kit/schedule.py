@@ -52,7 +52,7 @@ class Schedule:
     stays: chunks whose working list is also on the GPU between the last stretch and the first of the next iteration.
     room: bytes at each position that are not known to be needed.
     resident_bytes: bytes that small and pinned chunks hold on the GPU for ever.
-    lead_bytes: room that fetches ahead leave to urgent ones.
+    lead_bytes: room that early fetches leave free for urgent fetches.
     prefetch: how far ahead copies may go: "none", a number of chunks, or "edf".
     adam: order of CPU Adam: "after-backward", "fifo" or "edf".
     down: order of the copies to the host: "edf" (as the next forward needs them) or "fifo".

@@ -37,14 +37,14 @@ After = Iterable[int | Ref]
 
 
 class Builder:
-    """Collects the steps of one iteration. Public state a policy may fill in: `modes` (per chunk), `initial`,
-    `buffers`, `choices`, `predictions`.
+    """Collects the steps of one iteration. All ranks run these steps, and all figures are those of one rank.
+
+    A policy may fill in `modes` (per chunk), `initial`, `buffers`, `choices` and `predictions`. It may read `ranks`,
+    `layout`, `uses` (Facts), `cost` (CostModel) and `whole` (lists of a chunk that is whole on a GPU).
 
     layout: used instead of the layout that follows from the settings and the machine's ranks.
     stashes: `compute` also writes the copies of the workload's stashes; False for a policy that places them itself;
-        their room on the host is among the buffers either way. Offers the facts policies decide by: `ranks`, `layout`,
-        `uses` (Facts), `cost` (CostModel), `whole` (lists of a chunk that is whole on a GPU). All figures are those of
-        one rank; all ranks run these steps.
+        their room on the host is among the buffers either way.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class Builder:
         via: str | None = None,
         stash: int | None = None,
     ) -> int:
-        """Add a step of any kind; returns its id. size_bytes: where these are not the bytes that the table of
-        core/step.py says."""
+        """Add a step of any kind; returns its id. size_bytes: the step's bytes, where they are not those of the table
+        of core/step.py."""
         if size_bytes is None:
             size_bytes = step_bytes(self.cost, kind, chunk, list_name, stash)
         refs = tuple([r if isinstance(r, Ref) else Ref(r) for r in after])

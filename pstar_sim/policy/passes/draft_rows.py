@@ -123,11 +123,11 @@ class DraftRows:
         return float(self._number)
 
     def end(self, here: int) -> None:
-        """A position has the row `here`."""
+        """Note `here` as the row of a position."""
         self.end_of.append(here)
 
     def leave(self) -> None:
-        """All rows of a position are written."""
+        """Note that all rows of a position are written."""
         self.last_rows.append(self._last_computed)
 
     def moment_of(self, n: int) -> int:
@@ -142,5 +142,5 @@ class DraftRows:
 
 
 def ends_of(refs: Iterable[int]) -> After:
-    """`after` that waits for these rows of the same iteration."""
+    """The value of `after` that waits for the ends of these rows of the same iteration."""
     return tuple((row, 0) for row in refs)

@@ -82,7 +82,8 @@ class GradientRows:
             self._send_last(c, here, drop=False)
 
     def _behind_older(self, c: int) -> After:
-        """What the next list, one of chunk c, waits for where only some may be there at a time."""
+        """What the next gradient list, which is one of chunk c, waits for where the number of lists on the GPU is
+        limited."""
         job, most = self._rows.schedule.job, self._rows.schedule.lists_at_once
         if most is None or len(self._opened) < most:
             return ()
@@ -95,8 +96,8 @@ class GradientRows:
         return ((self._freed[older], 0),)
 
     def close(self) -> None:
-        """The first lists of an iteration wait for the last ones of the iteration before, where only some may be there
-        at a time."""
+        """Where the number of lists on the GPU is limited, let the first lists of an iteration wait for the last lists
+        of the previous iteration."""
         most = self._rows.schedule.lists_at_once
         if most is None:
             return
@@ -106,7 +107,8 @@ class GradientRows:
                 self._rows.wait(row, (self._freed[self._opened[older][0]], 1))
 
     def _close_list(self, c: int, number: int, n: int, here: int) -> None:
-        """The gradient of a micro-batch is complete."""
+        """Write what follows the complete gradient of a micro-batch: the sum over the ranks, the way to the host, the
+        end of the list."""
         rows, job = self._rows, self._rows.schedule.job
         moment, done = job.lists_of(c)[number][1], here
         if job.ranks > 1:
@@ -122,7 +124,7 @@ class GradientRows:
         rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
 
     def _send_sum(self, c: int, here: int) -> None:
-        """The sum of all micro-batches is complete; it goes to the host's."""
+        """Send the complete sum of all micro-batches to the sum on the host."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
         rows.writeback(c, "grad32", moment, ((here, 0),), rows.down_key(c), drop=True)

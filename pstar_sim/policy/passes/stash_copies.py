@@ -13,8 +13,8 @@ __all__ = ["StashCopies"]
 
 
 class StashCopies:
-    """The pass that copies stashes out and in. A copy out goes first on its queue, because the forward pass of the next
-    but one block waits for it; a copy in has a deadline, as a fetch has."""
+    """The pass that copies stashes out and in. A copy out goes first on its queue, because the forward pass of the
+    block after the next waits for it; a copy in has a deadline, as a fetch has."""
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows

@@ -110,7 +110,7 @@ class Gathers:
         return self._ready[c]
 
     def gather_updated(self, c: int, after: list[int]) -> int:
-        """Gather a chunk that is always whole again after its update, for the next iteration."""
+        """Gather an always whole chunk after its update, for the next iteration."""
         self.bytes_gathered += self._b.layout.whole_bytes(c)
         return self._b.gather(c, 0, after)
 

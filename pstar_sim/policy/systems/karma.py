@@ -45,8 +45,8 @@ INTERLEAVES = (*((share, 0) for share in (0.0, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 
 def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
     """The plan for the workload's activations as they are; `ways` chooses them.
 
-    Raises DoesNotFit where not even the chunks of single moments fit the GPU beside the tide, or parameters and states
-    the host.
+    Raises DoesNotFit where not even the chunks of single moments fit the GPU beside the tide, or where parameters and
+    states exceed the host.
     """
     job = Job("karma", workload, machine, settings)
     refusal: DoesNotFit | None = None
@@ -63,7 +63,8 @@ def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 
 
 def _residences(job: Job) -> Iterator[tuple[str, Collection[int], Sequence[Visit]]]:
-    """What stays on the GPU, in words, as pinned chunks and as visits of the others: from the most to the least."""
+    """Ways to keep model data on the GPU, from the most to the least: each in words, as pinned chunks, and as visits of
+    the other chunks."""
     if len(job.machine.ranks) == 1:
         frozen = [c for c in job.moving if c not in set(job.candidates)]
         yield "parameters and states stay on the GPU", job.candidates, _until_last_use(job, frozen)
@@ -141,8 +142,9 @@ def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end:
 
 
 def _rooms(job: Job) -> list[int]:
-    """Bytes for activations beside the model data of each residence, where they do for the job with all activations
-    recomputed. Parameters are swapped by block only where no other residence leaves that much."""
+    """Bytes that each residence of the model data leaves for activations; left out are residences that leave too little
+    for the job with all activations recomputed. Parameters are swapped by block only where no other residence leaves
+    enough."""
     rooms = [_least(job, _until_last_use(job, job.moving))]
     if len(job.machine.ranks) == 1:
         rooms[:0] = [job.machine.gpu_budget_bytes - job.small_bytes - sum(job.permanent[c] for c in job.moving)]

@@ -1,10 +1,10 @@
 """l2l: layer to layer (Pudipeddi et al., 2020): the model lives on the host, and layers pass through the GPU.
 
 The iteration is layer-major (workload/relay.py). A layer's parameters come to the GPU, all micro-batches run through
-it, and it is given up: once in the forward pass, once in the backward pass, which recomputes from the boundary stash.
-The next layer is on its way meanwhile. The gradients of all micro-batches are added up on the GPU in fp32 and go to the
-host once. The host updates a layer at once if nothing makes Adam wait: while the GPU is at the layer before, or in the
-next forward pass until the layer is needed again.
+it, and the parameters are given up. This happens twice per iteration: in the forward pass, and in the backward pass,
+which recomputes from the boundary stash. Meanwhile the next layer is on its way. The gradients of all micro-batches are
+added up on the GPU in fp32 and go to the host once. The host updates a layer at once if nothing makes Adam wait: while
+the GPU is at the layer before, or in the next forward pass until the layer is needed again.
 
 Bytes to the GPU: 2 w per parameter of a layer, where w is its width, whatever the number of micro-batches (a tied head
 is a third use of its embedding). Bytes to the host: 4 per parameter; with one micro-batch w, since the gradient then
@@ -44,10 +44,11 @@ OPTIONS = {
 
 
 def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str = "gpu", adam: str = "fifo") -> Plan:
-    """Its plan is for the layer-major workload. Settings with a chunk size get chunks of that size instead of layers.
+    """The plan is for the workload in layer-major order. A chunk size in the settings replaces chunks of one layer
+    each.
 
     Raises CannotPlan for a workload that is not a stack of blocks and for several GPUs; DoesNotFit where two layers
-    beside the tide exceed the GPU, or parameters, gradients and states the host.
+    beside the tide exceed the GPU, or where parameters, gradients and states exceed the host.
     """
     if len(machine.ranks) > 1:
         raise CannotPlan(f"l2l runs on one GPU, not on {len(machine.ranks)}")

@@ -34,7 +34,7 @@ On P ranks:
 What is not reproduced:
 
 - PatrickStar may evict states from the GPU in forward and backward. Here chunks with states on the GPU stay. Small
-  chunks stay too, as in every policy here. The limit of the ADAM phase (16 * CS) bears on nothing then.
+  chunks stay too, as in every policy here. The limit of the ADAM phase (16 * CS) then has no effect.
 - PatrickStar has no gradient accumulation. With several micro-batches, gradients are sent down and added by this
   project's scheme, synchronously.
 - On several GPUs its reserve in backward is k * k, because k is multiplied twice. That is left out. Remote chunks that
@@ -78,8 +78,8 @@ OPTIONS = {
 def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc: bool = False) -> Plan:
     """PatrickStar's steady iteration. msc: its memory saving communication (on several ranks).
 
-    Raises DoesNotFit where a moment's chunks, its non-model data and the reserve exceed the GPU, or parameters and
-    states the host; CannotPlan for more ranks than chunks.
+    Raises DoesNotFit where a moment's chunks, its non-model data and the reserve exceed the GPU, or where parameters
+    and states exceed the host; CannotPlan for more ranks than chunks.
     """
     layout = _layout(workload, settings, len(machine.ranks), msc)
     homes = homes_of(facts_of(workload, layout), machine.gpu_budget_bytes)
@@ -166,7 +166,7 @@ class _Iteration:
             self._give_up(groups.end(m))
 
     def _open_gradient(self, c: int, needed: Collection[int]) -> None:
-        """The list of a micro-batch's gradient opens."""
+        """Open the list of a micro-batch's gradient."""
         memory, size = self.memory, self._gradients.bytes_of(c)
         memory.make_room(size, needed)
         memory.last = self._gradients.open(c, memory.moment, memory.then())

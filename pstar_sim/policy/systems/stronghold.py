@@ -8,8 +8,8 @@ of the backward pass and beside the next forward pass, which waits for a layer w
 stay.
 
 The window has 2w buffers for layers that come and go, of constant size beside the highest tide. Not reproduced: layers
-of the first window are not given up behind their forward pass, nor are unchanged layers copied down behind theirs; and
-what a layer saves for its backward pass goes to the host only where the workload says so (`offload`).
+of the first window are not given up behind their forward pass, and unchanged layers are not copied down behind their
+forward pass; and what a layer saves for its backward pass goes to the host only where the workload says so (`offload`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ OPTIONS = {
 
 @without_garbage_collection()
 def stronghold(workload: Workload, machine: Machine, settings: Settings, *, window: str | int = "auto") -> Plan:
-    """GPU bytes: all lists of the first w layers and of what is no layer, 2w working lists of layers, the tide's peak.
-    Host bytes: all lists of the other layers. window: w; "auto" is the smallest that is no slower than others.
+    """GPU bytes: all lists of the first w layers and of parameters outside layers, 2w working lists of layers, the
+    tide's peak. Host bytes: all lists of the other layers. window: w; "auto" is the smallest of the fastest windows.
 
     Raises DoesNotFit where the GPU has no room for a window (of one layer), or the host for the layers outside it.
     """
@@ -67,8 +67,8 @@ def _job(workload: Workload, machine: Machine, settings: Settings) -> Job:
 
 
 class _Layers:
-    """The layers of a job. A layer is a numbered module ("h.5"), of a model without them a chunk. A chunk belongs to
-    the first layer that it has parameters of, and to none where it also holds others.
+    """The layers of a job. A layer is a numbered module ("h.5"); in a model without numbered modules each chunk is a
+    layer. A chunk belongs to the first layer that it has parameters of, and to none where it also holds others.
 
     count: number of layers.
     of: chunk that moves -> its layer, layers in order of first use.
@@ -105,7 +105,7 @@ class _Layers:
 
     @cached_property
     def chunks_of_one(self) -> int:
-        """Chunks of the layer that has most."""
+        """Number of chunks of the layer that has most."""
         return max(Counter(self.of.values()).values(), default=1)
 
     @cached_property
@@ -204,8 +204,8 @@ class _Solver:
         return max((w for w in range(1, self.layers.count + 1) if self.needed_bytes(w) <= budget), default=1)
 
     def best(self) -> int:
-        """The smallest window that is as fast as the fastest one found: those of a power of two and the largest are
-        tried, then halfway to the neighbours of the best one. Raises DoesNotFit where none fits."""
+        """The smallest window that is as fast as the fastest one found: first powers of two and the largest window are
+        tried, then windows halfway between the best one and its neighbours. Raises DoesNotFit where none fits."""
         most = self.most()
         for w in sorted({most, *(1 << n for n in range(most.bit_length()))}):
             self._try(w)

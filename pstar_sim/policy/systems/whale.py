@@ -74,8 +74,9 @@ def balance(
 ) -> tuple[int, ...]:
     """Sequences of a micro-batch of `batch` for each rank, at least one each.
 
-    workload_of: the job of a rank with so many sequences. Raises CannotPlan for fewer sequences than ranks, DoesNotFit
-    where the GPUs have no room for all sequences together, and what `schedule` raises where the host has none.
+    workload_of: number of sequences -> the job of a rank that takes them. Raises CannotPlan for fewer sequences than
+    ranks, DoesNotFit where the GPUs have no room for all sequences together, and what `schedule` raises where the host
+    has none.
     """
     if batch < len(machine.ranks):
         raise CannotPlan(f"whale: {batch} sequences for {len(machine.ranks)} ranks; give each rank one at least")

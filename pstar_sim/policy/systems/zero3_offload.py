@@ -82,7 +82,7 @@ def zero3_offload(
     """Host bytes per rank, with AdamW: 24 (`params=cpu`: 27) per parameter of its own slices. GPU bytes per rank: 2 N /
     P (with `params=gpu`), what is gathered, the gradient bucket, 24 per parameter that twin-flow keeps there, the tide.
 
-    Raises DoesNotFit where either exceeds what there is.
+    Raises DoesNotFit where the host or the GPU has less.
     """
     b = Builder("zero3_offload", workload, machine, settings)
     choice = Offloading(

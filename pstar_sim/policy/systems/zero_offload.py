@@ -33,8 +33,8 @@ BUCKET_CHUNKS = 2
 def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Plan:
     """Every gradient leaves the GPU, every parameter comes back. Small chunks are treated like all others.
 
-    Raises DoesNotFit where parameters, the gradient bucket and the tide's peak exceed the GPU, or states and
-    gradients the host.
+    Raises DoesNotFit where parameters, the gradient bucket and the tide's peak exceed the GPU, or where states and
+    gradients exceed the host.
     """
     b = Builder("zero_offload", workload, machine, settings)
     chunks = [c.index for c in b.layout.chunks]

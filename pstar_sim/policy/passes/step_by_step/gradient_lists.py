@@ -20,8 +20,8 @@ __all__ = ["GradientLists", "arrivals"]
 def arrivals(
     uses: Facts, chunks: Iterable[int], *, last: bool = True
 ) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
-    """(moment -> chunks of which a gradient begins to arrive in it, moment -> chunks of which one is complete after
-    it). last: False leaves out each chunk's last gradient."""
+    """(moment -> chunks whose gradient begins to arrive in it, moment -> chunks whose gradient is complete after it).
+    last: False leaves out each chunk's last gradient."""
     opens: dict[int, list[int]] = {}
     closes: dict[int, list[int]] = {}
     for c in chunks:
@@ -110,7 +110,7 @@ class GradientLists:
         return self.add(c, m)
 
     def sum(self, c: int, m: int, after: Sequence[int], list_name: str = "grad_remote") -> Sequence[int]:
-        """Sum a gradient over the ranks; returns the steps after which the sum is there, with one rank `after`.
+        """Sum a gradient over the ranks; returns the steps after which the sum is there (with one rank: `after`).
         list_name: "remote" for a gradient that lies in the working list."""
         if self._b.layout.ranks == 1:
             return after
@@ -125,8 +125,8 @@ class GradientLists:
     def send(
         self, c: int, m: int, after: Iterable[int], *, size_bytes: int | None = None, via: str | None = None
     ) -> int:
-        """Copy the gradient to the host, after the sum of earlier gradients there. Returns the copy; `freed` has the
-        end of the list."""
+        """Copy the gradient to the host, after the sum of earlier gradients there. Returns the copy; `freed` then names
+        the step that frees the list."""
         waits = [*after, *self._earlier(self.added, c)]
         down = self._b.writeback(c, "grad", m, waits, size_bytes=size_bytes, via=via)
         self.freed[c] = self._b.free(Queue.D2H, c, "grad", Place.GPU, m)
