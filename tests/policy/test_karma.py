@@ -20,7 +20,7 @@ from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
-from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_micro_batch
+from pstar_sim.workload.workload import UseKind, Workload, repeat_micro_batch, single_micro_batch
 
 LAYERS = 6
 CLIPPED, FREE = Settings(chunk_bytes=2 * MIB), Settings(update="eager", clip=False, chunk_bytes=2 * MIB)
@@ -120,6 +120,15 @@ def test_parameters_are_swapped_by_blocks_where_they_do_not_fit() -> None:
     with pytest.raises(DoesNotFit) as short:
         karma(w, round_machine(gpu_memory_bytes=17 * MIB), CLIPPED)
     assert (short.value.policy, short.value.place) == ("karma", "gpu")
+
+
+def test_frozen_layers_are_not_copied_where_all_of_the_model_fits() -> None:
+    w = variant(recomputed=True)
+    frozen = tuple(replace(t, frozen=n < 4) for n, t in enumerate(w.tensors))
+    w = replace(w, tensors=frozen, uses=tuple(use for use in w.uses if use.kind is UseKind.READ or use.tensor >= 4))
+    plan = karma(w, round_machine(gpu_memory_bytes=100 * MIB), CLIPPED)
+    plan.check()
+    assert counted(plan, Kind.GPU_ADAM) == 2 and not counted(plan, Kind.FETCH)
 
 
 def test_the_planner_races_the_ways_of_the_policy_alone() -> None:

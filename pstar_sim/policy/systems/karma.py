@@ -66,8 +66,9 @@ def _residences(job: Job) -> Iterator[tuple[str, Collection[int], Sequence[Visit
     """Ways to keep model data on the GPU, from the most to the least: each in words, as pinned chunks, and as visits of
     the other chunks."""
     if len(job.machine.ranks) == 1:
-        frozen = [c for c in job.moving if c not in set(job.candidates)]
-        yield "parameters and states stay on the GPU", job.candidates, _until_last_use(job, frozen)
+        end = len(job.workload.moments) - 1
+        frozen = [Visit(c, 0, end) for c in job.moving if not job.uses.updated(c)]
+        yield "parameters and states stay on the GPU", job.candidates, frozen
     yield "parameters stay until their last gradient, where there is room", (), _kept(job, _by_block(job))
     yield "parameters are there for the moments that use them", (), _by_use(job)
 
