@@ -59,6 +59,8 @@ CASES += [
     },
     {"name": "unequal", "ranks": 2, "policy": "tide", "sequences": [2, 1], "clip": 0.05, "evaluate": True},
     {"name": "whale", "ranks": 2, "policy": "whale", "sequences": [2, 1], **SETTINGS["accumulated"]},
+    {"name": "stronghold", "ranks": 2, "policy": "stronghold:window=1", "eager": True, "micro_batches": 2},
+    {"name": "karma", "ranks": 2, "policy": "karma", "model": "gpt2", "offload": [1], **SETTINGS["accumulated"]},
     {"name": "an empty batch", "ranks": 2, "policy": "tide", "sequences": [2, 0], "clip": 0.05},
     {"name": "evaluated", "ranks": 2, "policy": "zero3_resident", "evaluate": True},
     {"name": "experts", "ranks": 2, "policy": "tide", "model": "experts", "steps": 3, "clip": 0.05},
