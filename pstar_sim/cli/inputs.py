@@ -66,17 +66,19 @@ def workload_of(job: OptionalWorkloadFlags, machine: Machine) -> Workload:
     return share_out(workloads_of(job, machine), machine).workload
 
 
-def workloads_of(job: OptionalWorkloadFlags, machine: Machine) -> tuple[Workload, ...]:
+def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
     """What each rank does: the variant of --trace that agrees with the flags given, or the preset --model with --batch
     and --seq. --batch is the batch of all GPUs together, of which each gets its share; a trace whose batch is not named
     is what one GPU does.
+
+    nearly: of a batch that the ranks cannot share, all take equally many sequences, or one more.
 
     Raises PstarError for flags that name no variant of the trace or more than one, for flags that are missing, and for
     a batch that the ranks cannot share.
     """
     if job.batch is None:
         return (_one_workload(job, machine, None),) * len(machine.ranks)
-    shares = shares_of_batch(job.batch, machine)
+    shares = shares_of_batch(job.batch, machine, nearly=nearly)
     known = {share: _one_workload(job, machine, share) for share in sorted(set(shares))}
     return tuple(known[share] for share in shares)
 

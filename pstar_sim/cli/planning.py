@@ -350,12 +350,14 @@ def measured_of(path: str) -> Timeline:
 
 def _compared(asked: _Question, policies: Sequence[str] | None, *, only_best: bool = False) -> Comparison:
     from pstar_sim.cli.inputs import cut_of, machine_of, settings_of, workloads_of
+    from pstar_sim.planner.asked import asked_policies
+    from pstar_sim.planner.balance import all_balance
     from pstar_sim.planner.compare import compare as ask
 
     machine, settings = machine_of(asked.on), settings_of(asked.setting)
     if asked.global_batch is not None:
         return _among_variants(asked, asked.global_batch, machine, settings, policies, only_best=only_best)
-    workloads = workloads_of(asked.job, machine)
+    workloads = workloads_of(asked.job, machine, nearly=all_balance(asked_policies(policies, machine), machine))
     with bar("starting", quiet=asked.quiet) as on_part:
         return ask(
             workloads,

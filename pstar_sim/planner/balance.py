@@ -16,14 +16,14 @@ from pstar_sim.arguments import instance
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
-from pstar_sim.planner.ranks import Share, tightest
+from pstar_sim.planner.ranks import Share, equal_shares, tightest
 from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.kit.options import Specified
 from pstar_sim.policy.registry import Policy, find_policy, policy_name
 from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Balanced", "Cut", "balanced", "refuse_balance"]
+__all__ = ["Balanced", "Cut", "all_balance", "balanced", "refuse_balance"]
 
 Cut = Callable[[int], Workload]
 """Sequences of a micro-batch -> the job of a GPU that takes so many."""
@@ -40,6 +40,13 @@ def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
                 f"{policy_name(policy)} chooses each GPU's share of the batch on {machine.name}, and this question is "
                 "asked for the machine's own shares; ask compare or plan, or name another policy"
             )
+
+
+def all_balance(policies: Iterable[str | Policy], machine: Machine) -> bool:
+    """Whether each of these policies chooses the shares of the batch on this machine, so that its own shares need not
+    be whole sequences."""
+    found = [find_policy(policy) if isinstance(policy, str) else policy for policy in policies]
+    return machine.mixed and all(_balance_of(policy) is not None for policy in found)
 
 
 def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
@@ -101,7 +108,7 @@ def balanced(
             available_bytes=short.available_bytes,
             what=short.what,
         ) from short
-    even = tuple(share.batch // ranks + (r < share.batch % ranks) for r in range(ranks))
+    even = equal_shares(share.batch, ranks)
     (there, chosen), (even_machine, equal) = (_with(machine, row, workload_of) for row in (shares, even))
     return Balanced(share=chosen, machine=there, even=equal, even_machine=even_machine)
 

@@ -19,7 +19,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, PstarError
 from pstar_sim.planner.asked import OnPart, asked_policies, settings_of, teller
-from pstar_sim.planner.balance import Balanced, Cut, balanced
+from pstar_sim.planner.balance import Balanced, Cut, all_balance, balanced
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.confidence import confidence
@@ -234,7 +234,7 @@ def compare(
     if cut is not None:
         function("cut", cut)
     tell = teller(on_part)
-    share = share_out(workload, machine)
+    share = share_out(workload, machine, nearly=all_balance((policy for _, policy in asked), machine))
     free = _free(share, machine, settings, barrier_cost)
     with without_garbage_collection(), plans_shared(share.workload, *(free[:1] if free is not None else ())):
         return _compare(

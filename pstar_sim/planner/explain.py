@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pstar_sim.arguments import choice, instance, number, whole
+from pstar_sim.core.figures import OWN_SHARES
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place, to_text
 from pstar_sim.core.timeline import Timeline
@@ -201,7 +202,8 @@ def explain(
     what = f"{w.model} ({params} parameters, {w.dtype})"
     each = " per GPU" if len(m.ranks) > 1 else ""
     order = ", layer by layer" if w.layer_major else ""
-    batch = f"batch {w.batch}{each} x {_micro_batches(w.micro_batches)}{order}, sequence {w.sequence}"
+    most = "at most " if OWN_SHARES in plan.choices else ""
+    batch = f"batch {most}{w.batch}{each} x {_micro_batches(w.micro_batches)}{order}, sequence {w.sequence}"
     checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
     if w.activations:
         checkpointing = activations_text(w)

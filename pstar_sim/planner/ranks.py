@@ -23,6 +23,7 @@ from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Workload, retype
 __all__ = [
     "UNMODELLED",
     "Share",
+    "equal_shares",
     "least_batch",
     "machine_of",
     "share_out",
@@ -63,7 +64,7 @@ def machine_of(machine: Machine | str) -> Machine:
     raise refused("machine", machine, "a Machine or the name of one, such as ps.machine('v100-32')")
 
 
-def share_out(workload: Workload | Sequence[Workload], machine: Machine) -> Share:
+def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, nearly: bool = False) -> Share:
     """The job of all GPUs of `machine`, divided among them.
 
     [Note: one meaning of batch] `batch` is the batch of all GPUs together, on the command line and in Python. So a
@@ -71,12 +72,14 @@ def share_out(workload: Workload | Sequence[Workload], machine: Machine) -> Shar
     batch. What was captured from a module cannot be cut, so on several GPUs it has to come as a list, one workload per
     rank; a workload in such a list, and within a plan, is what that rank does.
 
+    nearly: as in `shares_of_batch`.
+
     A preset whose dtype was left open gets what the GPU has. Raises PstarError for what is not a workload, for a batch
     that the ranks cannot share, for a captured workload that stands alone for several GPUs, and for a list without one
     workload per rank.
     """
     if isinstance(workload, Workload):
-        given = _divided(workload, machine)
+        given = _divided(workload, machine, nearly=nearly)
     elif isinstance(workload, Sequence) and workload and all(isinstance(w, Workload) for w in workload):
         known = {id(w): _typed(w, machine) for w in workload}
         given = tuple(known[id(w)] for w in workload)
@@ -92,11 +95,11 @@ def share_out(workload: Workload | Sequence[Workload], machine: Machine) -> Shar
     )
 
 
-def _divided(workload: Workload, machine: Machine) -> tuple[Workload, ...]:
+def _divided(workload: Workload, machine: Machine, *, nearly: bool) -> tuple[Workload, ...]:
     """Each rank's share of the job."""
     if len(machine.ranks) == 1:
         return (_typed(workload, machine),)
-    shares = shares_of_batch(workload.batch, machine)
+    shares = shares_of_batch(workload.batch, machine, nearly=nearly)
     if workload.source != "preset" or workload.activations:
         each = shares[0] if len(set(shares)) == 1 else "a share of it"
         raise PstarError(
@@ -119,8 +122,10 @@ def _typed(workload: Workload, machine: Machine) -> Workload:
     return retype(workload, dtype)
 
 
-def shares_of_batch(batch: int, machine: Machine) -> list[int]:
+def shares_of_batch(batch: int, machine: Machine, *, nearly: bool = False) -> list[int]:
     """Sequences of each rank of a micro-batch of `batch` sequences, by the ranks' batch shares.
+
+    nearly: where a share is not a whole number, all take equally many, or one more.
 
     Raises PstarError where a share is not a whole number, with the nearest batches that would do.
     """
@@ -129,6 +134,8 @@ def shares_of_batch(batch: int, machine: Machine) -> list[int]:
     shares = [batch * p for p in parts]
     if all(s.denominator == 1 and s >= 1 for s in shares):
         return [int(s) for s in shares]
+    if nearly and batch >= len(ranks):
+        return equal_shares(batch, len(ranks))
     unit = least_batch(machine)
     near = sorted({batch // unit * unit, (batch // unit + 1) * unit} - {0})
     split = "evenly by" if len(set(parts)) == 1 else f"{':'.join(str(int(p * unit)) for p in parts)} among"
@@ -136,6 +143,11 @@ def shares_of_batch(batch: int, machine: Machine) -> list[int]:
         f"batch {batch} cannot be shared {split} the {len(ranks)} ranks of {machine.name}; give "
         f"{' or '.join(map(str, near))}"
     )
+
+
+def equal_shares(batch: int, ranks: int) -> list[int]:
+    """Sequences of each rank, as nearly equal as whole sequences allow."""
+    return [batch // ranks + (r < batch % ranks) for r in range(ranks)]
 
 
 def least_batch(machine: Machine) -> int:

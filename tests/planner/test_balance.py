@@ -64,6 +64,17 @@ def test_equal_shares_are_as_equal_as_whole_sequences_allow() -> None:
     assert "GPU virtual 5+2: 15.000 s" in found.notes[0] and "(virtual 4+3: 18.000 s)" in found.notes[0]
 
 
+def test_a_batch_that_the_ranks_cannot_share_is_refused_where_another_policy_is_asked_too() -> None:
+    w, m = ps.preset("tiny-gpt2", batch=7, seq=32), ps.machine("v100-16x2+p100-16")
+    found = compare(w, m, policies=["whale"])
+    assert re.search(r"v100-16 \d\+\d, p100-16 1: .*equal shares \(v100-16 3\+2, p100-16 2", found.notes[0])
+    for policies in (["whale", "tide"], None):
+        with pytest.raises(PstarError, match="batch 7 cannot be shared evenly by the 3 ranks"):
+            compare(w, m, policies=policies)
+    with pytest.raises(PstarError, match="batch 2 cannot be shared evenly"):
+        compare(ps.preset("tiny-gpt2", batch=2, seq=32), m, policies=["whale"])
+
+
 def test_equal_shares_that_do_not_fit_are_named() -> None:
     """States take 28 MiB of each GPU; the second has room for 3 sequences."""
     m = two_and_one()
@@ -127,7 +138,8 @@ def test_from_a_trace_to_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [round(12 * r.batch_share, 6) for r in plan.machine.ranks] == [11, 1]
     assert main(["check", str(file)]) == 0
     assert main(["explain", str(file)]) == 0
-    assert "balance: sequences per GPU v100-16 11" in re.sub(r"\s+", " ", capsys.readouterr().out)
+    words = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "balance: sequences per GPU v100-16 11" in words and "batch at most 11 per GPU" in words
 
 
 def test_the_machine_by_name_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,5 +147,7 @@ def test_the_machine_by_name_on_the_command_line(capsys: pytest.CaptureFixture[s
     assert main([*argv, "--machine", "v100-16+p100-16"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)[0]["fits"] and "times as fast as equal shares" in said.err
+    assert main([*argv, "--machine", "v100-16x2+p100-16", "--batch", "7"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["fits"]
     assert main([*argv, "--machine", "v100-16x0+p100-16"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
