@@ -91,8 +91,8 @@ def prepare(
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
     ContractError for a model that is prepared already, DoesNotFit if host memory is short, WeightsError for weights
-    that are broken or not of this model; the model is then unchanged. Where it is the reading of weights, or what comes
-    behind it, that fails, parameters whose values are in the weights are left without memory.
+    that are broken or not of this model; the model is then unchanged. If reading the weights fails, or anything after
+    that, parameters whose values are in the weights are left without memory.
     """
     options = DeviceOptions(bandwidth=bandwidth, adam_threads=adam_threads, gpu_memory_bytes=gpu_memory)
     _require_unprepared(model)

@@ -299,8 +299,7 @@ class Job:
         self, plan: Plan, *, steps: int, on_step: Callable[[StepReport], None] | None = None
     ) -> list[StepReport]:
         """The same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`. Plain
-        AdamW
-        has no fp32 master weights, so a bf16 job's losses agree only roughly."""
+        AdamW has no fp32 master weights, so a bf16 job's losses agree only roughly."""
         built = self.build()
         parameters = list(built.module.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=self.lr, fused=True)

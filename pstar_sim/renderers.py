@@ -21,7 +21,8 @@ _FINDERS: dict[tuple[str, str], Callable[[], Renderer]] = {}
 
 
 def register(answer: str, form: str, find: Callable[[], Renderer]) -> None:
-    """answer: name of the class of answers. find: gives the renderer, called when an answer is shown."""
+    """Register a renderer. answer: name of the class of answers. find: gives the renderer, called when an answer is
+    shown."""
     _FINDERS[answer, form] = find
 
 

@@ -104,8 +104,8 @@ class Backend(Protocol):
         ...
 
     def touch(self) -> None:
-        """The compute queue has issued work in this thread, which may be another than that of the moment's end
-        (autograd's own, say): the moment's end comes after it."""
+        """Note that the compute queue has issued work in this thread: the moment's end comes after this work, also
+        where another thread issues the end (this one may be autograd's own)."""
         ...
 
     def enter_thread(self, queue: Queue | None = None) -> None:

@@ -47,7 +47,8 @@ class Wire:
     broken(error): from another thread, where `check` raised for a collective that no Python code waits for (NCCL's).
     device: NCCL's.
 
-    sent_bytes: what this rank has sent to the others, a ring reckoned (its own slice left out).
+    sent_bytes: bytes that this rank has sent to the others, if each collective goes round a ring (its own slice left
+        out).
     """
 
     def __init__(
@@ -159,8 +160,8 @@ class Wire:
         return options
 
     def abort(self) -> None:
-        """A rank is gone: what NCCL has in flight on this device ends, undone. Nothing for gloo, whose waits look for
-        themselves. From any thread, any number of times."""
+        """End what NCCL has in flight on this device, undone, because a rank is gone. Nothing for gloo, whose waits
+        look for themselves. From any thread, any number of times."""
         group, deadline = self._group, self._deadline
         if deadline is None or group is None or not deadline.end():
             return

@@ -15,8 +15,9 @@ to a meeting: one that wants another chunk, or one that waits for the others bef
 checkpoint or a parameter it reads. Where all want the same chunk it is gathered as the plan would. Else each chunk that
 is wanted is served in turn: every rank gives its slice, through host memory, those who asked take all of them, and all
 meet again, until nobody wants a chunk. A meeting ends with one rank at least that has what it wanted, and nothing is
-updated meanwhile, so every rank gets what it would get in one process. It ends in words where a rank has left, and
-after timeout_s where one waits for this one elsewhere (an all_reduce of the loop's own, before the others are done).
+updated meanwhile, so every rank gets what it would get in one process. A meeting ends with an error that says why where
+a rank has left, and after timeout_s where a rank waits for this one elsewhere (in an all_reduce of the loop's own,
+before the others are done).
 
 [Note: the weight of a rank] The loss of each rank has to be a mean over its batch (a rank that has more sequences has
 the larger share). Rank r with b_r of the B = b_0 + b_1 + ... sequences of a micro-batch has its gradient multiplied by
@@ -113,7 +114,7 @@ class Ranks:
             torch.cuda.synchronize(device)
 
     def _check_cards(self, device: torch.device) -> None:
-        """Raise PlanError, on every rank, where two have one card, which NCCL cannot have."""
+        """Raise PlanError, on every rank, where two ranks use the same card, which NCCL does not allow."""
         card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
         rows = [row[0] for row in self.meet([_digest(card)])]
         for rank, row in enumerate(rows):
@@ -180,8 +181,8 @@ class Ranks:
             wire.close()
 
     def agree(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of what all ranks hold together, from that of what each holds: once an iteration, on every rank. A
-        norm that is not finite on one rank is not finite on any."""
+        """The norm of what all ranks hold together, from the norm of what each holds. Every rank calls it once per
+        iteration. A norm that is not finite on one rank is not finite on any."""
         total = norm.detach().to("cpu", torch.float64).square().reshape(1)
         self._sums.sum(total)
         return total.sqrt().to(norm.device, torch.float32).reshape(())
@@ -223,8 +224,9 @@ class Ranks:
         return self.come_to(READS, number)
 
     def come_to(self, what: float, number: float = 0.0) -> list[float]:
-        """Every rank comes to this point, one of NEXT, with a number, and those are returned; what is still wanted off
-        plan until then is given. Raises PlanError, on all of them, where the points are not the same."""
+        """Every rank comes to this point, one of NEXT, with a number; returns the numbers of all ranks. Until all are
+        there, this rank gives the chunks that are still wanted off plan. Raises PlanError, on all of them, where the
+        points are not the same."""
         while True:
             rows = self.meet([what, number])
             wanted = {row[0] for row in rows if row[0] >= 0}  # the points of NEXT are below

@@ -29,7 +29,8 @@ _asked: dict[object, tuple[int, int]] = {}  # who asks -> (thread, number asked 
 
 
 class Resources:
-    """
+    """Resources of the process that one session uses.
+
     Attributes:
         arena: the plan's memory, which the end empties; None before the session has a plan.
         stoppers: functions that end the threads of all queues that the session uses.

@@ -12,14 +12,14 @@ microseconds an operator, in that iteration alone.
 The tolerance is a share of the highest tide because that tide takes its part of the budget. A loop's own variables (a
 loss, a mask, the batch beside the next one) and another release of torch cause such differences for the same model:
 captures of Llama and of a real run are 1.4 % apart, because the mask is built differently. Allocators round by more.
-Less than the plan has is never wrong, only unused; it is said, and the plan stays.
+A moment that holds less than the plan has for it is no error: the report says so, and the plan stays.
 
 [Note: several ranks] Each rank counts its own. A new plan would have to be the same on all of them, so there is none:
 where the plan holds for the measured tide too (the checker's word, in any order of steps), the rank warns and goes on;
 where it does not, the run ends on all ranks and says what to plan for.
 
 What stays unseen: memory inside an operator (workspaces), a loop in another thread than `prepare` was called in,
-compiled blocks, which run without operators. Those two are said.
+compiled blocks, which run without operators. The session says where the last two apply.
 """
 
 from __future__ import annotations

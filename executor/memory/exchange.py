@@ -21,7 +21,7 @@ GPU = Place.GPU
 
 
 class SliceWire(Protocol):
-    """The part of the collectives between ranks. `distributed.collectives` has them that this file uses."""
+    """The part of the collectives between ranks (`distributed.collectives`) that this file uses."""
 
     def gather(self, flat: torch.Tensor) -> object: ...
 

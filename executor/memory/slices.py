@@ -12,7 +12,7 @@ slice more than the plan counts, and never two, since one payload changes form a
 before "remote" likewise keeps its slice of the whole storage until the second drop. `GpuPayloads.peak_transient_bytes`
 measures it.
 
-[Note: slices on streams] A plan orders a gather and a write-back of the same chunk by nothing: both read the own slice,
+[Note: slices on streams] No edge of a plan orders a gather and a write-back of the same chunk: both read the own slice,
 wherever it is. Where work is issued ahead, the write-back may still be reading the place that the gather takes it away
 from, or be issued to read the place that the slice has not reached yet. So all that touches the own slices of a chunk
 does it under the chunk's `Steady`: what one queue issues there happens after what the others issued there before it.

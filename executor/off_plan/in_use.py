@@ -15,7 +15,8 @@ __all__ = ["InUse"]
 
 
 class InUse:
-    """
+    """Chunks that code running off the plan may still read.
+
     Attributes:
         position: moment of the plan that was reached last, as far as names of events tell; uses are counted from it.
     """

@@ -1,9 +1,9 @@
 """Inline: steps that no plan has, performed at once in the user's thread while the queues stand still.
 
-A step begins, works and ends through the same contents as on a queue. Put on a queue, which runs in order, it would
-wait for the plan's steps there, and those for it. Work that no step expresses is a named operation of contents: the
-working list from the master copy (`rewrite`), slices that another rank has in host memory (`put_together`), one
-tensor's share of a gradient (`shares.py`).
+A step begins, works and ends through the same contents as on a queue. On a queue, which runs in order, the step would
+wait for the plan's steps, and the plan's steps would wait for it. Work that no step expresses is a named operation of
+contents: the working list from the master copy (`rewrite`), slices that another rank has in host memory
+(`put_together`), one tensor's share of a gradient (`shares.py`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Ladder: carries a session on when the accelerator refuses memory that the plan counted on.
 
 The iteration in progress is carried to its end on demand (`demand.py`): working lists that are not in use leave the
-accelerator, then optimizer states of pinned chunks, and what was asked for is asked for again. After the step the next
-plan is made by the first rung that fits the memory that exists: [Note: rungs] in rungs.py. Nothing is computed twice
-and nothing is lost: the updates of that iteration are those of plain torch, as of any iteration off plan.
+accelerator, then optimizer states of pinned chunks, and the memory that was refused is asked for again. After the step
+the next plan is made by the first rung that fits the memory that exists: [Note: rungs] in rungs.py. Nothing is computed
+twice and nothing is lost: the updates of that iteration are those of plain torch, as of any iteration off plan.
 
 [Note: what is measured] A virtual accelerator with a limit counts every byte that is alive (`guard.py`), so the tide of
-each moment is known. Elsewhere only the refusal is: then the budget shrinks to what was held when it came.
+each moment is known. Elsewhere only the refusal is known: then the budget shrinks to what was held when memory was
+refused.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Ladder(Sequence[Rung]):
     pending: memory ran out and there is no new plan yet.
     level: index into RUNGS of the rung that made the plan, -1 for the plan that was given.
     measured: moment -> non-model bytes seen in it, where they are counted.
-    unforeseen_bytes: by how much they were above the plan's where memory ran out.
+    unforeseen_bytes: by how much the measured bytes were above the plan's where memory ran out.
     """
 
     def __init__(self, session: Host) -> None:
@@ -163,8 +164,8 @@ class Ladder(Sequence[Rung]):
         return moment
 
     def _shrink(self, error: OutOfMemory, alive_bytes: int, moment: int) -> None:
-        """What the arena may hold for the rest of the iteration. The queues stand still by then: a step that the plan
-        lets begin now counts on the plan's budget."""
+        """Limit what the arena may hold for the rest of the iteration. The queues stand still by then, because a step
+        of the plan that begins now would count on the plan's budget."""
         s = self.session
         if not s.cursor.off_plan:
             s.loop.drain()
@@ -254,8 +255,8 @@ class Ladder(Sequence[Rung]):
             raise self._does_not_fit(error, short - freed)
 
     def ends_ranks(self, error: OutOfMemory) -> PlanError:
-        """What to raise on the one of several ranks that memory was refused on; the others hear it. They wait for what
-        the plan says comes next, so this rank can neither leave it nor begin the iteration again."""
+        """The error to raise on the rank, one of several, that was refused memory; the other ranks hear of it. They
+        wait for what the plan says comes next, so this rank can neither leave it nor begin the iteration again."""
         s = self.session
         assert s.ranks is not None
         if s.cursor.visiting:
@@ -354,7 +355,8 @@ class Ladder(Sequence[Rung]):
 
     def _available(self) -> int:
         """Bytes a new plan may count on: what the accelerator has, or, where that would change nothing and the tide is
-        not counted, an eighth less than before (at least what was asked for): fragments, or a tide above the plan's."""
+        not counted, an eighth less than before (at least what was asked for), because fragments or a tide above the
+        plan's took the memory."""
         s = self.session
         budget = s.plan.gpu_budget_bytes
         limit = s.backend.available_gpu_bytes()
@@ -364,7 +366,7 @@ class Ladder(Sequence[Rung]):
         return max(0, budget - max(asked, budget // 8))
 
     def _workload(self) -> Workload:
-        """The plan's, with the tide that was measured where it was higher."""
+        """The plan's workload, with the measured tide where that was higher."""
         w = self.session.plan.workload
         moments = tuple(
             replace(m, peak_bytes=self.measured[i]) if self.measured.get(i, 0) > m.peak_bytes else m

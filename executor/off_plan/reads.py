@@ -139,7 +139,7 @@ class Reads:
         return view
 
     def _shown(self, func: Any, parameter: ChunkParameter, *args: Any, **kwargs: Any) -> Any:
-        """Debuggers and logs ask at any time, and have to get a text."""
+        """The text of a parked parameter for debuggers and logs, which may ask at any time."""
         s = self.host
         try:
             value = s.reader.current_value(parameter.plan_tensor).to(s.backend.device)

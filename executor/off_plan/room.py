@@ -56,8 +56,8 @@ class RoomMaker:
         arena.set_tide(min(size, max(free, 0)))
 
     def make(self, size: int, *, needed: set[int], strict: bool = True) -> None:
-        """Drop working lists, the one used last first, until `size` bytes are free. Raises DoesNotFit if they cannot
-        be and strict."""
+        """Drop working lists, the one used last first, until `size` bytes are free. strict: raise DoesNotFit if that is
+        not possible."""
         host = self.host
         arena = host.arena
         if arena.room_on_gpu() >= size:

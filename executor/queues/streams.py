@@ -147,8 +147,8 @@ class StreamQueues(ThreadQueues):
         return waited_for
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
-        """Besides, what this thread issues from now on happens after them; in a thread of a host queue they have
-        happened."""
+        """In addition, what this thread issues from now on happens after these steps; in a thread of a host queue the
+        steps have happened."""
         super().await_steps(steps, iteration)
         backend = self._backend
         queue = backend.queue

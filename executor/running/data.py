@@ -94,9 +94,8 @@ def open_data(spec: str | None) -> ByteText:
 
 
 def batches_like(example: Any, text: ByteText, *, vocabulary: int | None, seed: int, skip: int = 0) -> Iterator[Any]:
-    """Endless batches shaped as `example`: a dict with integer "input_ids" [batch, sequence] gets text (and labels,
-    if it
-    has them); any other example (images, a module's own tuple) is repeated as it is, because text means nothing to
+    """Endless batches shaped as `example`: a dict with integer "input_ids" [batch, sequence] gets text (and labels, if
+    it has them); any other example (images, a module's own tuple) is repeated as it is, because text means nothing to
     it. skip: sequences of text drawn before."""
     if not isinstance(example, Mapping) or "input_ids" not in example:
         while True:

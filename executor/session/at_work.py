@@ -14,7 +14,8 @@ __all__ = ["AtWork"]
 
 
 class AtWork:
-    """
+    """Whether the engine's own work is under way, or was interrupted.
+
     Attributes:
         depth: number of `with at_work:` blocks that are open.
         torn: an interruption left a block, and nothing has been mended since. `Loop.mend` clears it.
@@ -42,8 +43,8 @@ class AtWork:
             self.torn = True
 
     def outermost(self) -> None:
-        """Called where no block can be open. One that is counted all the same was interrupted as it was entered or
-        left: it is closed, and `torn` is set."""
+        """Called where no block can be open. If a block still counts as open, an interruption came while it was entered
+        or left: close the block and set `torn`."""
         if self.depth:
             self.torn = True
             self.depth = 0

@@ -39,7 +39,7 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 def movable(arena: Arena, chunk: int) -> bool:
-    """Whether the chunk's working list may leave the gpu: it can be had again."""
+    """Whether the chunk's working list may leave the gpu, because its values can be had again."""
     if arena.has(Place.GPU, chunk, "param32"):
         return False
     return arena.has(Place.HOST, chunk, "param") or arena.has(Place.HOST, chunk, "param32")
@@ -97,7 +97,7 @@ class Batches:
 
     Attributes:
         samples: over how many (sequences, tokens) the loss of the last batch is a mean; 1 on one rank.
-        moments: of the last batch, under fake tensors; None where the batch has the plan's shape, or is none to compare
+        moments: of the last batch, under fake tensors; None where the batch has the plan's shape, or is not compared
             (an evaluation, an empty batch, a plan without steps).
         last: (args, kwargs) of the last training forward, tensors on meta; None before the first.
     """

@@ -164,7 +164,7 @@ class FactSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """when: (fact, whether it must hold), all of which must be so for the row to hold.
+    """when: (fact, whether it must hold); the row holds if every fact is as stated.
     then: result of the row.
     """
 

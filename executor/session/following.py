@@ -109,8 +109,8 @@ class Following:
 
     Attributes:
         in_parts: a backward runs part by part (driving/drive.py).
-        takes_norms: off the plan, a norm is taken of each gradient and thrown away: a recording of a run that will clip
-            is to take as long as that run.
+        takes_norms: off the plan, the norm of each gradient is taken and thrown away, so that recording a run that will
+            clip takes as long as the run.
     """
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
@@ -300,8 +300,8 @@ class Following:
         host.cursor.stepped = False
 
     def _is_final(self, tensor: int) -> bool:
-        """Whether a gradient that is not due in the open moment is whole. One that the plan does not have there leaves
-        the plan."""
+        """Whether a gradient that is not due in the open moment is whole. The iteration leaves the plan for a gradient
+        that the plan does not have there."""
         host = self.host
         table, moment = host.timetable, host.cursor.moment
         if moment >= 0 and tensor in table.early[moment]:

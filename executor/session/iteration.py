@@ -1,7 +1,7 @@
 """Iteration: values that belong to one iteration of the loop and are replaced with it.
 
 The session replaces the value when the next iteration begins: one assignment, so that an interruption finds the old one
-or the new one. Steps that run into the next forward still ask for the value of theirs.
+or the new one. Steps that run into the next forward still ask for the value of their own iteration.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ __all__ = ["Iteration"]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Iteration:
-    """
+    """Values of one iteration of the loop.
+
     Attributes:
         number: from 0; -1 before the first.
         before: the iteration before this one, while steps of it may run.
         arrived: tensors whose gradient left autograd.
         outstanding: tensors whose gradient is due in the open moment and has not come.
         missed: tensors whose gradient counted as zero in some micro-batch.
-        passed_over: a moment was passed over in which this rank had nothing to compute.
+        passed_over: whether a moment was passed over because this rank had nothing to compute in it.
         early: tensors whose eager update has begun.
         norms: tensor -> norm of its gradient (one element, fp32), where the norm was taken as the gradient arrived.
         backwards: number of backwards that have ended.

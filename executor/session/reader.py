@@ -57,7 +57,8 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Reader:
-    """
+    """Parameters, gradients and optimizer states as the user's code sees them.
+
     Attributes:
         parameters: the model's own objects, by tensor.
         consumed: tensors whose gradient left autograd and that no `zero_grad` has cleared yet.

@@ -77,7 +77,7 @@ class Steps:
         self._most_changes = KEPT_CHANGES
 
     def start(self) -> None:
-        """The first iteration may begin: what was copied to get here is not counted."""
+        """Note that the first iteration may begin; bytes that were copied before do not count."""
         self.moved = Moved(self.host.backend.copied_bytes)
 
     # -- Work: what queues call ---------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ class Updates:
     Attributes:
         eager: updates run inside backward.
         max_grad_norm: the global norm that gradients are clipped at; None without clipping.
-        last: the update of the last finished iteration that had one. Those of the current one and the one before:
-            `Iteration.update_of`.
+        last: the update of the last finished iteration that had one. `Iteration.update_of` gives the updates of the
+            current iteration and of the one before.
     """
 
     def __init__(

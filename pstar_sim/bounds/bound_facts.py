@@ -23,7 +23,9 @@ NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram")
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """seconds: no schedule of this setting is faster.
+    """A lower bound on the seconds of an iteration.
+
+    seconds: no schedule of this setting is faster.
     binding: its largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "stashes"; a tie goes to the
         first of these).
     terms: every term at the best numbers of parameters whose states stay on the gpu (`pinned_params`) or visit it
@@ -44,14 +46,14 @@ class Bound:
 
 
 def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> float:
-    """Bytes per second that no row of copies of at most `largest_bytes` each exceeds."""
+    """Bytes per second that a sequence of copies cannot exceed, where each copy has at most `largest_bytes`."""
     return 1 / (1 / rate + latency_s / largest_bytes) if largest_bytes > 0 else rate
 
 
 class BoundFacts:
-    """The quantities of the notes: `job`, which policies use too, and what only a bound needs: arrays with an entry per
-    chunk that gets gradients (`job.trained`) or per moment, seconds of its copies and its Adam, the room beside the
-    tide, and the spans of all gradients of a micro-batch."""
+    """The quantities of the notes. `job` has the facts that policies use, too. The rest is what only a bound needs:
+    arrays with an entry per chunk that gets gradients (`job.trained`) or per moment, seconds of its copies and its
+    Adam, the room beside the tide, and the spans of all gradients of a micro-batch."""
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
         self.machine, self.cost = machine, cost
@@ -119,8 +121,8 @@ class BoundFacts:
         return float(np.clip(min(beside.min(), alone.min()), 0.0, total))
 
     def turns(self) -> list[tuple[float, float, int]]:
-        """(S_k, room, moment) for one cut per turn of the iteration. Any cuts give a valid bound; tried are the turns
-        themselves, and the moments near them, or anywhere about, where S_k + tide is largest."""
+        """(S_k, room, moment) for one cut per turn of the iteration. Any cuts give a valid bound; the cuts tried are
+        the turns themselves, and the moments with the largest S_k + tide, near the turns or anywhere."""
         last = max(self.micro_batch)
         begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
         bwd = [

@@ -27,9 +27,12 @@ COARSE = frozenset({"closed form", "joint LP"})
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """seconds: no schedule is faster; None where no bound exists.
-    text: entries that stand in a plan's choices and in a row of a comparison: bound ("joint LP", "fluid LP", "closed
-        form" or None); with a bound binding, relative_to and, where something went wrong, note; without one reason.
+    """The lower bound of a plan, and what it rests on.
+
+    seconds: no schedule is faster; None where no bound exists.
+    text: entries for a plan's choices and for a row of a comparison. "bound" is "joint LP", "fluid LP", "closed form"
+        or None. Where there is a bound, "binding" and "relative_to" say more, and "note" says what went wrong, if
+        anything; where there is none, "reason" says why.
     """
 
     seconds: float | None

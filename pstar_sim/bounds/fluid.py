@@ -91,10 +91,10 @@ def fluid_bound(
 
 @dataclass(frozen=True, kw_only=True)
 class _Flow:
-    """Variables of what has happened up to each point of an iteration, and at last in all (`upto`), so that rows about
-    long windows are short.
+    """Variables of a flow: what has happened up to each point of an iteration, and last in the whole iteration
+    (`upto`), so that rows about long windows are short.
 
-    within: of each interval its own.
+    within: what happens in each interval.
     """
 
     upto: Expression
@@ -156,13 +156,14 @@ class _FluidProgram:
         return _Flow(upto=upto, within=within)
 
     def _stock(self, most: float, change: Expression) -> Expression:
-        """Variables of a cyclic stock at each point: at the next point it is this one and the interval's change."""
+        """Variables of a cyclic stock at each point: the stock at the next point is the stock at this point plus the
+        interval's change."""
         stock = self.lp.variables(self.facts.intervals, most=most)
         self.lp.add(stock[self.facts.following] == stock + change)
         return stock
 
     def _running(self, of: Expression, most: Array | float) -> Expression:
-        """Variables of the sums of the rows up to each, so that rows that use them are short."""
+        """Variables of running sums: of all rows up to each row, so that rows that use the sums are short."""
         running = self.lp.variables(len(of), most=most)
         self.lp.add(running[:1] == of[:1])
         self.lp.add(running[1:] == running[:-1] + of[1:])
@@ -318,8 +319,8 @@ class _FluidProgram:
         self.sums_up += up.gathered(intervals % n, n)
 
     def _added_on_host(self, summed_on_host: Expression) -> None:
-        """What Adam on the gpu needs of sums made on the host, and the adding: at any time. summed_on_host: of each
-        chunk the part that is updated on the gpu and whose sum is not there."""
+        """Sums made on the host go up for Adam on the gpu, and gradients are added on the host at any time.
+        summed_on_host: the part of each chunk that is updated on the gpu while its sum is on the host."""
         lp, facts, batches = self.lp, self.facts, self.facts.batches
         down = lp.variables(facts.intervals, most=self.all_units * batches)
         up = lp.variables(facts.intervals, most=4 * self.all_units)

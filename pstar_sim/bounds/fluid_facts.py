@@ -25,8 +25,8 @@ __all__ = ["FluidFacts", "Gap"]
 class Gap:
     """What lies unread between two reads, of all chunks of one class.
 
-    points: where.
-    units: how much is there, kept or not.
+    points: the points within the gap.
+    units: units that lie unread there, kept or not.
     """
 
     points: Index

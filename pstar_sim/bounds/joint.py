@@ -5,8 +5,7 @@ states of y of them are there for the update only ("streamed": Adam runs on the 
 down after it). All others have CPU Adam. s = x + y. A chunk need not be all of one kind: a chunk with some of its state
 lists resident counts as part of each. A list that is always on the gpu takes its bytes at every moment. A list that is
 ever dropped crosses the link both ways each iteration. Notation as in [Note: the bound] of pinned.py (w: bytes of the
-working list a
-parameter, v: of the states). What any legal schedule keeps:
+working list per parameter, v: bytes of the states per parameter). What any legal schedule keeps:
 
 - room: v x <= room_t - K_t at every moment t.
 - compute: all moments + s * traffic / HBM. adam: (E - s) / R, and accumulation on the host (below).
@@ -80,7 +79,7 @@ def joint_bound(
 @dataclass(frozen=True, kw_only=True)
 class _Solved:
     """proved_s: what the dual solution proves.
-    terms: seconds by name, of each name the largest.
+    terms: name of a term -> the largest seconds of that name.
     pinned, streamed: x and y of the note, in parameters."""
 
     proved_s: float
@@ -320,7 +319,8 @@ class _JointProgram:
     # -- seconds --
 
     def _added(self) -> Expression:
-        """Parameters added on the host, each time counted: all gradients but two, of CPU Adam with clipping all."""
+        """Parameters added on the host, counted once per addition: all gradients but two are added, for CPU Adam with
+        clipping all."""
         job = self.job
         if job.u == 1:
             return Expression.zero(1)

@@ -9,8 +9,8 @@ row: too slow for programs of ten thousand rows.)
 [Note: what the dual proves] A solver's optimum is right to some tolerance; a certificate must not be. So what is
 reported is not the solver's value but what its dual solution proves. For  min c.v,  A v <= b,  E v = d,  0 <= v <= u
 and any multipliers p >= 0 and q,  c.v >= -p.b - q.d + sum_j min(0, r_j u_j)  with  r = c + A'p + E'q  for every
-feasible v. With the solver's own multipliers that is its optimum but for rounding, and it is true of any others too. So
-every variable is at least 0 and has a finite upper bound.
+feasible v. With the solver's own multipliers this bound is the solver's optimum up to rounding; with any other
+multipliers it still holds. So every variable is at least 0 and has a finite upper bound.
 """
 
 from __future__ import annotations
@@ -180,16 +180,16 @@ class LinearProgram:
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
     def minimise(self, objective: Expression) -> None:
-        """objective: a single row."""
+        """Set the objective to minimise: a single row."""
         self._objective = objective
 
     def add(self, rows: Rows, *, unit: float = 1.0) -> None:
-        """unit: what the rows are counted in, so that the solver sees factors near 1."""
+        """Add rows. unit: what the rows are counted in, so that the solver sees factors near 1."""
         self._rows.append(rows if unit == 1.0 else Rows(rows.difference * (1 / unit), rows.equal))
 
     def solve(self, *, method: str = "simplex", time_limit_s: float | None = None) -> Solution:
-        """method: "simplex" or "ipx" (interior point, then a vertex). Raises Unsolved where HiGHS finds no optimum in
-        time."""
+        """Solve the program. method: "simplex" or "ipx" (interior point, then a vertex). Raises Unsolved where HiGHS
+        finds no optimum in time."""
         rows, equal = self._stacked()
         limit = -rows.constant
         most = np.array(self._most)

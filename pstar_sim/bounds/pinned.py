@@ -118,8 +118,8 @@ def _byte_lines(facts: BoundFacts, x_max: float) -> list[_Line]:
 
 
 def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> list[_Line]:
-    """Of each resource all windows have the same slope, and one ends where its window is pinned entirely: the largest
-    among those that end later stands for all, so one line for each different end."""
+    """All windows of a resource have lines of the same slope, and a line ends where its window is pinned entirely. So
+    one line per different end is enough: the largest of those that end there or later."""
     link, w = facts.machine.link, float(facts.most_w)
     slopes = {"adam": -per_param_s, "h2d": -w / link.h2d_bytes_per_s, "d2h": -w / link.d2h_bytes_per_s}
     order = np.argsort(windows.params, kind="stable")

@@ -35,8 +35,8 @@ class Windows:
         """Least seconds of an iteration if nothing of J_j is pinned: for each resource that works serially ("adam",
         "h2d", "d2h") an entry per window. adam_s: per parameter; up, down: bytes per second.
 
-        Before the resource's first work in the window and after its last comes at least the shortest work of another
-        one."""
+        At least the shortest work of another resource comes before the resource's first work in the window, and after
+        its last."""
         before_s = np.zeros(len(self.span_s)) if self.behind_barrier else self.down_s
         found = {
             "adam": self.span_s + self.params * adam_s + before_s + self.up_s,
@@ -65,7 +65,8 @@ def barrier_windows(facts: BoundFacts) -> Iterator[Windows]:
 
 
 def _groups(facts: BoundFacts) -> list[NDArray[np.bool_]]:
-    """All chunks; without the small ones, whose copies are the shortest, the other windows say more."""
+    """All chunks, and all but the small ones: small chunks have the shortest copies, so the windows without them say
+    more."""
     everything = np.ones(len(facts.params), dtype=bool)
     if not everything.size:
         return []

@@ -2,9 +2,9 @@
 
 The shipped files are gpus.toml, links.toml, hosts.toml, disks.toml and machines.toml beside this module; the head of
 each file says what its fields mean. A user's file holds the same entries as [gpus.NAME], [links.NAME], [hosts.NAME],
-[disks.NAME] and [machines.NAME]: a new name extends the catalog (and must be complete, but for source and checked: the
-file is its own source), a known one overrides the fields it gives. `machine = "NAME"` at the head of a user's file
-chooses one of its machines where it has several.
+[disks.NAME] and [machines.NAME]: a new name extends the catalog (and must be complete, except for source and checked,
+because the file is its own source), a known name overrides the fields it gives. `machine = "NAME"` at the head of a
+user's file chooses one of its machines where it has several.
 
 [Note: which figure is used] An entry's `calibrated` table is preferred, field by field, and used as it is; a datasheet
 peak is multiplied by the entry's efficiency. A user's datasheet figure displaces the calibrated one of the same
@@ -285,7 +285,7 @@ def _bytes(gigabytes: float) -> int:
 
 def _curve(e: Entry[GpuEntry] | Entry[LinkEntry], field: str, best: str, size_unit: float, rate_unit: float) -> Curve:
     """The calibrated curve `field`; () without one. Raises CatalogError where the entry's field `best` is above the
-    curve's best rate. A lower one stands: a throttled link has it."""
+    curve's best rate. A lower `best` is allowed: a throttled link has one."""
     curve = scaled(getattr(e.values.calibrated, field, None), size_unit, rate_unit)
     if not curve:
         return ()

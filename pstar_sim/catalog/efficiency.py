@@ -4,7 +4,8 @@
 their bandwidth as hbm x peak, and every moment is timed as flops / rate + bytes / bandwidth + launch (cost.py); its CPU
 Adam rate is the lower of what the DRAM feeds (adam_dram x peak / 28 bytes per parameter) and what the cores compute; a
 copy of memory that is not pinned runs at pageable_gb_per_s. The parameters are the same for all machines: none knows a
-model, a system or a node. `pstar validate` shows how far they carry. Calibrated figures stand beside them unused.
+model, a system or a node. `pstar validate` shows the errors of predictions that rest on them. Calibrated figures of
+such a machine are not used.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def fitted_host(host: Host, dram_peak_bytes_per_s: float, e: Efficiency) -> Host
 
 
 def fitted_link(link: Link, e: Efficiency) -> Link:
-    """`link` with the rate of copies that are not pinned; one whose entry gives it keeps it."""
+    """`link` with the rate of copies that are not pinned; a link whose entry gives the rate keeps it."""
     if link.pageable_bytes_per_s is not None:
         return link
     return replace(link, pageable_bytes_per_s=e.pageable_bytes_per_s)

@@ -147,7 +147,7 @@ class DiskEntry(_Origin, frozen=True, kw_only=True):
 
 
 class RankGroup(Table, frozen=True, kw_only=True):
-    """GPUs of a node that differ from the others: one group of equal ones."""
+    """One group of equal GPUs, in a node whose GPUs differ."""
 
     gpu: Annotated[Text, says("name of an entry of gpus")]
     gpus: Annotated[int, between(1, 1024), says("number of such GPUs")] = 1

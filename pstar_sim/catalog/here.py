@@ -27,7 +27,7 @@ _ADAM_BYTES_PER_PARAM = 28
 
 
 def nvidia_smi() -> str | None:
-    """The GPUs as nvidia-smi lists them, a line each; None where there is no nvidia-smi or it fails."""
+    """The GPUs as nvidia-smi lists them, one line per GPU; None where there is no nvidia-smi or it fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -92,7 +92,8 @@ def _whole(line: str, word: str) -> int:
 
 
 def _link(catalog: Catalog, gpu: Gpu, generation: str, width: str, notes: list[str]) -> Link:
-    """The catalog's link of that PCIe generation, narrowed to the lanes there are; a virtual machine may hide both."""
+    """The catalog's link of that PCIe generation, narrowed to the lanes there are; a virtual machine may hide
+    generation and lanes."""
     name = f"pcie{generation}-x16"
     if name not in catalog.links or not width.isdigit() or int(width) < 1:
         like = next((e for e in catalog.machines.values() if e.values.gpu == gpu.name), None)

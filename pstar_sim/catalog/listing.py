@@ -1,4 +1,4 @@
-"""Rows of `pstar machines` and `pstar models`: plain values, one dict a row, the same keys in every row."""
+"""Rows of `pstar machines` and `pstar models`: plain values, one dict per row, the same keys in every row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine by name or by file, with other sizes where they are given: one of the catalog, or the one this runs on.
+"""A machine of the catalog, of a file, or the one that this process runs on; with other sizes where they are given.
 
 What the files say, and how a user's file goes over the shipped ones, is in catalog.py.
 """

@@ -53,7 +53,8 @@ class Gpu:
     source: where they come from.
     launch_s: None where rates are those of whole iterations; else rates are those of kernels, and a moment lasts
         flops / rate + bytes / bandwidth + launch_s (catalog/efficiency.py).
-    matmul_tables: by dtype, flops/s of a product by its flops, where it was measured; flops_per_s is then their best.
+    matmul_tables: by dtype, the curve of flops/s over the flops of a product, where it was measured; flops_per_s is
+        then the best rate of the curve.
     operator_bytes_per_s: bandwidth that the operators of a moment reach, where it was measured; None: that of the HBM.
     """
 
@@ -105,7 +106,7 @@ class Link:
     pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known; a plan
         with such copies cannot be timed then.
     h2d_table, d2h_table: bytes/s by bytes of a copy, where it was measured; h2d_bytes_per_s and d2h_bytes_per_s are
-        then their best, or less for a link that is throttled.
+        then the best rates of the curves, or less for a link that is throttled.
     """
 
     name: str
@@ -240,7 +241,7 @@ class Machine:
     "datasheet".
 
     name: of the machine.
-    ranks: of all nodes, node by node, as many in each.
+    ranks: of all nodes, node by node, the same number in each.
     host: of ONE node; its ranks share memory and cores in equal parts, and bandwidths as they need them.
     notes: what the catalog says of it.
     price_usd_per_hour: of all of it.
@@ -250,8 +251,8 @@ class Machine:
     network: joins the nodes.
     root_bytes_per_s: what a PCIe switch passes to or from the host, each way, shared by the ranks on it.
     nvme: of ONE node; its ranks share it as they share the host.
-    slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; of "compute",
-        "adam", "h2d", "d2h", where it was measured.
+    slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
+        "compute", "adam", "h2d" and "d2h", where measured.
     """
 
     name: str

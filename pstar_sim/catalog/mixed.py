@@ -23,7 +23,7 @@ MOST = 1024
 
 
 def names_parts(name: str, catalog: Catalog) -> bool:
-    """Whether the name is one of parts, and not that of a machine of the catalog."""
+    """Whether the name lists parts and is not the name of a machine of the catalog."""
     return JOIN in name and spelled(name, catalog.machines) not in catalog.machines
 
 

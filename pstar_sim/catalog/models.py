@@ -49,7 +49,7 @@ class ModelEntry:
     """One model shape.
 
     vocab: 0 for a ViT.
-    params: true count, tied weights once.
+    params: true count, tied weights counted once.
     max_seq: positions the model has (learned ones are parameters).
     tied: the head is the token embedding.
     attention_bias: biases of q, k and v in the llama family (the others always have all biases).

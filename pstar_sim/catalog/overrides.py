@@ -41,7 +41,7 @@ class _Path:
     quantity: how it is written.
     low, high: its range, in SI units.
     get: reads it off a machine; None where the machine has no such part.
-    put: the machine with another one in its place.
+    put: the machine with another value of the figure.
     """
 
     quantity: Quantity
@@ -109,8 +109,8 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
 
 
 def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
-    """The paths in an order in which no machine on the way contradicts itself: where a memory shrinks, what is taken
-    from it is set before it."""
+    """The paths in an order in which no machine on the way contradicts itself: where a memory shrinks, the figures that
+    are subtracted from it are set first."""
     paths = sorted(given, key=_order)
     for memory, taken in (("gpu.memory", "gpu.context"), ("host.memory", "host.reserved")):
         if memory in given and taken in given:

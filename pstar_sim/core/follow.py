@@ -3,9 +3,9 @@
 A step starts when its queue has come to it and every step that it waits for has ended. Nothing is decided here: order
 and waits are the program's, seconds are given.
 
-[Note: events at equal times] are handled in the order in which they were scheduled. The end of a step is scheduled when
-the step begins (or when its speed changes last); a waiting queue is scheduled when the step that it waits for ends. A
-queue whose step ends goes on at once, before anything else that happens at that time.
+[Note: events at equal times] Events at equal times are handled in the order in which they were scheduled. The end of a
+step is scheduled when the step begins (or when its speed changes last); a waiting queue is scheduled when the step that
+it waits for ends. A queue whose step ends goes on at once, before anything else that happens at that time.
 """
 
 from __future__ import annotations

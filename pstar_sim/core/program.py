@@ -90,8 +90,8 @@ class Program:
 
     def missing(self, i: int, iteration: int, done: Sequence[int]) -> list[tuple[int, int]]:
         """[Note: readiness] Step i may start in an iteration when each (step, back) that it waits for has ended in the
-        iteration `back` before it; Returns the pairs that have not. done: for each step, the last iteration in which it
-        ended, -1 before the first."""
+        iteration `back` before it. Returns the pairs that have not ended. done: for each step, the last iteration in
+        which it ended, -1 before the first."""
         return [(j, back) for j, back in self.waits[i] if done[j] < iteration - back]
 
     def backs(self, i: int, j: int) -> int:

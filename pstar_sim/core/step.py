@@ -12,8 +12,7 @@ when it ends. The table leaves out three things:
   the working list; after gather the chunk is whole on this gpu, after reduce_scatter the own slice is the reduced
   gradient.
 - Stashes: a stash, which a block's forward left behind, is not a list of a chunk. Its bytes on the gpu are part of the
-tide, its room
-  on the host is a buffer of the plan that is held throughout. [Note: stashes] in workload/workload.py.
+  tide, its room on the host is a buffer of the plan that is held throughout. [Note: stashes] in workload/workload.py.
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a list of a chunk is this rank's own
 slice of it, 1/P; "remote" (beside "param") and "grad_remote" (beside "grad") are the slices of all others. A chunk is

@@ -57,7 +57,9 @@ def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Balanced:
-    """share, machine: with the shares that the policy chose.
+    """A job with the shares that a policy chose, beside the same job with equal shares.
+
+    share, machine: with the shares that the policy chose.
     even: the same job with equal shares, as nearly as whole sequences allow.
     even_machine: the machine with equal shares.
     """

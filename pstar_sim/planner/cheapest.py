@@ -105,7 +105,9 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cheapest(Collection):
-    """rows: offers that make the deadline, cheapest first; then those that do not, fastest first; then those without
+    """The answer of `cheapest`.
+
+    rows: offers that make the deadline, cheapest first; then those that do not, fastest first; then those without
     figures."""
 
     model: str

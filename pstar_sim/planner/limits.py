@@ -74,7 +74,9 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits(Collection):
-    """what: "layers" or "batch".
+    """The answer of `max_model` or `max_batch`.
+
+    what: "layers" or "batch".
     of: the family or the model, in words.
     rows: one per policy, in the order asked for.
     job: what was asked, by name.

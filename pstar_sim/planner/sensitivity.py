@@ -98,7 +98,9 @@ class PartEffect:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sensitivity(Collection):
-    """workload: what one rank does.
+    """The answer of `sensitivity`.
+
+    workload: what one rank does.
     batch: sequences per micro-batch, of all GPUs together.
     now: the machine as it is.
     rows: one per part.
@@ -145,7 +147,9 @@ def sensitivity(
     largest: bool = True,
     on_part: Callable[[str, int, int], None] | None = None,
 ) -> Sensitivity:
-    """workload, machine: as in `compare` (where ranks take different shares, one more GPU is left out: nobody says what
+    """What a little more of each part of the machine is worth, in time and in the largest model.
+
+    workload, machine: as in `compare` (where ranks take different shares, one more GPU is left out: nobody says what
         it takes).
     by: how much more, 0.1 for a tenth.
     parts: of `PARTS`, by default all that the machine has.

@@ -70,7 +70,9 @@ _METADATA = b"pstar_sim.sweep"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sweep(Collection):
-    """rows: one per point, in the order of the grid: its axes and `COLUMNS`.
+    """The answer of `sweep`.
+
+    rows: one per point, in the order of the grid: its axes and `COLUMNS`.
     cached: points that were known already.
     """
 

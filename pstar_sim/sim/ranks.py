@@ -56,7 +56,7 @@ def play_ranks(
     that of `rank`.
 
     Raises PlanError as `play` does, for `workloads` that are not one per rank with the plan's moments and uses, and for
-    a rank that the machine has not.
+    a rank that the machine does not have.
     """
     machine = plan.machine
     count = len(machine.ranks)

@@ -92,7 +92,7 @@ class Pair:
 
 
 def errors_of(results: Iterable[Result]) -> Errors | None:
-    """None for an empty list. The 90th percentile is interpolated linearly, as numpy's."""
+    """Errors of these values; None for an empty list. The 90th percentile is interpolated linearly, as numpy's."""
     errors = sorted((r.error for r in results), key=abs)
     if not errors:
         return None
@@ -110,7 +110,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Validation(Collection):
     """counts: rows by use, of the whole file (or of what was asked for).
-    results: the rows in scope, in its order.
+    results: the rows in scope, in the order of the file.
     """
 
     counts: dict[str, int]

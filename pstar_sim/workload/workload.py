@@ -81,8 +81,8 @@ class Tensor:
     dtype: its working dtype.
     bytes: in its working dtype.
     frozen: whether it gets no gradient and no update.
-    tied_to: index of the tensor whose storage it shares (such a tensor has no bytes of its own, and uses name the
-        other).
+    tied_to: index of the tensor whose storage it shares (such a tensor has no bytes of its own, and uses name the other
+        tensor).
     group: optimizer parameter group.
     """
 
@@ -171,8 +171,8 @@ class Stash:
 class Workload:
     """One iteration of one model. The last moment is the optimizer step (phase ADAM, name "step").
 
-    activations: (block, "keep" | "recompute" | "offload"), of every block in the order of the forward pass where they
-        were chosen one by one; empty where they are as the model itself has them (`checkpointing`).
+    activations: (block, "keep" | "recompute" | "offload") for every block, in the order of the forward pass; empty
+        where the model's own choice holds for all blocks (`checkpointing`).
     stashes: of offloaded blocks, in the order in which they are made.
 
     [Note: stashes] The copy out of a stash follows moment `made`, and moment `gone` waits for it; the copy in follows
@@ -393,7 +393,7 @@ def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
 
 
 def _check_indices(w: Workload, bad: _Bad) -> None:
-    """Each use names a moment before the step, and a tensor that can be used so."""
+    """Check that each use names a moment before the step, and a tensor that can be used so."""
     tied = {i for i, t in enumerate(w.tensors) if t.tied_to is not None}
     frozen = {i for i, t in enumerate(w.tensors) if t.frozen}
     last, count = len(w.moments), len(w.tensors)
@@ -411,9 +411,9 @@ _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOM
 
 
 def _check_order(w: Workload, bad: _Bad) -> None:
-    """Time goes forward: micro-batches begin one after the other, each runs forward and then backward, the step comes
-    last; and a moment opens with the bytes that the one before it closed with. (Between two micro-batches of which the
-    first is over, the batch is replaced.) An iteration that is not known yet has no moment but the step."""
+    """Check that time goes forward: micro-batches begin one after the other, each runs forward and then backward, the
+    step comes last; and a moment opens with the bytes that the one before it closed with. (Between two micro-batches of
+    which the first is over, the batch is replaced.) An iteration that is not known yet has no moment but the step."""
     first, last = w.moments[0], w.moments[-1]
     if (first.micro_batch and first is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"
@@ -435,7 +435,7 @@ def _check_order(w: Workload, bad: _Bad) -> None:
 
 
 def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
-    """Moment i is the first one of its micro-batch; `begun` micro-batches have begun before."""
+    """Check moment i, the first moment of its micro-batch. begun: number of micro-batches that begin before it."""
     if m.phase is not Phase.FWD and m is not w.moments[-1]:
         raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
     if i and m.micro_batch != begun:
@@ -443,7 +443,7 @@ def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
 
 
 def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None:
-    """Moment i is of the same micro-batch as moment `before`, the latest one of it."""
+    """Check moment i, which follows moment `before` of the same micro-batch."""
     if m.phase is Phase.FWD and w.moments[before].phase is not Phase.FWD:
         name, phase = w.moments[before].name, w.moments[before].phase.value
         want = f"moment {before} ({name}) is of {phase} already; a micro-batch has one forward pass"
@@ -451,7 +451,7 @@ def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None
 
 
 def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
-    """Moment i opens with the bytes that moment i - 1 closed with."""
+    """Check that moment i opens with the bytes that moment i - 1 closed with."""
     before = w.moments[i - 1]
     if m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures where blocks were chosen
         want = f"moment {i - 1} ({before.name}) ends with {before.end_bytes}; the moments are not in their order"
@@ -459,7 +459,7 @@ def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
 
 
 def _check_uses(w: Workload, bad: _Bad) -> None:
-    """The step reads nothing, and a gradient arrives in the backward pass, behind the first read."""
+    """Check that the step reads nothing, and that a gradient arrives in the backward pass, behind the first read."""
     phases = [m.phase for m in w.moments]
     base = [m.micro_batch * len(w.tensors) for m in w.moments]
     first: dict[int, int] = {}  # base + tensor -> moment
@@ -483,8 +483,8 @@ def _check_uses(w: Workload, bad: _Bad) -> None:
 
 
 def _check_choices(w: Workload, bad: _Bad) -> None:
-    """What becomes of each block's activations; an offloaded block has a stash per micro-batch, and so has a block that
-    recomputes from a boundary on the host. No other block has one."""
+    """Check what becomes of each block's activations. An offloaded block has one stash per micro-batch, and so has a
+    block that recomputes from a boundary on the host. No other block has a stash."""
     chosen = dict(w.activations)
     if len(chosen) != len(w.activations):
         raise bad("activations", len(w.activations), "each block is named once")
@@ -501,7 +501,7 @@ def _check_choices(w: Workload, bad: _Bad) -> None:
 
 
 def _check_stashes(w: Workload, bad: _Bad) -> None:
-    """Each stash by itself and beside the one before it; and the peaks count the bytes of all."""
+    """Check each stash by itself and beside the stash before it, and that the peaks count the bytes of all stashes."""
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
@@ -522,7 +522,7 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad) -> None:
-    """Stash i after the one before it in the list."""
+    """Check stash i beside the stash before it in the list."""
     if s.made <= before.made:
         raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
     if s.micro_batch == before.micro_batch:

@@ -7,9 +7,8 @@ that must have ended before a step starts are one number per queue: the number o
 vectors (vector clocks) follow from queue order and `after` in one pass and are exact. Take any two steps that touch the
 same list of the same chunk, one of which changes it. If the vectors order all such pairs, every legal interleaving
 computes the same. Playing the plan once, in any legal order, then shows whether each step finds the lists that it
-needs, with the right contents. Bytes do depend on the
-interleaving: the most a place can hold is a maximum closure over the start events (which take) and end events (which
-free), found exactly as a minimum cut.
+needs, with the right contents. Bytes do depend on the interleaving: the most a place can hold is a maximum closure over
+the start events (which take) and end events (which free), found exactly as a minimum cut.
 
 [Note: one rank is enough] All ranks run the same program, so the n-th collective is the same step everywhere, and each
 rank's waits are in the order of one and the same program: what is proved of one rank holds for all, with any durations

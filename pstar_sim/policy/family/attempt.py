@@ -21,7 +21,9 @@ __all__ = ["Attempt", "attempt", "attempt_course", "burden_of"]
 
 @dataclass(slots=True)
 class Attempt:
-    """schedule: of the course.
+    """One choice of modes whose order was chosen.
+
+    schedule: of the course.
     draft: of the schedule.
     window: the order that was found for the draft.
     """
