@@ -7,7 +7,7 @@ workload, a machine and settings to a plan; knows nothing of how the answer is s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -270,60 +270,35 @@ def _compare(
     certifier = Certifier(workload, machine, settings, lp=certify)
     tell("lower bound", 0, len(asked))
     usual = certifier.usual()
-    rows: list[Row] = []
-    planned: dict[str, Planned] = {}
-    failures: dict[str, tuple[Policy, DoesNotFit]] = {}
-    jobs: dict[str, _Job] = {}  # of policies that choose the shares of the batch
-    gains: list[str] = []
+    found = _Found()
     for name, policy in asked:
-        tell(name, len(rows), len(asked))
+        tell(name, len(found.rows), len(asked))
         job = _Job(share=share, machine=machine, settings=settings, free=free)
         try:
-            own = balanced(policy, share, machine, settings, cut)
-            if own is not None:
-                job = jobs[name] = _of_balance(own, settings, wanted=free is not None)
-            if name in made:
-                plan, timeline = made[name][0], made[name][1].labelled(name)
-            else:
-                plan, timeline = job.planned(policy, name)
+            found.add(name, policy, job, certifier, made.get(name), cut=cut, certify=certify, only_best=only_best)
         except CannotPlan as reason:
-            rows.append(_unfit(name, usual, reason=str(reason)))
-            continue
+            found.rows.append(_unfit(name, usual, reason=str(reason)))
         except DoesNotFit as short:
-            failures[name] = (policy, short.with_traceback(None))  # whose frames hold everything up to here
-            rows.append(_unfit(name, usual))
-            continue
-        barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, job.free)
-        plan = _with_shares(plan, job.share.ranked)
-        proof = certifier
-        if own is not None:
-            gain = _gain(policy, own, job.settings, timeline.iteration_s)
-            plan = replace(plan, choices={**plan.choices, "balance": gain})
-            gains.append(f"{name}: {gain}")
-            proof = Certifier(job.share.workload, job.machine, settings, lp=certify)
-        same = plan.workload.layer_major == workload.layer_major
-        certificate = proof.of(plan.layout) if same else certificate_of(plan)
-        row = _figures(name, machine, timeline, share.tokens, certificate, barrier_cost_s)
-        planned[name] = Planned(row=row, plan=plan, timeline=timeline)
-        rows.append(row)
+            found.failures[name] = (policy, short.with_traceback(None))  # whose frames hold everything up to here
+            found.rows.append(_unfit(name, usual))
+    rows, planned, failures = found.rows, found.planned, found.failures
     others = _fitting(workload, rows, planned)
     elsewhere = Elsewhere(workload, machine)
+    near_wanted = near and not (only_best and others)
     for i, row in enumerate(rows):
         if row.policy in failures:
             policy, error = failures[row.policy]
-            wanted = near and not (only_best and others)
             hint = ""
-            if wanted:
+            if near_wanted:
                 tell(f"what would do for {row.policy}", len(rows), len(asked))
                 hint = nearest(policy, workload, machine, settings, error, fitting=others, elsewhere=elsewhere)
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:
         best = _best(workload, rows, planned)
         name = best.row.policy
-        cost_s = _barrier_cost(dict(asked)[name], best.timeline, jobs[name].free if name in jobs else free)
-        row = replace(best.row, barrier_cost_s=cost_s, bound_by=bound_by(best.timeline, barrier_cost_s=cost_s))
-        rows[rows.index(best.row)] = row
-        planned[row.policy] = replace(best, row=row)
+        known = _with_barrier_cost(best, dict(asked)[name], found.free.get(name, free))
+        rows[rows.index(best.row)] = known.row
+        planned[name] = known
     short_of_gpu = any(short.place == "gpu" for _, short in failures.values())
     timelines = {name: p.timeline for name, p in planned.items()}
     return Comparison(
@@ -333,8 +308,70 @@ def _compare(
         batch=share.batch,
         rows=tuple(rows),
         planned=planned,
-        notes=(*gains, *unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu)),
+        notes=(*found.gains, *unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu)),
     )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a comparison has found so far.
+
+    rows: a row per policy.
+    planned: plan and timeline of each policy that fits.
+    failures: each policy that does not fit, and why.
+    free: the job without a barrier of each policy that chooses the shares of the batch.
+    gains: what such policies gain over equal shares, in words.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    planned: dict[str, Planned] = field(default_factory=dict)
+    failures: dict[str, tuple[Policy, DoesNotFit]] = field(default_factory=dict)
+    free: dict[str, _Free | None] = field(default_factory=dict)
+    gains: list[str] = field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        policy: Policy,
+        job: _Job,
+        certifier: Certifier,
+        made: tuple[Plan, Timeline] | None,
+        *,
+        cut: Cut | None,
+        certify: bool,
+        only_best: bool,
+    ) -> None:
+        """Plan and simulate one policy; made: its plan and timeline, where they are known. Raises CannotPlan and
+        DoesNotFit."""
+        asked, machine, settings = job.share.workload, job.machine, job.settings
+        tokens = job.share.tokens
+        own = balanced(policy, job.share, machine, settings, cut)
+        if own is not None:
+            job = _of_balance(own, settings, wanted=job.free is not None)
+            self.free[name] = job.free
+        plan, timeline = job.planned(policy, name) if made is None else (made[0], made[1].labelled(name))
+        barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, job.free)
+        plan = _with_shares(plan, job.share.ranked)
+        if own is not None:
+            gain = _gain(policy, own, settings, timeline.iteration_s)
+            plan = replace(plan, choices={**plan.choices, "balance": gain})
+            self.gains.append(f"{name}: {gain}")
+            certifier = Certifier(job.share.workload, job.machine, settings, lp=certify)
+        row = _figures(name, machine, timeline, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
+        self.planned[name] = Planned(row=row, plan=plan, timeline=timeline)
+        self.rows.append(row)
+
+
+def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificate:
+    """The certificate of a plan; that of its own order of the iteration where that is not the job's."""
+    same = plan.workload.layer_major == workload.layer_major
+    return proof.of(plan.layout) if same else certificate_of(plan)
+
+
+def _with_barrier_cost(best: Planned, policy: Policy, free: _Free | None) -> Planned:
+    cost_s = _barrier_cost(policy, best.timeline, free)
+    row = replace(best.row, barrier_cost_s=cost_s, bound_by=bound_by(best.timeline, barrier_cost_s=cost_s))
+    return replace(best, row=row)
 
 
 _Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]

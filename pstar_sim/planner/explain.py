@@ -25,7 +25,7 @@ from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.sim.play import play
 from pstar_sim.terminal import terminal_width, wrap
 from pstar_sim.units import format_bytes, format_s
-from pstar_sim.workload.workload import Phase, activations_text
+from pstar_sim.workload.workload import Phase, Workload, activations_text
 
 __all__ = ["BoundGap", "chunk_gaps", "explain", "order_gain", "tide_gain"]
 
@@ -190,27 +190,9 @@ def explain(
     whole("first_steps", first_steps, least=0)
     if width is not None:
         whole("width", width)
-    w, m, s = plan.workload, plan.machine, plan.settings
     other = order_gain(plan, timeline)
-    barrier = s.barrier(w.dtype)
-    when = (
-        f"no Adam may run before all gradients are there ({barrier})"
-        if barrier
-        else "Adam may run as soon as its gradient is final"
-    )
-    params = f"{w.params / 1e9:.2f} B" if w.params >= 1e9 else f"{w.params / 1e6:.1f} M"
-    what = f"{w.model} ({params} parameters, {w.dtype})"
-    each = " per GPU" if len(m.ranks) > 1 else ""
-    order = ", layer by layer" if w.layer_major else ""
-    most = "at most " if OWN_SHARES in plan.choices else ""
-    batch = f"batch {most}{w.batch}{each} x {_micro_batches(w.micro_batches)}{order}, sequence {w.sequence}"
-    checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
-    if w.activations:
-        checkpointing = activations_text(w)
     out = [
-        f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
-        *([f"on each of {len(m.ranks)} GPUs, whose steps and figures these are"] if len(m.ranks) > 1 else []),
-        f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; {when}",
+        *_job(plan),
         "",
         "what lives where",
         *_where(plan, timeline),
@@ -232,11 +214,55 @@ def explain(
     return "\n".join(line for text in out for line in wrap(text, width)) + "\n"
 
 
+def _job(plan: Plan) -> list[str]:
+    """Model, batch, machine and settings."""
+    w, m, s = plan.workload, plan.machine, plan.settings
+    barrier = s.barrier(w.dtype)
+    when = (
+        f"no Adam may run before all gradients are there ({barrier})"
+        if barrier
+        else "Adam may run as soon as its gradient is final"
+    )
+    params = f"{w.params / 1e9:.2f} B" if w.params >= 1e9 else f"{w.params / 1e6:.1f} M"
+    what = f"{w.model} ({params} parameters, {w.dtype})"
+    each = " per GPU" if len(m.ranks) > 1 else ""
+    order = ", layer by layer" if w.layer_major else ""
+    most = "at most " if OWN_SHARES in plan.choices else ""
+    batch = f"batch {most}{w.batch}{each} x {_micro_batches(w.micro_batches)}{order}, sequence {w.sequence}"
+    checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
+    if w.activations:
+        checkpointing = activations_text(w)
+    return [
+        f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
+        *([f"on each of {len(m.ranks)} GPUs, whose steps and figures these are"] if len(m.ranks) > 1 else []),
+        f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; {when}",
+    ]
+
+
 def _micro_batches(count: int) -> str:
     return "1 micro-batch" if count == 1 else f"{count} micro-batches"
 
 
 def _where(plan: Plan, timeline: Timeline) -> list[str]:
+    lines = _lines_of_modes(plan)
+    held = _held_between(plan)
+    for place, budget in plan.budgets.items():
+        parts = [f"{name} {format_bytes(size)}" for (p, name), size in sorted(held.items()) if p is place and size]
+        peak = timeline.peak_bytes.get(place.value, 0)
+        lines.append(f"  {place.value} between iterations: {', '.join(parts) or 'nothing'}")
+        lines.append(f"  {place.value} at most: {format_bytes(peak)} of {format_bytes(budget)}")
+    if plan.workload.stashes:
+        lines.append(_line_of_stashes(plan.workload))
+    top = max(plan.workload.moments, key=lambda moment: moment.peak_bytes)
+    low = min(moment.peak_bytes for moment in plan.workload.moments)
+    lines.append(f"  the tide: {format_bytes(low)} at low water, {format_bytes(top.peak_bytes)} at {top.name}")
+    lines.append(
+        f"  chunks of {format_bytes(plan.layout.chunk_bytes)}, {plan.layout.waste * 100:.2f} % of them padding"
+    )
+    return lines
+
+
+def _lines_of_modes(plan: Plan) -> list[str]:
     lines = []
     for mode in dict.fromkeys(plan.modes):
         chunks = [c for c in plan.layout.chunks if plan.modes[c.index] == mode]
@@ -245,28 +271,17 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         note = f", {small} of them small ones that are not worth moving" if small else ""
         count = "1 chunk" if len(chunks) == 1 else f"{len(chunks)} chunks"
         lines.append(f"  {mode}: {count}, {format_bytes(size)} of parameters{note}: {_MODES.get(mode, mode)}")
-    held = _held_between(plan)
-    for place, budget in plan.budgets.items():
-        parts = [f"{name} {format_bytes(size)}" for (p, name), size in sorted(held.items()) if p is place and size]
-        peak = timeline.peak_bytes.get(place.value, 0)
-        lines.append(f"  {place.value} between iterations: {', '.join(parts) or 'nothing'}")
-        lines.append(f"  {place.value} at most: {format_bytes(peak)} of {format_bytes(budget)}")
-    stashes = plan.workload.stashes
-    if stashes:
-        moved = sum(s.bytes for s in stashes)
-        largest = max(s.bytes for s in stashes)
-        what = "inputs of {} blocks offloaded" if plan.workload.boundaries_on_host else "{} blocks offloaded"
-        lines.append(
-            f"  activations: {what.format(len(plan.workload.stash_room))}, up to {format_bytes(largest)} each; "
-            f"{format_bytes(moved)} go to the host and come back per iteration"
-        )
-    top = max(plan.workload.moments, key=lambda moment: moment.peak_bytes)
-    low = min(moment.peak_bytes for moment in plan.workload.moments)
-    lines.append(f"  the tide: {format_bytes(low)} at low water, {format_bytes(top.peak_bytes)} at {top.name}")
-    lines.append(
-        f"  chunks of {format_bytes(plan.layout.chunk_bytes)}, {plan.layout.waste * 100:.2f} % of them padding"
-    )
     return lines
+
+
+def _line_of_stashes(w: Workload) -> str:
+    moved = sum(s.bytes for s in w.stashes)
+    largest = max(s.bytes for s in w.stashes)
+    what = "inputs of {} blocks offloaded" if w.boundaries_on_host else "{} blocks offloaded"
+    return (
+        f"  activations: {what.format(len(w.stash_room))}, up to {format_bytes(largest)} each; "
+        f"{format_bytes(moved)} go to the host and come back per iteration"
+    )
 
 
 def _held_between(plan: Plan) -> dict[tuple[Place, str], int]:

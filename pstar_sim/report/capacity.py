@@ -127,6 +127,13 @@ def _no(answer: Fits) -> list[str]:
         return [*said, f"Why: {answer.rows[0].reason}."]
     who = "it" if total == 1 else f"{least.policy}{'' if helped else ', which lacks least,'}"
     said.append(f"Why: {who} {_lack(least, answer.machine)}.")
+    return [*said, *_changes(answer)]
+
+
+def _changes(answer: Fits) -> list[str]:
+    """What would make the job fit."""
+    said: list[str] = []
+    change = answer.change
     if change is not None:
         others = "" if change.policies == tuple(row.policy for row in answer.rows) else _under(change.policies)
         alone = change.words.startswith("with --policy")

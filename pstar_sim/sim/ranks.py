@@ -66,10 +66,7 @@ def play_ranks(
         _check_workloads(plan, workloads)
     classes = classes_of(machine, workloads)
     if len(set(classes)) == 1 and not every_rank:
-        whole = plan if workloads is None else replace(plan, workload=workloads[0])
-        seconds = cost or CostModel(whole.workload, machine, plan.layout)
-        one = replace(whole, machine=_one_rank(machine))
-        return play_one(one, seconds, max_iterations, jitter, moved_bytes=plan.moved_bytes)
+        return _play_one_class(plan, cost, max_iterations, jitter, workloads)
     if cost is not None:
         raise PlanError("ranks that differ, or every one of equal ranks, are timed by their own GPUs and links")
     members = range(count) if every_rank else [classes.index(c) for c in sorted(set(classes))]
@@ -84,15 +81,35 @@ def play_ranks(
         seconds = CostModel(own.workload, machine, plan.layout, rank=r)
         simulation.join(_RankRun(own, seconds, machine.ranks[r], node, share, simulation))
     env.run()
-    for run in simulation.runs:
-        if not run.stopped:
-            for each in simulation.runs:  # what went wrong before comes first
-                each.moves.book(each.record.events)
-            raise run.deadlock()
+    _require_ends(simulation.runs)
     timelines = [run.timeline() for run in simulation.runs]
     if rank is not None:
         return timelines[rank if every_rank else sorted(set(classes)).index(classes[rank])]
     return max(timelines, key=lambda t: t.iteration_s)
+
+
+def _play_one_class(
+    plan: Plan,
+    cost: CostModel | None,
+    max_iterations: int,
+    jitter: Jitter | None,
+    workloads: Sequence[Workload] | None,
+) -> Timeline:
+    """The timeline of equal ranks: that of one rank with its part of DRAM and switch."""
+    whole = plan if workloads is None else replace(plan, workload=workloads[0])
+    seconds = cost or CostModel(whole.workload, plan.machine, plan.layout)
+    one = replace(whole, machine=_one_rank(plan.machine))
+    return play_one(one, seconds, max_iterations, jitter, moved_bytes=plan.moved_bytes)
+
+
+def _require_ends(runs: Sequence[_RankRun]) -> None:
+    """Raise PlanError for a rank that waits for ever; before that, what went wrong in a rank's memory."""
+    stuck = next((run for run in runs if not run.stopped), None)
+    if stuck is None:
+        return
+    for run in runs:
+        run.moves.book(run.record.events)
+    raise stuck.deadlock()
 
 
 def new_environment() -> simpy.Environment:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from pstar_sim.arguments import instance
 from pstar_sim.errors import TraceError
@@ -158,36 +159,50 @@ def _step(w: Workload, moments: Sequence[Moment]) -> Moment:
 def _stashed(made: Workload, source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequence[int]]) -> Workload:
     """The layer-major workload `made` of `source` with the boundary stash on the host."""
     count = source.micro_batches
-    first = [0]  # moment of each cell
-    for cell in cells:
-        first.append(first[-1] + len(cell))
-    backward = {block: n for n, (block, forward, _) in enumerate(parts) if block is not None and not forward}
+    first = list(accumulate((len(cell) for cell in cells), initial=0))  # moment of each cell
+    backward = _backward_parts(parts)
     stashes: list[Stash] = []
-    floors: list[int] | None = None
+    floors: list[int] | None = None  # micro-batch -> level that the block before has left behind
     for n, (block, forward, _) in enumerate(parts):
         if block is None or not forward or block not in backward:
             continue
-        mine: list[Stash] = []
         begins = [cells[n * count + u] for u in range(count)]
         ends = [cells[backward[block] * count + u][0] for u in range(count)]
         held = [min(m.end_bytes for m in source.moments[cell[-1] : end]) for cell, end in zip(begins, ends)]
-        before = floors or [min(source.moments[cell[0]].start_bytes, level) for cell, level in zip(begins, held)]
+        if floors is None:
+            floors = [min(source.moments[cell[0]].start_bytes, level) for cell, level in zip(begins, held)]
+        sizes = [b - a for a, b in zip(floors, held)]
         floors = held
-        for u, size in enumerate(b - a for a, b in zip(before, held)):
-            a, b = n * count + u, backward[block] * count + u
-            gone, back = first[a + 2], first[b - 1] - 1
-            if size > 0 and gone < back:
-                mine.append(
-                    Stash(
-                        block=block,
-                        micro_batch=u,
-                        bytes=size,
-                        made=first[a + 1] - 1,
-                        gone=gone,
-                        back=back,
-                        needed=first[b],
-                    )
-                )
-        if len(mine) == count:
-            stashes += mine
+        stashes += _stashes_of(block, sizes, first, n * count, backward[block] * count)
     return replace(made, moments=without_stashed(made, stashes), stashes=tuple(stashes)) if stashes else made
+
+
+def _backward_parts(parts: Sequence[BlockRun]) -> dict[str, int]:
+    """Block -> the part that is its backward."""
+    return {block: n for n, (block, forward, _) in enumerate(parts) if block is not None and not forward}
+
+
+def _stashes_of(block: str, sizes: Sequence[int], first: Sequence[int], ahead: int, back: int) -> list[Stash]:
+    """The stash of each micro-batch in a block; none where one of the micro-batches has nothing to stash or no time.
+
+    sizes: bytes for each micro-batch. first: the first moment of each cell. ahead, back: the block's first cell in
+    forward and in backward.
+    """
+    made: list[Stash] = []
+    for u, size in enumerate(sizes):
+        a, b = ahead + u, back + u
+        gone, returns = first[a + 2], first[b - 1] - 1
+        if size <= 0 or gone >= returns:
+            return []
+        made.append(
+            Stash(
+                block=block,
+                micro_batch=u,
+                bytes=size,
+                made=first[a + 1] - 1,
+                gone=gone,
+                back=returns,
+                needed=first[b],
+            )
+        )
+    return made

@@ -71,8 +71,7 @@ class Job:
         self.settings = settings
         self.layout = layout or build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks))
         self.ranks = self.layout.ranks
-        if workload.layer_major and len(machine.ranks) > 1:
-            raise CannotPlan(f"{name}: a layer-major workload runs on one GPU, not on {len(machine.ranks)}")
+        self._check_order()
         self.uses = uses = facts_of(workload, self.layout)
         uses.check()
         self.cost = cost_of(workload, machine, self.layout)
@@ -85,7 +84,17 @@ class Job:
         self.follow_tide = point.capacity == "tide"
         self.tide = uses.tide if self.follow_tide else (max(uses.tide),) * len(uses.tide)
         self.stash_bytes = sum(size for _, size in workload.stash_room)
-        chunks = self.layout.chunks
+        self.visiting_lists = (*(("grad32",) if self.several else ()), *self.layout.state_lists)
+        self._weigh_chunks()
+
+    def _check_order(self) -> None:
+        ranks = len(self.machine.ranks)
+        if self.workload.layer_major and ranks > 1:
+            raise CannotPlan(f"{self.name}: a layer-major workload runs on one GPU, not on {ranks}")
+
+    def _weigh_chunks(self) -> None:
+        """Which chunks move, and bytes of each."""
+        uses, chunks = self.uses, self.layout.chunks
         self.small = frozenset(c.index for c in chunks if c.small)
         self.moving = [c.index for c in chunks if not c.small]
         self.candidates = sorted(filter(uses.updated, self.moving), key=lambda c: (uses.first_use(c), c))
@@ -93,7 +102,6 @@ class Job:
         self.remote = self._others()
         self.permanent = [uses.home_bytes(c.index) for c in chunks]
         self.small_bytes = sum(self.permanent[c] + self.remote[c] for c in self.small)
-        self.visiting_lists = (*(("grad32",) if self.several else ()), *self.layout.state_lists)
 
     def _others(self) -> list[int]:
         if self.ranks == 1:

@@ -54,13 +54,7 @@ def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) 
     step of the same queue that waited for the same step or a later one. A reference more than one iteration back
     becomes one to the first step of that queue in the previous iteration, which comes after it."""
     queue_of = {step.id: step.queue for step in steps}
-    lengths: Counter[Queue] = Counter()
-    position_of: dict[int, int] = {}
-    first: dict[Queue, int] = {}
-    for number, queue in queue_of.items():
-        position_of[number] = lengths[queue]
-        lengths[queue] += 1
-        first.setdefault(queue, number)
+    position_of, lengths, first = _positions(queue_of)
     # (queue, other queue) -> latest position waited for, in the previous iteration < 0
     waited: dict[tuple[Queue, Queue], int] = {}
     out: list[Step] = []
@@ -85,8 +79,25 @@ def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) 
                 best[queue] = (absolute, ref)
         for queue, (absolute, _) in best.items():
             waited[mine, queue] = absolute
-        after = tuple([ref for _, ref in best.values()])
-        if len(after) > 1:
-            after = tuple(sorted(after, key=lambda r: (r.back, r.id)))
-        out.append(step if after == step.after else step.waiting_for(after))
+        out.append(_waiting_for(step, [ref for _, ref in best.values()]))
     return tuple(out)
+
+
+def _waiting_for(step: Step, refs: list[Ref]) -> Step:
+    """The step with these references, in their order in a plan."""
+    if len(refs) > 1:
+        refs.sort(key=lambda ref: (ref.back, ref.id))
+    after = tuple(refs)
+    return step if after == step.after else step.waiting_for(after)
+
+
+def _positions(queue_of: Mapping[int, Queue]) -> tuple[dict[int, int], Counter[Queue], dict[Queue, int]]:
+    """(step -> its position on its queue, steps on each queue, first step of each queue)."""
+    lengths: Counter[Queue] = Counter()
+    position_of: dict[int, int] = {}
+    first: dict[Queue, int] = {}
+    for number, queue in queue_of.items():
+        position_of[number] = lengths[queue]
+        lengths[queue] += 1
+        first.setdefault(queue, number)
+    return position_of, lengths, first

@@ -81,34 +81,42 @@ def balance(
     if batch < len(machine.ranks):
         raise CannotPlan(f"whale: {batch} sequences for {len(machine.ranks)} ranks; give each rank one at least")
     even = workload_of(max(1, batch // len(machine.ranks)))
-    kinds = [(rank.gpu, rank.link) for rank in machine.ranks]
-    of_kind = [kinds.index(kind) for kind in kinds]
-    alone = {k: _all_like(machine, k) for k in sorted(set(of_kind))}
-    speeds = {k: _speed(where, even, speed) for k, where in alone.items()}
+    kinds = _kinds(machine)
+    alone = {kind: _all_like(machine, kind) for kind in sorted(set(kinds))}
+    speeds = {kind: _speed(where, even, speed) for kind, where in alone.items()}
     room: dict[int, int] = {}  # kind -> most sequences of one of its GPUs, where that is less than its share by speed
 
     def shortage(kind: int, sequences: int) -> DoesNotFit | None:
-        try:
-            whale(workload_of(sequences), alone[kind], settings, schedule=schedule)
-        except DoesNotFit as short:
-            if short.place != "gpu":
-                raise
-            return short
-        return None
-
-    def without_room(kind: int, sequences: int) -> bool:
-        return shortage(kind, sequences) is not None
+        return _shortage(workload_of(sequences), alone[kind], settings, schedule)
 
     while True:
-        shares = deal(batch, [speeds[k] for k in of_kind], [room.get(k, batch) for k in of_kind])
-        most = {k: max(n for n, its in zip(shares, of_kind) if its == k) for k in alone}
+        limits = [room.get(kind, batch) for kind in kinds]
+        shares = deal(batch, [speeds[kind] for kind in kinds], limits)
+        most = {kind: max(n for n, its in zip(shares, kinds) if its == kind) for kind in alone}
         short = {k: error for k, n in most.items() if k not in room and (error := shortage(k, n)) is not None}
         if not short:
             return shares
-        for k, error in short.items():
-            room[k] = bisect_left(range(1, most[k]), True, key=partial(without_room, k))
-            if not room[k] or sum(room.get(its, batch) for its in of_kind) < batch:
-                raise _without_room(error, alone[k].gpu.name, most[k], [room.get(its, batch) for its in of_kind])
+        for kind, error in short.items():
+            room[kind] = _most_with_room(most[kind], partial(shortage, kind))
+            limits = [room.get(its, batch) for its in kinds]
+            if not room[kind] or sum(limits) < batch:
+                raise _without_room(error, alone[kind].gpu.name, most[kind], limits)
+
+
+def _most_with_room(most: int, shortage: Callable[[int], DoesNotFit | None]) -> int:
+    """The most sequences, fewer than `most`, that are not short of room; 0 if there are none."""
+    return bisect_left(range(1, most), True, key=lambda sequences: shortage(sequences) is not None)
+
+
+def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule: str) -> DoesNotFit | None:
+    """Why the GPUs have no room for the job; None if they have. Raises DoesNotFit where the host has none."""
+    try:
+        whale(workload, machine, settings, schedule=schedule)
+    except DoesNotFit as short:
+        if short.place != "gpu":
+            raise
+        return short
+    return None
 
 
 def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
@@ -125,6 +133,12 @@ def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int,
         if shares[r] < most[r]:
             heappush(ends, ((shares[r] + 1) / speeds[r], r))
     return tuple(shares)
+
+
+def _kinds(machine: Machine) -> list[int]:
+    """Rank -> the first rank with the same GPU and link."""
+    links = [(rank.gpu, rank.link) for rank in machine.ranks]
+    return [links.index(link) for link in links]
 
 
 def _all_like(machine: Machine, rank: int) -> Machine:
