@@ -92,7 +92,7 @@ def balance(
     while True:
         limits = [room.get(kind, batch) for kind in kinds]
         shares = deal(batch, [speeds[kind] for kind in kinds], limits)
-        most = {kind: max(n for n, its in zip(shares, kinds) if its == kind) for kind in alone}
+        most = {kind: shares[kind] for kind in alone}  # of equal ranks the first has as many as any
         short = {k: error for k, n in most.items() if k not in room and (error := shortage(k, n)) is not None}
         if not short:
             return shares
