@@ -38,7 +38,7 @@ def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
         if _balance_of(find_policy(policy) if isinstance(policy, str) else policy) is not None:
             raise PstarError(
                 f"{policy_name(policy)} chooses each GPU's share of the batch on {machine.name}, and this question is "
-                "asked for the machine's own shares; ask compare or plan, or name another policy"
+                "asked for the machine's own shares; ask compare or plan for a given batch, or name another policy"
             )
 
 

@@ -47,6 +47,7 @@ from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.policy.kit.collector import without_garbage_collection
+from pstar_sim.policy.kit.options import Specified
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, named, policy_at
@@ -186,7 +187,8 @@ def choose(
     says which of them are planned.
 
     on_way: called with the work in hand, the number of ways done and the number of all ways. Raises DoesNotFit, of
-    the candidate that lacks least, if none fits; TraceError if they are not the same work.
+    the candidate that lacks least, if none fits; CannotPlan if the policy can plan none; TraceError if they are not
+    the same work.
     """
     if len({w.batch * w.micro_batches for w in workloads}) != 1:
         raise TraceError("the workloads are of different global batches; their iterations cannot be compared")
@@ -202,7 +204,9 @@ def choose(
         if race.best is None:
             race.run(w)
     if race.best is None:
-        raise race.refusal(left_out)
+        raise race.refusal(left_out) if race.shortest is not None else race.unable[0]
+    if race.unable:
+        left_out = (*left_out, f"{len(race.unable)} of {len(workloads)} ways: {race.unable[0]}")
     plan, timeline = race.best
     chosen = Chosen(
         workload=plan.workload,
@@ -236,6 +240,8 @@ class _Race:
     best_s: seconds of the fastest so far.
     fast: plans and timelines that are as fast as best_s. best: the one of them that moves and pins least.
     shortest: of those that do not fit, the one that lacks least and why.
+    reorders: the policy's plans have another order than the workloads, so that bounds of the workloads are not theirs.
+    unable: why the policy cannot plan candidates, a reason each.
     tried: each candidate in words -> its outcome.
     planned: ids of the candidates that were planned.
     """
@@ -251,6 +257,7 @@ class _Race:
         self.on_way = on_way
         self.workloads, self.machine, self.settings, self.policy = workloads, machine, settings, policy
         self.function: Policy = find_policy(policy)
+        self.reorders = _reorders(self.function)
         self.searching = can(policy).tries_others and len(workloads) > SEARCHED
         # One model's tensors: the chunk size that suits one candidate suits all.
         usual = build_layout(workloads[0], chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks)).chunk_bytes
@@ -265,6 +272,7 @@ class _Race:
         self.fast: list[tuple[Plan, Timeline]] = []
         self.best_s = float("inf")
         self.shortest: tuple[Workload, DoesNotFit] | None = None
+        self.unable: list[CannotPlan] = []
         self.tried: dict[str, Tried] = {}
 
     def run_all(self) -> list[Workload]:
@@ -328,7 +336,7 @@ class _Race:
         key = (id(w), stream)
         if key not in self.bounds_s:
             self.bounds_s[key] = self.least_s[id(w)]
-            if bound_reason(w, self.machine) is None:
+            if not self.reorders and bound_reason(w, self.machine) is None:
                 bound = lower_bound(w, self.machine, self.usual, self.layouts[id(w)], stream=stream)
                 self.bounds_s[key] = max(self.bounds_s[key], bound.seconds)
         return self.bounds_s[key]
@@ -342,6 +350,9 @@ class _Race:
             plan, timeline = plan_and_play(self.function, w, self.machine, self.settings)
         except DoesNotFit as error:
             self.note(w, error)
+            return
+        except CannotPlan as error:
+            self.unable.append(error)
             return
         self.splits[w.micro_batches] += 1
         self.tried[self._words(w)] = Tried(outcome=WayOutcome.PLANNED, seconds=timeline.iteration_s)
@@ -389,6 +400,12 @@ class _Race:
                 outcome=WayOutcome.CAPPED, seconds=promise, cap=Cap(policy=SEARCHING, ways=SEARCHED, alike=ALIKE)
             )
         return None
+
+
+def _reorders(policy: Policy) -> bool:
+    if isinstance(policy, Specified):
+        return _reorders(policy.policy) or policy.values.get("order", Point().order) != Point().order
+    return can(policy).reorders
 
 
 def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:

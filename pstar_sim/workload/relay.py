@@ -50,8 +50,8 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
     if stash not in STASH_PLACES:
         raise TraceError(f"relay: stash is {stash!r}; it is one of {', '.join(STASH_PLACES)}")
     if workload.layer_major or workload.stashes:
-        has = "is layer-major already" if workload.layer_major else "offloads activations"
-        raise TraceError(f"workload {workload.model!r} {has}; a relay is made of one that does neither")
+        why = "is layer-major already" if workload.layer_major else "offloads activations, which a relay cannot"
+        raise TraceError(f"workload {workload.model!r} {why}")
     if stash == "host" and not workload.checkpointing:
         raise TraceError(
             f"workload {workload.model!r} keeps its activations; boundaries on the host are for one that recomputes "

@@ -20,6 +20,7 @@ from pstar_sim.core.step import Kind, Place, Ref, Step, from_text, to_text
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, TraceError
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.memory_needs import memory_need
+from pstar_sim.planner.variants import choose
 from pstar_sim.policy.registry import find_policy, named
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
@@ -164,8 +165,14 @@ def test_a_step_and_its_text() -> None:
 
 
 def test_blocks_that_offload_their_activations_have_no_other_order(machine: Machine) -> None:
-    with pytest.raises(CannotPlan, match=r"l2l: .* offloads activations; a relay is made of one that does neither"):
+    with pytest.raises(CannotPlan, match=r"l2l: .* offloads activations, which a relay cannot"):
         find_policy("l2l")(offloaded(), machine, Settings())
+    slower = chain_workload(6, 1024, tide_bytes=MIB, checkpointing=True, forward_s=1.0)
+    chosen = choose([offloaded(), slower], machine, Settings(), policy="l2l")
+    assert chosen.workload.checkpointing and len(chosen.tried) == 1
+    assert "1 of 2 ways: l2l: workload" in chosen.left_out[-1]
+    with pytest.raises(CannotPlan, match="which a relay cannot"):
+        choose([offloaded()], machine, Settings(), policy="l2l")
 
 
 @pytest.mark.parametrize("name", sorted(named(lambda able: able.balance is None and not able.reorders)))
