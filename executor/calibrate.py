@@ -45,9 +45,9 @@ class Findings:
     """The measurements. Rates in bytes/s, flops/s, parameters/s.
 
     skipped: figures that were not measured, each with its reason.
-    matmul: by dtype, flops/s by flops of a product.
-    constant_s, operator_bytes_per_s: of [Note: seconds of a moment].
-    adam: by threads.
+    matmul: dtype -> curve of flops/s over the flops of a product.
+    constant_s, operator_bytes_per_s: the terms of [Note: seconds of a moment].
+    adam: curve of parameters/s over threads.
     network: (backend, bytes/s, latency in s).
     disks: (read, write, bytes of the disk).
     taken_by_others: share of the processor time that other programs had meanwhile.

@@ -148,7 +148,7 @@ def capture_module(
 ) -> Workload:
     """The workload of one micro-batch of `module` on `example_batch`; both are left as they were.
 
-    name: of the model, by default its class.
+    name: name of the model, by default its class.
     groups: the AdamW that `prepare` will be given, or its groups alone, so that the plan is made for them.
     batch, sequence: by default the first two extents of the batch's first tensor.
     dtype: floating parameters, buffers and inputs are taken as if they were of this dtype ("fp32", "bf16", "fp16");

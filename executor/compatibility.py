@@ -115,7 +115,7 @@ def check_settings(plan: Plan, optimizer: AdamW) -> None:
         raise PlanError(
             f"the plan was made {'with' if settings.clip else 'without'} clipping, AdamW has "
             f"max_grad_norm={optimizer.max_grad_norm}; "
-            f"leave it out, which does as the plan says, or make the plan with clip={clips}"
+            f"leave max_grad_norm out to do as the plan says, or make the plan with clip={clips}"
         )
     dtype = plan.workload.dtype
     if loss_scale_for(optimizer.loss_scale, plan.workload.tensors) is not None and settings.barrier(dtype) is None:
@@ -168,17 +168,17 @@ def check_processes(plan: Plan, found: int, *, file: str = "PLAN", model: str = 
         return
     if found == 1:
         raise PlanError(
-            f"the plan is one of {wanted} GPUs ({plan.machine.name}) and this is a single process; start {wanted}: "
+            f"the plan is for {wanted} GPUs ({plan.machine.name}) and this is a single process; start {wanted}: "
             f"{torchrun_line(plan, file, model)} (or your own script with torchrun, and "
             "torch.distributed.init_process_group before prepare)"
         )
     if wanted == 1:
         raise PlanError(
-            f"the plan is one of a single GPU and this job has {found} processes; make a plan for {found} "
+            f"the plan is for a single GPU and this job has {found} processes; make a plan for {found} "
             f"(`pstar plan --gpus {found}`), or give prepare(group=...) a group of this process alone to train {found} "
             "models"
         )
     raise PlanError(
-        f"the plan is one of {wanted} GPUs ({plan.machine.name}) and this job has {found} processes; start {wanted}: "
+        f"the plan is for {wanted} GPUs ({plan.machine.name}) and this job has {found} processes; start {wanted}: "
         f"{torchrun_line(plan, file, model)}, or make a plan for {found} (`pstar plan --gpus {found}`)"
     )

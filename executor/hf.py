@@ -78,8 +78,8 @@ def _check_arguments(args: Any, session: Session) -> None:
     if wanted != session.max_grad_norm:
         raise ContractError(
             f"TrainingArguments(max_grad_norm={args.max_grad_norm}) and AdamW(max_grad_norm={session.max_grad_norm}): "
-            "gradients are clipped inside the step, by AdamW's; give both the same (0.0 there and None here for no "
-            "clipping, and a plan made with or without it)"
+            "gradients are clipped inside the step, at AdamW's norm; give both the same norm (for no clipping 0.0 to "
+            "the Trainer and None to AdamW, with a plan made without clipping)"
         )
     accumulated = args.gradient_accumulation_steps
     if accumulated != w.micro_batches:

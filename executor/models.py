@@ -55,7 +55,7 @@ class BuiltModel:
     batch, sequence: what an iteration's tokens are counted by (of images: patches and the class token; 1 where there
         are no patches).
     vocabulary: tokens it knows, None for a model that reads none.
-    dtype: as asked for, None where the module's own dtypes were kept.
+    dtype: the dtype asked for; None where the module's own dtypes were kept.
     """
 
     module: nn.Module
@@ -89,7 +89,7 @@ def build(
         names).
     dtype: "fp32", "bf16", "fp16"; None means bf16, for "py:" the module's own dtypes.
     device: "meta" or "cpu"; a "py:" factory decides itself.
-    seed: of weights and batch; the global generator is left as it was.
+    seed: seed of weights and batch; the global generator is left as it was.
     empty: build the parameters on meta whatever the device, for weights that come from a folder.
 
     Raises ModelError, and UnknownName for a preset that does not exist.

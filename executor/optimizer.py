@@ -76,7 +76,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._sealed:
             raise ContractError(
-                "add_param_group after prepare: the plan was made for the groups there were; give all groups to "
+                "add_param_group after prepare: the plan was made for the groups that AdamW had; give all groups to "
                 "executor.AdamW(groups, ...) and make the plan for them"
             )
         super().add_param_group(param_group)
@@ -187,7 +187,7 @@ def _check_row(what: str, key: Any, row: Mapping[str, Any], shape: tuple[int, ..
     """The states of one parameter are AdamW's, of its shape."""
     missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in row]
     if missing:
-        raise ContractError(f"{what}: the state of parameter {key} has no {missing[0]}; give one of AdamW's")
+        raise ContractError(f"{what}: the state of parameter {key} has no {missing[0]}; give the state of an AdamW")
     for name in _STATES:
         if name in row and tuple(row[name].shape) != shape:
             raise ContractError(f"{what}: {name} of parameter {key} has shape {tuple(row[name].shape)}, not {shape}")

@@ -87,7 +87,7 @@ def prepare(
     group: the processes of a plan of several ranks (default: torch.distributed's, if it is initialised); every one
         calls prepare with the same plan and settings, and all begin with the parameters and buffers of the first.
     count: [Note: the weight of a rank] in distributed/ranks.py.
-    timeout_s: of a collective of the run's own.
+    timeout_s: seconds after which a collective of the run's own fails.
 
     Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
     ContractError for a model that is prepared already, DoesNotFit if host memory is short, WeightsError for weights
@@ -153,10 +153,10 @@ def prepare(
 class _Given:
     """A model, a plan and an optimizer that belong together.
 
-    groups: of parameters, as torch's optimizers take them.
+    groups: groups of parameters, as torch's optimizers take them.
     tensors, parameters: the model's, in the plan's order.
     max_grad_norm: norm at which gradients are clipped; None without clipping.
-    source: of the model's values (None: the model has them).
+    source: where the model's values come from (None: the model has them).
     """
 
     model: nn.Module
@@ -244,8 +244,8 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
         raise PlanError("the queues have been stopped with an earlier run; give new ones (queues.renew() makes them)")
     if hasattr(backend, "record") and isinstance(queues, ThreadQueues) and not isinstance(queues, StreamQueues):
         raise PlanError(
-            f"queues={type(queues).__name__} on {backend.name}: a copy is only issued when its step has ended there, "
-            "and these queues would not wait for it; leave queues out, or give StreamQueues"
+            f"queues={type(queues).__name__} on {backend.name}: when a step ends there its copy is only issued, "
+            "and these queues would not wait for the copy; leave queues out, or give StreamQueues"
         )
     return queues
 

@@ -43,15 +43,17 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """reports: one per step.
-    timeline: of the last timed iterations, measured; None if the last was not on plan. Its tide is the measured one
-        where there is `measured`, else the plan's figures at measured times.
+    """What a training job did, and what was measured of it.
+
+    reports: one per step.
+    timeline: measured timeline of the last timed iterations; None if the last iteration left the plan. Its tide is
+        measured where there is `measured`, else it is the plan's tide at measured times.
     measured: bytes of one untimed iteration that keeps the predicted order of events (None if it was not asked for).
     deviations: how the run left the plan, if it did.
-    plan: the one it ended with.
-    tide: of the first iteration, beside the plan's.
+    plan: the plan that the run ended with.
+    tide: tide of the first iteration, beside the plan's tide.
     notes: where weights came from, and the checkpoint from which the run went on.
-    shared: of all ranks, None on one.
+    shared: figures of all ranks together; None on one rank.
     taken_by_others: share of the machine's processor time that other programs had during the steps, 0 to 1; None where
         that cannot be measured.
     """
@@ -127,9 +129,9 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """model: as for `pstar trace`.
-    batch, sequence: of one micro-batch.
+    batch, sequence: sequences of one micro-batch, and tokens of each.
     data: "text:FOLDER" or None.
-    bandwidth: of the virtual link in bytes per second, (to the gpu, to the host); None = as fast as memory copies.
+    bandwidth: bytes per second of the virtual link, (to the gpu, to the host); None = as fast as memory copies.
     weights: folder that the model's values come from; None: initialised by the seed.
     """
 

@@ -139,7 +139,7 @@ class DoesNotFit(PstarError):
     """A policy cannot place this workload on this machine.
 
     place: "gpu" or "host".
-    needed_bytes, available_bytes: of that place, at the moment that lacks most.
+    needed_bytes, available_bytes: bytes needed and available in that place, at the moment that lacks most.
     what: one clause that names what needs the room ("all param16 resident plus 14.2 GB of non-model data at moment
         361").
     """

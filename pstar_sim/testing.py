@@ -60,7 +60,7 @@ def chain_workload(
     params_per_layer is spread over `tensors_per_layer` equal tensors of shape (n,), all read in each moment of their
     layer; every gradient arrives in the layer's BWD moment.
 
-    flops: of one FWD or RECOMPUTE moment (BWD twice that, the step none).
+    flops: flops of one FWD or RECOMPUTE moment (BWD twice that, the step none).
     forward_s: the same for measured seconds; the workload then counts as recorded (on "virtual").
     tide_bytes: non-model peak of every moment, or one figure per moment of one micro-batch and a last one for the step
         (2 layers + 1 figures, with checkpointing 3 layers + 1).
@@ -154,11 +154,11 @@ def round_machine(
     are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole number of seconds.
 
     gpu_memory_bytes: per GPU, all of it usable.
-    host_memory_bytes: of the node; so are dram_bytes_per_s and adam_params_per_s.
+    host_memory_bytes, dram_bytes_per_s, adam_params_per_s: figures of the node.
     d2h_bytes_per_s: by default the rate of h2d.
     flops_per_s: per dtype, or one figure for bf16, fp16 and fp32.
     ranks: number of GPUs; each has an equal share of the batch.
-    peer_bytes_per_s: of the link between the GPUs; None: there is no such link.
+    peer_bytes_per_s: rate of the link between the GPUs; None: there is no such link.
     """
     rates = flops_per_s if isinstance(flops_per_s, Mapping) else dict.fromkeys(("bf16", "fp16", "fp32"), flops_per_s)
     gpu = Gpu(
@@ -508,7 +508,7 @@ class PolicyReport:
     """The result of `check_policy`.
 
     examples: jobs tried.
-    fitted: those for which the policy made a plan, which was then proved and played; for the others it raised
+    fitted: jobs for which the policy made a plan, which was then proved and played; for the others it raised
         DoesNotFit. 0 shows that no plan was checked.
     """
 

@@ -51,7 +51,7 @@ __all__ = ["BlockSaves", "StashReport", "Stashes"]
 class StashReport:
     """One stash of the last iteration.
 
-    planned_bytes: what the plan has for it.
+    planned_bytes: bytes that the plan has for the stash.
     saved_bytes: bytes that the block's forward saved, inputs of the block included, parameters and buffers not.
     moved_bytes: bytes that went to the host.
     freed_bytes: the part of moved_bytes that the gpu then no longer held.
@@ -70,7 +70,7 @@ class _View:
     """A saved tensor as a view of its storage.
 
     alias: itself without its graph, while the gpu holds the storage.
-    version: of its contents when it was saved.
+    version: torch's version of the contents when the tensor was saved.
     """
 
     alias: torch.Tensor | None
@@ -227,7 +227,7 @@ class BlockSaves:
 class Stashes:
     """The stashes of one session's plan.
 
-    reports: of the last iteration, in the order they were made.
+    reports: reports of the last iteration, in the order in which they were made.
     """
 
     def __init__(self, session: Host) -> None:

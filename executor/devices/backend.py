@@ -135,7 +135,7 @@ class StreamBackend(Backend, Protocol):
     """An accelerator that is given work ahead of time. Each device queue is a stream, which does what was issued to it
     in order; the compute queue is whatever stream is current in the thread that asks. An event is a point of a stream.
 
-    A thread says once, in `enter_thread`, which queue it issues for; a thread that never did issues for compute.
+    A thread says once, in `enter_thread`, which queue it issues for; a thread that has not said so issues for compute.
 
     host_queues: queues whose steps happen in their thread, and have happened when they have ended.
     """
@@ -172,7 +172,7 @@ class VirtualLink:
     """Copies that last as long as a link would.
 
     rates: bytes per second by direction (None: as fast as memory copies).
-    latency_s: of each copy.
+    latency_s: latency of each copy.
     """
 
     def __init__(

@@ -53,8 +53,8 @@ class CudaBackend(CudaStreams):
     """One CUDA device.
 
     adam_threads: torch threads of the queue that updates on the host (None: `default_adam_threads()`).
-    limit_bytes: of the card that this process may use, context included, so that a big card plays a small one: torch
-        refuses what goes beyond it, also to operators.
+    limit_bytes: bytes of the card that this process may use, context included, so that a big card plays a small one:
+        torch refuses what goes beyond it, also to operators.
     room_bytes: kept free for what no plan counts, unless more was measured (headroom.py).
 
     Raises PlanError for a limit larger than the card or with no room beside what is on it already, for an allocator

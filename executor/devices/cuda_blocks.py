@@ -167,7 +167,7 @@ class Blocks:
     pool_bytes: what the pool of equal blocks has reserved.
     exchanges: how often cached memory went back to the driver because something else needed the room.
     slack_bytes: see [Note: exchanges].
-    kept_bytes: what torch kept of the pool when it was last to give it back.
+    kept_bytes: bytes of the pool that torch kept the last time it was asked to give them back.
     """
 
     def __init__(self, device: torch.device) -> None:

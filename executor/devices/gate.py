@@ -55,10 +55,10 @@ class Gate:
     """Payloads' memory by storage.
 
     grow, shrink: give a payload's storage its memory, take it away.
-    held_bytes: of payloads in use.
-    pending_bytes: given back, not yet free.
+    held_bytes: bytes of payloads in use.
+    pending_bytes: bytes that were given back and are not yet free.
     host_waits: how often a take waited on the host.
-    stream_waits: how often it made its stream wait instead.
+    stream_waits: how often a take made its stream wait instead.
     """
 
     def __init__(

@@ -231,8 +231,8 @@ class _Deadline:
 
 
 def _keep_for_ever(group: Any) -> None:
-    """A collective was abandoned. Destroying its group would wait for it, at the end of the process at the latest, and
-    so for a rank that is gone: leave it to the operating system."""
+    """Keep the group of an abandoned collective, and leave it to the operating system. Destroying the group, at the
+    latest when the process ends, would wait for the collective, and so for a rank that is gone."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 

@@ -35,7 +35,7 @@ class Lifeline:
     """The sockets of one rank. The caller sends `address` to the others, then calls `connect`.
 
     on_loss(error): called once, from the lifeline's thread, when a rank is lost.
-    lost: that error.
+    lost: the error that on_loss was called with.
     """
 
     def __init__(self, rank: int, ranks: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -65,8 +65,8 @@ class Lifeline:
         return {"host": host, "address": reachable, "port": port, "pid": os.getpid(), "token": self._token}
 
     def connect(self, addresses: Sequence[Address]) -> None:
-        """addresses: of all ranks, in their order. Where another host cannot be reached, a warning says so and that
-        rank is not watched."""
+        """addresses: addresses of all ranks, in their order. Where another host cannot be reached, a warning says so
+        and that rank is not watched."""
         here = socket.gethostname()
         for r, row in enumerate(addresses):
             self._names[r] = f"rank {r} (process {row['pid']} on {row['host']})"

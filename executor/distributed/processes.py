@@ -21,8 +21,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, kw_only=True)
 class Processes:
     """count: number of processes.
-    rank: of this one.
-    device: device on which this one trains.
+    rank: number of this process.
+    device: device on which this process trains.
     """
 
     count: int

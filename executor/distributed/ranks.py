@@ -72,8 +72,8 @@ class Giver(Protocol):
 
 
 class Ranks:
-    """rank: of this process, from 0.
-    count: of processes.
+    """rank: number of this process, from 0.
+    count: number of processes.
     wire: see `collectives.py`.
     on_loss(error): called from another thread when a rank is gone while this one may wait for the device.
     giver(): who gives this rank's slices.
@@ -142,8 +142,8 @@ class Ranks:
             raise RankLost("this rank's run is over")
         if waited_s > self._timeout_s:
             raise RankLost(
-                f"an exchange with the other ranks has not come for {waited_s:.0f} s (timeout_s={self._timeout_s:g}); "
-                f"this is rank {self.rank}, and every other one lives: one of them stands still, or waits in an "
+                f"the other ranks have not come to an exchange for {waited_s:.0f} s (timeout_s={self._timeout_s:g}); "
+                f"this is rank {self.rank}, and all others live: one of them stands still, or waits in an "
                 "exchange of the loop's own (barrier, all_reduce) that this rank comes to later"
             )
         who = self.life.departure() if waited_s > LEFT_S else None

@@ -60,7 +60,7 @@ class StepResult:
 
     loss: mean over the micro-batches.
     time_s: wall time of the call; what the plan lets run into the next forward is not in it.
-    tokens: of all micro-batches (rows, where a batch has no tokens).
+    tokens: tokens of all micro-batches (rows, where a batch has no tokens).
     blocks: calls of single blocks in a micro-batch; 0 where the model ran as a whole, for the reason in `whole`.
     """
 

@@ -298,10 +298,10 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
             self._say("the plan does not hold for it")
             self.end()
             raise s.ranks.ends(
-                f"rank {s.ranks.rank}: {self.report}: {error}. Several ranks cannot plan again on the way: record the "
-                "trace (executor.record, pstar run --record) and plan from it, or plan for less --gpu-memory"
+                f"rank {s.ranks.rank}: {self.report}: {error}. Several ranks cannot plan again during a run: record "
+                "the trace (executor.record, pstar run --record) and plan from it, or plan for less --gpu-memory"
             ) from None
-        self._say("the plan holds for it too and stays: several ranks cannot plan again on the way")
+        self._say("the plan has room for this tide and stays, because several ranks cannot plan again during a run")
         self.end()
 
     def _replan(self) -> None:

@@ -138,7 +138,7 @@ class PeakMeter:
     """Payload bytes and the measured tide, side by side through the iteration.
 
     peak: most of both together.
-    payload_peak: of payloads.
+    payload_peak: most of the payloads alone.
     """
 
     def __init__(self, peaks: Sequence[int], payload: int) -> None:
@@ -149,7 +149,7 @@ class PeakMeter:
         self.peak = payload + self._tide
 
     def follow(self, changes: Sequence[ByteChange], marks: Sequence[tuple[int, str, int]], log_at: int) -> None:
-        """changes: of the arena's log, from its index `log_at` on. marks: the arena's, of the same time."""
+        """changes: changes of the arena's log, from its index `log_at` on. marks: the log's marks of the same time."""
         at = 0
         for i, change in enumerate(changes):
             while at < len(marks) and marks[at][0] - log_at <= i:

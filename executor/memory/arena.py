@@ -227,7 +227,7 @@ def check_host_memory(
 
     available_bytes: what the process can still take.
     gpu_is_host: the virtual accelerator's memory comes from the same.
-    model_bytes: of the loaded parameters, given back while they move into their chunks.
+    model_bytes: bytes of the loaded parameters, given back while they move into their chunks.
     processes: ranks on this host, which all take as much.
     """
     permanent = sum(

@@ -18,7 +18,7 @@ GPU, HOST = Place.GPU, Place.HOST
 
 
 class Shares:
-    """contents: of the plan's chunks.
+    """contents: contents of the plan's chunks.
 
     Attributes:
         kept: tensor -> its gradient, in host memory of its own: no list of its chunk there could take it.

@@ -14,7 +14,7 @@ GPU = Place.GPU
 
 
 class Slots:
-    """arena: of the chunks.
+    """arena: the arena of the chunks.
 
     Attributes:
         parts: tensor -> the part of the tensor in this rank's slice of its chunk.

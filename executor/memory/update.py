@@ -32,7 +32,7 @@ class Update:
     iteration begins).
 
     max_grad_norm: None without clipping.
-    norms: of each gradient, taken where it arrived (one micro-batch only).
+    norms: norm of each gradient, taken where the gradient arrived (one micro-batch only).
     unscale: factor of the gradients that undoes loss scaling.
     skip: a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop the
         gradients.

@@ -46,8 +46,8 @@ class ModuleEvent:
     """kind: "begin", "end", "grad", "backward-end" or "step".
     module: name in `named_modules()`, "" for the root and the last two kinds.
     name: as in `Moment.name`.
-    phase, micro_batch: those of the moment the event opens; -1 for the gradient of an output that an evaluation
-        computed.
+    phase, micro_batch: phase and micro-batch of the moment that the event opens; -1 for the gradient of an output that
+        an evaluation computed.
     """
 
     kind: str
@@ -93,8 +93,8 @@ class MomentClock:
 
     trains(): whether the forward that runs is not an evaluation.
     wrap: applied to each hook (`moments.compiled.untraced`).
-    micro_batch: of the current moment, from 0; `step()` starts the count anew. All forwards up to a backward are of one
-        micro-batch (a loss may compare two).
+    micro_batch: micro-batch of the current moment, from 0; `step()` starts the count anew. All forwards up to a
+        backward are of one micro-batch (a loss may compare two).
     """
 
     def __init__(

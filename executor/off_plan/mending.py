@@ -103,8 +103,8 @@ class Mending:
                 names = ", ".join(repr(host.reader.name_of(t)) for t in host.timetable.tensors_of[chunk][:2])
                 raise host.ending.interrupt(
                     f"optimizer.step() of iteration {host.iteration} was interrupted in the middle of the update of "
-                    f"chunk {chunk} ({names}, ...): its values are neither those before nor those after; go on from "
-                    "the last checkpoint"
+                    f"chunk {chunk} ({names}, ...): some of its values are updated and some are not; go on from the "
+                    "last checkpoint"
                 )
 
     def half_update_error(self) -> Interrupted:

@@ -63,11 +63,11 @@ def record(
     budget. device: as for `prepare`; the batches are copied there.
 
     batch, sequence: by default the first two extents of the batch's first tensor.
-    optimizer: as it will be given to `prepare` (its groups and whether it clips are part of what is recorded).
+    optimizer: the optimizer that `prepare` will get (its groups and whether it clips are part of what is recorded).
     loss: forward pass and loss; it is divided by the number of micro-batches, as the loops here do.
-    timed: iterations whose median gives each moment's seconds, 0 for none.
+    timed: number of iterations whose median gives each moment's seconds; 0 for none.
     weights, gpu_memory: as for `prepare`.
-    group: of this process alone, where it is one of several.
+    group: a process group of this process alone, where it is one of several.
     clock: gives seconds.
 
     Raises DoesNotFit if what one operator reads does not fit the gpu, ModelError as capture does.

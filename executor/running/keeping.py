@@ -73,7 +73,7 @@ class Keeping:
         if stored.iteration >= steps:
             raise CheckpointError(
                 f"--resume {self.resume}: {stored.iteration} steps are done and --steps {steps} asks for no more; "
-                "raise --steps, which counts from the very first"
+                "raise --steps, which counts from the first step of all runs"
             )
         return stored
 

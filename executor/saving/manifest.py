@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); give another checkpoint") from error
     if not known or type(schema) is not int:
-        raise CheckpointError(f"{path} is not a checkpoint's; give a folder that optimizer.save wrote")
+        raise CheckpointError(f"{path} is not the manifest of a checkpoint; give a folder that optimizer.save wrote")
     if schema > SCHEMA:
         raise CheckpointError(
             f"checkpoint {folder} is of schema {schema}, written by pstar-sim "

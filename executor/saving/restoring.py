@@ -204,7 +204,7 @@ def _check_groups(opened: _SoundCheckpoint, session: Session, optimizer: Trained
     if groups != here:
         raise CheckpointError(
             f"checkpoint {opened.folder} has optimizer groups of {[len(g) for g in groups]} parameters, this optimizer "
-            f"{[len(g) for g in here]}, or others in them; give AdamW the groups it was saved with"
+            f"has {[len(g) for g in here]}, or other parameters in them; give AdamW the groups it was saved with"
         )
 
 

@@ -111,7 +111,7 @@ def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
             except RuntimeError as error:
                 raise WeightsError(
                     f"parameter number {slot.tensor} (shape {list(parameter.shape)}) is on meta and something holds a "
-                    f"weak reference to it, so that it cannot get memory ({error}); call prepare before whatever does"
+                    f"weak reference to it, so that it cannot get memory ({error}); call prepare before that"
                 ) from error
 
 

@@ -97,8 +97,8 @@ class Batches:
 
     Attributes:
         samples: over how many (sequences, tokens) the loss of the last batch is a mean; 1 on one rank.
-        moments: of the last batch, under fake tensors; None where the batch has the plan's shape, or is not compared
-            (an evaluation, an empty batch, a plan without steps).
+        moments: moments of the last batch, under fake tensors; None where the batch has the plan's shape, or is not
+            compared (an evaluation, an empty batch, a plan without steps).
         last: (args, kwargs) of the last training forward, tensors on meta; None before the first.
     """
 

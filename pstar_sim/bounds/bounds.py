@@ -89,9 +89,7 @@ def bound_reason(workload: Workload, machine: Machine) -> str | None:
     """Why there is no bound for this job; None where there is one."""
     count = len(machine.ranks)
     if workload.layer_major:
-        return (
-            "the order is layer-major; gradients that are added up on the GPU without its states are not in the bound"
-        )
+        return "the order is layer-major; the bound leaves out gradients that add up on a GPU without optimizer states"
     if count == 1:
         return None
     return f"{machine.name} has {count} GPUs; what collectives and shared parts cost at least is not in the bound"

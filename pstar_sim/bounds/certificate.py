@@ -99,8 +99,8 @@ def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
 
 def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> str:
     """Compare the figures that the plan carries with a recomputation from workload, machine, settings and layout alone.
-    Returns a sentence if they agree or the plan carries none. lp: solve the fluid program again, too. found: the
-    recomputation.
+    Returns a sentence if the figures agree, or if the plan carries no such figures. lp: solve the fluid program again,
+    too. found: the recomputation.
 
     Raises PlanError naming the stored and the recomputed figure where they do not agree.
     """

@@ -343,8 +343,8 @@ class _JointProgram:
                 self.terms.append((family.name, value - family.slope * inside))
 
     def _compute_queue(self) -> None:
-        """The compute queue does an iteration's updates before the first moment of the next one: what is read from a
-        moment on (before any gradient is final) and all states are there at that moment, or come up later."""
+        """The compute queue does an iteration's updates before the first moment of the next one: all states, and
+        everything read from a moment on (before any gradient is final), are there at that moment or come up later."""
         job, facts = self.job, self.job.facts
         until = int(facts.final.min()) + 1
         needed_s = (facts.read_from() - facts.room)[:until] / job.up + facts.stash_up_from_s[:until]

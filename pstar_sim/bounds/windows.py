@@ -18,7 +18,7 @@ class Windows:
     """Arrays with an entry per window j, in which the updates of the chunks J_j lie.
 
     span_s: seconds of the iteration outside of the window.
-    params, bytes: of J_j together.
+    params, bytes: parameters and bytes of all chunks of J_j.
     down_s, up_s, adam_s: the shortest copy down, copy up and CPU Adam of any chunk of J_j.
     behind_barrier: copies down need not lie in the window.
     """

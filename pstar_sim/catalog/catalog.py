@@ -269,7 +269,7 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
     if nodes > 1 and machine.network is None:
         raise CatalogError(
             f"machine {machine.name!r}: nodes = {nodes} but it has no network; a machine file gives one with "
-            'network = NAME, a link that connects = "node-node"'
+            'network = NAME, where NAME is a link with connects = "node-node"'
         )
     node = machine.ranks[: machine.local_ranks]
     ranks = tuple(replace(r, batch_share=r.batch_share * machine.nodes / nodes) for r in node) * nodes

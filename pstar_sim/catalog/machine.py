@@ -42,9 +42,9 @@ def _check(
 class Gpu:
     """One accelerator.
 
-    name: of the card.
-    memory_bytes: what the card has.
-    usable_bytes: what a process can take of it.
+    name: name of the card.
+    memory_bytes: memory of the card.
+    usable_bytes: memory of the card that a process can take.
     context_bytes: taken by the driver context, workspaces and fragmentation before the first tensor; a plan's budget is
         usable - context.
     hbm_bytes_per_s: effective bandwidth of its memory.
@@ -96,10 +96,10 @@ class Gpu:
 class Link:
     """Host to GPU. A transfer lasts latency_s + bytes / rate.
 
-    name: of the link.
+    name: name of the link.
     h2d_bytes_per_s: effective rate to the GPU.
     d2h_bytes_per_s: effective rate from the GPU.
-    latency_s: of one transfer.
+    latency_s: latency of one transfer.
     duplex: whether both directions run at full rate at once.
     measured: whether its figures are calibrated.
     source: where they come from.
@@ -130,9 +130,9 @@ class Link:
 class Fabric:
     """What joins the GPUs of a node, or the nodes.
 
-    name: of the link.
+    name: name of the link.
     bytes_per_s: what one member (GPU, node) sends, and at the same time receives.
-    latency_s: of one hop.
+    latency_s: latency of one hop.
     measured: whether its figures are calibrated.
     source: where they come from.
     """
@@ -151,11 +151,11 @@ class Fabric:
 class Nvme:
     """Solid-state disks of one node, all together.
 
-    name: of the set of disks.
-    memory_bytes: what a training job may fill.
-    read_bytes_per_s: of large sequential reads.
-    write_bytes_per_s: of large sequential writes.
-    latency_s: of one access.
+    name: name of the set of disks.
+    memory_bytes: bytes that a training job may fill.
+    read_bytes_per_s: rate of large sequential reads.
+    write_bytes_per_s: rate of large sequential writes.
+    latency_s: latency of one access.
     measured: whether its figures are calibrated.
     source: where they come from.
     """
@@ -177,7 +177,7 @@ class Nvme:
 class Host:
     """Host memory of one node and its CPUs.
 
-    name: of the host.
+    name: name of the host.
     memory_bytes: its DRAM.
     reserved_bytes: left for the operating system and the training process itself; a plan's budget is memory - reserved.
     dram_bytes_per_s: shared by DMA (each transfer's bytes once) and CPU Adam (`OptimizerSpec.dram_bytes_per_param`).
@@ -240,17 +240,17 @@ class Machine:
     """Nodes and their ranks, one rank for a single GPU. Its weakest part gives its `confidence`, "calibrated" or
     "datasheet".
 
-    name: of the machine.
-    ranks: of all nodes, node by node, the same number in each.
-    host: of ONE node; its ranks share memory and cores in equal parts, and bandwidths as they need them.
-    notes: what the catalog says of it.
-    price_usd_per_hour: of all of it.
+    name: name of the machine.
+    ranks: ranks of all nodes, node by node, the same number in each.
+    host: host of ONE node; its ranks share memory and cores in equal parts, and bandwidths as they need them.
+    notes: notes of the catalog on the machine.
+    price_usd_per_hour: price of the whole machine.
     extra: further figures by name.
     nodes: number of nodes.
     peer: joins the GPUs of a node; None: they reach each other over their links.
     network: joins the nodes.
     root_bytes_per_s: what a PCIe switch passes to or from the host, each way, shared by the ranks on it.
-    nvme: of ONE node; its ranks share it as they share the host.
+    nvme: disks of ONE node; its ranks share it as they share the host.
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
         "compute", "adam", "h2d" and "d2h", where measured.
     """

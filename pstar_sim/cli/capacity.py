@@ -301,7 +301,8 @@ def sensitivity(
 def sweep(
     *,
     grid: Annotated[
-        str, typer.Argument(metavar="GRID", help="a .toml file of axes: a list varies, one value does not")
+        str,
+        typer.Argument(metavar="GRID", help="a .toml file of axes: a list of values varies, a single value does not"),
     ],
     path: Annotated[str, output("the results to write (.parquet)")],
     jobs: Annotated[

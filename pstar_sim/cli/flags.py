@@ -91,7 +91,9 @@ class OptionalWorkloadFlags:
     trace: Annotated[str | None, typer.Option(metavar="FILE", help="a trace file (see `pstar trace`)")] = None
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", autocompletion=model_names, help="instead: a model preset (see `pstar models`)"),
+        typer.Option(
+            metavar="NAME", autocompletion=model_names, help="instead of --trace: a model preset (see `pstar models`)"
+        ),
     ] = None
     batch: Batch = None
     seq: Annotated[

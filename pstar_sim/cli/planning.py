@@ -46,8 +46,8 @@ GlobalBatch = Annotated[
     typer.Option(
         parser=positive,
         metavar="B",
-        help="sequences per iteration on all GPUs: choose micro-batches, and what activations are kept, recomputed or "
-        "offloaded, among the variants of --trace or of the preset",
+        help="sequences per iteration on all GPUs; micro-batches, and the activations that are kept, recomputed or "
+        "offloaded, are chosen among the variants of --trace or of the preset",
     ),
 ]
 

@@ -50,21 +50,23 @@ class RunFlags:
     ] = None
     save_every: Annotated[
         int | None,
-        typer.Option(parser=positive, metavar="N", help="write it after every N iterations, too (with --save)"),
+        typer.Option(
+            parser=positive, metavar="N", help="also write a checkpoint after every N iterations (with --save)"
+        ),
     ] = None
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="continue from that checkpoint under this plan; it may be of another plan and of any number of ranks",
+            help="continue from that checkpoint, which may be of another plan and of any number of ranks",
         ),
     ] = None
     device: Annotated[
         str,
         typer.Option(
             metavar="DEVICE",
-            help="what runs it: virtual, cuda or cuda:N; with torchrun virtual, or cuda, of which each rank takes the "
-            "card of its number",
+            help="device that runs the plan: virtual, cuda or cuda:N; with torchrun virtual or cuda, where each rank "
+            "takes the card of its own number",
         ),
     ] = "virtual"
     gpu_memory: Annotated[
@@ -95,7 +97,7 @@ class RunFlags:
         ),
     ] = None
     perfetto: Annotated[
-        str | None, typer.Option(metavar="FILE", help="the same for ui.perfetto.dev, two groups of lanes")
+        str | None, typer.Option(metavar="FILE", help="keep both timelines for ui.perfetto.dev, as two groups of lanes")
     ] = None
     plot: Annotated[
         str | None,

@@ -57,8 +57,8 @@ class _TraceFlags:
         bool,
         typer.Option(
             "--variants",
-            help="with and without recomputing activations, at the batch, half and a quarter of it, in one file: what "
-            "`pstar plan --global-batch` chooses among",
+            help="write several variants into one file, from which `pstar plan --global-batch` chooses: the batch, "
+            "half and a quarter of it, each with and without recomputing activations",
         ),
     ] = False
     attention: Annotated[
@@ -75,12 +75,12 @@ class _TraceFlags:
         str | None,
         typer.Option(
             metavar="NAME|FILE.toml",
-            help="with --device: the machine whose seconds these are (pstar calibrate)",
+            help="with --device: the machine that this is, whose seconds are recorded (see pstar calibrate)",
         ),
     ] = None
     gpu_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="with --device: what the recording may use, such as 24GB"),
+        typer.Option(metavar="SIZE", help="with --device: GPU memory that the recording may use, such as 24GB"),
     ] = None
 
 
@@ -98,10 +98,10 @@ def trace(
     shape = {"batch": asked.batch, "sequence": asked.seq, "dtype": asked.dtype, "attention": asked.attention}
     variants: tuple[Workload, ...]
     if asked.device is None and (asked.machine is not None or asked.gpu_memory is not None):
-        raise PstarError("--machine and --gpu-memory of `pstar trace` are those of a recording; give --device too")
+        raise PstarError("--machine and --gpu-memory of `pstar trace` are for a recording; give --device too")
     if asked.device is not None:
         if asked.variants:
-            raise PstarError("--variants traces without running; a recording (--device) is of one variant")
+            raise PstarError("--variants traces without running the model; a recording (--device) has one variant")
         with bar(f"recording {asked.model}", quiet=json):
             variants = (record_on_device(asked),)
     elif asked.variants:

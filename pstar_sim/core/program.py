@@ -19,11 +19,12 @@ __all__ = ["NO_STEPS", "Program"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """position: of each step id.
+    """position: step id -> position of the step.
     queues: in the order in which the plan first names them.
     queue_of: queue of each step.
     order: steps of each queue, in the order in which the queue runs them.
-    waits: of each step, (step, back) that have to end first, in this iteration (back 0) or the one before (back 1).
+    waits: for each step, the (step, back) pairs that have to end first, in this iteration (back 0) or the one before
+        (back 1).
     copies: whether the step crosses the link between host and gpu.
     lanes: cause under which a wait for the step is counted: the name of its queue, or "barrier".
     compute: the compute queue.

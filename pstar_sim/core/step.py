@@ -199,8 +199,8 @@ class Step:
     """One action.
 
     bytes: see the module's docstring.
-    chunk, list, place: of the payload that the step handles; only an alloc or a free has a place.
-    moment: of compute, which moment it is; of fetch, the first use; of writeback and Adam, the last gradient; of
+    chunk, list, place: chunk, list and place of the payload that the step handles; only an alloc or a free has a place.
+    moment: for compute, which moment it is; for fetch, the first use; for writeback and Adam, the last gradient; for
         stash_out and stash_in, the moment that makes or needs the stash.
     after: steps that have to end first.
     via: how a copy goes: None for pinned memory and asynchronous, "pageable" for host memory that is not pinned.

@@ -41,7 +41,7 @@ class Span:
     step: id of the step.
     iteration: number of the iteration, among those that were played.
     queue: the queue it ran on.
-    kind: what it does.
+    kind: kind of the step.
     chunk: the chunk that it handles; None without one.
     moment: the moment that it computes or belongs to; None without one.
     bytes: bytes that it moves.
@@ -149,9 +149,9 @@ class Timeline:
     moved_bytes: direction ("h2d", "d2h") -> bytes in the steady iteration.
     stall_s: cause -> seconds for which the compute queue waited in the steady iteration.
     busy_s: queue -> seconds for which it worked in the steady iteration.
-    label: of pictures, optional: the policy.
-    phases: of pictures, optional: the phase of each moment.
-    budget_bytes: of pictures, optional: place -> what the plan may take of it.
+    label: for pictures, optional: the policy.
+    phases: for pictures, optional: the phase of each moment.
+    budget_bytes: for pictures, optional: place -> what the plan may take of it.
     """
 
     source: str

@@ -90,8 +90,8 @@ class Ablation(Collection):
 
     workload: one rank's share.
     batch: sequences per micro-batch, of all GPUs together.
-    settings: with the chunk size of every line.
-    lines: the ladder, first to last; of those that fit the gains add up to the last one's total_s.
+    settings: the settings asked for, with the chunk size that every line has.
+    lines: the ladder, first to last. The gains of the lines that fit add up to total_s of the last of them.
     without: the policy asked about (`policy`) with one idea taken out, a line each, its gains against that policy (so
         negative where the idea pays).
     notes: as `Comparison`.

@@ -37,8 +37,8 @@ def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
     for policy in policies:
         if _balance_of(find_policy(policy) if isinstance(policy, str) else policy) is not None:
             raise PstarError(
-                f"{policy_name(policy)} chooses each GPU's share of the batch on {machine.name}, and this question is "
-                "asked for the machine's own shares; ask compare or plan for a given batch, or name another policy"
+                f"{policy_name(policy)} chooses each GPU's share of the batch on {machine.name}, and this question "
+                "takes the shares of the machine; ask compare or plan for a given batch, or name another policy"
             )
 
 
@@ -59,7 +59,7 @@ def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
 class Balanced:
     """A job with the shares that a policy chose, beside the same job with equal shares.
 
-    share, machine: with the shares that the policy chose.
+    share, machine: the job and the machine with the shares that the policy chose.
     even: the same job with equal shares, as nearly as whole sequences allow.
     even_machine: the machine with equal shares.
     """

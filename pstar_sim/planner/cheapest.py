@@ -75,7 +75,7 @@ class Offer:
     nodes: number of nodes.
     tried: all numbers of nodes that were tried.
     in_time: whether the offer makes the deadline; True without a deadline.
-    usd_per_hour: of all nodes; None without a price.
+    usd_per_hour: price of all nodes; None without a price.
     batch: sequences per micro-batch, of all GPUs together.
     price_of: the offer behind the price, and its date.
     error, trust: error of tokens_per_s, and what it rests on: see `Fit`.

@@ -56,7 +56,7 @@ class Row:
     expected_error: median relative error that validation found for this class of machine; None if nothing is known.
     trust: what expected_error rests on, or that there is nothing.
     short_of: place that lacks memory, "gpu", "host" or "nvme"; None if the policy fits.
-    needed_bytes, available_bytes: of that place.
+    needed_bytes, available_bytes: bytes needed and available in that place.
     needed_for: what the bytes are needed for.
     nearest: what would make the policy fit.
     """

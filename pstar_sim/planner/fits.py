@@ -47,7 +47,7 @@ class Fit:
     host_startup_bytes, host_buffer_bytes: weights while they are loaded, buffers of the policy's own; the larger of the
         two is the rest of host_needed_bytes.
     short_of: place that is short ("gpu", "host" or "nvme"), where the policy does not fit.
-    short_bytes: by how much.
+    short_bytes: bytes that the place lacks.
     reason: why the policy does not fit, and which changes would make it fit. A policy that has no plan for such a
         machine at all has a reason and no figures.
     iteration_s, tokens_per_s: simulated, where the policy fits.
@@ -108,7 +108,7 @@ class Fits(Collection):
     """One `Fit` per policy, in the order asked for.
 
     workload: what one rank does.
-    machine, settings: as asked.
+    machine, settings: machine and settings asked about.
     batch: sequences per micro-batch, of all GPUs together.
     rows: the answers.
     near: whether changes were looked for.

@@ -86,7 +86,7 @@ class Group:
     """Points that differ in their policy only, so that workload, machine and bound are worked out once for all.
 
     values: every axis but the policy.
-    policies: with the index of each point in the grid.
+    policies: each policy, with the index of its point in the grid.
     """
 
     values: tuple[tuple[str, Value], ...]

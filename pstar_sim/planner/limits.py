@@ -53,7 +53,7 @@ class Limit:
     """One policy's limit.
 
     value: layers, or sequences per micro-batch of all ranks; 0 where not even 1 fits.
-    params: of the largest model.
+    params: parameters of the largest model.
     catalog_model: the largest of the catalog that fits, None if none does.
     short_of, short_bytes, reason: what one layer or sequence more lacks, in one place of one rank, or why the policy
         has no plan for such a machine.

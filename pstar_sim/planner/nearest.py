@@ -55,7 +55,7 @@ Ask = Callable[[Workload, Machine, Settings], DoesNotFit | None]
 class Elsewhere:
     """Other machines and workloads to try for a job. Each is made once, however many policies ask.
 
-    shape: of a preset that is not in the catalog.
+    shape: shape of a preset that is not in the catalog.
     """
 
     def __init__(self, workload: Workload, machine: Machine, shape: ModelEntry | None = None) -> None:

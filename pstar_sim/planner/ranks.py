@@ -229,7 +229,7 @@ def unmodelled_notes(
 ) -> tuple[str, ...]:
     """What an answer for several GPUs leaves out, and where that is the likely winner.
 
-    timelines: of the policies that fit, by name. short_of_gpu: some policy does not fit the GPU.
+    timelines: timelines of the policies that fit, by name. short_of_gpu: whether some policy does not fit the GPU.
     """
     if len(machine.ranks) == 1:
         return ()

@@ -76,12 +76,12 @@ class PartEffect:
     """The effect of enlarging one part.
 
     part: None for the machine as it is.
-    iteration_s: of the fastest policy that fits, None if none does.
-    change: of the time a token takes, relative (-0.05: 5 % faster).
+    iteration_s: seconds per iteration of the fastest policy that fits; None if none fits.
+    change: relative change of the time per token (-0.05: 5 % faster).
     how: [Note: better is not worse].
     planned_s: seconds of the fastest plan made for the larger machine, where iteration_s is another time.
-    layers, params: of the largest model of the family, found by largest_policy (the policy that trains the largest
-        model now). more_layers: the gain in layers over the machine as it is.
+    layers, params: layers and parameters of the largest model of the family, found by largest_policy (the policy that
+        trains the largest model now). more_layers: the gain in layers over the machine as it is.
     """
 
     part: str | None
@@ -104,8 +104,8 @@ class Sensitivity(Collection):
     batch: sequences per micro-batch, of all GPUs together.
     now: the machine as it is.
     rows: one per part.
-    policies: those that were tried.
-    short: what each of them lacks on the machine as it is, where none fits.
+    policies: policies that were tried.
+    short: what each policy lacks on the machine as it is, where none fits.
     """
 
     workload: Workload
@@ -152,7 +152,7 @@ def sensitivity(
     workload, machine: as in `compare` (where ranks take different shares, one more GPU is left out: nobody says what
         it takes).
     by: how much more, 0.1 for a tenth.
-    parts: of `PARTS`, by default all that the machine has.
+    parts: names in `PARTS`, by default all parts that the machine has.
     largest: also search the largest model (presets only; of a trace only times are compared).
     on_part: called with a part, its number and how many there are before it is looked at.
 
@@ -333,7 +333,7 @@ def _known_parts(parts: Iterable[str]) -> list[str]:
 
 def _no_part(machine: Machine, part: str) -> PstarError:
     if part == "one more GPU":
-        return PstarError(f"the ranks of {machine.name} differ: it is not said which GPU one more would be")
+        return PstarError(f"the ranks of {machine.name} differ, so nothing says which GPU one more would be")
     return PstarError(f"{machine.name} has no {part} to enlarge")
 
 

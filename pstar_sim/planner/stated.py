@@ -202,7 +202,7 @@ class _Notes:
             return
         keys = ["bound", "binding", "relative_to", "reason"]
         if "fluid LP" in (said.get("bound"), found.text["bound"]) and found.seconds is not None:
-            self.why["certificate"] = "which resource binds a linear program is its solver's to say"
+            self.why["certificate"] = "the solver of a linear program decides which resource binds it"
             keys = ["relative_to"]
         for key in keys:
             one_bound = isinstance(said.get(key), str) and {said.get(key), found.text.get(key)} <= COARSE

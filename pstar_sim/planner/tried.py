@@ -32,8 +32,8 @@ class Cap:
 
     def __str__(self) -> str:
         return (
-            f"{self.policy} plans at most {self.ways} ways, {self.alike} of one number of micro-batches, and where "
-            "another policy is faster"
+            f"{self.policy} plans at most {self.ways} ways, at most {self.alike} with equal micro-batches, "
+            "and besides those that another policy plans faster"
         )
 
 
@@ -41,8 +41,8 @@ class Cap:
 class Tried:
     """What came of one way to run a job.
 
-    seconds: of its plan; for a way that was not planned, a lower bound on the seconds of every plan; None where the way
-        does not fit.
+    seconds: seconds per iteration of its plan; for a way that was not planned, a lower bound on the seconds of every
+        plan; None where the way does not fit.
     place, short_bytes: the place that is short, and by how much, where the way does not fit.
     stashes: whether computing waits for any stash.
     chunk_bytes: chunk size of the bound.

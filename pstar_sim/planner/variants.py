@@ -67,8 +67,8 @@ QUICK = policy_at(Point())  # whose own checks of room say where it is worth try
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
     """workload: the variant to run, one rank's share.
-    words: what it is, among those looked at.
-    iteration_s: of its plan by `policy`, whose simulation is timeline.
+    words: the variant in words, among the variants looked at.
+    iteration_s: seconds per iteration of its plan by `policy`. timeline: simulation of that plan.
     tried: each way that was looked at, in words -> its outcome.
     left_out: what was not considered, and why.
     """
@@ -239,9 +239,9 @@ class _Race:
     promise_s: see [Note: what is planned], by id; at first only what computing and stashes take.
     best_s: seconds of the fastest so far.
     fast: plans and timelines that are as fast as best_s. best: the one of them that moves and pins least.
-    shortest: of those that do not fit, the one that lacks least and why.
-    reorders: the policy's plans have another order than the workloads, so that bounds of the workloads are not theirs.
-    unable: why the policy cannot plan candidates, a reason each.
+    shortest: of the candidates that do not fit, the one that lacks least, and why it does not fit.
+    reorders: whether the policy's plans have another order than the workloads, whose bounds then do not hold.
+    unable: reasons why the policy cannot plan candidates, one per candidate.
     tried: each candidate in words -> its outcome.
     planned: ids of the candidates that were planned.
     """
@@ -427,7 +427,7 @@ def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:
 
 
 def _splits_left_out(workloads: Sequence[Workload]) -> list[str]:
-    """A line where the batch could be cut into other numbers of micro-batches."""
+    """A line for the numbers of micro-batches that the batch would allow and no variant has."""
     share = workloads[0].batch * workloads[0].micro_batches
     splits = {w.micro_batches for w in workloads}
     missing = [n for n in range(1, share + 1) if share % n == 0 and n not in splits]

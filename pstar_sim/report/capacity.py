@@ -347,7 +347,7 @@ def _kept_text(row: PartEffect, now: PartEffect) -> str:
         if row.planned_s <= now.iteration_s:
             return ""
         worse = (row.planned_s / now.iteration_s - 1) * 100
-        made = f"what is planned for it takes {format_s(row.planned_s)}, {worse:.2g} % more"
+        made = f"a plan made for the better part takes {format_s(row.planned_s)}, {worse:.2g} % more"
     if row.how == REPLAYED:
         return f"{row.part}: the time is that of the plan as it is, run with the better part; {made}"
     return (

@@ -99,11 +99,11 @@ def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
         width = max(9.0, 2.8 + 4.2 * count)
         _, made = pyplot.subplots(1, count, sharey=True, figsize=(width, 4.6), layout="constrained", squeeze=False)
         return list(made[0])
-    axes = [ax] if hasattr(ax, "plot") else list(names("ax", ax, "an Axes, or a list of as many as timelines"))
+    axes = [ax] if hasattr(ax, "plot") else list(names("ax", ax, "an Axes, or a list with one Axes per timeline"))
     if not all(hasattr(one, "plot") for one in axes):
-        raise refused("ax", ax, "an Axes, or a list of as many as timelines")
+        raise refused("ax", ax, "an Axes, or a list with one Axes per timeline")
     if len(axes) != count:
-        raise PstarError(f"plot_tide got {count} timelines and {len(axes)} axes; give as many axes as timelines")
+        raise PstarError(f"plot_tide got {count} timelines and {len(axes)} axes; give one axes per timeline")
     return axes
 
 
@@ -113,7 +113,7 @@ def _timelines(given: object) -> list[Timeline]:
     if isinstance(rows, Comparison):
         rows = [rows[row.policy] for row in rows.rows if row.fits]
     if not isinstance(rows, Sequence) or not rows or not all(isinstance(row, Timeline | Planned) for row in rows):
-        want = "a Timeline, a plan of a comparison, a list of them, or a Comparison in which a policy fits"
+        want = "a Timeline, a plan of a comparison, a list of these, or a Comparison in which a policy fits"
         raise refused("timelines", given, want)
     return [row.timeline if isinstance(row, Planned) else row for row in rows]
 

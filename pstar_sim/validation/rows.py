@@ -33,7 +33,7 @@ _VALUE = re.compile(r"^(\d+(?:\.\d+)?(?:e\d+)?)(?:-(\d+(?:\.\d+)?))?([BT]?)$")
 class PublishedRow:
     """One published figure, as written.
 
-    line: of the file, 1 = the first after the header.
+    line: line of the file, 1 = the first after the header.
 
     value: in the unit that the metric's name ends with; the middle where a range is published.
     """

@@ -87,7 +87,7 @@ def _check_variants(
 ) -> list[str]:
     """The blocks of both workloads. Raises TraceError unless both are of one job and stacks of the same blocks."""
     if recomputed.micro_batches != 1 or kept.micro_batches != 1:
-        raise TraceError("blocks are mixed in variants of one micro-batch; repeat the result")
+        raise TraceError("blocks are mixed in variants of one micro-batch; mix first, then repeat the micro-batch")
     if (recomputed.fingerprint, recomputed.batch, recomputed.sequence) != (kept.fingerprint, kept.batch, kept.sequence):
         raise TraceError("only variants of one model, batch and sequence can be mixed")
     blocks = block_names(recomputed)
@@ -129,7 +129,10 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
     blocks, and for a block that recomputes, leaves nothing behind, or is needed again before it could be gone.
     """
     if w.micro_batches != 1 or w.stashes:
-        raise TraceError("blocks are offloaded in a workload of one micro-batch that offloads none; repeat the result")
+        raise TraceError(
+            "blocks are offloaded in a workload of one micro-batch without offloaded blocks; offload all at once, then "
+            "repeat the micro-batch"
+        )
     runs = block_runs(w)
     stack = _stack(w, runs, offload)
     blocks = [block for block, _, _ in stack]

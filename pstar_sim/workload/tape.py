@@ -127,7 +127,7 @@ class Tape:
         """Backward of a linear layer: gradients of input and parameters together, then the parameters' are taken.
 
         grad_out, saved: bytes it reads.
-        flops: of both, half each.
+        flops: flops of both gradients, half each.
         dead: bytes that nothing else needs, freed at the end of the operator.
         """
         kept = flops - flops // 2 + self.weight_flops(names, flops // 2)

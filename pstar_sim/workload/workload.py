@@ -56,7 +56,7 @@ class UseKind(StrEnum):
 class OptimizerSpec:
     """What the optimizer keeps for each trainable parameter.
 
-    name: of the optimizer.
+    name: name of the optimizer.
     state_bytes: list name -> bytes per parameter, in the order they are stored. AdamW with fp32 states is the default:
         with the 2-byte working list that makes 14 bytes per parameter.
     dram_bytes_per_param: host memory traffic of one CPU update (reads and writes of the states, gradient in, parameter
@@ -76,10 +76,10 @@ class OptimizerSpec:
 class Tensor:
     """One parameter.
 
-    name: of the parameter in its model.
+    name: name of the parameter in its model.
     shape: extents of its axes.
     dtype: its working dtype.
-    bytes: in its working dtype.
+    bytes: bytes in its working dtype.
     frozen: whether it gets no gradient and no update.
     tied_to: index of the tensor whose storage it shares (such a tensor has no bytes of its own, and uses name the other
         tensor).
@@ -151,7 +151,7 @@ class Stash:
 
     block: the module.
     micro_batch: index of the micro-batch.
-    bytes: of all its tensors.
+    bytes: bytes of all its tensors.
     made: last moment of its forward.
     gone: last moment whose peak counts the bytes; from then on they are on the host.
     back: first moment whose peak counts them again.
@@ -173,13 +173,13 @@ class Workload:
 
     activations: (block, "keep" | "recompute" | "offload") for every block, in the order of the forward pass; empty
         where the model's own choice holds for all blocks (`checkpointing`).
-    stashes: of offloaded blocks, in the order in which they are made.
+    stashes: stashes of offloaded blocks, in the order in which they are made.
 
     [Note: stashes] The copy out of a stash follows moment `made`, and moment `gone` waits for it; the copy in follows
     moment `back`, and moment `needed` waits for it. So the gpu holds the bytes whenever a peak counts them or one of
     the two copies runs, and at no other time; memory that the peaks leave free is free with any timing.
 
-    model: what the user called it.
+    model: name that the user gave the model.
     dtype: working dtype of the model.
     batch: sequences per micro-batch, of all GPUs together where the workload stands for a whole job, of one rank within
         a plan and in a list of one workload per rank.
@@ -189,12 +189,12 @@ class Workload:
     tensors: all parameters.
     moments: the clock of the iteration, in order.
     uses: which moment reads which parameter, and where each gradient arrives.
-    optimizer: what it keeps for each trainable parameter.
+    optimizer: states that the optimizer keeps for each trainable parameter.
     dtype_open: nobody named the dtype, so that a comparison takes what the GPU has.
     attention: "flash", "efficient", "math" or "none".
     source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
     recorded_on: name of the machine whose durations the moments carry, or None.
-    torch_version: of the torch it was captured with; "" for a preset.
+    torch_version: version of torch that it was captured with; "" for a preset.
     notes: anything else, for people.
     """
 

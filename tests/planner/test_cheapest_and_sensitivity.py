@@ -184,7 +184,7 @@ def test_ranks_that_take_different_shares_are_timed_as_compare_times_them(tmp_pa
     assert fit.tokens_per_s == row.tokens_per_s
     now = sensitivity([six, two], m, policies=["all_on_gpu"], parts=["CPU cores"], largest=False).now
     assert now.iteration_s == row.iteration_s
-    with pytest.raises(PstarError, match="the ranks of pair differ: it is not said which GPU"):
+    with pytest.raises(PstarError, match="the ranks of pair differ, so nothing says which GPU"):
         sensitivity([six, two], m, policies=["all_on_gpu"], parts=["one more GPU"], largest=False)
     priced = override(m, {"price": 5.0})
     offer = cheapest("gpt2-medium", tokens=1e8, batch=8, seq=512, machines=[priced], policies=["all_on_gpu"]).rows[0]

@@ -124,7 +124,10 @@ def test_what_was_not_tried_is_told_from_what_cannot_win() -> None:
         "h": Tried(outcome=WayOutcome.PLANNED, seconds=3.0),
         "i": Tried(outcome=WayOutcome.COMPUTING, seconds=2.7, stashes=True),
     }
-    rule = "optimal plans at most 5 ways, 2 of one number of micro-batches, and where another policy is faster"
+    rule = (
+        "optimal plans at most 5 ways, at most 2 with equal micro-batches, and besides those that another policy "
+        "plans faster"
+    )
     assert tried_text(tried, "a") == (
         f"h: 3.000 s; 3 promise too little; 3 not tried ({rule}; their bounds are 1.100 s to 2.000 s); 1 do not fit"
     )

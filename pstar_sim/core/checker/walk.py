@@ -301,8 +301,8 @@ class Walk:
             content = self.content[key] = _Content(k)
         if content.marks and content.summed != "no":
             raise PlanError(
-                f"{label(step)} puts the gradient of {self._name(t)} in {_key_name(key)}, where the sum over all "
-                "ranks of earlier ones is; a reduce_scatter belongs after the last of them"
+                f"{label(step)} puts the gradient of {self._name(t)} in {_key_name(key)}, which holds the sum of "
+                "earlier gradients over all ranks; a reduce_scatter belongs after the last gradient"
             )
         content.marks.add((u, t))
 

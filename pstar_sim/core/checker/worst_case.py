@@ -129,7 +129,7 @@ def _forced_frees(
     takes: list[tuple[int, ...]], frees: list[list[int]], first: int
 ) -> tuple[list[int], list[int], list[int]]:
     """Nodes of the frees, counted from `first`, and the edges that force them: (bytes of each node, tails, heads).
-    Frees between two positions that no take tells apart are one node."""
+    Frees that every take forces together, or not at all, are one node."""
     sink_bytes: list[int] = []
     tails: list[int] = []
     heads: list[int] = []

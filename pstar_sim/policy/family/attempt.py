@@ -23,8 +23,8 @@ __all__ = ["Attempt", "attempt", "attempt_course", "burden_of"]
 class Attempt:
     """One choice of modes whose order was chosen.
 
-    schedule: of the course.
-    draft: of the schedule.
+    schedule: schedule of the course.
+    draft: draft of the schedule.
     window: the order that was found for the draft.
     """
 

@@ -33,7 +33,7 @@ most; 1: the same plans (two jobs of 8 GPUs, benchmarks/search_constants.py)."""
 class Job:
     """The facts for one workload, machine, settings and point of the family's space, with one layout.
 
-    name: of the policy, for messages.
+    name: name of the policy, for messages.
     uses, cost, charges: facts of the chunks, seconds of steps, and what rows of a draft take.
     ranks: ranks that hold a slice of each chunk.
     several: there are several micro-batches.

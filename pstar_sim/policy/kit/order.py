@@ -17,7 +17,7 @@ def in_order(name: str, workload: Workload, order: str) -> Workload:
     """The workload in that order. A workload that relay.py has made is returned as it is. Equal calls return the same
     object.
 
-    name: of the policy, for messages. Raises CannotPlan for a workload that has no layer-major order.
+    name: name of the policy, for messages. Raises CannotPlan for a workload that has no layer-major order.
     """
     if order == "depth-first" or workload.layer_major or workload.boundaries_on_host:
         return workload

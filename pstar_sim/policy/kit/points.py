@@ -29,8 +29,8 @@ class Point:
     pins: chunks whose states stay on the GPU, a number or "optimal".
     streams: states may also come to the GPU for one update.
     barrier: no Adam before the optimizer step, also where the settings would allow it.
-    order: of the iteration: "depth-first" (as the workload has it), "relay" (layer-major), or "relay-host" (with the
-        boundary activations on the host).
+    order: order of the iteration: "depth-first" (as the workload has it), "relay" (layer-major), or "relay-host" (with
+        the boundary activations on the host).
     """
 
     capacity: str = "tide"

@@ -119,7 +119,7 @@ class UpdateRows:
 
     def close(self) -> None:
         """Write CPU Adam. Updated parameters that stay are copied down from the list in which gradients of the next
-        iteration arrive: these gradients wait for that copy."""
+        iteration arrive, so these gradients wait for that copy."""
         rows, schedule = self._rows, self._rows.schedule
         job, uses = schedule.job, schedule.job.uses
         behind_backward = job.barrier is not None or adam_waits_for_backward(schedule.adam)

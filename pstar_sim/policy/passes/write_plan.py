@@ -19,7 +19,7 @@ __all__ = ["plan_of", "step_of"]
 def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
     """The plan.
 
-    draft: of the schedule.
+    draft: draft of the schedule.
     window: the order that was chosen for the draft.
     choices: what `explain` shows, beside the seconds per iteration that the window predicts.
     """

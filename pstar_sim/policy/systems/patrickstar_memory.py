@@ -35,7 +35,7 @@ class Homes:
         chunks of its group.
     remote_bytes: chunk -> bytes of the remote chunks of its group; 0 with one rank.
     margin_bytes: margin space.
-    buffer_bytes: of the fp32 buffer through which parameters come up; 0 where all states are on the GPU.
+    buffer_bytes: bytes of the fp32 buffer through which parameters come up; 0 where all states are on the GPU.
     """
 
     small: frozenset[int]
@@ -98,8 +98,8 @@ def fp32_buffer_bytes(uses: Facts) -> int:
 def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
     """Number of the first chunks whose states are in margin space: ceil(margin / states of a chunk * 0.8) - 1.
 
-    states_bytes: of each chunk. In the original all chunks have one size; here it is that of the median chunk. Where an
-        oversize chunk is among the first, the number is lowered until the states fit.
+    states_bytes: bytes of the states of one chunk. In the original all chunks have one size; here it is that of the
+        median chunk. Where an oversize chunk is among the first, the number is lowered until the states fit.
     """
     if margin_bytes <= 0 or not states_bytes:
         return 0
@@ -115,7 +115,7 @@ class Memory:
 
     on_gpu: chunks whose working list is on the GPU.
     whole: chunks (groups) whose remote chunks are on the GPU.
-    budget_bytes: of the GPU.
+    budget_bytes: budget of the GPU.
     fixed_bytes: bytes that never move from the GPU.
     last: the latest step.
     moment: the moment that is prepared or has just run.

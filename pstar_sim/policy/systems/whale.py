@@ -54,7 +54,7 @@ def whale(
 ) -> Plan:
     """The plan of `schedule` for shares that are chosen already: those of the machine's ranks (`balance` chooses them).
 
-    workload: as hard as that of the hardest rank. Raises what the policy named by `schedule` raises.
+    workload: a workload as hard as that of the hardest rank. Raises what the policy named by `schedule` raises.
     """
     try:
         plan = _SCHEDULES[schedule](workload, machine, settings)

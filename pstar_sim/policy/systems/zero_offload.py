@@ -96,7 +96,7 @@ class _Bucket:
         return gone
 
     def leave(self, c: int) -> None:
-        """A gradient is complete."""
+        """Note that a gradient is complete: it may leave the bucket."""
         self._filling.remove(c)
         self._leaving.append(c)
 

@@ -90,7 +90,7 @@ def test_a_rank_that_waits_elsewhere_is_waited_for_so_long(folder: Path) -> None
     ends = json.loads((folder / "waits elsewhere.json").read_text())["ends"]
     assert all(code == 1 and after_s < BOUND_S for code, after_s in ends.values())
     said = (folder / "waits elsewhere.0.txt").read_text()
-    assert "RankLost: an exchange with the other ranks has not come for 3 s (timeout_s=3)" in said
+    assert "RankLost: the other ranks have not come to an exchange for 3 s (timeout_s=3)" in said
     assert "or waits in an exchange of the loop's own (barrier, all_reduce) that this rank comes to later" in said
 
 
@@ -109,7 +109,7 @@ def test_a_plan_for_another_number_of_processes(folder: Path) -> None:
     for rank in range(2):
         said = (folder / f"another P.{rank}.txt").read_text()
         assert (
-            "the plan is one of 3 GPUs (virtual) and this job has 2 processes; start 3: torchrun --nproc-per-node 3"
+            "the plan is for 3 GPUs (virtual) and this job has 2 processes; start 3: torchrun --nproc-per-node 3"
             in said
         )
 

@@ -120,4 +120,4 @@ def test_a_rank_that_dies_ends_the_others(trouble: Path) -> None:
 def test_a_rank_that_lives_and_stands_still(trouble: Path) -> None:
     """It is waited for so long as `timeout_s` says (3 s), and what the wait was for is said."""
     said = said_by_rank_0(trouble, "stands still")
-    assert "RankLost: an exchange with the other ranks has not come for 3 s (timeout_s=3); this is rank 0" in said
+    assert "RankLost: the other ranks have not come to an exchange for 3 s (timeout_s=3); this is rank 0" in said

@@ -240,7 +240,7 @@ def change(folder: Path, **values: Any) -> None:
         (lambda f: (f / "optimizer.safetensors").unlink(), "is partial: optimizer.safetensors is missing"),
         (lambda f: os.truncate(f / "optimizer.safetensors", 5000), r"optimizer.safetensors has 5000 bytes, \d+ were"),
         (lambda f: (f / MANIFEST).write_text('{"format": "pstar'), "cannot be read"),
-        (lambda f: (f / MANIFEST).write_text("[]"), "is not a checkpoint's"),
+        (lambda f: (f / MANIFEST).write_text("[]"), "is not the manifest of a checkpoint"),
         (lambda f: change(f, schema=2), "is of schema 2, written by pstar-sim .* reads up to 1: upgrade"),
         (lambda f: change(f, files={}), r"damaged: momentum of '.*' is not there from the first to the last"),
         (lambda f: change(f, files=[]), "'files' must name the files of the checkpoint"),

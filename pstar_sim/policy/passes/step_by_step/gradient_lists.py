@@ -40,7 +40,7 @@ class GradientLists:
 
     Raises CannotPlan for a layer-major workload, in which the lists of a chunk's micro-batches would overlap.
 
-    chunks: those that have lists.
+    chunks: chunks whose gradients have lists.
     add_last: a last gradient without a list is added to the others before any update, since the norm is that of their
         sum (`add_last_of`).
     opens: moment -> chunks whose lists open in it.
