@@ -35,7 +35,8 @@ ADAMW = {"adamw": torch.float32, "adamw-bf16-states": torch.bfloat16}  # optimiz
 def check_model(
     plan: Plan, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: dict[int, int]
 ) -> None:
-    """The plan is of this model: same parameters, dtypes, ties, freezing and groups. groups: id(parameter) -> group."""
+    """Check that the plan is of this model: same parameters, dtypes, ties, freezing and groups. groups: id(parameter)
+    -> group."""
     w = plan.workload
     mine, theirs = {t.name: t for t in tensors}, {t.name: t for t in w.tensors}
     if mine.keys() != theirs.keys():
@@ -66,7 +67,7 @@ def check_model(
 
 
 def check_order(plan: Plan) -> None:
-    """The plan runs micro-batches one after the other, and keeps what blocks recompute from on the GPU."""
+    """Check that the plan runs micro-batches one after the other, and keeps what blocks recompute from on the GPU."""
     w = plan.workload
     if w.layer_major or w.boundaries_on_host:
         what = "is layer-major" if w.layer_major else "keeps the boundaries of blocks on the host"
@@ -79,7 +80,8 @@ def check_order(plan: Plan) -> None:
 def _check_parameter(
     name: str, planned: Tensor, found: Tensor, planned_tensors: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> None:
-    """One parameter of the plan is as it is in the model. planned_tensors, tensors: all of the plan and the model."""
+    """Check that one parameter of the plan is as it is in the model. planned_tensors, tensors: all of the plan and the
+    model."""
     for what in ("shape", "dtype", "frozen"):
         if getattr(found, what) != getattr(planned, what):
             raise PlanError(
@@ -101,7 +103,7 @@ def _check_parameter(
 
 
 def check_settings(plan: Plan, optimizer: AdamW) -> None:
-    """The plan was made for this optimizer: its states, its update, its clipping, its loss scaling."""
+    """Check that the plan was made for this optimizer: its states, its update, its clipping, its loss scaling."""
     settings = plan.settings
     _check_states(plan, optimizer)
     wanted = "eager" if optimizer.eager else "step"
@@ -162,7 +164,7 @@ def torchrun_line(plan: Plan, file: str = "PLAN", model: str = "MODEL") -> str:
 
 
 def check_processes(plan: Plan, found: int, *, file: str = "PLAN", model: str = "MODEL") -> None:
-    """The job has as many processes as the plan has ranks. file, model: for the message."""
+    """Check that the job has as many processes as the plan has ranks. file, model: for the message."""
     wanted = len(plan.machine.ranks)
     if found == wanted:
         return

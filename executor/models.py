@@ -52,9 +52,9 @@ class BuiltModel:
     """A module in training mode and a batch for `forward_loss`.
 
     name: the spec it was built from.
-    batch, sequence: what an iteration's tokens are counted by (of images: patches and the class token; 1 where there
-        are no patches).
-    vocabulary: tokens it knows, None for a model that reads none.
+    batch, sequence: sequences, and tokens of each, by which an iteration's tokens are counted (for images the sequence
+        is the patches and the class token; 1 where there are no patches).
+    vocabulary: number of tokens that the model knows; None for a model that reads no tokens.
     dtype: the dtype asked for; None where the module's own dtypes were kept.
     """
 

@@ -364,7 +364,7 @@ def _random_table(
 def _random_moments(
     rng: random.Random, table: Sequence[_Opened], tensors: Sequence[Tensor]
 ) -> tuple[list[Moment], list[Use]]:
-    """The moments and the step, with a tide that rises over FWD and falls over BWD, with spikes; and their uses."""
+    """The moments and the step, and their uses. The tide rises over FWD and falls over BWD, with spikes."""
     base = rng.choice((0, rng.randint(0, MIB)))
     per_layer = rng.randint(0, 4 * MIB) if rng.random() < 0.8 else rng.randint(0, 32 * MIB)
     level = base

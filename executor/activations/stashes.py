@@ -272,7 +272,7 @@ class Stashes:
         return BlockSaves(self, inputs)
 
     def collected(self, block: str, found: BlockSaves) -> None:
-        """The block's forward has ended: choose the storages that go. On demand they go at once."""
+        """Choose the storages that go to the host, when the block's forward has ended. On demand they go at once."""
         s = self.session
         n = self._stash.get((block, s.clock.micro_batch))
         if n is None:

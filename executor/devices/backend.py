@@ -122,7 +122,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """The session has ended: on return nothing is under way, and memory and threads are given back."""
+        """End all work of the session. On return nothing is under way, and memory and threads are given back."""
         ...
 
     @property

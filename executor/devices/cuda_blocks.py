@@ -376,7 +376,7 @@ class Blocks:
             yield
 
     def close(self) -> None:
-        """Every payload is gone: the pool's memory goes back to the driver."""
+        """Give the pool's memory back to the driver, when every payload is gone."""
         check_no_capture("a run ends")
         with self._lock:
             self._pool = None

@@ -62,8 +62,8 @@ else:
 
 @contextlib.contextmanager
 def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
-    """What this thread allocates on the device inside comes from the pool (torch.cuda.MemPool): of the current stream,
-    where torch is older than 2.8."""
+    """Inside, memory that this thread allocates on the device comes from the pool (torch.cuda.MemPool). Where torch is
+    older than 2.8, this holds for the current stream."""
     c: Any = torch._C
     if hasattr(c, "_cuda_beginAllocateCurrentThreadToPool"):
         with torch.cuda.use_mem_pool(pool, device):

@@ -164,7 +164,7 @@ class Ranks:
         return PlanError(text)
 
     def announce(self, error: BaseException | None, iteration: int) -> None:
-        """This rank's run is over: the others hear how, and nothing here waits for them any more."""
+        """Tell the other ranks that this rank's run is over, and how it ended. Nothing here waits for them any more."""
         if isinstance(error, RankLost):
             self.life.leave("ended because another rank was lost")
         elif error is not None:
@@ -176,7 +176,7 @@ class Ranks:
         self._over = True
 
     def close(self) -> None:
-        """No thread is in an exchange any more."""
+        """Close the connections, when no thread is in an exchange any more."""
         for wire in (self.wire, self._meeting, self._sums):
             wire.close()
 
@@ -220,13 +220,13 @@ class Ranks:
         return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
 
     def come_to_read(self, number: float) -> list[float]:
-        """Every rank is about to read the same value. number: number of that value."""
+        """Meet the other ranks before all of them read the same value. number: number of that value."""
         return self.come_to(READS, number)
 
     def come_to(self, what: float, number: float = 0.0) -> list[float]:
-        """Every rank comes to this point, one of NEXT, with a number; returns the numbers of all ranks. Until all are
-        there, this rank gives the chunks that are still wanted off plan. Raises PlanError, on all of them, where the
-        points are not the same."""
+        """Meet the other ranks at a point, one of NEXT, to which each comes with a number. Returns the numbers of all
+        ranks. Until all are there, this rank gives the chunks that are still wanted off plan. Raises PlanError, on all
+        of them, where the points are not the same."""
         while True:
             rows = self.meet([what, number])
             wanted = {row[0] for row in rows if row[0] >= 0}  # the points of NEXT are below

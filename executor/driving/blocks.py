@@ -208,11 +208,11 @@ class BlockTape:
         return tuple((part.name, len(part.ends)) for part in self.parts)
 
     def end(self, loss: torch.Tensor) -> None:
-        """The forward is over: the graph that leads to the loss is the tail."""
+        """End the tape when the forward is over: the graph that leads to the loss is the tail."""
         self.parts.append(BlockPart("tail", [(loss, None)]))
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """A block is called. Returns its new arguments; None to keep these."""
+        """Cut the arguments of a block that is called. Returns its new arguments; None to keep these."""
         self._open += 1
         if self._open > 1:
             return None  # a block that calls another
@@ -223,7 +223,7 @@ class BlockTape:
         return given
 
     def leave(self, name: str, output: Any) -> Any:
-        """A block's call ends. Returns its new output; None to keep this one."""
+        """Cut the output of a block whose call ends. Returns its new output; None to keep this one."""
         self._open -= 1
         if self._open > 0:
             return None

@@ -55,7 +55,7 @@ class Resources:
             give_freed_pages_back()
 
     def let_go(self) -> None:
-        """The session has been collected. Called in whatever thread that happens."""
+        """Give everything back after the session was collected. Called in whatever thread the collection happens."""
         try:
             if self._ranks is not None:
                 self._ranks.announce(None, 0)

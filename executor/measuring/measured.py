@@ -16,9 +16,9 @@ class Measured:
 
     non_model_bytes: peak of each moment, from live storages.
     peak_gpu_bytes: most of payloads and non-model data together.
-    payload_peak_bytes, peak_host_bytes: most the arena held.
+    payload_peak_bytes, peak_host_bytes: most bytes that the arena held on the GPU and on the host.
     moved_bytes: per direction, counted where bytes are copied.
-    on_plan: the measured iteration followed the plan; otherwise the rest is of no use.
+    on_plan: whether the measured iteration followed the plan; if not, the other figures are of no use.
     """
 
     non_model_bytes: tuple[int, ...]

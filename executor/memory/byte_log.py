@@ -69,7 +69,8 @@ class ByteLog:
         return max(peak, held)
 
     def keep_marks(self, marks: list[tuple[int, str, int]]) -> tuple[int, int]:
-        """What the compute queue does from now on is kept in `marks`, too; (length of the log, bytes on the gpu)."""
+        """Also keep in `marks` what the compute queue does from now on. Returns (length of the log, bytes on the
+        gpu)."""
         with self._lock:
             self.marks = marks
             return len(self.changes), self._ledger.held_bytes(Place.GPU)

@@ -56,8 +56,8 @@ class Exchange:
         self.summed_norms: dict[int, torch.Tensor] = {}
 
     def gather(self, chunk: int, list_name: str) -> None:
-        """The slices of the other ranks come: of the parameters ("remote"), or (nothing is sliced) of a gradient's
-        sum."""
+        """Gather the slices of the other ranks: of the parameters ("remote"), or, where nothing is sliced, of a
+        gradient's sum."""
         state, wire = self.chunks[chunk], self._to_others(chunk)
         issue = self.arena.backend.issue
         if list_name not in OTHERS:
@@ -73,8 +73,8 @@ class Exchange:
         self.values.changed(chunk)
 
     def put_together(self, chunk: int, slices: torch.Tensor) -> None:
-        """The parameters of the other ranks come, from host memory. slices: [ranks, bytes of a slice], this rank's too,
-        which is not read."""
+        """Fill in the parameters of the other ranks, from host memory. slices: [ranks, bytes of a slice]; this rank's
+        own slice is in it and is not read."""
         state, backend, size = self.chunks[chunk], self.arena.backend, self.arena.layout.slice_numel(chunk)
         self._require_own(chunk)
         with self.arena.payloads.steady(chunk):

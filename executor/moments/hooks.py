@@ -242,7 +242,7 @@ class MomentClock:
         self._on_event(event)
 
     def watch_backward(self) -> None:
-        """A backward runs: its end will be an event."""
+        """Make the end of the backward that runs an event."""
         if not self._callback_due:
             self._callback_due = True
             if self._in_one:

@@ -222,7 +222,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return traits
 
     def _see_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
-        """An operator takes them: reads of parameters are reported, storages made earlier count from here on."""
+        """See the inputs of an operator: reads of parameters are reported, storages made earlier count from here on."""
         live, ours = self._live, self._ours
         for tensor in inputs:
             storage = tensor.untyped_storage()
@@ -234,7 +234,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._add(storage, key)
 
     def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
-        """An operator made them, or changed the size of their storages (resized)."""
+        """See the results of an operator, which made them, or changed the size of their storages (resized)."""
         live, ours = self._live, self._ours
         for tensor in outputs:
             storage = tensor.untyped_storage()

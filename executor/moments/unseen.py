@@ -36,9 +36,9 @@ class Watching(Protocol):
     """A counter of operators by moment; the session's loop calls its methods."""
 
     def close_moment(self, moment: int) -> None:
-        """The open moment, by its index in the plan, ends. The engine's own work comes next."""
+        """Close the open moment, given by its index in the plan. The engine's own work comes next."""
         ...
 
     def open_moment(self) -> None:
-        """The engine's own work is done; what runs now belongs to the moment that has just begun."""
+        """Open the moment that has just begun. The engine's own work is done."""
         ...

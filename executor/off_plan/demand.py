@@ -174,11 +174,11 @@ class Demand:
         return self._arrivals.held(chunk)
 
     def join(self, chunk: int) -> None:
-        """The other ranks' slices of the working list come, where there is room for them already."""
+        """Gather the other ranks' slices of the working list, where there is room for them already."""
         self._inline.join(chunk)
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """A gradient was accumulated: see `Gradients.accept`."""
+        """Take a gradient that was accumulated: see `Gradients.accept`."""
         self._gradients.accept(tensor, gradient)
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
@@ -238,7 +238,7 @@ class Demand:
     # -- evaluation between iterations --------------------------------------------------------------------------------
 
     def visit(self) -> None:
-        """An evaluation begins between two iterations: let the updates end, hold the queues."""
+        """Begin an evaluation between two iterations: let the updates end, hold the queues."""
         s = self.session
         if s.cursor.visiting:
             return
@@ -253,7 +253,7 @@ class Demand:
         s.reader.set_open(False)
 
     def end_visit(self) -> None:
-        """Training goes on: put the places back as they were."""
+        """End the evaluation: put the places back as they were."""
         s, before = self.session, self._before_visit
         assert before is not None  # to reach none would be to give up everything
         self._in_use.only(())

@@ -58,8 +58,8 @@ class OffPlanGradients:
                 perform(drop(GPU, chunk, "param"))
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """A gradient was accumulated: add it to what the tensor has. Raises ContractError after the tensor's eager
-        update, PlanError where the plan has no optimizer states for it."""
+        """Take a gradient that was accumulated: add it to what the tensor has. Raises ContractError after the tensor's
+        eager update, PlanError where the plan has no optimizer states for it."""
         host = self.host
         if tensor in host.updates.begun:
             raise ContractError(

@@ -32,11 +32,11 @@ class InUse:
         return set().union(*self._frames) | self._recomputed
 
     def add(self, chunks: Iterable[int]) -> None:
-        """These chunks are read by what runs now."""
+        """Keep these chunks, which the code that runs now reads."""
         self._frames[-1] |= set(chunks)
 
     def only(self, chunks: Iterable[int]) -> None:
-        """What runs now began on plan, or nothing runs: these chunks stay until the next event."""
+        """Keep only these chunks until the next event, because what runs now began on plan, or nothing runs."""
         self._frames = [set(chunks)]
 
     def clear(self) -> None:
@@ -44,7 +44,7 @@ class InUse:
         self._recomputed = set()
 
     def see(self, event: ModuleEvent) -> None:
-        """A module begins or ends, or a step of the backward begins."""
+        """See an event: a module begins or ends, or a step of the backward begins."""
         if event.kind == "begin":
             if event.phase is Phase.RECOMPUTE and self._in_backward:
                 self._recomputed = set()

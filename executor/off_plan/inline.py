@@ -135,9 +135,9 @@ class Inline:
     # -- bringing a list ----------------------------------------------------------------------------------------------
 
     def bring(self, place: Place, chunk: int, list_name: str, *, needed: set[int] | None = None) -> None:
-        """The list has memory at the place and current content from here on. needed: chunks that stay while room is
-        made for what the accelerator refuses; None: OutOfMemory is raised. Raises PlanError if the content is nowhere,
-        DoesNotFit if no room can be made."""
+        """Give the list memory at the place, and current content. needed: chunks that stay while room is made for what
+        the accelerator refuses; None: OutOfMemory is raised. Raises PlanError if the content is nowhere, DoesNotFit if
+        no room can be made."""
         if needed is None:
             self._bring(place, chunk, list_name)
         else:
@@ -172,7 +172,7 @@ class Inline:
             raise PlanError(f"{list_name} of chunk {chunk} is lost: neither place holds it")
 
     def join(self, chunk: int) -> None:
-        """The other ranks' slices of the working list come. See [Note: evaluations that differ] in
+        """Gather the other ranks' slices of the working list. See [Note: evaluations that differ] in
         distributed/ranks.py."""
         host = self.host
         slices = None if host.ranks is None else host.ranks.slices_of(chunk)

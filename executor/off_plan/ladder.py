@@ -151,7 +151,7 @@ class Ladder(Sequence[Rung]):
         self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes, moment)
 
     def _log(self, error: OutOfMemory, done: str) -> int:
-        """One more rung; the moment it was climbed in."""
+        """Log one more rung, and the moment in which it was climbed."""
         s = self.session
         moment = s.demand.moment if s.cursor.off_plan else s.cursor.moment
         name = s.timetable.names[moment] if moment >= 0 else ""
@@ -230,8 +230,8 @@ class Ladder(Sequence[Rung]):
         s.now.arrived.clear()
 
     def give_back(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> None:
-        """What an operator or a chunk off plan asked for was refused: make room for it. alive_bytes: as in `note`.
-        Raises DoesNotFit if that cannot be."""
+        """Make room for memory that an operator, or a chunk off plan, was refused. alive_bytes: as in `note`. Raises
+        DoesNotFit if that cannot be."""
         s = self.session
         if s.ranks is not None:
             raise self.ends_ranks(error) from error
@@ -255,8 +255,8 @@ class Ladder(Sequence[Rung]):
             raise self._does_not_fit(error, short - freed)
 
     def ends_ranks(self, error: OutOfMemory) -> PlanError:
-        """The error to raise on the rank, one of several, that was refused memory; the other ranks hear of it. They
-        wait for what the plan says comes next, so this rank can neither leave it nor begin the iteration again."""
+        """The error to raise where one of several ranks was refused memory. The other ranks are told. They wait for
+        what the plan says comes next, so this rank can neither leave it nor begin the iteration again."""
         s = self.session
         assert s.ranks is not None
         if s.cursor.visiting:

@@ -74,7 +74,7 @@ class Reads:
             self._storages[storage_key(host.arena.payloads.whole(c.index, "param"))] = c.index
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-        """A torch function takes parked parameters: see [Note: reads off plan]."""
+        """Call a torch function that takes parked parameters: see [Note: reads off plan]."""
         s = self.host
         if s.closed:
             raise refused(Refusal.CLOSED, s)
@@ -99,7 +99,7 @@ class Reads:
                 return func(*args, **kwargs)
 
     def read(self, chunks: set[int]) -> None:
-        """An operator is about to read the working lists of `chunks`."""
+        """Make the working lists of `chunks` readable for the operator that comes next."""
         s = self.host
         with s.at_work, unseen():
             if s.updates.eager and s.cursor.moment >= 0:
@@ -148,7 +148,7 @@ class Reads:
         return func(value.requires_grad_(parameter.requires_grad), *args, **kwargs)
 
     def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A parameter is read while no module runs: the function gets a copy of its current value."""
+        """Call the function with copies of current values, where parameters are read while no module runs."""
         s = self.host
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:

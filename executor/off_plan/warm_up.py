@@ -85,7 +85,7 @@ class WarmUp:
         self._begun_s = self._clock()
 
     def close(self) -> None:
-        """The open moment ends now."""
+        """End the open moment now."""
         if self._begun_s is not None:
             self.durations.append(self._clock() - self._begun_s)
             self._begun_s = None

@@ -106,7 +106,7 @@ class Work(Protocol):
     def finish(self, i: int, iteration: int) -> None: ...
 
     def note_landing(self, chunk: int) -> None:
-        """The compute queue may read what was copied to the gpu for this chunk from now on."""
+        """Note that the compute queue may now read what was copied to the gpu for this chunk."""
         ...
 
     def enter_thread(self, queue: Queue) -> None: ...
@@ -117,7 +117,7 @@ class Lifetime(Protocol):
 
     @property
     def progress(self) -> Progress | None:
-        """What `start` was given; None before."""
+        """The progress that `start` was given; None before."""
         ...
 
     def start(self, progress: Progress, work: Work) -> None:
@@ -142,11 +142,11 @@ class ComputeSide(Protocol):
     """Calls from the compute queue, which is the user's thread, to the others."""
 
     def allow(self, iteration: int) -> None:
-        """Steps of iterations up to this one may run."""
+        """Let steps of iterations up to this one run."""
         ...
 
     def allow_net(self, iteration: int) -> None:
-        """Steps of the net queue of iterations up to this one may run."""
+        """Let steps of the net queue of iterations up to this one run."""
         ...
 
     def wait(self, i: int, iteration: int) -> int | None:
@@ -154,11 +154,11 @@ class ComputeSide(Protocol):
         ...
 
     def before_end(self, i: int, iteration: int) -> None:
-        """The compute step i is about to end."""
+        """Note that the compute step i is about to end."""
         ...
 
     def end_step(self, i: int, iteration: int) -> None:
-        """Compute-queue step i has ended."""
+        """Note that compute-queue step i has ended."""
         ...
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:

@@ -24,13 +24,13 @@ class Moved:
         self._lock = threading.Lock()
 
     def step(self, iteration: int, direction: str, size_bytes: int) -> None:
-        """A copy of the plan has ended."""
+        """Count a copy of the plan that has ended."""
         with self._lock:
             self._add(iteration, direction, size_bytes)
             self._ended[iteration] = self._ended.get(iteration, 0) + 1
 
     def others(self, iteration: int, copied_bytes: Mapping[str, int]) -> None:
-        """Nothing is under way: whatever else the backend has copied by now was of this iteration."""
+        """Count all other bytes that the backend has copied so far to this iteration. Nothing is under way."""
         with self._lock:
             for direction, total in copied_bytes.items():
                 self._add(iteration, direction, total - self._known[direction])

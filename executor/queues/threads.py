@@ -155,7 +155,8 @@ class ThreadQueues(QueuesBase):
         return True
 
     def _arrive(self, queue: Queue, i: int, iteration: int) -> None:
-        """The step's edges are satisfied and it is about to begin. Called in its queue's thread, without the lock."""
+        """Note that the step's edges are satisfied and that it is about to begin. Called in its queue's thread, without
+        the lock."""
 
     def _refused(self, i: int) -> None:
         """The step that arrived last got no memory; it will arrive again, or the queues jump over it."""

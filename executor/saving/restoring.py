@@ -214,7 +214,7 @@ def _wanted_states(session: Session) -> list[tuple[int, str]]:
 
 
 def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
-    """Each optimizer state is there, from the first element to the last."""
+    """Check that each optimizer state is there, from the first element to the last."""
     stored = {row["name"]: row["dtype"] for row in opened.manifest["tensors"]}
     for tensor, list_name in _wanted_states(session):
         t = session.plan.workload.tensors[tensor]

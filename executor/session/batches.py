@@ -111,7 +111,8 @@ class Batches:
         self._known: dict[Any, tuple[Moment, ...] | None] = {}  # shapes -> moments; None: the plan's own shapes
 
     def see(self, args: Any, kwargs: Any) -> None:
-        """The root's forward is about to begin with this batch. Raises DoesNotFit before anything changes."""
+        """Look at the batch with which the root's forward is about to begin. Raises DoesNotFit before anything
+        changes."""
         host = self.host
         self.samples = self._counted(args, kwargs) if host.ranks is not None else 1.0
         if not host.reader.trains or host.timetable.on_demand_only:

@@ -198,13 +198,13 @@ class Following:
         queues.end_step(i, k)
 
     def end_last_moment(self) -> None:
-        """The optimizer's moment ends, and with it the iteration's compute."""
+        """End the optimizer's moment, and with it the iteration's compute."""
         self._end_moment(self._clock())
         for i in self.host.timetable.tail:
             self.host.steps.run_inline(i, self.host.iteration)
 
     def forget_open_step(self) -> None:
-        """The open moment's step will not end as the plan has it: the iteration left the plan."""
+        """Forget the open moment's step, which will not end as the plan has it: the iteration left the plan."""
         host = self.host
         if host.cursor.moment >= 0 and not host.timetable.on_demand_only:
             host.steps.forget(host.timetable.compute[host.cursor.moment])
@@ -213,8 +213,8 @@ class Following:
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def begin_iteration(self) -> None:
-        """The first event of an iteration has come, on plan or off. `host.now` becomes a new value; `host.iteration` is
-        its number already."""
+        """Begin the iteration whose first event has come, on plan or off. `host.now` becomes a new value;
+        `host.iteration` is its number already."""
         host = self.host
         host.now = host.now.next(host.iteration, host.updates.new() if host.updates.eager else None)
         if host.first is not None:
@@ -224,7 +224,8 @@ class Following:
         host.queues.allow_net(host.iteration)
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
-        """The iteration's compute is over; the side queues go on with its steps and begin the next one's."""
+        """Go on to the next iteration: compute is over, the side queues finish this iteration's steps and begin the
+        next one's."""
         host = self.host
         host.steps.close_iteration(host.iteration, on_plan=on_plan)
         host.updates.last = host.now.update_of(host.iteration) or host.updates.last
@@ -264,7 +265,7 @@ class Following:
         return hook
 
     def on_gradient(self, tensor: int, parameter: torch.Tensor) -> None:
-        """A gradient was accumulated into `parameter`."""
+        """Take the gradient that was accumulated into `parameter`."""
         host = self.host
         cursor = host.cursor
         as_planned = cursor.moment >= 0 and tensor in host.timetable.due[cursor.moment]
@@ -282,7 +283,7 @@ class Following:
         set_raw_grad(parameter, None)
 
     def _take(self, tensor: int, grad: torch.Tensor) -> None:
-        """The gradient is whole: it leaves autograd."""
+        """Take a whole gradient out of autograd."""
         host = self.host
         if host.cursor.off_plan:
             if self.takes_norms:

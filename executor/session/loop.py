@@ -226,7 +226,7 @@ class Loop:
         )
 
     def _next_moment(self, event: ModuleEvent) -> None:
-        """The event is as planned. The outer block is `with at_work`, without two calls per event."""
+        """Follow an event that is as planned. The outer block is `with at_work`, without two calls per event."""
         host = self.host
         at_work = host.at_work
         at_work.depth += 1
@@ -298,7 +298,7 @@ class Loop:
         return found
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
-        """The root's forward is about to begin with this batch."""
+        """See the batch with which the root's forward is about to begin."""
         host = self.host
         if host.first is not None and torch.is_grad_enabled():
             host.first.require_plan()

@@ -91,7 +91,8 @@ class Reader:
                 parameters[t].__class__ = ChunkParameter if as_it_stands else ParkedParameter
 
     def set_open(self, open_: bool) -> None:
-        """A module runs from now on, or none does: every chunk's parameters change class with that."""
+        """Note that a module runs from now on, or that none does; the parameters of every chunk change class with
+        that."""
         if open_ != self.is_open:
             self.is_open = open_
             for chunk in range(len(self.host.timetable.tensors_of)):

@@ -149,11 +149,11 @@ class Steps:
         queues.end_step(i, iteration)
 
     def forget(self, i: int) -> None:
-        """The step has begun and will not end as the plan has it."""
+        """Forget a step that has begun and will not end as the plan has it."""
         self._begun.pop(i, None)
 
     def close_iteration(self, iteration: int, *, on_plan: bool) -> None:
-        """The iteration's compute is over."""
+        """Write the log of an iteration whose compute is over."""
         host = self.host
         arena = host.arena
         exchanges = getattr(host.backend, "exchanges", 0)

@@ -144,7 +144,8 @@ class BoundFacts:
         return max(choices, key=lambda turns: sum(max(0.0, size - room) for size, room, _ in turns))
 
     def _cut(self, regions: list[tuple[int, int, int]]) -> list[tuple[float, float, int]]:
-        """From the last turn back: what is read between a cut and the next one decides S_k; of equals the latest."""
+        """One cut per region. Cuts are chosen from the last region back, because what is read between a cut and the
+        next cut decides S_k; of equal cuts the latest."""
         turns: list[tuple[float, float, int]] = []
         end = self.moments - 1
         for _, low, high in regions:

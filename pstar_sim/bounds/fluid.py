@@ -242,7 +242,8 @@ class _FluidProgram:
         self.held += resident + coming + going
 
     def _over_the_border(self) -> None:
-        """What is updated on the gpu stays from its last gradient to its next first read, or leaves and comes back."""
+        """Rows: what is updated on the gpu stays from its last gradient to its next first read, or leaves and comes
+        back."""
         facts, points = self.facts, np.arange(self.facts.intervals)
         there = self._there(points, facts.over_the_border(), (self.p + self.q) * facts.size, self.all_units)
         absent = self._stock(self.all_units, self.leave - self.back)
@@ -266,7 +267,7 @@ class _FluidProgram:
     # -- sums of several micro-batches --
 
     def _sums(self) -> None:
-        """Each gradient goes down, or they add up on the gpu (as in [Note: the joint bound])."""
+        """Rows: each gradient goes down, or the gradients add up on the gpu (as in [Note: the joint bound])."""
         lp, facts, batches = self.lp, self.facts, self.facts.batches
         on_gpu = self.p + self.q
         # of each chunk: the parts whose sums are on the gpu and whose Adam is the CPU's, or the gpu's

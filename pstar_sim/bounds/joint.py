@@ -306,7 +306,7 @@ class _JointProgram:
         return (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
 
     def _turns(self) -> None:
-        """What is read behind a turn, and has been before, stays beside states and sums or comes up again."""
+        """Rows: what is read behind a turn and was read before it stays beside states and sums, or comes up again."""
         job = self.job
         for turn, (size, room, at) in enumerate(job.turns):
             held = job.v * self.x
@@ -356,7 +356,7 @@ class _JointProgram:
         self.terms.append(("d2h", float(facts.clock[until]) + too_much / job.down))
 
     def _barrier(self) -> None:
-        """The updates come between two iterations."""
+        """Rows: behind a barrier the updates come between two iterations."""
         job, facts = self.job, self.job.facts
         compute_s = float(facts.clock[-1])
         for rate, room in ((job.up, job.end_room), (job.down, max(0.0, float(facts.room[0])))):

@@ -484,6 +484,6 @@ def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> W
 
 
 def _given_up(marks: Sequence[tuple[float, int, int, int]]) -> Window:
-    """An outcome without a window, after the last mark."""
+    """The outcome of a search that gave up: no window, only the seconds of the iterations tried."""
     periods = [b[0] - a[0] for a, b in pairwise(marks)]
     return Window(periods[-1], [], marks[-1][2], marks[-1][3], periods_s=periods)

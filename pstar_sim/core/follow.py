@@ -89,8 +89,8 @@ class Record:
         return pace_s(self.program, self.times.end, steady=self.steady)
 
     def end_iteration(self, k: int) -> bool:
-        """Every queue has ended iteration k: read `times` off the events. Returns whether iteration k is steady ([Note:
-        when an iteration is steady] in rules.py).
+        """Read `times` off the events, when every queue has ended iteration k. Returns whether iteration k is steady
+        ([Note: when an iteration is steady] in rules.py).
 
         The steps of a queue start and end in turns, in its order; the queue comes to a step when the one before ends.
         """
@@ -245,7 +245,7 @@ class _Follower:
         self._retime(now)
 
     def _leave(self, i: int, now: float) -> None:
-        """The step has done all its work; its end is scheduled behind the new ends of the others."""
+        """Take out a step that has done all its work. Its end is scheduled behind the new ends of the others."""
         self._settle(now)
         self.record.dram_loss_s[self.done[i] + 1][i] = self.loss_s - self.sharing.pop(i).loss_before_s
         self._retime(now)

@@ -594,7 +594,7 @@ class Ledger:
         return size
 
     def hold(self, chunk: int, list_name: str, place: Place) -> None:
-        """A claimed payload has its memory now."""
+        """Note that a claimed payload has its memory now."""
         number, p = self._number(chunk, list_name, place), PLACES.index(place)
         self._claimed[p] -= self._payloads.sizes[number]
         self._held.add(number)
@@ -602,7 +602,7 @@ class Ledger:
         self.peak_bytes[p] = max(self.peak_bytes[p], self._used[p] - self._claimed[p])
 
     def withdraw(self, chunk: int, list_name: str, place: Place) -> None:
-        """A claimed payload gets no memory."""
+        """Withdraw the claim of a payload that gets no memory."""
         number, p = self._number(chunk, list_name, place), PLACES.index(place)
         size = self._payloads.sizes[number]
         self._used[p] -= size
@@ -610,14 +610,14 @@ class Ledger:
         self._unfinished.discard(number)
 
     def begin_release(self, chunk: int, list_name: str, place: Place) -> None:
-        """The payload's memory is about to be given back. Raises PlanError if the payload is not held."""
+        """Note that the payload's memory is about to be given back. Raises PlanError if the payload is not held."""
         number = self._number(chunk, list_name, place)
         if number not in self._held:
             raise PlanError(f"{list_name} of chunk {chunk} has no memory on the {place.value} to free")
         self._unfinished.add(number)
 
     def end_release(self, chunk: int, list_name: str, place: Place) -> int:
-        """The payload's memory is given back. Returns the payload's bytes."""
+        """Note that the payload's memory is given back. Returns the payload's bytes."""
         number = self._number(chunk, list_name, place)
         size = self._payloads.sizes[number]
         self._held.remove(number)
@@ -645,7 +645,7 @@ class Ledger:
             self._used[self._payloads.places[number]] += self._payloads.sizes[number]
 
     def clear(self) -> None:
-        """No payload is held from now on. `used_bytes` stays as it was at the end, because earlier samples are counted
+        """Hold no payload from now on. `used_bytes` stays as it was at the end, because earlier samples are counted
         back from it."""
         self._held.clear()
         self._unfinished.clear()

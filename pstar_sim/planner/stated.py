@@ -41,9 +41,9 @@ _BEYOND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """report: what was proved, with what else was checked and what was not.
-    bound: what a recomputation says of the lower bound.
-    timeline: the simulated one.
+    """report: what was proved, what else was checked, and what was not checked.
+    bound: what computing the lower bound again gave.
+    timeline: the simulated timeline.
     """
 
     report: CheckReport

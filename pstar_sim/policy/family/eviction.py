@@ -77,13 +77,13 @@ class _Idle:
         self._oldest: list[tuple[int, int, int, UseGap]] = []  # (since, chunk, lap, gap), also of those that were taken
 
     def add(self, lap: int, gap: UseGap, *, since: int) -> None:
-        """The gap begins. since: point from which the chunk's age counts."""
+        """Begin a gap. since: point from which the chunk's age counts."""
         self._entries.add((lap, gap))
         self._held_bytes += self._sizes[gap.chunk]
         heapq.heappush(self._oldest, (since, gap.chunk, lap, gap))
 
     def take(self, lap: int, gap: UseGap) -> bool:
-        """The chunk is not idle any more. Returns whether it was idle."""
+        """Note that the chunk is in use. Returns whether it was idle."""
         if (lap, gap) not in self._entries:
             return False
         self._entries.discard((lap, gap))

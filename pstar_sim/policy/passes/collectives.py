@@ -57,7 +57,7 @@ class Collectives:
         return waits
 
     def _gather(self, c: int, n: int) -> int:
-        """The other ranks' slices come for position n, behind this rank's own one."""
+        """Gather the other ranks' slices for position n, behind this rank's own slice."""
         rows = self._rows
         at, row = rows.fetch_of.get(c, (-1, -1))
         fetched = at == n
@@ -80,8 +80,8 @@ class Collectives:
             rows.sum_of[c] = rows.others_release_of[c] = reduce(rows, c, "remote", moment, n, ((here, 0),))
 
     def close(self) -> None:
-        """A first gather waits for the slices of the previous iteration to be gone, and for the update where no fetch
-        does."""
+        """Let a first gather wait until the slices of the previous iteration are gone, and for the update where no
+        fetch waits for it."""
         rows = self._rows
         for c, (gather, fetched) in self._first_gathers.items():
             rows.wait(gather, (rows.others_release_of[c], 1))

@@ -103,14 +103,14 @@ class DraftRows:
     def writeback(
         self, chunk: int, list_name: str, moment: int, after: After, key: tuple[float, ...], drop: bool
     ) -> int:
-        """A list goes down and, with `drop`, is given up on the GPU at once."""
+        """Write a list back to the host; with `drop`, also give it up on the GPU at once."""
         down = self.add(Queue.D2H, Kind.WRITEBACK, chunk, list_name, moment, after=after, key=key)
         if drop:
             self.release_of[chunk, list_name] = self.add(Queue.D2H, Kind.DROP, chunk, list_name, moment, behind=down)
         return down
 
     def drop(self, chunk: int, list_name: str, moment: int) -> int:
-        """The compute queue gives a list up, as soon as the row before is done."""
+        """Let the compute queue give up a list, as soon as the row before is done."""
         return self.add(Queue.COMPUTE, Kind.DROP, chunk, list_name, moment, behind=self._last_computed)
 
     def wait(self, row: int, *after: tuple[int, int]) -> None:

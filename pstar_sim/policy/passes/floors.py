@@ -50,7 +50,7 @@ class Floors:
         return ((self._rows.last_rows[floor], 0),) if floor is not None and floor >= 0 else ()
 
     def serve(self, c: int, n: int, row: int) -> None:
-        """The copy is written."""
+        """Note that the copy is written."""
         floor = self._floor_of[n, c]
         if floor is not None and floor < 0:
             self._earlier.append((row, floor))

@@ -133,7 +133,7 @@ class GradientRows:
             rows.last_adds.append(rows.add_of[c])
 
     def _leave(self, c: int, here: int) -> int:
-        """The chunk's last visit before its update is over. Returns the row that brings its last gradient down."""
+        """End the chunk's last visit before its update. Returns the row that brings its last gradient down."""
         rows, job = self._rows, self._rows.schedule.job
         if not job.sums_on_gpu:
             return self._send_last(c, here)

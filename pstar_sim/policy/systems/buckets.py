@@ -72,7 +72,7 @@ class Buckets:
             self._flush(m, here)
 
     def _flush(self, m: int, here: int) -> None:
-        """The bucket leaves."""
+        """Send all gradients of the bucket."""
         if not self._bucket:
             return
         for c in self._bucket:

@@ -87,13 +87,13 @@ class Gathers:
         return self._gone.get(c, [])
 
     def _read(self, v: Visit) -> int:
-        """The own slice comes from the disks to the host."""
+        """Read this rank's slice from the disks to the host."""
         c = v.chunk
         self._ready[c] = read_in(self._b, c, "param", v.first, [*self._asked, *self.gone(c)])
         return self._ready[c]
 
     def _fetch(self, v: Visit) -> int:
-        """The own slice comes up, from the host or through it from the disks."""
+        """Fetch this rank's slice from the host, or from the disks through the host."""
         b, c = self._b, v.chunk
         read = [self._ready[c]] if self._shards.scheme.home is Place.NVME else []
         self._ready[c] = b.fetch(c, v.first, after=[*self._asked, *read, *self.gone(c)])
@@ -102,7 +102,7 @@ class Gathers:
         return self._ready[c]
 
     def _gather(self, v: Visit) -> int:
-        """The other ranks' slices come."""
+        """Gather the other ranks' slices."""
         c = v.chunk
         own = [] if self._shards.lives_on_gpu(c) else [self._ready[c]]
         self._ready[c] = self._b.gather(c, v.first, [*self._asked, *own, *self.gone(c)])

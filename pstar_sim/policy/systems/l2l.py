@@ -69,8 +69,8 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
 
 
 def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
-    """A chunk is there for the parts that use it, from the first moment to the last of each; parts that follow one
-    another are one visit."""
+    """Visits: a chunk is on the GPU for the parts that use it, from the first moment to the last of each part; parts
+    that follow one another are one visit."""
     part_of = [n for n, (first, last) in enumerate(parts) for _ in range(first, last + 1)]
     visits: list[Visit] = []
     for c in job.moving:

@@ -32,8 +32,8 @@ class Groups:
         self._state = dict.fromkeys((t for tensors in self._tensors for t in tensors), _Hold.HOLD)
 
     def begin(self, m: int) -> bool:
-        """The end of FWD and of a micro-batch lead to HOLD. Returns whether a micro-batch has ended: then all groups
-        are given up."""
+        """Begin a moment: the end of FWD sets tensors used in FWD to HOLD, the end of a micro-batch sets all tensors.
+        Returns whether a micro-batch has ended: then all groups are given up."""
         if m == 0:
             return False
         before, moment = self._workload.moments[m - 1], self._workload.moments[m]

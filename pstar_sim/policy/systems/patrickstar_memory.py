@@ -187,11 +187,11 @@ class Memory:
         self.last = self.b.drop(Queue.D2H, c, self.moment)
 
     def send_gradient(self, c: int) -> None:
-        """The last gradient, which lies in the working list, goes down in it; its room on the GPU stays."""
+        """Send the last gradient to the host in the working list in which it lies; its room on the GPU stays."""
         self.last = self.b.writeback(c, "param", self.b.uses.last_gradient(c), self.then())
 
     def fetch_updated(self, c: int) -> None:
-        """Updated parameters come up in 4 bytes per parameter, through the fp32 buffer."""
+        """Fetch updated parameters in 4 bytes per parameter, through the fp32 buffer."""
         size = self.b.layout.slice_numel(c) * 4
         self.b.fetch(c, self.b.uses.last_gradient(c), self.then(), size_bytes=size)
         self.last = self.b.free(Queue.H2D, c, "param", Place.HOST)
@@ -199,11 +199,11 @@ class Memory:
     # Groups.
 
     def gather(self, c: int) -> None:
-        """The remote chunks of a group come."""
+        """Gather the remote chunks of a group."""
         self.last = self.b.gather(c, self.moment, self.then())
 
     def disperse(self, c: int) -> None:
-        """The remote chunks of a group are dropped."""
+        """Drop the remote chunks of a group."""
         self.last = self.b.drop(Queue.NET, c, self.moment, self.then(), "remote")
 
     def disperse_all(self) -> None:
@@ -211,7 +211,7 @@ class Memory:
             self.disperse(c)
 
     def reduce(self, c: int) -> None:
-        """The gradients of a group, which lie in the working lists, are summed; the own chunk's stay."""
+        """Sum the gradients of a group, which lie in the working lists; the own chunk's gradients stay."""
         self.last = self.b.reduce_scatter(c, self.moment, self.then())
 
     # Room.

@@ -82,8 +82,8 @@ class Sharded:
         return update, gone
 
     def copy_up(self, c: int, after: Iterable[int], *, pinned: bool = True) -> list[int]:
-        """The updated parameters go where they live; returns the steps that bring them (none where that is the
-        host)."""
+        """Copy the updated parameters to where they live. Returns the steps that bring them there; none where they live
+        on the host."""
         if not self.shards.lives_on_gpu(c):
             return []
         return [self.b.fetch(c, 0, after=after, via=None if pinned else self.shards.unpinned)]

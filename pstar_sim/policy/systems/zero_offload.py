@@ -84,7 +84,7 @@ class _Bucket:
         self.peak_bytes = 0
 
     def enter(self, c: int) -> list[int]:
-        """A gradient begins to arrive; returns the chunks whose gradient has to be gone first."""
+        """Let a gradient begin to arrive; returns the chunks whose gradient has to be gone first."""
         # Chunks still filling up cannot leave; of the others as many may linger as the bucket has room for.
         stay = max(0, BUCKET_CHUNKS - 1 - len(self._filling))
         first = max(0, len(self._leaving) - stay)
