@@ -129,6 +129,9 @@ def test_a_layer_is_a_numbered_module_and_what_is_outside_stays() -> None:
     unnamed = chain()
     unnamed = replace(unnamed, tensors=tuple(replace(t, name=f"weight{n}") for n, t in enumerate(unnamed.tensors)))
     assert planned(3, unnamed).modes == planned(3).modes
+    assert planned(3, unnamed).choices["window"] == "3 of 8 chunks"
+    in_pairs = planned(3, settings=replace(EAGER, chunk_bytes=4 * MIB), on=machine(gpu_memory_bytes=200 * MIB))
+    assert in_pairs.choices["window"] == "3 of 4 groups of the 8 layers that share chunks"
 
 
 def test_a_window_larger_than_the_model_is_all_of_it() -> None:

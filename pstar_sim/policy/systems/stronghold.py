@@ -70,7 +70,7 @@ class _Layers:
     """The layers of a job. A layer is a numbered module ("h.5"); in a model without numbered modules each chunk is a
     layer. A chunk belongs to the first layer that it has parameters of, and to none where it also holds others.
 
-    count: number of layers.
+    count: number of layers. words: the same for an answer, which says where chunks hold parts of several modules.
     of: chunk that moves -> its layer, layers in order of first use.
     outside: chunks that hold parameters of no layer, which are always on the GPU.
     """
@@ -78,12 +78,18 @@ class _Layers:
     def __init__(self, job: Job) -> None:
         self.job = job
         names = {c: self._names(c) for c in job.moving}
-        if not any(all(blocks) for blocks in names.values()):
+        modules = {block for blocks in names.values() for block in blocks if block}
+        numbered = any(all(blocks) for blocks in names.values())
+        if not numbered:
             names = {c: [str(c)] for c in job.moving}
         order = sorted((c for c in job.moving if all(names[c])), key=lambda c: (job.uses.first_use(c), c))
         number: dict[str | None, int] = {}
         self.of = {c: number.setdefault(names[c][0], len(number)) for c in order}
         self.count = len(set(self.of.values()))
+        shared = f"groups of the {len(modules)} layers that share chunks"
+        self.words = f"{self.count} " + (
+            "chunks" if not numbered else "layers" if self.count == len(modules) else shared
+        )
         self.outside = [c for c in job.moving if c not in self.of]
 
     def _names(self, c: int) -> list[str | None]:
@@ -152,7 +158,7 @@ class _Solver:
         layers, job = self.layers, self.layers.job
         needed, budget = self.needed_bytes(w), job.machine.gpu_budget_bytes
         if needed > budget:
-            what = f"a window of {w} of {layers.count} layers: {self.describe(w)}"
+            what = f"a window of {w} of {layers.words}: {self.describe(w)}"
             raise DoesNotFit(policy=job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
         end = len(job.workload.moments) - 1
         stay = [*layers.outside, *layers.first(w)]
@@ -246,7 +252,7 @@ def _without_barrier(solver: _Solver, w: int) -> float:
 def _choices(solver: _Solver, w: int, *, auto: bool) -> dict[str, object]:
     layers, job, chosen = solver.layers, solver.layers.job, solver.attempt(w)
     choices: dict[str, object] = {
-        "window": f"{w} of {layers.count} layers" + (f" ({solver.most()} would fit)" if auto else ""),
+        "window": f"{w} of {layers.words}" + (f" ({solver.most()} would fit)" if auto else ""),
         "capacity": solver.describe(w),
     }
     if job.barrier is not None:
