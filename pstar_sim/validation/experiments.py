@@ -360,18 +360,17 @@ def _vm(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     sequence = _whole(row, "sequence", row.sequence)
     largest = row.metric == "max_trainable_model"
-    policy = _vm_policy(row.system)
     return Experiment(
         rows=run,
         machine=_machine("v100-32-vm", efficiency),
-        policy=policy,
+        policy=_vm_policy(row.system),
         sizes=tuple(_gpt(n, 2048, 16, sequence) for n in _VM_LAYERS) if largest else (_gpt_of(row),),
         sequence=sequence,
         batches=(_whole(row, "batch", row.batch),),
         micro_batches=1,
         dtype="fp32",
         attention="math",
-        settings=Settings(update="eager" if policy.startswith("stronghold") else "step", clip=False),
+        settings=Settings(update="eager" if _VM_WINDOW.fullmatch(row.system) else "step", clip=False),
         other_host_bytes=OTHER_HOST_BYTES,
         host_bytes_per_param=HOST_BYTES_PER_PARAM if row.system == "ZeRO-Offload" else 0.0,
     )
