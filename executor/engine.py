@@ -67,9 +67,11 @@ log = logging.getLogger("executor")
 
 @dataclass(frozen=True, kw_only=True)
 class SessionOptions:
-    """hyper: gives the settings of the optimizer's groups as they are now.
+    """Options of a session.
+
+    hyper: gives the settings of the optimizer's groups as they are now.
     max_grad_norm: see `session.updates`.
-    eager: updates run inside backward.
+    eager: whether updates run inside backward.
     capture, skeleton: see `session.batches.Shapes`.
     scaling: None without loss scaling.
     replan_after, count: see `executor.prepare`.

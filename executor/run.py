@@ -128,7 +128,9 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """model: as for `pstar trace`.
+    """A training job by name.
+
+    model: name of the model, as for `pstar trace`.
     batch, sequence: sequences of one micro-batch, and tokens of each.
     data: "text:FOLDER" or None.
     bandwidth: bytes per second of the virtual link, (to the gpu, to the host); None = as fast as memory copies.

@@ -282,9 +282,9 @@ def random_workload(
 class _Drawn:
     """Tensors of a random model, each drawn when it is added.
 
-    uniform: all matrices alike, as in a real transformer.
+    uniform: whether all matrices are alike, as in a real transformer.
     unit: elements of a matrix, on average.
-    two_groups: biases have an optimizer group of their own.
+    two_groups: whether biases have an optimizer group of their own.
     """
 
     rng: random.Random

@@ -195,7 +195,7 @@ class VirtualLink:
         return {queue.value: rate for queue, rate in self._rates.items()}
 
     def count(self, target: torch.Tensor, direction: Queue, width: int) -> None:
-        """width: bytes of an element on the link."""
+        """Count the bytes of a copy. width: bytes of an element on the link."""
         self.copied.count(direction, target.numel() * width)
 
     def carry(self, target: torch.Tensor, source: torch.Tensor, direction: Queue, width: int) -> None:

@@ -27,7 +27,9 @@ _EXTENT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Headroom:
-    """outside_bytes: bytes on the card that are not torch's: the context of this process, other programs.
+    """Memory of a card that a run leaves free.
+
+    outside_bytes: bytes on the card that are not torch's: the context of this process, other programs.
     workspace_bytes: workspaces of cuBLAS, in torch's memory.
     least_bytes: bytes kept free in all, where less was measured.
     """

@@ -20,7 +20,9 @@ __all__ = ["DeviceOptions", "check_placement", "is_cuda", "move_buffers", "open_
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOptions:
-    """bandwidth: bytes/s of the virtual link, one figure or (to the gpu, to the host); None: as fast as memory.
+    """Options of the accelerator that a run uses.
+
+    bandwidth: bytes/s of the virtual link, one figure or (to the gpu, to the host); None: as fast as memory.
     adam_threads: torch threads of CPU Adam; None: 1 on the virtual accelerator, all cores but two on CUDA.
     gpu_memory_bytes: bytes of the accelerator that the run may use, context included; None: all it has."""
 

@@ -112,7 +112,7 @@ class Wire:
         self._do(lambda: self._group.broadcast([flat], options))
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor:
-        """[n] of every rank -> [ranks, n]."""
+        """Exchange a tensor [n] of every rank. Returns [ranks, n]."""
         if self._nccl and row.device.type == "cpu":
             return self.on_host.exchange(row)
         rows = torch.empty(self.ranks * row.numel(), dtype=row.dtype, device=row.device)

@@ -65,7 +65,9 @@ class Lifeline:
         return {"host": host, "address": reachable, "port": port, "pid": os.getpid(), "token": self._token}
 
     def connect(self, addresses: Sequence[Address]) -> None:
-        """addresses: addresses of all ranks, in their order. Where another host cannot be reached, a warning says so
+        """Connect to the other ranks.
+
+        addresses: addresses of all ranks, in their order. Where another host cannot be reached, a warning says so
         and that rank is not watched."""
         here = socket.gethostname()
         for r, row in enumerate(addresses):

@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """count: number of processes.
+    """The processes that run one program together.
+
+    count: number of processes.
     rank: number of this process.
     device: device on which this process trains.
     """

@@ -72,7 +72,9 @@ class Giver(Protocol):
 
 
 class Ranks:
-    """rank: number of this process, from 0.
+    """This process among the ranks of a run.
+
+    rank: number of this process, from 0.
     count: number of processes.
     wire: see `collectives.py`.
     on_loss(error): called from another thread when a rank is gone while this one may wait for the device.

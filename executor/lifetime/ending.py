@@ -61,7 +61,10 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Ending:
-    """dropped: calls `Holdings.let_go` where the session is collected without `close()`."""
+    """Ends a session's run.
+
+    dropped: calls `Holdings.let_go` where the session is collected without `close()`.
+    """
 
     def __init__(self, host: Host, dropped: weakref.finalize[..., Any]) -> None:
         self.host = host

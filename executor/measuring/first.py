@@ -112,7 +112,7 @@ def tolerance_bytes(w: Workload) -> int:
 def compare(
     w: Workload, measured: Sequence[int], *, iteration: int, gpu_peak_bytes: int, gpu_budget_bytes: int
 ) -> TideReport:
-    """measured: peak of non-model bytes of each moment of `w`."""
+    """Compare a measured tide with the tide of `w`. measured: peak of non-model bytes of each moment of `w`."""
     tolerance = tolerance_bytes(w)
     more = [there - m.peak_bytes for there, m in zip(measured, w.moments)]
     above = sum(size > tolerance for size in more)

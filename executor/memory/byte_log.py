@@ -33,7 +33,9 @@ class ByteChange(NamedTuple):
 
 
 class ByteLog:
-    """lock: under which the ledger changes; whoever calls `note` holds it. clock: seconds.
+    """The changes of bytes of one arena.
+
+    lock: lock under which the ledger changes; whoever calls `note` holds it. clock: gives seconds.
 
     Attributes:
         changes: oldest first.

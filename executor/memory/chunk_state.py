@@ -27,9 +27,11 @@ __all__ = ["ChunkState"]
 
 @dataclass
 class ChunkState:
-    """current: places whose copy of the working list holds the current values.
+    """Facts about the lists of one chunk.
+
+    current: places whose copy of the working list holds the current values.
     ahead: state lists that were updated on the gpu while the host holds the older ones.
-    whole: the gpu has the other ranks' slices of the working list as well.
+    whole: whether the gpu has the other ranks' slices of the working list as well.
     gradients: see [Note: where a gradient is].
     adding, updating, hollow: see [Note: between two lines].
     """

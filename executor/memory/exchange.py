@@ -31,7 +31,9 @@ class SliceWire(Protocol):
 
 
 class Exchange:
-    """wire: to the other ranks, None on one.
+    """Exchanges with the other ranks.
+
+    wire: connection to the other ranks; None on one rank.
 
     Attributes:
         summed_norms: tensor -> norm of (this rank's part of) the sum of its gradient over the ranks, of the last time

@@ -92,7 +92,7 @@ class GpuPayloads:
             self.peak_transient_bytes = max(self.peak_transient_bytes, self._transient_bytes)
 
     def take(self, chunk: int, list_name: str) -> None:
-        """Give it memory. Raises OutOfMemory or torch.OutOfMemoryError, nothing changed."""
+        """Give the payload its memory. Raises OutOfMemory or torch.OutOfMemoryError; nothing has changed then."""
         if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):
             self.backend.take(self.at(chunk, list_name))
         elif list_name in OTHERS:
@@ -101,7 +101,7 @@ class GpuPayloads:
             self._pair(chunk, list_name).take_own()
 
     def give(self, chunk: int, list_name: str) -> None:
-        """Take its memory away."""
+        """Take the payload's memory away."""
         if not self.sliced or (list_name not in OTHERS_OF and list_name not in OTHERS):
             self.backend.give(self.at(chunk, list_name))
         elif list_name in OTHERS:

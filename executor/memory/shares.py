@@ -18,7 +18,9 @@ GPU, HOST = Place.GPU, Place.HOST
 
 
 class Shares:
-    """contents: contents of the plan's chunks.
+    """Gradients tensor by tensor.
+
+    contents: contents of the plan's chunks.
 
     Attributes:
         kept: tensor -> its gradient, in host memory of its own: no list of its chunk there could take it.

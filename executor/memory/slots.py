@@ -14,7 +14,9 @@ GPU = Place.GPU
 
 
 class Slots:
-    """arena: the arena of the chunks.
+    """The places of tensors in the lists of their chunks.
+
+    arena: the arena of the chunks.
 
     Attributes:
         parts: tensor -> the part of the tensor in this rank's slice of its chunk.

@@ -34,8 +34,8 @@ class Update:
     max_grad_norm: None without clipping.
     norms: norm of each gradient, taken where the gradient arrived (one micro-batch only).
     unscale: factor of the gradients that undoes loss scaling.
-    skip: a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop the
-        gradients.
+    skip: whether a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop
+        the gradients.
     unused: tensors that no rank had a gradient of, where it was taken for zero; they are left as they are.
     agree: turns the norm of the gradients that this rank holds into the norm over all ranks; None where this rank holds
         all gradients.
@@ -162,7 +162,7 @@ class Updating:
             mine.clear()
 
     def _update(self, chunk: int, place: Place, source: str, update: Update, norms: Norms) -> None:
-        """source: the list that holds all gradients of the chunk."""
+        """Update the chunk. source: the list that holds all gradients of the chunk."""
         arena, state, row = self.arena, self.chunks[chunk], self.arena.layout.chunks[chunk]
         master = arena.at(place, chunk, "param32")
         scale = update.coefficient_on(master.device, norms)

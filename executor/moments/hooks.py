@@ -43,7 +43,9 @@ ROOT = "<root>"
 
 @dataclass(frozen=True, slots=True)
 class ModuleEvent:
-    """kind: "begin", "end", "grad", "backward-end" or "step".
+    """An event of a module or of the training loop.
+
+    kind: "begin", "end", "grad", "backward-end" or "step".
     module: name in `named_modules()`, "" for the root and the last two kinds.
     name: as in `Moment.name`.
     phase, micro_batch: phase and micro-batch of the moment that the event opens; -1 for the gradient of an output that

@@ -248,7 +248,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = self.current
 
     def _count_traffic(self, traffic: int, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-        """traffic: see `_Traits`."""
+        """Count the bytes that an operator reads and writes. traffic: see `_Traits`."""
         if traffic:
             written = sum([t.numel() * t.element_size() for t in outputs])
             self.bytes_written += written

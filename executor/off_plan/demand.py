@@ -90,7 +90,9 @@ class Demand:
     # -- leaving the plan ---------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent, found: Answer, known_tide_bytes: int | None = None) -> None:
-        """found: the answer of the contract's table to the event. known_tide_bytes: non-model bytes of the moment that
+        """Carry out an event off the plan.
+
+        found: the answer of the contract's table to the event. known_tide_bytes: non-model bytes of the moment that
         begins, where they are measured; else the plan's for an event of that name."""
         s = self.session
         if found is Answer.VISIT:

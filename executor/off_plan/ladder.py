@@ -178,7 +178,7 @@ class Ladder(Sequence[Rung]):
         arena.gpu_budget_bytes = min(arena.gpu_budget_bytes, budget)
 
     def climb(self, error: OutOfMemory) -> None:
-        """A step of the plan was refused memory: the iteration is carried on demand from here; between two iterations
+        """Carry on after a step of the plan was refused memory: the iteration goes on on demand; between two iterations
         a new plan is made at once."""
         s = self.session
         if s.ranks is not None:

@@ -35,7 +35,9 @@ class StepLog(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IterationLog:
-    """end_s: when the compute queue ended its last step of the iteration.
+    """The log of one iteration.
+
+    end_s: when the compute queue ended its last step of the iteration.
     on_plan: whether the iteration ran as the plan says.
     exchanges: number of exchanges so far, of a backend that has them.
     """

@@ -17,7 +17,7 @@ class Moved:
     """
 
     def __init__(self, already: Mapping[str, int]) -> None:
-        """already: copied by direction before the first iteration."""
+        """already: bytes copied by direction before the first iteration."""
         self._known = dict(already)
         self._bytes: dict[int, dict[str, int]] = {}
         self._ended: dict[int, int] = {}  # iteration -> copies of the plan that have ended

@@ -143,7 +143,10 @@ def _counted(session: Session, iteration: Callable[[], None]) -> MomentRecorder:
 
 
 def _count_once(session: Session, iteration: Callable[[], None], firings: dict[int, int]) -> MomentRecorder:
-    """firings: tensor index -> gradients it gets in one micro-batch, where more than one."""
+    """Run one iteration in which every operator is counted.
+
+    firings: tensor index -> gradients it gets in one micro-batch, where more than one.
+    """
     own = sorted(session.plan.layout.chunk_of)
     chunk_of = session.plan.layout.chunk_of
 

@@ -38,7 +38,9 @@ class JobPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """save: folder for checkpoints.
+    """Where the checkpoints of a job go, and which one it continues from.
+
+    save: folder for checkpoints.
     every: steps between two (None: one at the end).
     resume: checkpoint to go on from.
 

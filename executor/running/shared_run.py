@@ -20,7 +20,9 @@ __all__ = ["SharedRun", "own_batches", "share_results"]
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRun:
-    """losses: loss of each step, over the batches of all ranks.
+    """What all ranks of a run did together.
+
+    losses: loss of each step, over the batches of all ranks.
     peak_gpu_bytes: GPU peak of each rank, in the measured iteration.
     sent_bytes: bytes that this rank sent to the others per step, the mean over all steps.
     transient_bytes: [Note: what a slice moves through].

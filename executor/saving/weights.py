@@ -7,12 +7,12 @@ that holds it, the fp32 master first. The model itself needs no memory: build it
 piece (16 MiB).
 
 [Note: which value a master gets] Masters are made from the values of the file, whatever its dtype, and the working copy
-is cast(master): an fp32 file under a bf16 plan gives masters that know more than the working copies; a bf16 file gives
-masters that begin as the file's values. `Weights.note` says which of these was done.
+is cast(master): an fp32 file under a bf16 plan gives masters that are more precise than the working copies; a bf16 file
+gives masters that begin as the file's values. `Weights.note` says which of these was done.
 
-[Note: adapters] A model under peft is loaded from the folder of its base model: "base_model.model." and ".base_layer"
-of its names are not the file's, and what the adapters add is in no file. Adapters keep the values they have; those on
-meta (peft puts them where the base is) get memory and peft's own initial values.
+[Note: adapters] A model under peft is loaded from the folder of its base model: the file's names lack
+"base_model.model." and ".base_layer", and no file holds what the adapters add. Adapters keep the values they have;
+those on meta (peft puts them where the base is) get memory and peft's own initial values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Batches: how the next forward's batch compares with the one that the plan was made for.
 
 A batch of another shape is looked at under fake tensors, on a copy of the model without memory: if its tide is nowhere
-higher than the plan's it runs on plan, if it fits the budget it runs on demand, and else it is refused before anything
-changes.
+higher than the plan's, it runs on plan; if it fits the budget, it runs on demand; otherwise it is refused before
+anything changes.
 """
 
 from __future__ import annotations

@@ -164,7 +164,9 @@ class FactSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """when: (fact, whether it must hold); the row holds if every fact is as stated.
+    """A row of the contract's table.
+
+    when: (fact, whether it must hold); the row holds if every fact is as stated.
     then: result of the row.
     """
 

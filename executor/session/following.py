@@ -105,7 +105,9 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Following:
-    """clock: seconds.
+    """Carries out an iteration on plan.
+
+    clock: gives seconds.
 
     Attributes:
         in_parts: a backward runs part by part (driving/drive.py).

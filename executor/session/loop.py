@@ -132,7 +132,10 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Loop:
-    """clock: seconds."""
+    """Carries out the acts of the training loop.
+
+    clock: gives seconds.
+    """
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self.host = host

@@ -39,7 +39,9 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Updates:
-    """hyper: gives the settings of the optimizer's groups as they are now. clock: gives seconds.
+    """The updates of one plan.
+
+    hyper: gives the settings of the optimizer's groups as they are now. clock: gives seconds.
 
     Attributes:
         eager: updates run inside backward.

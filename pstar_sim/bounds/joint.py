@@ -78,7 +78,9 @@ def joint_bound(
 
 @dataclass(frozen=True, kw_only=True)
 class _Solved:
-    """proved_s: what the dual solution proves.
+    """The solved joint program.
+
+    proved_s: what the dual solution proves.
     terms: name of a term -> the largest seconds of that name.
     pinned, streamed: x and y of the note, in parameters."""
 

@@ -137,7 +137,9 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """value: what the solver says the optimum is.
+    """A solved linear program.
+
+    value: what the solver says the optimum is.
     proved: a lower bound of it that holds exactly (but for the rounding of one sum).
     at: the variables' values."""
 

@@ -20,7 +20,7 @@ class Windows:
     span_s: seconds of the iteration outside of the window.
     params, bytes: parameters and bytes of all chunks of J_j.
     down_s, up_s, adam_s: the shortest copy down, copy up and CPU Adam of any chunk of J_j.
-    behind_barrier: copies down need not lie in the window.
+    behind_barrier: whether copies down may lie outside the window.
     """
 
     span_s: Array

@@ -171,7 +171,9 @@ class Catalog:
         )
 
     def machine(self, name: str, efficiency: Efficiency | None = None) -> Machine:
-        """efficiency: instead of the shipped parameters, for a machine with fitted rates; see [Note: fitted rates].
+        """The machine of that name.
+
+        efficiency: instead of the shipped parameters, for a machine with fitted rates; see [Note: fitted rates].
 
         Raises UnknownName, and CatalogError for a part that no table has.
         """

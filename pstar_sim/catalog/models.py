@@ -51,8 +51,8 @@ class ModelEntry:
     vocab: 0 for a ViT.
     params: true count, tied weights counted once.
     max_seq: positions the model has (learned ones are parameters).
-    tied: the head is the token embedding.
-    attention_bias: biases of q, k and v in the llama family (the others always have all biases).
+    tied: whether the head is the token embedding.
+    attention_bias: whether q, k and v have biases in the llama family (the others always have all biases).
     patch, image, classes: pixels of a patch's and an image's side, outputs of the head; ViT only, else 0.
     """
 

@@ -44,7 +44,7 @@ class Price:
     """USD per hour of one node.
 
     as_of: when its source gives it, None where a user's file does not say.
-    own: from a user's file.
+    own: whether the price is from a user's file.
     """
 
     machine: str

@@ -158,7 +158,7 @@ def say_notes(result: Comparison) -> None:
 
 
 def say_left_out(result: Comparison) -> None:
-    """What an answer for several GPUs leaves out, on stderr, where the answer itself has no place for it."""
+    """Print on stderr what an answer for several GPUs leaves out, where the answer itself has no place for it."""
     for one in result.notes:
         note(f"note: {one}")
 

@@ -34,8 +34,8 @@ def progress(
     file: IO[str] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[OnStep | None]:
-    """What to call after each step. file: where to write (stderr); live lines if it is a terminal, else one line per
-    step, no more than one per second (and the last)."""
+    """The function to call after each step. file: where to write (stderr); live lines if it is a terminal, else one
+    line per step, no more than one per second (and the last)."""
     if quiet:
         yield None
         return

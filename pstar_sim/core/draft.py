@@ -41,7 +41,8 @@ FREE = Charge()
 class DraftRow:
     """One step, or a block of moments. -1: none.
 
-    chunk, list_name, moment: as of the step; the moment of a block, an Adam or a stash follows from the other fields.
+    chunk, list_name, moment: those of the step; the moment of a block, an Adam or a stash follows from the other
+        fields.
     charge: what the row takes.
     after: (row, back) pairs that have to end first, in this iteration (back 0) or the one before (back 1).
     key: order among the rows of a queue that are ready, smallest first (None: the order of the draft).
@@ -49,7 +50,7 @@ class DraftRow:
         moment that used the list last). The row then takes no time and no bytes, waits for nothing else, and has no
         key.
     use: position that a fetch or a gather serves.
-    is_position: the row is the next position of the compute queue.
+    is_position: whether the row is the next position of the compute queue.
     block: block of moments that the row is.
     stash: index into the workload's stashes.
     """
@@ -73,7 +74,7 @@ class DraftRow:
 class Draft:
     """Rows of one iteration, in an order in which they could run one after the other.
 
-    gpu_free_bytes, host_free_bytes: of each place when nothing of the iteration has begun (at the cut).
+    gpu_free_bytes, host_free_bytes: free bytes of each place at the cut, when nothing of the iteration has begun.
     rates: what copies and CPU Adam share, without measured slow-downs; collectives go over other wires.
     room: per position, bytes that fetches ahead of their use may take.
     lead_bytes: see [Note: fetching ahead] in choose.py.

@@ -46,7 +46,7 @@ def category_of(list_name: str) -> str:
 class Touched(NamedTuple):
     """A payload that a step takes or frees.
 
-    lenient: only if the payload is absent (taken) or present (freed).
+    lenient: whether the step takes the payload only if it is absent, or frees it only if it is present.
     """
 
     resident: Resident

@@ -23,7 +23,9 @@ _PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """false: a sentence for each figure that is not what was computed.
+    """Figures that a plan states, computed again.
+
+    false: a sentence for each figure that is not what was computed.
     checked: names of the figures that are right.
     """
 
@@ -42,7 +44,9 @@ def own_shares(plan: Plan) -> str | None:
 
 
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
-    """peak_bytes: the most that each place can hold, as proved. What a run really holds at its peak depends on its
+    """Check the figures of bytes.
+
+    peak_bytes: the most that each place can hold, as proved. What a run really holds at its peak depends on its
     timing. So a stated peak has to lie between the bytes that every run holds, whatever its timing, and the proved
     peak. The peak of ranks that differ is left out."""
     false: list[str] = []

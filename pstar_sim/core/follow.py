@@ -58,7 +58,7 @@ class Record:
     arrival_s: per iteration, step that meets the same step of other ranks -> when this rank was ready for it. Every
         other step began when it was ready.
     dram_loss_s: per iteration and step, seconds lost because DRAM was short; no rows where DRAM never is.
-    times: of the iterations that every queue had ended at the last `end_iteration`.
+    times: times of the iterations that every queue had ended at the last `end_iteration`.
     steady: whether the last two iterations agree.
     """
 

@@ -52,7 +52,7 @@ class Chunk:
     """A run of consecutive parameters of one dtype, one optimizer group, all frozen or all trainable.
 
     numel: elements of the payload (waste included).
-    small: holds tensors too small to be worth moving; stays resident.
+    small: whether the chunk holds tensors too small to be worth moving; such a chunk stays resident.
     """
 
     index: int

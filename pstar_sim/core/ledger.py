@@ -527,9 +527,9 @@ class _Listed:
 class Ledger:
     """Who holds what now, one move at a time; a move that is refused changes nothing.
 
-    budget_bytes: of each place, in the order of PLACES; may be lowered.
+    budget_bytes: budget of each place, in the order of PLACES; may be lowered.
     tide_bytes: non-model bytes on the gpu.
-    peak_bytes: of each place, the most bytes that payloads and buffers held.
+    peak_bytes: for each place, the most bytes that payloads and buffers held.
 
     [Note: claims] A payload is claimed, then its memory is asked for, then it is held. A claim counts against the
     budget, so that two threads are never promised the same room, and is withdrawn where memory is refused. A payload

@@ -46,7 +46,7 @@ class Settings:
     """What the caller asked of every policy.
 
     update: "step" (no Adam before optimizer.step()) or "eager" (inside backward).
-    clip: gradients are clipped by their global norm.
+    clip: whether gradients are clipped by their global norm.
     chunk_bytes: bytes of the working list of one chunk; None searches for the best. A size such as "128MiB" is turned
         into bytes.
 
@@ -89,9 +89,9 @@ class Plan:
 
     modes: per chunk "cpu", "pin", "stream" or "frozen".
     initial: residents at the cut.
-    steps: those of each queue in the order in which they run.
-    gpu_budget_bytes, host_budget_bytes, nvme_budget_bytes: what one rank may take of each place; 0 for disks that the
-        plan does not use.
+    steps: steps, those of each queue in the order in which they run.
+    gpu_budget_bytes, host_budget_bytes, nvme_budget_bytes: bytes that one rank may take of each place; 0 for disks that
+        the plan does not use.
     buffers: (name, place, bytes) that the policy holds throughout, the room for stashes (STASHES) among them.
     predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty.
     choices: what the policy decided and why, for `explain` (capacity rule, pins tried, kept gaps ...).

@@ -19,7 +19,9 @@ __all__ = ["NO_STEPS", "Program"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """position: step id -> position of the step.
+    """A plan compiled once to columns of integers.
+
+    position: step id -> position of the step.
     queues: in the order in which the plan first names them.
     queue_of: queue of each step.
     order: steps of each queue, in the order in which the queue runs them.

@@ -128,8 +128,8 @@ class Touch:
 
     place: where; None for the step's own place.
     list: which; None for the step's own list.
-    lenient: taking a list that is there already, or freeing one that is not there, does nothing; otherwise it is an
-        error.
+    lenient: whether taking a list that is there already, or freeing one that is not there, does nothing; otherwise it
+        is an error.
     only: the effect holds only where the step's list is one of these; None for all lists.
     but: the effect does not hold where the step's list is this one; None for no exception.
     """

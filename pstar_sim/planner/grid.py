@@ -102,7 +102,10 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """axes: name -> values, in the order in which points count (the last one fastest)."""
+    """The grid of a sweep.
+
+    axes: name -> values, in the order in which points count (the last one fastest).
+    """
 
     axes: Mapping[str, tuple[Value, ...]]
     source: str = "grid"

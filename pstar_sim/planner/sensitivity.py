@@ -5,10 +5,11 @@ depth of the largest model of the same family searched again. The answer is a di
 fastest of the policies asked about.
 
 [Note: better is not worse] What is planned for a better machine may turn out slower: policies are heuristics, and a
-faster link takes DRAM bandwidth from CPU Adam while it copies. But any plan for the machine as it is is one for the
-better machine, and a better part can be run as the old one was. So the time of a machine with more of one part is the
-least of three: of the fastest plan made for it, of the unchanged plan simulated there (REPLAYED), and of now (AS_NOW);
-`how` says which. One more GPU gives every GPU another job: there only a plan made for it counts.
+faster link takes DRAM bandwidth from CPU Adam while it copies. But any plan for the machine as it is also works on the
+better machine, and a better part can be run as slowly as the old one. So the time of a machine with more of one part is
+the least of three times: that of the fastest plan made for it, that of the unchanged plan simulated on it (REPLAYED),
+and the present time (AS_NOW); `how` says which. One more GPU gives every GPU another job: there only a plan made for it
+counts.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ _BEYOND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """report: what was proved, what else was checked, and what was not checked.
+    """What examining a plan showed.
+
+    report: what was proved, what else was checked, and what was not checked.
     bound: what computing the lower bound again gave.
     timeline: the simulated timeline.
     """

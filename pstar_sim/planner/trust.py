@@ -29,7 +29,9 @@ FEWEST_ROWS = 4  # fewer say nothing
 
 @dataclass(frozen=True)
 class Trust:
-    """error: median relative error of predicted times, None where nothing is known.
+    """How far predicted times are to be trusted.
+
+    error: median relative error of predicted times, None where nothing is known.
     label: what it rests on.
     """
 

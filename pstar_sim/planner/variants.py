@@ -66,7 +66,9 @@ QUICK = policy_at(Point())  # whose own checks of room say where it is worth try
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """workload: the variant to run, one rank's share.
+    """The fastest way, and the ways that it was chosen from.
+
+    workload: the variant to run, one rank's share.
     words: the variant in words, among the variants looked at.
     iteration_s: seconds per iteration of its plan by `policy`. timeline: simulation of that plan.
     tried: each way that was looked at, in words -> its outcome.

@@ -68,7 +68,7 @@ def play_ranks(
     if len(set(classes)) == 1 and not every_rank:
         return _play_one_class(plan, cost, max_iterations, jitter, workloads)
     if cost is not None:
-        raise PlanError("ranks that differ, or every one of equal ranks, are timed by their own GPUs and links")
+        raise PlanError("leave cost out: ranks that are simulated one by one are timed by their own GPUs and links")
     members = range(count) if every_rank else [classes.index(c) for c in sorted(set(classes))]
     env = new_environment()
     nodes: dict[Hashable, _Node] = {}

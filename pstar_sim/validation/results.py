@@ -109,7 +109,9 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Validation(Collection):
-    """counts: rows by use, of the whole file (or of what was asked for).
+    """Predictions beside published measurements.
+
+    counts: rows by use, of the whole file (or of what was asked for).
     results: the rows in scope, in the order of the file.
     """
 

@@ -20,7 +20,10 @@ _PATTERNS = ("system", "hardware", "metric", "source")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything."""
+    """A rule for which published rows are compared.
+
+    patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything.
+    """
 
     name: str
     patterns: Mapping[str, tuple[str, ...]]

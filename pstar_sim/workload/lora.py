@@ -42,7 +42,9 @@ _DEFAULT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """rank: columns of A^T and B.
+    """A low-rank adapter.
+
+    rank: columns of A^T and B.
     targets: last names of the modules inside the layers that get one ("q_proj"), or ("all-linear",) for every matrix
         there; None: the family's usual ones (`default_targets`).
     """

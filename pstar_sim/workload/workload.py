@@ -190,7 +190,7 @@ class Workload:
     moments: the clock of the iteration, in order.
     uses: which moment reads which parameter, and where each gradient arrives.
     optimizer: states that the optimizer keeps for each trainable parameter.
-    dtype_open: nobody named the dtype, so that a comparison takes what the GPU has.
+    dtype_open: whether nobody named the dtype, so that a comparison takes what the GPU has.
     attention: "flash", "efficient", "math" or "none".
     source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
     recorded_on: name of the machine whose durations the moments carry, or None.

@@ -26,13 +26,13 @@ SHORT = 3  # positions: a streamed chunk may always stay over a border that is n
 class Knobs:
     """Settings that a search may vary besides the modes. None changes what a plan computes.
 
-    linger: room is left for gradients on their way down, which pays unless memory is very tight.
+    linger: whether room is left for gradients on their way down, which pays unless memory is very tight.
     lead_chunks: room, in chunks, that early fetches leave free for urgent fetches.
     down: order of the copies to the host, "edf" (as the next forward needs them) or "fifo".
     stay: streamed parameters may stay on the GPU from one iteration to the next for at most this share of the
         positions, and always for three positions.
-    states_first: states go down before parameters that stay, because states take room. The parameters are then given up
-        later.
+    states_first: whether states go down before parameters that stay, because states take room. The parameters are then
+        given up later.
     """
 
     linger: bool = True

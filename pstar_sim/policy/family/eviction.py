@@ -44,7 +44,10 @@ def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], firs
 def _sweep_along(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None
 ) -> set[UseGap]:
-    """first: None counts the age of an idle chunk from its last use, otherwise from its arrival."""
+    """Run a cache along the iteration.
+
+    first: None counts the age of an idle chunk from its last use, otherwise from its arrival.
+    """
     length = len(room)
     over_border = {gap.chunk for gap in gaps if gap.end >= length}
     laps = LAPS if over_border else 1

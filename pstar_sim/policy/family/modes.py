@@ -31,7 +31,9 @@ SHARES = 33  # of CPU Adam, at which the window that binds is sought
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFacts:
-    """pins: facts of the closed form for pins, chunks in order of first use.
+    """What the roofline needs to know of a job.
+
+    pins: facts of the closed form for pins, chunks in order of first use.
     states_bytes: per chunk, bytes that come up for its update and go down after it. h2d, d2h, dram: bytes per second.
     dram_adam_bytes: DRAM traffic of one CPU update and of all its accumulations, per chunk.
     passing_bytes: GPU room that streaming one chunk takes, own use and copies.

@@ -32,7 +32,7 @@ class PinFacts:
     copy down and copy up.
 
     moments_s: seconds of each moment.
-    barrier: no Adam before the last moment.
+    barrier: whether no Adam may run before the last moment.
     room_bytes: least room for working lists at any moment, nothing pinned.
     gaps: number of times that a chunk would be fetched again per iteration if it were never kept between forward and
         backward.

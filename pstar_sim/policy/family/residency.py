@@ -31,7 +31,7 @@ def gaps_of(chunk: int, uses: Sequence[int]) -> list[UseGap]:
 
 
 def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[int]:
-    """Bytes at each of `count` positions of the chunks that stay over these gaps."""
+    """For each of `count` positions, the bytes of the chunks that stay over these gaps."""
     change = [0] * (count + 1)
     for begin, end, chunk in gaps:
         change[begin + 1] += sizes[chunk]

@@ -24,15 +24,16 @@ class Capabilities:
     """Abilities of a policy that planner and executor may ask about.
 
     point: the point of the asynchronous family that the policy is; its checks of room can be asked without a plan.
-    tries_others: the policy also tries other chunk sizes and policies. So its own checks are not final. Its plan is at
-        least as fast as theirs, and planning takes seconds.
-    one_at_a_time: copies, updates and computing wait for each other; an ablation begins with such a policy by default.
+    tries_others: whether the policy also tries other chunk sizes and policies. Its own checks are then not final. Its
+        plan is at least as fast as theirs, and planning takes seconds.
+    one_at_a_time: whether copies, updates and computing wait for each other; an ablation begins with such a policy by
+        default.
     near: the point of the asynchronous family that the policy is most like, where it is none itself: an ablation that
         begins with the policy goes on from there. None: from the plainest point.
-    yardstick: the policy is one of the few that a question about many machines asks by default.
-    streams_states: the policy updates chunks on the GPU whose states live elsewhere.
-    reorders: its plans are layer-major whatever the order of the workload, so that a loop of the user's own cannot
-        follow them.
+    yardstick: whether the policy is one of the few that a question about many machines asks by default.
+    streams_states: whether the policy updates chunks on the GPU whose states live elsewhere.
+    reorders: whether its plans are layer-major whatever the order of the workload, so that a loop of the user's own
+        cannot follow them.
     from_disks: options under which lists live on disks, tried if the host has no room.
     balance: chooses the ranks' shares of the batch where their GPUs differ (planner/balance.py calls it before it asks
         for the plan); takes the policy's options. None: the policy takes the shares of the machine.

@@ -80,7 +80,10 @@ class Charges:
         return self._charge(step, taken and taken.resident, freed and freed.resident)
 
     def _charge(self, step: Step, taken: Resident | None, freed: Resident | None) -> Charge:
-        """taken, freed: the payloads that the step takes when it starts and frees when it ends, if any."""
+        """The charge of such a step.
+
+        taken, freed: the payloads that the step takes when it starts and frees when it ends, if any.
+        """
 
         def size(who: Resident | None, place: Place) -> int:
             return self.cost.layout.payload_bytes(who.chunk, who.list) if who and who.place is place else 0

@@ -25,7 +25,9 @@ def facts_of(workload: Workload, layout: Layout) -> Facts:
 
 
 class Facts:
-    """reads: chunk -> ascending moments that read any of its parameters.
+    """Facts of a job, by chunk and by moment.
+
+    reads: chunk -> ascending moments that read any of its parameters.
     final: (micro-batch, tensor) -> the last moment in which its gradient arrives.
     spans: chunk -> one (micro-batch, first moment, last moment) per micro-batch; in these moments the chunk's first and
         last gradients become final.

@@ -36,14 +36,15 @@ class Job:
     name: name of the policy, for messages.
     uses, cost, charges: facts of the chunks, seconds of steps, and what rows of a draft take.
     ranks: ranks that hold a slice of each chunk.
-    several: there are several micro-batches.
+    several: whether there are several micro-batches.
     barrier: why no Adam runs before the optimizer step; None where Adam may run earlier.
-    sums_on_gpu: a chunk's gradients of all micro-batches, which follow one another in a layer-major workload, are added
-        up on the GPU and go to the host once.
-    add_last: the last gradient is added to the others before the update, since the norm is that of their sum.
-    all_in_grad32: when a streamed chunk is updated, its whole gradient is in grad32, and none of it in the working
-        list.
-    tide: non-model bytes to reckon with in each moment (follow_tide: each its own; else the highest).
+    sums_on_gpu: whether a chunk's gradients of all micro-batches are added up on the GPU and go to the host once. They
+        follow one another in a layer-major workload.
+    add_last: whether the last gradient is added to the others before the update, because the norm is that of their sum.
+    all_in_grad32: whether the whole gradient of a streamed chunk is in grad32 when the chunk is updated, and none of it
+        in the working list.
+    tide: non-model bytes to reckon with in each moment: its own bytes, or with capacity "peak" the highest of any
+        moment.
     small: chunks that are always on the GPU.
     moving: all other chunks, also those that a schedule pins.
     stash_bytes: bytes that the host holds for stashes.

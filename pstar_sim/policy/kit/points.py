@@ -27,8 +27,8 @@ class Point:
         as far ahead as there is room).
     adam: order of CPU Adam: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs them).
     pins: chunks whose states stay on the GPU, a number or "optimal".
-    streams: states may also come to the GPU for one update.
-    barrier: no Adam before the optimizer step, also where the settings would allow it.
+    streams: whether states may also come to the GPU for one update.
+    barrier: whether no Adam may run before the optimizer step, even where the settings allow it.
     order: order of the iteration: "depth-first" (as the workload has it), "relay" (layer-major), or "relay-host" (with
         the boundary activations on the host).
     """

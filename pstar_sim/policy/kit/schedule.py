@@ -44,7 +44,9 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
-    """positions: in order.
+    """The decisions of an asynchronous policy.
+
+    positions: positions of the compute queue, in order.
     at: block -> its position.
     updates: streamed chunk -> position of its update.
     visits: chunk that is not resident -> stretches over which its working list is on the GPU, ascending.
@@ -56,7 +58,7 @@ class Schedule:
     prefetch: how far ahead copies may go: "none", a number of chunks, or "edf".
     adam: order of CPU Adam: "after-backward", "fifo" or "edf".
     down: order of the copies to the host: "edf" (as the next forward needs them) or "fifo".
-    states_first: states of streamed chunks go down before parameters that stay.
+    states_first: whether states of streamed chunks go down before parameters that stay.
     lists_at_once: the most gradient lists on the GPU at a time; None: as many as there is room for.
     """
 
