@@ -254,9 +254,9 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Products of routed experts in fp32 and fp16: there are kernels, but a fake version for bf16 only. Sizes and strides
     are those of torch's `_create_grouped_mm_output_tensor`. BatchNorm: the kernels' results lie in the memory format
-    that their input suggests, the fake ones' are strided as that input; a later operator copies the former, not the
-    latter. And the fake backward makes a gradient of the input whether or not one is asked for. LayerNorm's gradient of
-    its input is contiguous.
+    that their input suggests, the fake ones' are strided as that input; a later operator copies the kernels' results,
+    not the fake ones. And the fake backward makes a gradient of the input whether or not one is asked for. LayerNorm's
+    gradient of its input is contiguous.
 
     Values are known of a tensor made of ones, or drawn from [0, 1], until it is written. A model that makes a mask of
     ones asks whether all elements are one, and then does without the mask. The values of a mask that comes with the

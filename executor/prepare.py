@@ -228,7 +228,8 @@ def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Ar
 
 
 def _host_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """Host memory of the model's own storages, each counted once: views share one, those of a device are not there."""
+    """Host memory of the model's own storages, each counted once: views share one storage; storages of a device are not
+    in host memory."""
     storages = {storage_key(p): p.untyped_storage() for p in parameters if p.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -334,7 +335,7 @@ def _given_back_on_error(
 
 
 def _call_off(session: Session, error: BaseException, source: Weights | None) -> None:
-    """End a session that `prepare` does not return. The model gets its values back, but for those that came from a
+    """End a session that `prepare` does not return. The model gets its values back, except for values that came from a
     source, and not where ranks hold slices of them. An interruption ends the run as it stands: the values may be in no
     one place."""
     if not isinstance(error, Exception):

@@ -228,7 +228,7 @@ class Job:
     ) -> RunResult:
         """Train by the plan.
 
-        steps: in all, those done before a checkpoint included.
+        steps: number of steps in all; steps before the checkpoint count too.
         bandwidth, gpu_memory: as for `prepare`.
         order: predicts a plan's timeline; with it, one more iteration is run untimed in the order that it predicts of
             the plan that the run ended with, to measure bytes.

@@ -1,7 +1,7 @@
 """Seconds and host-memory traffic of a step on a machine: policies order by it, the simulator times by it.
 
-Knows a workload, a machine and a layout; knows no schedule, so every figure here is that of a step running alone.
-The simulator decides what happens when copies and CPU Adam want more host DRAM bandwidth than there is.
+Knows a workload, a machine and a layout; knows no schedule, so every figure here is for a step running alone. The
+simulator decides what happens when copies and CPU Adam want more host DRAM bandwidth than there is.
 
 [Note: which rate computes a moment]
 1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts what was measured.
@@ -112,8 +112,8 @@ def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
 class CostModel:
     """Nominal seconds of every step of a plan for `workload` (one rank's) on `machine` with `layout`.
 
-    rank: number of the rank whose GPU and link count; None: those that a policy reckons with ([Note: several ranks, in
-    seconds]). Raises PlanError for a dtype no rate is known for, and for a kind of step it cannot time.
+    rank: number of the rank whose GPU and link count; None: the GPU and link that a policy reckons with ([Note: several
+    ranks, in seconds]). Raises PlanError for a dtype no rate is known for, and for a kind of step it cannot time.
     """
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, *, rank: int | None = None) -> None:

@@ -103,7 +103,7 @@ _KINDS = (
 
 
 def _mode(target: Path) -> int:
-    """Permissions of the file that is replaced; of a new one, those that any new file has."""
+    """Permissions of the file that is replaced; for a new file, the permissions that any new file gets."""
     try:
         return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:

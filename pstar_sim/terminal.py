@@ -79,8 +79,8 @@ def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> lis
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """widest, natural, spaced, least: columns of the terminal it takes unfolded, with a folded head, with texts folded
-    at spaces too, and with names folded too."""
+    """widest, natural, spaced, least: characters that the column takes unfolded, then with a folded head, then with
+    texts folded at spaces as well, then with names folded as well."""
 
     head: str
     cells: tuple[str, ...]

@@ -82,7 +82,7 @@ class _View:
 
 
 class _Saved:
-    """One storage of which autograd saved tensors.
+    """One storage with tensors that autograd saved.
 
     `source`: its bytes on the gpu as the forward made them.
     `host`: room on the host that holds them.

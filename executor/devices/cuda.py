@@ -1,8 +1,8 @@
 """CudaBackend: one CUDA device for the engine's queues.
 
 A thin mapping: code above it, which also runs on `virtual_streams.py` (StreamQueues, Gate), decides what the streams
-are for, which edges they need and when memory is free again. Here are the calls about memory, in `cuda_streams.py`
-those about order.
+are for, which edges they need and when memory is free again. This file has the calls about memory, `cuda_streams.py`
+the calls about order.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CudaBackend(CudaStreams):
     adam_threads: torch threads of the queue that updates on the host (None: `default_adam_threads()`).
     limit_bytes: bytes of the card that this process may use, context included, so that a big card plays a small one:
         torch refuses what goes beyond it, also to operators.
-    room_bytes: kept free for what no plan counts, unless more was measured (headroom.py).
+    room_bytes: bytes kept free for what no plan counts; more is kept where more was measured (headroom.py).
 
     Raises PlanError for a limit larger than the card or with no room beside what is on it already, for an allocator
     with which budgets would not hold (`cuda_blocks.check_allocator`), and while a CUDA graph is captured.

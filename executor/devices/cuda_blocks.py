@@ -199,8 +199,8 @@ class Blocks:
             self.slack_bytes = min(beyond_bytes, max(2 * shape[0], budget_bytes // 64))
 
     def give_back(self) -> int:
-        """Give the free memory of payloads back to the driver, that of the pool too, so that operators can have it.
-        Returns the bytes by which less is reserved then. Stops the device. See [Note: reserved bytes]."""
+        """Give the free memory of payloads back to the driver, also the pool's, so that operators can have it. Returns
+        the bytes by which less is reserved then. Stops the device. See [Note: reserved bytes]."""
         with self._lock:
             free = self._free_blocks * self._block
             before = torch.cuda.memory_reserved(self.device)

@@ -1,10 +1,11 @@
 """Absent gradients: a rank that does not call a module of the plan (a routed expert).
 
-The collectives of a plan are the same on every rank, so there an iteration cannot go on without its plan as that of one
-process does (`demand.py`). A rank whose next event belongs to a later moment of the micro-batch passes over the moments
-in between: each begins and ends with nothing computed in it, so that its fetches, gathers and sums take place, and a
-gradient that is due and has not come is zero in the sum. One that comes before its moment (the last module that uses
-the parameter is passed over) waits in `.grad`. One that comes after it ends the run, as does any other order of events.
+The collectives of a plan are the same on every rank. So an iteration of several ranks cannot go on without its plan, as
+an iteration of one process does (`demand.py`). A rank whose next event belongs to a later moment of the micro-batch
+passes over the moments in between: each begins and ends with nothing computed in it, so that its fetches, gathers and
+sums take place, and a gradient that is due and has not come is zero in the sum. One that comes before its moment (the
+last module that uses the parameter is passed over) waits in `.grad`. One that comes after it ends the run, as does any
+other order of events.
 
 [Note: zero or none] In plain torch a parameter that nothing used has no gradient and is left alone; with a gradient of
 zero its moments decay and its weight too. So before the updates the ranks tell each other which parameters each had no

@@ -28,7 +28,7 @@ class ValueSource(Protocol):
         ...
 
     def fill(self, arena: Arena, contents: Contents) -> None:
-        """Write those values into every list that has memory."""
+        """Write the values into every list that has memory."""
         ...
 
 

@@ -2,9 +2,10 @@
 
 Read between two iterations. It looks at what was logged anyway, moves nothing, waits for nothing and changes nothing;
 it costs some hundred microseconds. Figures are of the last finished iteration, from the end of the compute queue's last
-step of the one before to that of its own. Seconds of a copy that runs across that border count where they lie. Bytes
-count in the iteration that the copy belongs to ([Note: whose bytes]), so some bytes of the last finished iteration may
-not have been copied yet. Bytes are given for the newest iteration whose bytes have all been copied.
+step in the iteration before to the end of its last step in this one. Seconds of a copy that runs across that border
+count where they lie. Bytes count in the iteration that the copy belongs to ([Note: whose bytes]), so some bytes of the
+last finished iteration may not have been copied yet. Bytes are given for the newest iteration whose bytes have all been
+copied.
 """
 
 from __future__ import annotations

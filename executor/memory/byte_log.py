@@ -85,7 +85,7 @@ class ByteLog:
             self.marks.append((len(self.changes), word, moment))
 
     def trim(self, before_s: float) -> None:
-        """Forget changes before `before_s`, but for their sum."""
+        """Forget changes before `before_s`, and keep only their sum."""
         with self._lock:
             kept = [change for change in self.changes if change.time_s >= before_s]
             sums: dict[tuple[Place, str], int] = {}

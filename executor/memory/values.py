@@ -37,7 +37,7 @@ class ParameterValues:
         return self.readable(chunk) and self.arena.has(GPU, chunk, "param")
 
     def readable(self, chunk: int) -> bool:
-        """Whether the gpu's working list holds current values, but for those of `overwritten`."""
+        """Whether the gpu's working list holds current values, except for the tensors in `overwritten`."""
         state = self.chunks[chunk]
         return GPU in state.current and (state.whole or not self.arena.sliced)
 

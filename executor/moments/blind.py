@@ -121,7 +121,8 @@ def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
 
 
 def _as_real(out: Any, real: tuple[_Form | None, ...]) -> Any:
-    """The fake results in the real ones' forms, on storages of their sizes, shared by no more results than those."""
+    """The fake results in the forms of the real results, on storages of the real sizes, which as few results share as
+    in reality."""
     of: dict[int, int] = {}  # fake storage -> which of the real ones
     leaves, spec = tree_flatten(out)
     for i, (leaf, form) in enumerate(zip(leaves, real)):

@@ -167,7 +167,8 @@ class MomentRecorder:
         recorded_on: str | None = None,
         notes: str = "",
     ) -> Workload:
-        """What was recorded; the last moment must be "step". Header fields not given are those seen."""
+        """What was recorded; the last moment must be "step". Header fields that are not given are filled with what was
+        seen."""
         self.finish()
         if not self._moments or self._moments[-1].phase is not Phase.ADAM:
             raise ModelError(f"{model}: the iteration recorded did not end with the optimizer's step")

@@ -1,4 +1,4 @@
-"""Gradients: where those of an iteration off the plan go, and how they come back for its update."""
+"""Gradients: where the gradients of an iteration off the plan go, and how they come back for its update."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Stepping:
         self.carry_out(update)
 
     def carry_out(self, update: Update) -> None:
-        """Make the updates that have not been made yet: those of chunks that have a gradient."""
+        """Make the updates that have not been made yet: the updates of chunks that have a gradient."""
         host = self.host
         contents = host.contents
         self._take_kept_back()

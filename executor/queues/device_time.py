@@ -46,7 +46,7 @@ class DeviceTimes:
             row[1] = event
 
     def resolve(self, iteration: int) -> None:
-        """Iteration `iteration` begins: turn events that are old enough into seconds, and forget those that are too
+        """Iteration `iteration` begins: turn events that are old enough into seconds, and forget events that are too
         old."""
         old = [key for key in list(self._open) if key[1] <= iteration - _SETTLED]
         for key in old:

@@ -121,7 +121,7 @@ class Lifetime(Protocol):
         ...
 
     def start(self, progress: Progress, work: Work) -> None:
-        """Begin; nothing runs before the first `allow`. The work is held weakly, but while a step of it runs."""
+        """Begin; nothing runs before the first `allow`. The work is held weakly, except while one of its steps runs."""
         ...
 
     def stop(self) -> None:

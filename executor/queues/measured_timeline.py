@@ -1,8 +1,8 @@
 """The Timeline made of a run's logs, in the simulator's schema.
 
 Logging appends to lists (`logs.py`, `memory/byte_log.py`); nothing is computed before it is asked for. An iteration is
-measured as the simulator counts it: from the end of the compute queue's last step of the iteration before to that of
-its own.
+measured as the simulator counts it: from the end of the compute queue's last step in the iteration before to the end of
+its last step in this one.
 """
 
 from __future__ import annotations

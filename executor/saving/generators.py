@@ -31,7 +31,7 @@ def _as_bytes(value: Any) -> torch.Tensor:
 
 
 def set_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Go on from these states; those of devices that are not here are left out."""
+    """Go on from these states; states of devices that are not here are left out."""
     for name, state in states.items():
         if name == "torch":
             torch.set_rng_state(state)

@@ -66,8 +66,8 @@ class Shapes:
         self._capture = capture
 
     def capture(self, planned: Workload, args: Any, kwargs: Any) -> Workload:
-        """The model's workload for a batch of this shape, its activations kept as the plan's workload has them. Raises
-        ModelError where the model cannot be captured."""
+        """The model's workload for a batch of this shape, with each block's activations treated as in the plan's
+        workload. Raises ModelError where the model cannot be captured."""
         if self.skeleton is None:
             raise ModelError(
                 f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at "

@@ -94,8 +94,8 @@ class Timetable:
         return self._by_name.get(name, set())
 
     def read_behind(self, name: str) -> set[int]:
-        """Chunks that the moments behind those of this name read. The event that closes a moment may not come: what
-        follows belongs to it then."""
+        """Chunks that the moments right behind moments of this name read. The event that closes a moment may not come:
+        what follows belongs to it then."""
         return self._by_name_next.get(name, set())
 
     def next_of_name(self, name: str, position: int) -> int | None:

@@ -36,7 +36,7 @@ class Gap:
 class FluidFacts:
     """The quantities of [Note: the fluid program].
 
-    chunks: those that get gradients, in the order of their first reads; arrays per chunk follow it.
+    chunks: chunks that get gradients, in the order of their first reads; arrays per chunk follow it.
     points: the moments at whose starts time is cut; point `ends` is the end of the last moment.
     intervals: number of intervals. One begins at each point; the last one runs to the first moment of the next
         iteration.

@@ -140,7 +140,7 @@ class Solution:
     """A solved linear program.
 
     value: what the solver says the optimum is.
-    proved: a lower bound of it that holds exactly (but for the rounding of one sum).
+    proved: a lower bound of the optimum that holds exactly, up to the rounding of one sum.
     at: the variables' values."""
 
     value: float

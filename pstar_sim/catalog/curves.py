@@ -1,7 +1,7 @@
 """Rates that depend on size: measured points, and what lies between them.
 
 A curve is ((size, rate), ...), sizes ascending; () stands for no curve. Between two points the rate is interpolated
-over the logarithm of the size; beyond the ends it is that of the end.
+over the logarithm of the size; beyond an end it is the rate at that end.
 """
 
 from __future__ import annotations

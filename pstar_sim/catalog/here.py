@@ -46,7 +46,7 @@ def this_machine(
 
     gpus: output of nvidia-smi.
     root: where proc/ and sys/ lie.
-    cores: by default those that `read_cores` finds.
+    cores: number of cores, by default what `read_cores` finds.
 
     Raises CatalogError for a GPU that the catalog does not have.
     """

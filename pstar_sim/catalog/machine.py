@@ -55,7 +55,8 @@ class Gpu:
         flops / rate + bytes / bandwidth + launch_s (catalog/efficiency.py).
     matmul_tables: by dtype, the curve of flops/s over the flops of a product, where it was measured; flops_per_s is
         then the best rate of the curve.
-    operator_bytes_per_s: bandwidth that the operators of a moment reach, where it was measured; None: that of the HBM.
+    operator_bytes_per_s: bandwidth that the operators of a moment reach, where it was measured; None: the bandwidth of
+        the HBM.
     """
 
     name: str
@@ -220,7 +221,7 @@ class Rank:
 
     gpu: its GPU.
     link: its link to the host.
-    batch_share: its share of the batch; those of all ranks add up to 1.
+    batch_share: its share of the batch; the shares of all ranks add up to 1.
     root: the PCIe switch of its node that its link hangs on, None if it has a root port of its own.
     """
 

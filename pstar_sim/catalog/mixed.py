@@ -1,8 +1,8 @@
 """A machine of mixed GPUs by its name: "a100-80x2+v100-32x2" has two A100 and two V100 in one node.
 
 A part is a machine of the catalog with one GPU, or the GPU of such a machine, and how many of it there are. Each GPU
-keeps the link of its machine. The host is that of the first part's machine. The GPUs reach each other over their links,
-and every GPU has an equal share of the batch; a machine file can say otherwise.
+keeps the link of its machine. The host is the host of the first part's machine. The GPUs reach each other over their
+links, and every GPU has an equal share of the batch; a machine file can say otherwise.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _single(catalog: Catalog) -> Mapping[str, str]:
 
 
 def _split(part: str, known: Mapping[str, str]) -> tuple[str | None, str]:
-    """(name of the part, None for an unknown one; its number of GPUs as written)."""
+    """(name of the part, or None if it is not known; its number of GPUs as written)."""
     head, _, number = part.rpartition("x")
     for name, written in ((part, "1"), (head.strip(), number.strip())):
         if name and spelled(name, known) in known and written.isascii() and written.isdigit():

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def _value(parse: Callable[[str], T]) -> Callable[[Any], T]:
-    """Typer hands defaults to a parser, too: those are values already."""
+    """Typer hands defaults to a parser, too; defaults are values already."""
 
     @functools.wraps(parse)
     def parse_text(given: Any) -> T:

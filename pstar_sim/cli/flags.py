@@ -1,4 +1,4 @@
-"""Flags that several commands take, each declared once: a type for one flag, a dataclass for those that go together."""
+"""Flags that several commands take, each declared once: a type for one flag, a dataclass for flags that go together."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class WorkloadFlags(OptionalWorkloadFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class JobFlags:
-    """What each iteration of a preset computes, but for its batch."""
+    """What each iteration of a preset computes, without its batch."""
 
     SECTION = "workload"
 

@@ -61,14 +61,14 @@ def lora_of(text: str | None) -> Adapter | None:
 
 
 def workload_of(job: OptionalWorkloadFlags, machine: Machine) -> Workload:
-    """One rank's job: see `workloads_of`; where ranks take different shares, a workload that is as hard as that of the
-    hardest rank."""
+    """One rank's job: see `workloads_of`; where ranks take different shares, a workload as hard as the hardest
+    rank's."""
     return share_out(workloads_of(job, machine), machine).workload
 
 
 def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
     """What each rank does: the variant of --trace that agrees with the flags given, or the preset --model with --batch
-    and --seq. --batch is the batch of all GPUs together, of which each gets its share; a trace whose batch is not named
+    and --seq. --batch is the batch of all GPUs together, and each GPU gets its share; a trace whose batch is not named
     is what one GPU does.
 
     nearly: of a batch that the ranks cannot share, all take equally many sequences, or one more.
@@ -84,7 +84,8 @@ def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool =
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:
-    """The job of a GPU with so many sequences of a micro-batch, among the variants of --trace; None for a preset."""
+    """A function from a number of sequences per micro-batch to the job of a GPU, among the variants of --trace; None
+    for a preset."""
     return None if job.trace is None else partial(_one_workload, job, machine)
 
 

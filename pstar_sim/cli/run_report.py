@@ -116,7 +116,7 @@ def try_outputs(flags: RunFlags) -> None:
 
 
 def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: RunResult) -> None:
-    """Write those files asked for that show the measured timeline beside the predicted one."""
+    """Write the files asked for that show the measured timeline beside the predicted one."""
     asked = [name for name in (flags.timeline, flags.perfetto, flags.plot) if name is not None]
     if result.timeline is None:
         for name in asked:

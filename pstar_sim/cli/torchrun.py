@@ -119,7 +119,7 @@ def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
 
 
 def _files_of(flags: RunFlags, rank: int) -> RunFlags:
-    """The flags with the names of the files that this rank writes, None for those of others. Raises PstarError for
+    """The flags with the names of the files that this rank writes; None for files of other ranks. Raises PstarError for
     one that cannot be written."""
     names: dict[str, str | None] = {}
     for flag in OUTPUTS:

@@ -129,7 +129,7 @@ def _read_values(parameters: Sequence[Any]) -> None:
 
 
 def _write_options(command: Any, context: Any, formatter: Any) -> None:
-    """Arguments, then flags by section, those of no section last."""
+    """Arguments, then flags by section; flags without a section come last."""
     sections: dict[str, list[tuple[str, str]]] = {"arguments": []}
     others: list[tuple[str, str]] = []
     for parameter in command.get_params(context):

@@ -52,7 +52,8 @@ _INDEX = {
 
 @dataclass(slots=True)
 class Window:
-    """One iteration of a schedule that repeats, from the first step of its compute queue to that of the next iteration.
+    """One iteration of a schedule that repeats, from the first step of its compute queue to the first step of the next
+    iteration.
 
     iteration_s: predicted seconds per iteration.
     events: (row, iteration relative to the window, ended?) in the order in which they happened.

@@ -41,8 +41,8 @@ FREE = Charge()
 class DraftRow:
     """One step, or a block of moments. -1: none.
 
-    chunk, list_name, moment: those of the step; the moment of a block, an Adam or a stash follows from the other
-        fields.
+    chunk, list_name, moment: chunk, list and moment of the step; the moment of a block, an Adam or a stash follows from
+        the other fields.
     charge: what the row takes.
     after: (row, back) pairs that have to end first, in this iteration (back 0) or the one before (back 1).
     key: order among the rows of a queue that are ready, smallest first (None: the order of the draft).

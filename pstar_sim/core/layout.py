@@ -261,7 +261,8 @@ def _of_parts(workload: Workload, begins: Sequence[int]) -> Layout:
 
 
 def size_near(workload: Workload, chunk_bytes: int) -> int:
-    """The chunk size within half an octave of `chunk_bytes` that wastes least; of equals the one nearest to it."""
+    """The chunk size within half an octave of `chunk_bytes` that wastes least; of equal sizes the nearest to
+    `chunk_bytes`."""
     _, classes = _by_size(_in_order_of_first_use(workload))
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > chunk_bytes // 32:

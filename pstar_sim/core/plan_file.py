@@ -1,9 +1,9 @@
 """The file of a plan: JSON, self-contained, read with suspicion.
 
-Embeds workload (by columns), machine, settings, layout and steps (their one-line text form, a line each), so that a
-plan can be checked, simulated, explained and run from its file alone, read by people, and compared with diff. A file
-that is truncated, foreign, newer or edited into nonsense raises one PlanError that names the file and the field or
-line. Whether a plan that can be read is *correct* is for the checker to say.
+Embeds workload (by columns), machine, settings, layout and steps (one line of text per step), so that a plan can be
+checked, simulated, explained and run from its file alone, read by people, and compared with diff. A file that is
+truncated, foreign, newer or edited into nonsense raises one PlanError that names the file and the field or line.
+Whether a plan that can be read is *correct* is for the checker to say.
 """
 
 from __future__ import annotations

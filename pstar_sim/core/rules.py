@@ -5,10 +5,10 @@ slow it down. On a half-duplex link, h2d and d2h running together get half of th
 touch host DRAM want more bytes per second together than DRAM has, all of them slow down by the same factor: DRAM
 bandwidth / sum of demands, where the demand of a step is its DRAM bytes over its nominal seconds, at its speed on the
 link. On a calibrated machine each also slows the others down by what was measured (`Machine.slowdowns`): the speed of a
-step is 1 / product of the factors of those it runs beside, where one that is busy for a part `duty` of its time (a copy
-over a throttled link) counts by that part, and is itself slowed down only where its busy part outgrows the rest. Both
-describe shortage of the same things, so the lower of the two speeds holds. Speeds change only when a step that shares
-something begins or ends.
+step is 1 / product of the factors of the steps that it runs beside. A step that is busy for a part `duty` of its time
+(a copy over a throttled link) counts by that part, and is itself slowed down only where its busy part outgrows the
+rest. Both describe shortage of the same things, so the lower of the two speeds holds. Speeds change only when a step
+that shares something begins or ends.
 
 [Note: when an iteration is steady] The next iteration depends on the last one only through the times at which its steps
 ended. So iteration k is steady when the time between a step's end in k-1 and its end in k is the same for every step

@@ -39,7 +39,7 @@ class Span:
     """One step of one iteration.
 
     step: id of the step.
-    iteration: number of the iteration, among those that were played.
+    iteration: number of the iteration, among the iterations that were played.
     queue: the queue it ran on.
     kind: kind of the step.
     chunk: the chunk that it handles; None without one.

@@ -3,8 +3,8 @@
 [Note: the ladder] It begins at a published system, by default `patrickstar` (copies, updates and computing wait for
 each other). The next line is the point of the asynchronous policies (policy/kit/points.py) that the system is most like
 (`Capabilities.near`), or the plainest one: every queue goes its own way, and nothing is clever. Then one coordinate
-after the other takes its better values, down to the policy asked about. What a line gains depends on those above it;
-`without` asks the other way round: the policy asked about with one idea taken out.
+after the other takes its better values, down to the policy asked about. What a line gains depends on the lines above
+it; `without` asks the other way round: the policy asked about with one idea taken out.
 
 Where the setting itself makes Adam wait for all gradients, the barrier is not a choice and has no line. Where it does
 not, the ladder first drops the barrier and then lets Adam begin early. The line that drops the barrier may gain nothing
@@ -148,8 +148,8 @@ def ablate(
 ) -> Ablation:
     """What each idea is worth between `begin`, a published system, and `policy`, a policy of the asynchronous family.
 
-    workload: as in `compare`. Where `settings` leave the chunk size open, every line has that of `policy`, which is
-        planned first (on several ranks `patrickstar`, whose chunks are not sliced, has its own).
+    workload: as in `compare`. Where `settings` leave the chunk size open, every line has the chunk size of `policy`,
+        which is planned first (on several ranks `patrickstar`, whose chunks are not sliced, has its own).
     begin: any other policy than `policy`.
     certify: hold all lines against the bound of the fluid linear program.
     progress: called with (lines planned, lines in all).
@@ -216,7 +216,7 @@ def _has_own_chunks(spec: str, machine: Machine) -> bool:
 
 
 def _ladder_lines(steps: Sequence[tuple[str, str]], rows: Mapping[str, Row]) -> list[Line]:
-    """Each line beside the one before it and the first one, of those that fit."""
+    """The lines; each line that fits is compared with the line before it that fits, and with the first."""
     lines: list[Line] = []
     first: Row | None = None
     before: Row | None = None

@@ -107,7 +107,7 @@ class Offer:
 class Cheapest(Collection):
     """The answer of `cheapest`.
 
-    rows: offers that make the deadline, cheapest first; then those that do not, fastest first; then those without
+    rows: offers that make the deadline, cheapest first; then offers that do not, fastest first; then offers without
     figures."""
 
     model: str

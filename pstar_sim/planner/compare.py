@@ -100,8 +100,8 @@ class Planned:
         self.with_predictions().save(path)
 
     def with_predictions(self) -> Plan:
-        """The plan with the figures of its line of the table (those that are numbers) as its predictions, and among its
-        choices where the figures behind them come from."""
+        """The plan with the figures of its line of the table (only numbers) as its predictions, and among its choices
+        where the figures behind them come from."""
         figures = {k: float(v) for k, v in self.row.to_json().items() if isinstance(v, int | float) and k != "fits"}
         sources = confidence(self.plan.workload, self.plan.machine)
         return replace(
@@ -490,7 +490,7 @@ def play_plan(
     """The plan's simulated timeline, labelled.
 
     workloads: each rank's own, where they differ.
-    rank: whose timeline, where ranks differ; None: that of the slowest.
+    rank: whose timeline, where ranks differ; None: the slowest rank's.
     """
     instance("plan", plan, Plan, "a Plan")
     timeline = play(plan, workloads=workloads, rank=rank)

@@ -2,8 +2,8 @@
 order of the iteration would gain, first steps.
 
 Everything said is counted from the plan, its workload and its timeline. Knows policies only to ask for the plan of the
-tide's counterpart (`tide` against `static_partition`: the same policy but for the capacity), and of `tide` in the other
-order.
+tide's counterpart (`tide` against `static_partition`: the same policy except for the capacity), and of `tide` in the
+other order.
 """
 
 from __future__ import annotations

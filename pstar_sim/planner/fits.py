@@ -93,7 +93,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallestChange:
-    """The smallest change with which a job fits that fits under none of the policies asked.
+    """The smallest change that makes a job fit, where the job fits under none of the policies asked.
 
     words: the change as flags, "with --host-memory 128GB" or "with --policy optimal".
     policies: names of the policies that fit with the change.

@@ -65,7 +65,8 @@ class Elsewhere:
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
-        """Other machines of the catalog with as many GPUs: the smallest GPU first, of equals the largest host."""
+        """Other machines of the catalog with as many GPUs: the smallest GPU first, and among equal GPUs the largest
+        host first."""
         known: list[Machine] = []
         for name in machine_names():
             try:

@@ -150,8 +150,8 @@ def sensitivity(
 ) -> Sensitivity:
     """What a little more of each part of the machine is worth, in time and in the largest model.
 
-    workload, machine: as in `compare` (where ranks take different shares, one more GPU is left out: nobody says what
-        it takes).
+    workload, machine: as in `compare` (where ranks take different shares, one more GPU is left out, because its share
+        is not known).
     by: how much more, 0.1 for a tenth.
     parts: names in `PARTS`, by default all parts that the machine has.
     largest: also search the largest model (presets only; of a trace only times are compared).

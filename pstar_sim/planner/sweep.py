@@ -168,7 +168,7 @@ class _Kept:
         self.files: dict[int, Path] = {}
 
     def known(self, grid: Grid) -> tuple[dict[int, dict[str, object]], list[Group]]:
-        """Points that were computed before, and groups of those that were not."""
+        """Points that were computed before, and groups of the points that were not."""
         if self.folder is None:
             return {}, grid.groups()
         rows: dict[int, dict[str, object]] = {}

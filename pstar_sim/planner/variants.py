@@ -22,7 +22,7 @@ have no room. Then the other policies, which are quick, are asked about every ca
 (policy/kit/ties.py).
 
 A policy that chooses activations by a rule of its own (`Capabilities.activations`) makes its own ways from each pair of
-variants that differ in recomputation alone; those are raced, and no others.
+variants that differ in recomputation alone; only these ways are raced.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]
 
 
 def _block_by_block(variants: Sequence[Workload]) -> Iterator[Workload]:
-    """What [Note: which blocks] makes of the variants of one micro-batch in which no block was chosen yet."""
+    """The workloads that [Note: which blocks] makes of the variants with one micro-batch in which no block was chosen
+    yet."""
     plain = [w for w in variants if w.micro_batches == 1 and not w.activations]
     recomputing = {(w.batch, w.attention, w.dtype): w for w in reversed(plain) if w.checkpointing}
     seen: set[tuple[int, str, str]] = set()

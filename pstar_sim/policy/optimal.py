@@ -3,7 +3,7 @@
 The plan that the search found (family/searched.py) and the plans of the other policies are followed, and the fastest is
 taken. It has the name `optimal`; `choices` name the policy that made it.
 
-[Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are those of short iterations in which
+[Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are in short iterations in which
 compute, both ways of the link and CPU Adam are all busy for nearly all of the time. As far as is known, the plan causes
 these gaps and not the bound: a longer search still finds faster plans there, and the closed form with a plan's own
 numbers of pinned and streamed parameters put in is within 2 % of that plan (of Llama-3-8B and Qwen2.5-7B on an H100: 3

@@ -1,4 +1,4 @@
-"""Policies by name: the built-in ones and those that installed packages offer as entry points `pstar.policies`.
+"""Policies by name: the built-in policies, and policies that installed packages offer as entry points `pstar.policies`.
 
 A name may carry options, `tide:capacity=peak,adam=fifo` (options.py)."""
 

@@ -56,7 +56,7 @@ def without_cells(line: Line) -> tuple[str, ...]:
 
 def ablation_text(ablation: Ablation, *, width: int | None = None) -> str:
     """Heading, ladder, what the barrier is, the policy without each idea, and why some lines do not fit. width: by
-    default that of the terminal."""
+    default the terminal's."""
     width = terminal_width() if width is None else width
     ladder = f"from {ablation.lines[0].policy} to {ablation.policy}, one change at a time"
     lines = [*wrap(heading(ablation), width), ""]

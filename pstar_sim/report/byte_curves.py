@@ -93,9 +93,9 @@ def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray
 def byte_curves(timeline: Timeline, *, x: str = "time", place: str = "gpu") -> Curves:
     """Step functions of every category's bytes.
 
-    x = "time": all changes, in seconds. x = "moment": one value per moment, that of the instant within the moment (from
-    its start until the next one's) at which the total is largest. Raises PstarError for another x and for a timeline
-    without samples of `place`.
+    x = "time": all changes, in seconds. x = "moment": one value per moment: the value at the instant within the moment
+    (from its start until the next one's) at which the total is largest. Raises PstarError for another x and for a
+    timeline without samples of `place`.
     """
     if x not in ("time", "moment"):
         raise PstarError(f'x must be "time" or "moment", not {x!r}')

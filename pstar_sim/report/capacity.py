@@ -337,7 +337,8 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
 
 
 def _kept_text(row: PartEffect, now: PartEffect) -> str:
-    """Why the time is that of the plan as it is: a plan made for the better part would be slower. Empty otherwise."""
+    """Why the time is the time of the plan as it is: a plan made for the better part would be slower. Empty
+    otherwise."""
     from pstar_sim.planner.sensitivity import PLANNED, REPLAYED
 
     if row.how == PLANNED or now.iteration_s is None:

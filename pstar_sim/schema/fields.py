@@ -122,7 +122,7 @@ class Field:
 
 @cache
 def fields_of(table: type[Struct]) -> dict[str, Field]:
-    """The fields of a table by name, in the order in which they are declared; those of its base come last."""
+    """The fields of a table by name, in the order in which they are declared; fields of its base come last."""
     base = getattr(table.__base__, "__struct_fields__", ())
     hints = typing.get_type_hints(table, include_extras=True)
     found = {}
@@ -134,7 +134,7 @@ def fields_of(table: type[Struct]) -> dict[str, Field]:
 
 
 def split(kind: Any) -> tuple[Any, tuple[Any, ...], tuple[Meta, ...]]:
-    """(what the type is, its arguments, the bounds and words declared with it). For "X or nothing": those of X."""
+    """(what the type is, its arguments, the bounds and words declared with it). For "X or nothing": the same of X."""
     metas: tuple[Meta, ...] = ()
     while True:
         if typing.get_origin(kind) is Annotated:

@@ -1,7 +1,7 @@
 """timeline: the record of a run, in the schema that simulator and executor share.
 
-[Note: where an iteration begins] Iteration k lasts from the end of the last step of the compute queue of k-1 to that
-of k. Samples, peaks and stalls are those of this window, and of the compute steps in it.
+[Note: where an iteration begins] Iteration k lasts from the end of the compute queue's last step of k-1 to the end of
+its last step of k. Samples, peaks and stalls are those of this window, and of the compute steps in it.
 
 [Note: stall causes] While the compute queue waits, the chain of steps that it waits for is followed backwards in
 time: the step that ended last, before it the step that this step waited for (or followed on its queue), and so on until

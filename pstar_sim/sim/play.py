@@ -31,11 +31,11 @@ def play(
 ) -> Timeline:
     """Simulate the plan on its machine until it is steady, at most `max_iterations` (>= 2) iterations.
 
-    cost: by default that of the plan's own workload, machine and layout. On a machine of several ranks equal ones are
-        simulated once (ranks.py).
+    cost: cost model, by default of the plan's own workload, machine and layout. On a machine of several ranks equal
+        ones are simulated once (ranks.py).
     every_rank: simulate all ranks, one by one.
     workloads: each rank's own workload, where it is not the plan's.
-    rank: whose timeline, where ranks differ; None: that of the slowest.
+    rank: whose timeline, where ranks differ; None: the slowest rank's.
 
     Raises PlanError, naming the step, for a plan that deadlocks, goes over a budget, or whose steps contradict each
     other. Equal arguments give equal timelines.

@@ -142,7 +142,7 @@ def first_ranks(
 def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None = None) -> Experiment:
     """The job that a run in scope was. efficiency: instead of the shipped parameters (for fitting).
 
-    Raises CatalogError for a run that nobody here knows how to set up.
+    Raises CatalogError for a run that is not known here.
     """
     row = run[0]
     for hardware, make in _KNOWN.items():

@@ -223,7 +223,7 @@ class AdaptedTape(Tape):
         self._inside = False
 
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
-        """Base parameters have no gradient; those of adapters are written by `linear_backward`."""
+        """Base parameters have no gradient; the gradients of adapters are written by `linear_backward`."""
 
     def linear_backward(
         self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, flops: int, dead: int = 0

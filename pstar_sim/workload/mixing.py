@@ -8,8 +8,8 @@ memory until its backward is over. So every moment of block b holds the bytes th
 from, plus the bytes that the blocks before b leave behind here, less those that they leave behind in that variant.
 Activations of different blocks do not overlap; a trace in which they do is not a stack of blocks and is refused.
 
-[Note: two stashes at a time] A stash has the time of the next offloaded block's forward pass to reach the host, and
-that of its backward pass to come back: the tide counts the bytes of a block until the first moment behind the next
+[Note: two stashes at a time] A stash has the time of the next offloaded block's forward pass to reach the host, and the
+time of its backward pass to come back: the tide counts the bytes of a block until the first moment behind the next
 offloaded block's forward pass, and again from the last moment before that block's backward pass. So the GPU holds at
 most two stashes: the one that is being made (or used) and the one on its way. Where every second block is offloaded
 each has the time of two blocks. The last offloaded block gets as many blocks' time as the one before it.
@@ -97,7 +97,7 @@ def _check_variants(
 
 
 def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> None:
-    """Raises TraceError where a name is not that of a block, or where there are no blocks."""
+    """Raises TraceError where a name is not a block's, or where there are no blocks."""
     unknown = sorted(set(named) - set(blocks))
     if unknown or not blocks:
         raise TraceError(f"{w.model!r} has no blocks {', '.join(unknown)}" if blocks else "there are no blocks")

@@ -268,8 +268,8 @@ class Workload:
     @cached_property
     def stash_room(self) -> tuple[tuple[str, int], ...]:
         """(block, bytes) that the host holds for stashes: the most that the stashes of each block take at a time, each
-        in whole blocks of 256 bytes. Depth-first they come one after the other; layer-major those of all micro-batches
-        are there together."""
+        in whole blocks of 256 bytes. Depth-first they come one after the other; layer-major the stashes of all
+        micro-batches are there together."""
         sizes: dict[str, int] = {}
         there: dict[str, list[tuple[int, int]]] = {}  # block -> (needed, bytes) of stashes not used up
         for stash in self.stashes:

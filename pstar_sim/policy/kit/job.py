@@ -46,7 +46,7 @@ class Job:
     tide: non-model bytes to reckon with in each moment: its own bytes, or with capacity "peak" the highest of any
         moment.
     small: chunks that are always on the GPU.
-    moving: all other chunks, also those that a schedule pins.
+    moving: all other chunks, also chunks that a schedule pins.
     stash_bytes: bytes that the host holds for stashes.
     candidates: chunks that could be pinned, in the order of pinning.
     sizes: chunk -> bytes of its working list, of one rank's slice.

@@ -1,7 +1,7 @@
 """Options of policies: `name[:key=value[,key=value...]]`, a policy with some of its options set.
 
 A policy's module offers them as `OPTIONS`, key -> Option; its function takes each as a keyword argument of that name. A
-spec is normalised: keys are in the order of OPTIONS, and those with their default value are left out. The policy that a
+spec is normalised: keys are in the order of OPTIONS, and keys with their default value are left out. The policy that a
 spec names carries it as its `__name__`, and so do its plans and its refusals.
 
     OPTIONS = {"every": Option(whole_number(least=1), "update every k-th sub-group on the GPU", 2)}

@@ -124,8 +124,8 @@ class Builder:
         via: str | None = None,
         stash: int | None = None,
     ) -> int:
-        """Add a step of any kind; returns its id. size_bytes: the step's bytes, where they are not those of the table
-        of core/step.py."""
+        """Add a step of any kind; returns its id. size_bytes: the step's bytes, where the table of core/step.py does
+        not give them."""
         if size_bytes is None:
             size_bytes = step_bytes(self.cost, kind, chunk, list_name, stash)
         refs = tuple([r if isinstance(r, Ref) else Ref(r) for r in after])

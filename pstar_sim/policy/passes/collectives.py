@@ -16,7 +16,7 @@ __all__ = ["Collectives", "reduce", "room"]
 
 
 def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
-    """Bytes of the others' slices at each of `count` positions; those of small chunks count at all positions."""
+    """Bytes of the others' slices at each of `count` positions; the slices of small chunks count at all positions."""
     held = [0] * count
     for c, stretches in whole.items():
         if c not in job.small:

@@ -40,7 +40,7 @@ class DraftRows:
     """The rows written so far, and which of them later rows wait for.
 
     end_of: position -> its row.
-    last_rows: position -> the last row of the compute queue before those of the next position.
+    last_rows: position -> the last row of the compute queue before the rows of the next position.
     fetch_of: chunk -> position and row of the latest fetch of its working list.
     release_of: (chunk, list) -> the row that last freed the list on the GPU.
     others_release_of: chunk -> the row that last freed the others' slices.
@@ -114,7 +114,7 @@ class DraftRows:
         return self.add(Queue.COMPUTE, Kind.DROP, chunk, list_name, moment, behind=self._last_computed)
 
     def wait(self, row: int, *after: tuple[int, int]) -> None:
-        """Let a row wait for further rows, those of the previous iteration."""
+        """Let a row wait for further rows, which are rows of the previous iteration."""
         self.rows[row].after += after
 
     def next_number(self) -> float:

@@ -14,8 +14,8 @@ def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list
     end before the chunk's copy may start, or None where only lack of room delays it.
 
     "none" waits for the position before the one served, so that copies and computing alternate. A number k allows the
-    next k chunks: the copy waits for the position before that of the k-th chunk before it, so 0 is "none". Negative
-    positions are those of the previous iteration, -1 its last; count: positions of an iteration.
+    next k chunks: the copy waits for the position before the position of the k-th chunk before it, so 0 is "none".
+    Negative positions belong to the previous iteration, -1 is its last; count: positions of an iteration.
     """
     if prefetch == "edf":
         return [None] * len(served)

@@ -24,7 +24,7 @@ __all__ = ["draft_of"]
 def draft_of(schedule: Schedule) -> Draft:
     """The rows of one iteration and their edges, in an order in which they could run one after the other.
 
-    The order of the passes is that of their rows on the compute queue, and decides between equal deadlines. A last
+    The order of the passes is the order of their rows on the compute queue, and decides between equal deadlines. A last
     gradient goes down once it is summed, so Collectives comes before Gradients; WorkingLists closes behind Updates,
     whose CPU Adam the first fetches wait for.
     """

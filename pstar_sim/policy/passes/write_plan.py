@@ -50,8 +50,8 @@ def _residents(b: Builder, schedule: Schedule) -> None:
 
 
 def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list[tuple[int, int]]:
-    """Write the steps in the order of one iteration: steps that the window has of the next iteration, then those of its
-    own, then those of the previous one. Returns for each row the first and the last step that it became."""
+    """Write the steps in the order of one iteration: first the window's steps of the next iteration, then its own, then
+    those of the previous iteration. Returns for each row the first and the last step that it became."""
     rows, blocks = draft.rows, schedule.job.blocks
     started = [(i, k) for i, k, done in window.events if not done]
     order = [i for early in (1, 0, -1) for i, k in started if k == early]

@@ -185,7 +185,7 @@ class _Solver:
                 yield Visit(c, begin, end)
 
     def resident_bytes(self, w: int) -> int:
-        """What is always on the GPU: small chunks, those of no layer and those of the first w."""
+        """Bytes that are always on the GPU: small chunks, chunks of no layer and chunks of the first w layers."""
         layers, job = self.layers, self.layers.job
         return job.small_bytes + sum(job.permanent[c] + job.remote[c] for c in (*layers.outside, *layers.first(w)))
 

@@ -52,9 +52,10 @@ def whale(
     speed: str = "flops",
     schedule: str = "all_on_gpu",
 ) -> Plan:
-    """The plan of `schedule` for shares that are chosen already: those of the machine's ranks (`balance` chooses them).
+    """The plan of `schedule` for shares that are chosen already: the shares of the machine's ranks (`balance` chooses
+    them).
 
-    workload: a workload as hard as that of the hardest rank. Raises what the policy named by `schedule` raises.
+    workload: a workload as hard as the hardest rank's. Raises what the policy named by `schedule` raises.
     """
     try:
         plan = _SCHEDULES[schedule](workload, machine, settings)
@@ -120,7 +121,8 @@ def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule
 
 
 def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """Whole sequences for each rank, at least one: each goes to the rank that then ends first, the first of equals.
+    """Whole sequences for each rank, at least one: each goes to the rank that then ends first; of ranks that end at the
+    same time the first gets it.
 
     speeds: sequences per second, in any unit. most: of each rank, together at least `batch`.
     """

@@ -1,10 +1,11 @@
 """zero_infinity: ZeRO-Infinity (Rajbhandari et al., 2021). Everything in slices on the hosts, or on their disks.
 
 Every rank brings its slice of what comes next through its own link and gathers the rest from the others, so that all
-links of a node carry parameters at once. While one operator computes, the slices of the next are gathered, those of
-the one after are fetched from the host, those of the third are read from the disks. Gradients are reduce-scattered and
-go down beside the backward pass. optimizer.step() updates on the CPU sub-group by sub-group; states on disks come to
-the host for it, one sub-group ahead, and are written behind it. Activation checkpoints stay on the GPU.
+links of a node carry parameters at once. While one operator computes, the slices of the next operator are gathered, the
+slices of the second next are fetched from the host, and the slices of the third next are read from the disks. Gradients
+are reduce-scattered and go down beside the backward pass. optimizer.step() updates on the CPU sub-group by sub-group;
+states on disks come to the host for it, one sub-group ahead, and are written behind it. Activation checkpoints stay on
+the GPU.
 """
 
 from __future__ import annotations

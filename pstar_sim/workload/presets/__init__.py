@@ -200,7 +200,7 @@ def variant(
     """The same preset, adapter and optimizer with another batch, number of micro-batches, checkpointing or dtype.
 
     shape: the model's, where it is not in the catalog. Raises ModelError for a workload that is not a preset,
-    UnknownName for one of a shape that is neither given nor in the catalog.
+    UnknownName for a preset whose shape is neither given nor in the catalog.
     """
     if workload.source != "preset":
         raise ModelError(f"workload {workload.model!r} comes from a {workload.source}; trace the model as it should be")
