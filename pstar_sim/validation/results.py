@@ -249,12 +249,14 @@ def _on_machine(
 
 
 def _no_row(system: str | None, machine: str | None) -> PstarError:
-    systems = ", ".join(sorted({r.system for r in published_rows()}))
-    hardware = ", ".join(sorted({r.hardware for r in published_rows()}))
-    return PstarError(
-        f"no published row has system {system!r} and machine {machine!r}; systems are {systems}; "
-        f"machines are {hardware}"
+    rows = published_rows()
+    asked = (
+        ("system", system, {r.system for r in rows}),
+        ("machine", machine, {r.hardware for r in rows}),
     )
+    has = " and ".join(f"{what} {value!r}" for what, value, _ in asked if value is not None)
+    known = (f"{what}s are {', '.join(sorted(names))}" for what, value, names in asked if value is not None)
+    return PstarError(f"no published row has {has}; {'; '.join(known)}")
 
 
 def _replayed(run: Sequence[PublishedRow], experiment: Experiment, rules: Mapping[int, Rule]) -> list[Result]:
