@@ -134,7 +134,8 @@ def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
 
 
 def check_groups(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: Mapping[int, int]) -> None:
-    """Raises PlanError for a trainable parameter that is in no group. groups: id(parameter) -> index of its group."""
+    """Check the groups. Raises PlanError for a trainable parameter that is in no group. groups: id(parameter) -> index
+    of its group."""
     for t, parameter in zip(tensors, parameters):
         if not t.frozen and t.tied_to is None and id(parameter) not in groups:
             raise PlanError(

@@ -180,7 +180,7 @@ def _require_unprepared(model: nn.Module) -> None:
 
 
 def _matched(model: nn.Module, plan: Plan, optimizer: AdamW, weights: str | Path | None) -> _Given:
-    """Raises PlanError or WeightsError where the three, or the weights, do not belong together."""
+    """Check that model, plan, optimizer and weights belong together. Raises PlanError or WeightsError."""
     groups = optimizer.groups(model)
     by_id = group_of(groups)
     tensors, parameters = describe_parameters(model, by_id)
@@ -196,7 +196,7 @@ def _matched(model: nn.Module, plan: Plan, optimizer: AdamW, weights: str | Path
 
 
 def _require_same(ranks: Ranks, given: _Given) -> None:
-    """Raises PlanError on every rank if one rank was given another plan or other settings."""
+    """Check that all ranks were given the same plan and settings. Raises PlanError on every rank."""
     plan, names = given.plan, {id(p): t.name for t, p in zip(given.tensors, given.parameters)}
     ranks.same(
         {

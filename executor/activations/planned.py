@@ -42,8 +42,8 @@ _Call = Callable[..., Any]
 
 
 def check_activations(w: Workload, model: nn.Module) -> None:
-    """Raises PlanError unless the model has every block that the plan chooses for, and each can be called as the plan
-    chooses."""
+    """Check that the model has every block that the plan chooses for, and that each can be called as the plan chooses.
+    Raises PlanError."""
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, str] = {}
     for block, how in w.activations:

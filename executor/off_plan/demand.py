@@ -194,7 +194,7 @@ class Demand:
     # -- coming back --------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Every update of the iteration, then back to the cut."""
+        """Make every update of the iteration, then return to the cut."""
         self._stepping.step()
 
     def discard(self) -> None:
@@ -213,7 +213,7 @@ class Demand:
         self._mending.mend()
 
     def half_update_error(self) -> Interrupted:
-        """What to raise where a backward ended in the middle of its eager updates."""
+        """The error for a backward that ended in the middle of its eager updates."""
         return self._mending.half_update_error()
 
     def replan(self) -> None:

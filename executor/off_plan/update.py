@@ -41,7 +41,7 @@ class Stepping:
         self.cut = cut
 
     def step(self) -> None:
-        """Every update of the iteration, then back to the cut."""
+        """Make every update of the iteration, then return to the cut."""
         host = self.host
         self.gradients.collect_left_over()
         update = host.now.update or host.updates.new()

@@ -205,7 +205,7 @@ class Handover(Protocol):
         ...
 
     def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
-        """While paused: go on from there."""
+        """While paused: let each queue go on from its place in `at`."""
         ...
 
 

@@ -61,7 +61,7 @@ def find_checkpoint(folder: str | Path) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Raises CheckpointError where the folder has none, or one that cannot be used."""
+    """The manifest of a checkpoint. Raises CheckpointError where the folder has none, or one that cannot be used."""
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint {str(folder)!r} is not a folder; give one that optimizer.save wrote")
     path = folder / MANIFEST

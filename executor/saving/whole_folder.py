@@ -102,7 +102,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def sync(folder: Path) -> None:
-    """Have the folder's entries on the disk (where folders can be opened for that)."""
+    """Write the folder's entries to the disk (where folders can be opened for that)."""
     with contextlib.suppress(PermissionError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -191,8 +191,8 @@ class Batches:
         return True
 
     def _check_fits(self, shapes: Any, moments: tuple[Moment, ...]) -> None:
-        """Raises DoesNotFit where a moment needs more than the gpu budget: what never leaves, the chunks that the
-        moment reads, and its non-model data."""
+        """Check that each moment fits. Raises DoesNotFit where a moment needs more than the gpu budget: what never
+        leaves, the chunks that the moment reads, and its non-model data."""
         plan, table = self.host.plan, self.host.timetable
         worst, at = 0, 0
         for m, moment in enumerate(moments):

@@ -129,15 +129,15 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> 
     elif method == "fluid LP":  # the program never proves less than the joint LP
         if found.seconds > stored * (1 + tolerance):
             raise PlanError(
-                f"lower_bound_s is {stored:.9g} s in the plan, said to be of the fluid LP, but already the {kind} "
-                f"is {found.seconds:.9g} s"
+                f"lower_bound_s is {stored:.9g} s in the plan, by the fluid LP, but the {kind}, which is never "
+                f"above it, gives {found.seconds:.9g} s"
             )
         verdict = f"below the stored {format_s(stored)} of the fluid LP, which --certify solves again"
     else:
         if found.seconds < stored * (1 - tolerance):
             raise PlanError(
-                f"lower_bound_s is {stored:.9g} s in the plan, said to be of the {method}, but the fluid LP, which "
-                f"is never lower, is {found.seconds:.9g} s"
+                f"lower_bound_s is {stored:.9g} s in the plan, by the {method}, but the fluid LP, which is "
+                f"never below it, gives {found.seconds:.9g} s"
             )
         verdict = f"above the stored {format_s(stored)} of the {method}"
     return f"lower bound by {own}; {verdict}"

@@ -412,7 +412,7 @@ class _FluidProgram:
     # -- the answer --
 
     def params(self, found: Solution, parts: Expression) -> float:
-        """Parameters of the chunks' parts."""
+        """Parameters in these parts of the chunks."""
         return float(found.of(parts) @ self.facts.params)
 
     def busy(self, found: Solution) -> dict[str, float]:

@@ -60,7 +60,8 @@ __all__ = ["joint_bound"]
 def joint_bound(
     workload: Workload, layout: Layout, facts: BoundFacts, cost: CostModel, *, barrier: bool, clip: bool, x_limit: float
 ) -> Bound:
-    """[Note: the joint bound]. x_limit: the most pinned parameters. Raises linear.Unsolved if HiGHS fails."""
+    """The bound of [Note: the joint bound]. x_limit: the most pinned parameters. Raises linear.Unsolved if HiGHS
+    fails."""
     job = _Job(workload, layout, facts, cost, barrier, clip, x_limit)
     found = _best_windows(job)
     ordered = {name: found.terms[name] for name in NAMES if name in found.terms}

@@ -109,8 +109,8 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
 
 
 def _check_shape(e: Entry[ModelShape], m: ModelEntry) -> None:
-    """Raises CatalogError, naming the field, for a shape that contradicts itself or has another number of parameters
-    than it says."""
+    """Check the shape. Raises CatalogError, naming the field, for a shape that contradicts itself or has another number
+    of parameters than it says."""
     if m.hidden % m.heads:
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}")
     if m.heads % m.kv_heads or (m.family != "llama" and m.kv_heads != m.heads):

@@ -88,7 +88,8 @@ def plain_line(steps: int, plan: Plan, report: StepReport, status: Status) -> st
 
 
 def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
-    """Three lines: how training goes and whether by the plan; what is held where; the link in both directions."""
+    """Three lines: how training goes and whether it follows the plan; what is held where; the link in both
+    directions."""
     shares = [rank.batch_share for rank in plan.machine.ranks]
     tokens = plan.workload.tokens * sum(shares) / max(shares)  # of all ranks; a plan is made for the largest share
     rate = tokens / report.time_s if report.time_s > 0 else 0.0

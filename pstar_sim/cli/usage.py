@@ -154,7 +154,7 @@ def _argument_name(parameter: Any) -> str:
 
 
 def _column(width: int) -> int:
-    """Columns of the names, beside which is what they mean."""
+    """Width of the column of names; the column beside it says what they mean."""
     return min(26, width // 3)
 
 

@@ -112,9 +112,9 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
     """(chunk, micro-batch) -> the list on the gpu that the chunk's gradients go to in that micro-batch.
 
     "grad32" where that list stays on the gpu (a pinned chunk that accumulates) or the plan allocates it there (a chunk
-    whose micro-batches follow one another), "grad" in the micro-batches the plan allocates it for (as many, in order,
-    as it has alloc steps) or in all if it stays on the gpu, and "param", in place, in the others; in a plan that passes
-    the checker these are the last micro-batch only. Where lists are sliced
+    whose micro-batches follow one another). "grad" in the micro-batches for which the plan allocates it (the first
+    ones, as many as the chunk has alloc steps), or in all if it stays on the gpu. "param", in place, in all other
+    micro-batches; in a plan that passes the checker this is the last micro-batch only. Where lists are sliced,
     gradients arrive whole, in that list and the one of the others' slices; "grad32" is then never such a list.
     """
     alloc, gpu = Kind.ALLOC, Place.GPU

@@ -225,8 +225,8 @@ class _Follower:
         return record
 
     def _ends_all(self, i: int, most: int) -> bool:
-        """The last step of a queue has ended. Returns whether the queue has now ended `most` iterations. The run is
-        over when all queues have ended an iteration that is steady, or the last iteration."""
+        """Note that the last step of a queue has ended. Returns whether the queue has now ended `most` iterations. The
+        run is over when all queues have ended an iteration that is steady, or the last iteration."""
         program, record, k = self.program, self.record, self.done[i]
         if program.queue_of[i] == program.compute:
             record.marks.append(len(record.events))

@@ -238,7 +238,8 @@ class Moves:
         return what[entry], who[entry] + about, value[entry], counts[of_event]
 
     def _know(self, first: _Ints, chunk: _Ints) -> None:
-        """Raises PlanError for the first of these payloads that is not of the layout; first: that of chunk 0."""
+        """Check that the layout has these payloads. Raises PlanError for the first one that it does not have. first:
+        the payload of chunk 0."""
         layout, (lists, _) = self.plan.layout, zip(*self._lists)
         chunks = len(layout.chunks)
         there = np.array([[size is not None for size in layout.list_bytes(name)] for name in lists])
@@ -305,9 +306,9 @@ class Moves:
     # -- what a run did -----------------------------------------------------------------------------------------------
 
     def book(self, events: Sequence[int]) -> Changes:
-        """[Note: booked at once] events: in the order in which they happened, from the cut on. Raises PlanError for the
-        first step that takes a payload that is there already, frees or needs one that is absent, or brings a place over
-        the plan's budget."""
+        """Book a whole run: [Note: booked at once]. events: in the order in which they happened, from the cut on.
+        Raises PlanError for the first step that takes a payload that is there already, frees or needs one that is
+        absent, or brings a place over the plan's budget."""
         run = np.array(events, dtype=np.int64)
         counts = self._first[run + 1] - self._first[run]
         event = np.repeat(np.arange(len(run), dtype=np.int32), counts)  # of each entry of the run

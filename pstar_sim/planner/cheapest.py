@@ -382,8 +382,8 @@ def _least_s(machine: Machine, job: _CheapestJob, tokens: float) -> float:
 
 
 def _fastest(machine: Machine, job: _CheapestJob) -> tuple[Row, int, int]:
-    """The fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches). Memory is
-    asked first, as `fits` does. Raises DoesNotFit or CannotPlan, the last reason heard, if none fits."""
+    """The fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches). Room in
+    memory is checked first, as in `fits`. If none fits, raises the last DoesNotFit or CannotPlan."""
     worst: PstarError | None = None
     for micro_batches in (n for n in range(1, min(job.batch, MOST_MOMENTS) + 1) if job.batch % n == 0):
         try:

@@ -100,8 +100,8 @@ class Planned:
         self.with_predictions().save(path)
 
     def with_predictions(self) -> Plan:
-        """The plan with the figures of its line of the table (only numbers) as its predictions, and among its choices
-        where the figures behind them come from."""
+        """The plan with the figures of its line of the table (only numbers) as its predictions; its choices say where
+        the figures behind the predictions come from."""
         figures = {k: float(v) for k, v in self.row.to_json().items() if isinstance(v, int | float) and k != "fits"}
         sources = confidence(self.plan.workload, self.plan.machine)
         return replace(

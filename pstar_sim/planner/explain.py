@@ -1,5 +1,5 @@
-"""Explain: a plan in words. What lives where and why, what binds, what the tide gains and why if nothing, what another
-order of the iteration would gain, first steps.
+"""Explain: a plan in words. What lives where and why, what binds, what the tide gains or why it gains nothing, what
+another order of the iteration would gain, and the first steps.
 
 Everything said is counted from the plan, its workload and its timeline. Knows policies only to ask for the plan of the
 tide's counterpart (`tide` against `static_partition`: the same policy except for the capacity), and of `tide` in the

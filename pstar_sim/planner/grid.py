@@ -179,7 +179,8 @@ def _hint(word: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def _check_axes(file: str, axes: Collection[str]) -> None:
-    """Raises PstarError for an axis that is missing, and for two axes of which only one may be given."""
+    """Check the axes. Raises PstarError for an axis that is missing, and for two axes of which only one may be
+    given."""
     if ("model" in axes) == ("trace" in axes):
         raise PstarError(f"{file}: a sweep is over models or over traces; give one of the axes model and trace")
     needed = ["machine", "policy"] + (["batch", "seq"] if "model" in axes else [])
@@ -231,7 +232,7 @@ _LOOK_UP: dict[str, Callable[[str], object]] = {
 
 
 def _check(file: str, name: str, value: Value) -> None:
-    """Raises PstarError for a value the axis cannot have."""
+    """Check a value of an axis. Raises PstarError for a value that the axis cannot have."""
     if name.startswith("set."):
         return  # checked on each machine
     kind = _KINDS[name]

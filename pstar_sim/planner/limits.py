@@ -55,8 +55,8 @@ class Limit:
     value: layers, or sequences per micro-batch of all ranks; 0 where not even 1 fits.
     params: parameters of the largest model.
     catalog_model: the largest of the catalog that fits, None if none does.
-    short_of, short_bytes, reason: what one layer or sequence more lacks, in one place of one rank, or why the policy
-        has no plan for such a machine.
+    short_of, short_bytes, reason: the place of one rank that is short for one more layer or sequence, by how much, and
+        why; or why the policy has no plan for such a machine.
     """
 
     policy: str
@@ -237,7 +237,8 @@ def max_model(
 
 
 def _check_sizes(dtype: str | None, counts: Mapping[str, int], widths: Mapping[str, int | None]) -> None:
-    """Raises PstarError for an unknown dtype, and for a value that is not a number. widths: None for one left open."""
+    """Check the arguments. Raises PstarError for an unknown dtype, and for a value that is not a number. widths: None
+    for a width left open."""
     if dtype is not None:
         choice("dtype", dtype, DTYPE_BYTES)
     for what, size in counts.items():
@@ -296,7 +297,7 @@ class _Models:
         return self.written[key]
 
     def most_params(self, policy: str | Policy) -> int:
-        """[Note: an upper bound of any model]."""
+        """The most parameters, by [Note: an upper bound of any model]."""
         return _all_bytes(self.machine, disks=_may_use_disks(policy)) // self.least_bytes
 
     def most_layers(self, policy: str | Policy) -> int:

@@ -226,7 +226,7 @@ def _check_host(need: Need, machine: Machine) -> None:
 
 
 def _job(name: str, point: Point, workload: Workload, machine: Machine, settings: Settings) -> Job:
-    """Raises DoesNotFit where the policy would."""
+    """The job of an asynchronous policy. Raises DoesNotFit where the policy would."""
     job = Job(name, workload, machine, settings, point)
     check_gpu(job)
     check_host(job, frozenset(job.candidates[: most_pins_of(job)]))

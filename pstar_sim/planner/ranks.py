@@ -200,7 +200,7 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
 
 
 def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:
-    """Raises PstarError unless there is one workload per rank, all of one model and shape of iteration."""
+    """Check the workloads. Raises PstarError unless there is one per rank, all of one model and shape of iteration."""
     if len(workloads) != len(machine.ranks):
         raise PstarError(
             f"{len(workloads)} workloads for the {len(machine.ranks)} ranks of {machine.name}; one per rank"

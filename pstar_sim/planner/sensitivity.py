@@ -324,7 +324,7 @@ class _Asked:
 
 
 def _known_parts(parts: Iterable[str]) -> list[str]:
-    """Raises PstarError for an unknown part."""
+    """The parts as a list of known names. Raises PstarError for an unknown part."""
     names = [str(part) for part in listed("parts", parts, "parts of a machine")]
     for name in names:
         if name not in PARTS:

@@ -262,7 +262,7 @@ def _read_point(path: Path) -> dict[str, object] | None:
 
 
 def _check_output(path: Path, grid: Grid) -> None:
-    """Raises PstarError for a results file of another grid, or a file that is not a results file."""
+    """Check the output. Raises PstarError for a results file of another grid, or a file that is not a results file."""
     if path.suffix != ".parquet":
         raise PstarError(f"{path}: results are written as Parquet; name a file that ends in .parquet")
     check_writable(path)

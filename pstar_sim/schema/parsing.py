@@ -14,7 +14,7 @@ __all__ = ["parse_json", "parse_toml", "read_toml", "without_head"]
 
 
 def parse_toml(file: str, text: str) -> dict[str, object]:
-    """Raises CatalogError for a text that is not TOML."""
+    """The content of a TOML text. Raises CatalogError for a text that is not TOML."""
     try:
         return toml_loads(text)
     except TOMLDecodeError as error:

@@ -97,7 +97,7 @@ def _check_variants(
 
 
 def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> None:
-    """Raises TraceError where a name is not a block's, or where there are no blocks."""
+    """Check names of blocks. Raises TraceError where a name is not a block's, or where there are no blocks."""
     unknown = sorted(set(named) - set(blocks))
     if unknown or not blocks:
         raise TraceError(f"{w.model!r} has no blocks {', '.join(unknown)}" if blocks else "there are no blocks")

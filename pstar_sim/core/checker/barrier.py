@@ -11,7 +11,8 @@ __all__ = ["check_barrier"]
 
 
 def check_barrier(plan: Plan, program: Unrolled) -> None:
-    """Raises PlanError naming the update that may start too early and the step that it has to wait for."""
+    """Check that the barrier holds. Raises PlanError naming the update that may start too early and the step that it
+    has to wait for."""
     w = plan.workload
     barrier = plan.settings.barrier(w.dtype)
     if barrier is None:

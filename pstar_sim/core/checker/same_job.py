@@ -87,7 +87,8 @@ def _check_moments(mine: Workload, workload: Workload) -> None:
 
 
 def check_machine(plan: Plan, machine: Machine) -> None:
-    """Raises PlanError where the plan was made for another machine, or for more memory than `machine` has to give."""
+    """Check the machine. Raises PlanError where the plan was made for another machine, or for more memory than
+    `machine` has to give."""
     if machine.name != plan.machine.name:
         raise PlanError(f"the plan was made for machine {plan.machine.name!r}, not {machine.name!r}")
     if len(machine.ranks) != len(plan.machine.ranks):
@@ -96,7 +97,7 @@ def check_machine(plan: Plan, machine: Machine) -> None:
 
 
 def check_budgets(plan: Plan, machine: Machine) -> None:
-    """Raises PlanError where the plan may use more of a place than `machine` has to give."""
+    """Check the budgets. Raises PlanError where the plan may use more of a place than `machine` has to give."""
     for place, budget, has in (
         ("gpu", plan.gpu_budget_bytes, machine.gpu_budget_bytes),
         ("host", plan.host_budget_bytes, machine.host_budget_bytes),

@@ -35,8 +35,8 @@ def check_stash_step(plan: Plan, step: Step) -> None:
 
 
 def check_stashes(plan: Plan, program: Unrolled) -> None:
-    """Raises PlanError for a stash that is not moved, or moved twice, too early or too late; and for too small a room
-    on the host."""
+    """Check all stashes. Raises PlanError for a stash that is not moved, or is moved twice, too early or too late; and
+    where the room on the host is too small."""
     _check_room(plan)
     moments = {step.moment: i for i, step in enumerate(plan.steps) if step.kind is Kind.COMPUTE}
     moves = _moves(plan)

@@ -103,7 +103,7 @@ class Roofline:
 
 
 def roofline(facts: ModeFacts, pins: Sequence[int], shares: Sequence[float]) -> Roofline:
-    """[Note: the roofline]"""
+    """The closed form of [Note: the roofline]."""
     f = facts.pins
     total_s = float(np.sum(f.moments_s))
     working, pinned = np.asarray(f.working_bytes, float), np.asarray(f.pinned_bytes, float)

@@ -34,18 +34,18 @@ def arrivals(
 class GradientLists:
     """Writes the steps of the gradients of `chunks` into `b`.
 
-    last: the last gradient of a chunk has a list too; else it overwrites the working list.
+    last: whether the last gradient of a chunk has a list too; otherwise it overwrites the working list.
     stay: chunks whose gradients stay on the GPU. On one rank these have no lists: they are added in place.
-    one_by_one: each step of the policy waits for the one before, and for nothing else.
+    one_by_one: whether each step of the policy waits for the step before it, and for nothing else.
 
     Raises CannotPlan for a layer-major workload, in which the lists of a chunk's micro-batches would overlap.
 
     chunks: chunks whose gradients have lists.
-    add_last: a last gradient without a list is added to the others before any update, since the norm is that of their
-        sum (`add_last_of`).
+    add_last: whether a last gradient without a list is added to the others before any update, because the norm is taken
+        of their sum (`add_last_of`).
     opens: moment -> chunks whose lists open in it.
     closes: moment -> chunks whose gradient in a list is complete after it.
-    host_list: where Adam on the host finds a gradient.
+    host_list: list in which Adam on the host finds a gradient.
     freed: chunk -> step that last freed the chunk's lists on the GPU.
     added: chunk -> step after which its sum on the host is up to date.
     """
