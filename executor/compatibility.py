@@ -67,13 +67,11 @@ def check_model(
 
 
 def check_order(plan: Plan) -> None:
-    """Check that the plan runs micro-batches one after the other, and keeps what blocks recompute from on the GPU."""
-    w = plan.workload
-    if w.layer_major or w.boundaries_on_host:
-        what = "is layer-major" if w.layer_major else "keeps the boundaries of blocks on the host"
+    """Check that the plan keeps what blocks recompute from on the GPU."""
+    if plan.workload.boundaries_on_host:
         raise PlanError(
-            f"the plan of {plan.policy} {what}; it can be simulated, not run: make a plan in depth-first order (tide, "
-            "or optimal)"
+            f"the plan of {plan.policy} keeps the boundaries of blocks on the host; it can be simulated, not run: make "
+            "a plan with the boundaries on the GPU (l2l, tide:order=relay)"
         )
 
 

@@ -25,6 +25,7 @@ decides what each act leads to in each state of the loop.
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | a backward more than the plan's micro-batches | ContractError: plan with as many micro-batches |
 | fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted as a deviation |
+| under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |
 | a `step()` left out, then the next forward | as plain torch until the next backward: ContractError |
 | `step(closure)` | ContractError: AdamW needs one evaluation |

@@ -41,8 +41,12 @@ def train_step(
     loss. Raises ModelError when a loss is not finite, before its backward. number: of the step, for the message.
 
     Where the accelerator refuses memory inside an operator, a prepared model climbs its ladder (see off_plan/) and
-    the same micro-batches run again, with the same random numbers.
+    the same micro-batches run again, with the same random numbers. Under a layer-major plan the session runs the step.
     """
+    session = getattr(optimizer, "session", None)
+    if session is not None and session.plan.workload.layer_major:
+        rows = [next(batches) for _ in range(micro_batches)]
+        return float(session.step(rows, loss=_checked(model, micro_batches, number), order="relay").loss)
     drawn: list[Any] = []
     before = Before(model)
     while True:
@@ -54,7 +58,6 @@ def train_step(
                 total += _micro_batch(model, drawn[i], micro_batches, number)
             break
         except (OutOfMemory, torch.OutOfMemoryError) as error:
-            session = getattr(optimizer, "session", None)
             if session is None:
                 raise
             refused = error.with_traceback(None)  # its frames hold what the forward left
@@ -67,14 +70,31 @@ def train_step(
 
 def _micro_batch(model: torch.nn.Module, batch: Any, micro_batches: int, number: int) -> float:
     loss = forward_loss(model, batch) / micro_batches
+    value = _finite(loss, number)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return value
+
+
+def _finite(loss: torch.Tensor, number: int) -> float:
     value = float(loss.detach())
     if not math.isfinite(value):
         raise ModelError(
             f"the loss is {value} at step {number}; lower the learning rate (--lr), clip gradients (--clip) "
             "or use fp32, and start again from the last good state"
         )
-    loss.backward()  # type: ignore[no-untyped-call]
     return value
+
+
+def _checked(prepared: torch.nn.Module, micro_batches: int, number: int) -> Callable[[torch.nn.Module, Any], Any]:
+    """The loss of a forward; finite in the prepared model (its copy under fake tensors has no values)."""
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        value = forward_loss(model, batch)
+        if model is prepared:
+            _finite(value / micro_batches, number)
+        return value
+
+    return loss
 
 
 def train(

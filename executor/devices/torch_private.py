@@ -6,13 +6,16 @@ otherwise. torch26.py has what differs in 2.6 and 2.7.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 __all__ = [
     "EMBEDDING_BAG",
@@ -26,6 +29,7 @@ __all__ = [
     "call_of",
     "default_store",
     "limit_nccl",
+    "modes_of_thread",
     "node_class",
     "non_persistent_buffers",
     "override",
@@ -132,3 +136,34 @@ def default_store() -> Any:
 def limit_nccl(options: Any, limit: timedelta) -> None:
     """Limit the seconds that a collective may take; NCCL's group takes the limit in its options alone."""
     options._timeout = limit
+
+
+def modes_of_thread() -> contextlib.AbstractContextManager[None]:
+    """What torch keeps for the calling thread, to be entered once in another: grad mode, autocast, dispatch modes and
+    function modes (a default device is one), the current CUDA device and stream."""
+    grad = torch.is_grad_enabled()
+    casts = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+        for kind in ("cpu", "cuda")
+    ]
+    dispatch = _get_current_dispatch_mode_stack()
+    function = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))
+            for kind, dtype, enabled, cached in casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            for mode in function:
+                torch.overrides._push_mode(mode)  # type: ignore[no-untyped-call]
+                stack.callback(torch.overrides._pop_mode)
+            for mode in dispatch:
+                torch.utils._python_dispatch._push_mode(mode)
+                stack.callback(torch.utils._python_dispatch._pop_mode)
+            stack.enter_context(torch.set_grad_enabled(grad))
+            yield
+
+    return enter()

@@ -21,6 +21,7 @@ Borders hold no memory that an ordinary backward would not hold.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,6 +129,11 @@ class BlockPart:
     name: str
     ends: list[tuple[torch.Tensor, Sink | None]] = field(default_factory=list)
 
+    @property
+    def before_block(self) -> bool:
+        """Whether this is glue, before a block."""
+        return self.name.startswith(_BEFORE)
+
     def backward(self) -> None:
         """Run backward through the part, from the gradients that have arrived; nothing where none has."""
         roots = [root for root, sink in self.ends if sink is None or sink.gradient is not None]
@@ -151,13 +157,19 @@ class _Known:
     sink: Sink
 
 
+class _Recorded(threading.local):
+    """The tape of the forward that runs in this thread."""
+
+    tape: BlockTape | None = None
+
+
 class Borders:
     """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. Because they stay, the
     order of hooks never changes, and a model that collects tensors of its blocks by hooks always collects the same
     ones."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-        self._tape: BlockTape | None = None
+        self._recorded = _Recorded()
         self._handles: list[Any] = []
         for name, block in blocks.items():
             self._handles.append(block.register_forward_pre_hook(untraced(self._before(name)), with_kwargs=True))
@@ -167,11 +179,11 @@ class Borders:
     @contextlib.contextmanager
     def recording(self) -> Iterator[BlockTape]:
         """Inside, calls of the blocks are cut at both ends."""
-        self._tape = BlockTape()
+        self._recorded.tape = tape = BlockTape()
         try:
-            yield self._tape
+            yield tape
         finally:
-            self._tape = None
+            self._recorded.tape = None
 
     def close(self) -> None:
         for handle in self._handles:
@@ -179,18 +191,21 @@ class Borders:
 
     def _before(self, name: str) -> Any:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return self._tape.enter(name, args, kwargs) if self._tape is not None and _cuttable() else None
+            tape = self._recorded.tape
+            return tape.enter(name, args, kwargs) if tape is not None and _cuttable() else None
 
         return before
 
     def _after(self, name: str) -> Any:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return self._tape.leave(name, output) if self._tape is not None and _cuttable() else None
+            tape = self._recorded.tape
+            return tape.leave(name, output) if tape is not None and _cuttable() else None
 
         return after
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._tape.give_back(output) if self._tape is not None and _cuttable() else None
+        tape = self._recorded.tape
+        return tape.give_back(output) if tape is not None and _cuttable() else None
 
 
 class BlockTape:

@@ -6,7 +6,10 @@ order that `order` names:
 
 | order         | what runs                                                                                   |
 |---------------|---------------------------------------------------------------------------------------------|
-| "depth-first" | for each micro-batch: all blocks forward, then all backward in reverse; the plans' own |
+| "depth-first" | for each micro-batch: all blocks forward, then all backward in reverse                      |
+| "relay"       | each block for all micro-batches before the next, forward and backward: `relay.py`          |
+
+The order is the plan's: another one is refused.
 
 An order is a function of `ORDERS`; all it does is run forwards and parts of tapes in some sequence. Moments are those
 of the usual loop: the clock takes the parts' backwards for one, and a parameter used in several parts (tied weights)
@@ -27,6 +30,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from executor.capture import fake_module
 from executor.driving.again import Before
 from executor.driving.blocks import BlockTape, Borders, find_blocks, shared_part
+from executor.driving.relay import relay
 from executor.memory.update import Update
 from executor.models import forward_loss, quiet, unpacked_sequences, unread_padding
 from executor.moments.hooks import tensors_of
@@ -101,6 +106,8 @@ class Host(BytesHost, LoopHost, Protocol):
     @property
     def on_close(self) -> list[Callable[[], object]]: ...
     @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+    @property
     def optimizer(self) -> Callable[[], torch.optim.Optimizer | None]: ...
     @property
     def shapes(self) -> Shapes: ...
@@ -130,6 +137,11 @@ class Driver:
         if not self._looked and self.whole is None:
             self._look(micro_batches[0], loss)
         self._looked = True
+        if self.whole is not None and order == "relay":
+            raise ContractError(
+                f"session.step: order='relay' runs the model block by block, and that cannot be: {self.whole}; make a "
+                "plan in depth-first order (tide)"
+            )
         before = Before(s.model)
         while True:
             try:
@@ -161,11 +173,18 @@ class Driver:
         s.loop.require_running()
         if order not in ORDERS:
             raise ContractError(f"session.step: order={order!r} is not known; it is one of {', '.join(ORDERS)}")
+        w = s.plan.workload
+        if w.micro_batches > 1 and w.layer_major is not (order == "relay"):
+            planned_order = "relay" if w.layer_major else "depth-first"
+            raise ContractError(
+                f"session.step: order={order!r}, and the plan of {s.plan.policy} is for order={planned_order!r}; give "
+                f"that, or make a plan for {order!r} ({'l2l, tide:order=relay' if order == 'relay' else 'tide'})"
+            )
         if isinstance(micro_batches, (dict, torch.Tensor)) or not len(micro_batches):
             raise ContractError(
                 "session.step takes a list of micro-batches, one or more; for a single one give [batch]"
             )
-        planned = s.plan.workload.micro_batches
+        planned = w.micro_batches
         if len(micro_batches) > planned:
             raise ContractError(
                 f"session.step got {len(micro_batches)} micro-batches, the plan was made for {planned}; make the plan "
@@ -263,8 +282,14 @@ def _depth_first(driver: Driver, micro_batches: Sequence[Any], loss: Loss) -> tu
     return losses, calls
 
 
+def _relay(driver: Driver, micro_batches: Sequence[Any], loss: Loss) -> tuple[list[torch.Tensor], int]:
+    runs = [partial(driver.forward, batch, loss, len(micro_batches)) for batch in micro_batches]
+    return relay(driver.session, runs)
+
+
 ORDERS: dict[str, Callable[[Driver, Sequence[Any], Loss], tuple[list[torch.Tensor], int]]] = {
     "depth-first": _depth_first,
+    "relay": _relay,
 }
 
 

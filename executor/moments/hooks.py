@@ -115,6 +115,8 @@ class MomentClock:
         self._open = 0  # units whose forward is open, outside backward
         self._callback_due = False
         self._in_one = False  # several calls of autograd are one backward
+        self._before_event: Callable[[], None] | None = None  # while micro-batches run side by side
+        self._open_of: dict[int, int] = {}  # micro-batch -> `_open`, of those that are suspended then
         self._handles: list[Any] = []
         self._link = _ClockLink(weakref.ref(self))
         self._hear = wrap(_hearing(self._link))
@@ -171,6 +173,38 @@ class MomentClock:
             self._in_one = False
         self._backward_end()
 
+    @property
+    def driven(self) -> bool:
+        """Inside `side_by_side`."""
+        return self._before_event is not None
+
+    @contextlib.contextmanager
+    def side_by_side(self, before_event: Callable[[], None]) -> Iterator[None]:
+        """Inside, several micro-batches are open, and `turn_to` says whose the next events are. before_event: called
+        before each event of a forward; it may let other micro-batches run."""
+        self._before_event = before_event
+        self._in_one = True
+        self._callback_due = False
+        self.micro_batch = self._open = 0
+        try:
+            yield
+        finally:
+            self._before_event = None
+            self._in_one = False
+            self._open_of.clear()
+            self._open = 0
+
+    def turn_to(self, micro_batch: int) -> None:
+        """The next events are of this micro-batch, one of several side by side."""
+        self._open_of[self.micro_batch] = self._open
+        self.micro_batch = micro_batch
+        self._open = self._open_of.get(micro_batch, 0)
+
+    def end_backward(self) -> None:
+        """The backward of the micro-batch whose turn it is has ended."""
+        self._callback_due = True
+        self._backward_end()
+
     def close(self) -> None:
         """Remove every hook of modules, and the wrapper of the root's call. Hooks on outputs go with their graph and do
         nothing from now on."""
@@ -191,10 +225,13 @@ class MomentClock:
                 self.watch_backward()
                 self._on_event(recompute[self.micro_batch])
                 return
+            if self._before_event is not None:
+                self._before_event()
             if name == "":
                 self._callback_due = False  # a backward that raised never ended
                 self._open = 0
-                self.micro_batch = self._turns
+                if self._before_event is None:
+                    self.micro_batch = self._turns
             self._open += 1
             try:
                 self._on_event(forward[self.micro_batch])
@@ -213,6 +250,8 @@ class MomentClock:
                 self.watch_backward()
                 event = recompute[self.micro_batch]
             else:
+                if self._before_event is not None:
+                    self._before_event()
                 self._open = self._open - 1 if self._open > 0 and name else 0
                 event = forward[self.micro_batch]
             self._on_event(event)

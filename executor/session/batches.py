@@ -24,6 +24,7 @@ from executor.session.reader import Reader
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit, ModelError, PlanError
 from pstar_sim.units import format_bytes
+from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
 
 __all__ = ["Batches", "Capture", "Host", "Shapes", "movable"]
@@ -159,14 +160,19 @@ class Batches:
 
     @property
     def fits(self) -> bool:
-        """Whether the last batch may run on plan: its tide is nowhere higher than the plan's."""
+        """Whether the last batch may run on plan: its tide is nowhere higher than the plan's. Layer-major, moments hold
+        bytes of other micro-batches too; there a batch fits that is no longer than the plan's in any dimension."""
         moments = self.moments
         if moments is None:
             return True
-        body = [m for m in self.host.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
-        return len(moments) - 1 == len(body) and all(
-            a.name == b.name and a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body)
-        )
+        w = self.host.plan.workload
+        body = [m for m in w.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
+        if len(moments) - 1 != len(body) or any(a.name != b.name for a, b in zip(moments, body)):
+            return False
+        if w.layer_major:
+            shape = next((t.shape for t in tensors_of(self.last) if t.dim()), torch.Size())
+            return all(size <= most for size, most in zip(shape, (self.planned_size, w.sequence)))
+        return all(a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body))
 
     def workload_of_last(self, micro_batches: int) -> Workload:
         """The workload of an iteration of `micro_batches` batches like the last one, captured anew. Raises PlanError
@@ -176,7 +182,8 @@ class Batches:
         planned = self.host.plan.workload
         captured = self.host.shapes.capture(planned, *self.last)
         # The same parameters (and their groups, which a capture does not know).
-        return repeat_micro_batch(replace(captured, tensors=planned.tensors), max(1, micro_batches))
+        made = repeat_micro_batch(replace(captured, tensors=planned.tensors), max(1, micro_batches))
+        return relay(made) if planned.layer_major else made
 
     def _is_planned(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
         """Whether the first tensor with dimensions has the plan's batch and (of tokens) sequence. Only the first batch

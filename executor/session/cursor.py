@@ -110,6 +110,8 @@ class Fact(_Word):
     """Requires_grad of a parameter is not what it was at `prepare`."""
     OUTSIDE = "outside"
     """Under loss scaling, the event begins a module's forward outside a forward of the prepared model."""
+    ALONE = "alone"
+    """The plan is layer-major, and the forward does not run in `session.step`."""
     EXPECTED = "expected"
     """The plan has the event next, or further on where this rank has nothing to compute before it."""
     FITS = "fits"
@@ -181,6 +183,7 @@ def _row(when: str, then: Answer | Refusal) -> TableRow:
 _FORWARD = (
     _row("switched trains", Refusal.SWITCHED_FORWARD),
     _row("outside trains", Refusal.OUTSIDE),
+    _row("alone trains", Refusal.LAYER_MAJOR),
     _row("given_up arrived", Refusal.OUT_OF_MEMORY),
 )
 _GRADIENT = (

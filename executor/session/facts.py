@@ -95,6 +95,10 @@ class ActFacts:
         return self.host.iteration
 
     @property
+    def policy(self) -> str:
+        return self.host.plan.policy
+
+    @property
     def planned(self) -> int:
         """Micro-batches of the plan."""
         return self.host.plan.workload.micro_batches
@@ -132,6 +136,7 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.BEGINS: lambda act: act.event is None or act.host.clock.outermost(act.event),
     Fact.SWITCHED: lambda act: bool(act.host.reader.switched),
     Fact.OUTSIDE: _outside,
+    Fact.ALONE: lambda act: act.host.timetable.layer_major and not act.host.clock.driven,
     Fact.EXPECTED: _expected,
     Fact.FITS: lambda act: act.event is None or act.event.module != "" or act.host.batches.fits,
     Fact.OUTSTANDING: lambda act: bool(act.host.now.outstanding) and act.host.absent is None,

@@ -95,6 +95,8 @@ class Host(BytesHost, LoopHost, Protocol):
     @property
     def demand(self) -> OffPlan: ...
     @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+    @property
     def first(self) -> First | None: ...
     @property
     def warming(self) -> WarmUp | None: ...
@@ -111,6 +113,8 @@ class Following:
 
     Attributes:
         in_parts: a backward runs part by part (driving/drive.py).
+        keeps_tied: off the plan too, the gradient of a tied parameter stays there until `take_tied`: its parts are
+            added first, as autograd adds them.
         takes_norms: off the plan, the norm of each gradient is taken and thrown away, so that recording a run that will
             clip takes as long as the run.
     """
@@ -118,6 +122,7 @@ class Following:
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self.host = host
         self.in_parts = False
+        self.keeps_tied = False
         self.takes_norms = False
         self._clock = clock
         self._weight = 1.0  # of this rank's gradients in the micro-batch that runs
@@ -275,6 +280,20 @@ class Following:
             return
         if host.warming is not None and not host.warming.gradient_is_final(tensor):
             return
+        if self.keeps_tied and cursor.off_plan and tensor in host.timetable.tied:
+            return
+        self._take_out(tensor, parameter)
+
+    def take_tied(self) -> None:
+        """A micro-batch is over: what is left in tied parameters is whole."""
+        for tensor in self.host.timetable.tied:
+            parameter = self.host.parameters[tensor]
+            if raw_grad(parameter) is not None:
+                with self.host.at_work:
+                    self._take_out(tensor, parameter)
+
+    def _take_out(self, tensor: int, parameter: torch.Tensor) -> None:
+        """The gradient is whole: it leaves the parameter."""
         grad = raw_grad(parameter)
         assert grad is not None
         if modes_standing() or torch.is_grad_enabled():

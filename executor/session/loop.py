@@ -411,7 +411,7 @@ class Loop:
         run where neither is possible."""
         host = self.host
         with host.at_work, unseen(), torch.no_grad():
-            host.following.in_parts = self._standing = False
+            host.following.in_parts = host.following.keeps_tied = self._standing = False
             host.demand.mend()
         host.at_work.torn = False
 

@@ -20,6 +20,7 @@ class Refusal(Enum):
     SWITCHED_FORWARD = "switched forward"
     SWITCHED_BACKWARD = "switched backward"
     OUTSIDE = "outside"
+    LAYER_MAJOR = "layer major"
     OUT_OF_MEMORY = "out of memory"
     UPDATING = "updating"
     OF_EVALUATION = "of evaluation"
@@ -54,6 +55,10 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
         Refusal.OUTSIDE: (
             "{f.module!r} is called with gradients outside a forward of the prepared model: loss scaling acts at that "
             "model's inputs and outputs; call the prepared model itself, or train in bf16 or fp32"
+        ),
+        Refusal.LAYER_MAJOR: (
+            "a forward of {f.forward} with gradients, and the plan of {f.policy} is layer-major: its iterations run in "
+            "session.step(micro_batches, order='relay'); for a loop of your own make a plan in depth-first order (tide)"
         ),
         Refusal.OUT_OF_MEMORY: (
             "the iteration that ran out of memory has left some of its gradients; call optimizer.zero_grad() and run "

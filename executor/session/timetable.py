@@ -37,10 +37,12 @@ class Timetable:
         following: moment -> event that opens the next one; "" behind the last, and everywhere in a plan with stashes,
             where opening a moment takes more than what is in its row.
         micro_batches: number of backwards per iteration.
+        layer_major: blocks run for all micro-batches before the next block does.
         tail: steps of the compute queue behind the last moment.
         chunk_of: tensor -> chunk.
         tensors_of: chunk -> tensors.
         trainable: tensors that get an update.
+        tied: those of them that other tensors are tied to.
         due: moment -> tensors whose gradient is final in it.
         early: moment -> tensors whose gradient arrives in it and again later in the micro-batch.
         goes_to: (chunk, micro-batch) -> list that gradients of the chunk go to.
@@ -61,12 +63,14 @@ class Timetable:
         self.chunk_of = layout.chunk_of
         self.tensors_of = [[s.tensor for s in c.slots] for c in layout.chunks]
         self.trainable = {t for t in self.chunk_of if not w.tensors[t].frozen}
+        self.tied = self.trainable & {t.tied_to for t in w.tensors if t.tied_to is not None}
         self.reads = needed(layout, w)
         self.uses = _uses(self.reads, len(layout.chunks))
         self.compute, self.before, self.tail = _compute_steps(plan)
         self.on_demand_only = not self.compute
         self.following = [*(name if not w.stashes else "" for name in self.names[1:]), ""]
         self.micro_batches = w.micro_batches
+        self.layer_major = w.layer_major
         self.goes_to = gradient_list(plan)
         self.sums = _sums(plan)
         self._final = {(self.micro_batch[m], t): m for m, tensors in enumerate(w.gradients) for t in tensors}

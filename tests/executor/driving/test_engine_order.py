@@ -272,7 +272,7 @@ def test_what_step_refuses(start: Callable[..., Any], kit: Any) -> None:
         ([], {}, "one or more"),
         (batch, {}, "give \\[batch\\]"),
         ([batch, batch], {}, "was made for 1"),
-        ([batch], {"order": "relay"}, "not known"),
+        ([batch], {"order": "breadth-first"}, "not known"),
         ([batch], {"loss": lambda model, row: kit.loss_of(run.model, row)}, "the model that it is given"),
     ):
         with pytest.raises(ContractError, match=word):

@@ -101,6 +101,8 @@ def event(state: State, act: Act, f: World) -> Answer | Refusal:
             return Refusal.SWITCHED_FORWARD
         if f[Fact.TRAINS] and f[Fact.OUTSIDE]:
             return Refusal.OUTSIDE
+        if f[Fact.TRAINS] and f[Fact.ALONE]:
+            return Refusal.LAYER_MAJOR
         if f[Fact.GIVEN_UP] and f[Fact.ARRIVED]:
             return Refusal.OUT_OF_MEMORY
     if state is State.VISITING:

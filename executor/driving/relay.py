@@ -1,0 +1,145 @@
+"""Relay: the layer-major order of an iteration, as its plan has it (pstar_sim/workload/relay.py).
+
+The plan's moments say whose turn it is: what runs next is a piece of the micro-batch that the next moment belongs to. A
+forward runs in a thread of its own (`forwards.py`) and is suspended before an event that is not the plan's next; a
+backward is run part by part (`blocks.py`) by the caller. So blocks run for all micro-batches, in one order within each
+block, and gradients are added as the usual loop adds them.
+
+A gradient that comes in several parts of a tape (tied weights) waits in its parameter until the micro-batch's last part
+of it; it is set aside while other micro-batches run.
+
+Off the plan nothing says whose turn it is: the first micro-batch that is not over runs to its end, then the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from executor.contract import raw_grad, set_raw_grad
+from executor.driving.blocks import BlockTape
+from executor.driving.forwards import Draws, Forward
+from executor.session.following import Following
+from executor.session.hosting import BytesHost, LoopHost
+from pstar_sim.workload.mixing import block_of
+
+__all__ = ["Host", "relay"]
+
+Run = Callable[[], tuple[BlockTape, torch.Tensor]]
+
+
+class Host(BytesHost, LoopHost, Protocol):
+    """The part of the session that this file uses."""
+
+    @property
+    def following(self) -> Following: ...
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]: ...
+
+
+def relay(session: Host, runs: Sequence[Run]) -> tuple[list[torch.Tensor], int]:
+    """Forward and backward of all micro-batches in the plan's layer-major order. Returns the micro-batches' parts of
+    the loss, and the calls of blocks in one of them.
+
+    runs: the forward of each micro-batch; gives its tape and its part of the loss.
+    """
+    return _Relay(session, runs).run()
+
+
+class _Relay:
+    def __init__(self, session: Host, runs: Sequence[Run]) -> None:
+        self._session = session
+        count = len(runs)
+        self._draws = Draws(count, session.backend.device)
+        self._forwards = [Forward(run) for run in runs]
+        self._waiting = list(range(count))  # micro-batches that are not over, in order
+        self._aside: dict[int, dict[int, torch.Tensor]] = {}  # micro-batch -> tensor -> parts of its gradient
+        self._now = 0
+
+    def run(self) -> tuple[list[torch.Tensor], int]:
+        with self._session.clock.side_by_side(self._before_event):
+            try:
+                while self._waiting:
+                    self._turn_to(self._next)
+                    with self._draws.of(self._now):
+                        self._go_on()
+            finally:
+                for forward in self._forwards:
+                    forward.stop()
+        results = [forward.result for forward in self._forwards]
+        return [value for _, value in results], results[-1][0].calls
+
+    @property
+    def _planned(self) -> int | None:
+        """The micro-batch that the plan's next moment belongs to; None where the plan does not say."""
+        s = self._session
+        following = s.cursor.moment + 1
+        if s.cursor.off_plan or following >= len(s.timetable.micro_batch):
+            return None
+        return s.timetable.micro_batch[following]
+
+    @property
+    def _next(self) -> int:
+        """The micro-batch that goes on."""
+        planned = self._planned
+        return planned if planned in self._waiting and planned is not None else self._waiting[0]
+
+    @property
+    def _mine(self) -> bool:
+        """Whether the micro-batch that runs goes on."""
+        return self._next == self._now
+
+    def _turn_to(self, micro_batch: int) -> None:
+        if micro_batch == self._now:
+            return
+        parameters = self._session.parameters
+        aside = self._aside.setdefault(self._now, {})
+        for t in self._session.timetable.tied:
+            part = raw_grad(parameters[t])
+            if part is not None:
+                aside[t] = part
+                set_raw_grad(parameters[t], None)
+        self._now = micro_batch
+        for t, part in self._aside.pop(micro_batch, {}).items():
+            set_raw_grad(parameters[t], part)
+        self._session.clock.turn_to(micro_batch)
+
+    def _before_event(self) -> None:
+        """A forward comes to an event."""
+        while not self._mine:
+            self._forwards[self._now].suspend()
+
+    def _go_on(self) -> None:
+        forward = self._forwards[self._now]
+        if not forward.over:
+            forward.go_on()
+            return
+        tape, _ = forward.result
+        following = self._session.following
+        following.in_parts = following.keeps_tied = True
+        try:
+            self._back(tape)
+        finally:
+            following.in_parts = following.keeps_tied = False
+
+    def _back(self, tape: BlockTape) -> None:
+        """Run backward through the tape while it is the micro-batch's turn."""
+        while tape.parts and (self._mine or self._belongs(tape)):
+            tape.parts.pop().backward()
+        if not tape.parts and self._mine:
+            if self._session.cursor.off_plan:
+                self._session.following.take_tied()
+            self._session.clock.end_backward()
+            self._waiting.remove(self._now)
+
+    def _belongs(self, tape: BlockTape) -> bool:
+        """Whether the last part of the tape is of the cell that has just run: it lies before the block that has run,
+        and no event of its own is planned."""
+        if not tape.parts[-1].before_block:
+            return False
+        table, m = self._session.timetable, self._session.cursor.moment
+        mine = (name for name, u in zip(table.names[m + 1 :], table.micro_batch[m + 1 :]) if u == self._now)
+        return block_of(next(mine, "").partition(":")[2]) is not None
