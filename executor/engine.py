@@ -208,7 +208,7 @@ class Session:
             self.resources.at_end.append(self.guard.end)
 
     def compare_first_tide(self) -> None:
-        """Hold the tide of the first iteration that runs on plan against the plan's: `measuring/first.py`."""
+        """Compare the tide of the first iteration that runs on plan with the plan's tide: `measuring/first.py`."""
         self.first = FirstIteration(self)
         self.first.begin()
         self.resources.at_end.append(self.first.end)

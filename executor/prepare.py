@@ -82,7 +82,7 @@ def prepare(
     threads: torch threads of the virtual accelerator's compute queue until the session is closed (None leaves them).
     watchdog_s: see ThreadQueues.
     replan_after: number of iterations off plan in a row after which a new plan is made (0: never).
-    check: run the plan's independent checker first, and hold the first iteration's tide against the plan's (where it is
+    check: run the plan's independent checker first, and compare the first iteration's tide with the plan's (where it is
         higher, the session goes on under a new plan: measuring/first.py).
     group: the processes of a plan of several ranks (default: torch.distributed's, if it is initialised); every one
         calls prepare with the same plan and settings, and all begin with the parameters and buffers of the first.

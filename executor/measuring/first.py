@@ -1,4 +1,4 @@
-"""First: the tide of a run's first iteration, measured and held against its plan's, moment by moment.
+"""First: the tide of a run's first iteration, measured and compared with its plan's tide, moment by moment.
 
 A trace may be wrong: an operator keeps memory that its fake version does not show, the device has other kernels than
 the trace was captured with, the loop keeps what the trace's did not. A plan made from it then lets payloads take room

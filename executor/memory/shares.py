@@ -94,7 +94,7 @@ class Shares:
             contents.values.changed(chunk)
 
     def kept_to_host(self, chunk: int) -> None:
-        """Kept gradients of the chunk go into a list that the host has by now."""
+        """Move kept gradients of the chunk into a list that the host has by now."""
         state = self.contents.chunks[chunk]
         for slot in self.contents.layout.chunks[chunk].slots:
             if slot.tensor in self.kept:

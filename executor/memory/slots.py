@@ -36,8 +36,8 @@ class Slots:
         return self._slot[tensor][0]
 
     def at(self, place: Place, tensor: int, list_name: str) -> torch.Tensor:
-        """Flat view of one tensor's part of a list of its chunk; on several ranks of what this rank's slice has of it,
-        which may be nothing."""
+        """Flat view of one tensor's part of a list of its chunk; on several ranks only the elements in this rank's
+        slice, which may be none."""
         chunk, part = self._slot[tensor][0], self.parts[tensor]
         return self.arena.at(place, chunk, list_name)[part.offset : part.offset + part.numel]
 

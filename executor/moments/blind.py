@@ -10,7 +10,7 @@ torch's own (whose fake version is their author's word), it says so in the trace
 
 No capture sees what an operator takes and gives back inside itself (workspaces of a kernel), nor memory that is not
 torch's, and on another device torch may choose other kernels (an LSTM on CUDA is cuDNN's): the first iteration of a run
-is held against its trace for that (`measuring/first.py`).
+is compared with its trace for that (`measuring/first.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Blind:
         self._foreign: set[str] = set()
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """`out`, a fake result of `func`, with the storages of a real one."""
+        """`out`, a fake result of `func`, with the storages of a real result."""
         if func not in SEEN_SMALLER:
             if func.namespace not in ("aten", "prim", "prims"):
                 self._foreign.add(str(func.name()))
@@ -121,8 +121,8 @@ def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
 
 
 def _as_real(out: Any, real: tuple[_Form | None, ...]) -> Any:
-    """The fake results in the forms of the real results, on storages of the real sizes, which as few results share as
-    in reality."""
+    """The fake results in the forms of the real results, on storages of the real sizes. Results share a storage only
+    where the real ones do."""
     of: dict[int, int] = {}  # fake storage -> which of the real ones
     leaves, spec = tree_flatten(out)
     for i, (leaf, form) in enumerate(zip(leaves, real)):

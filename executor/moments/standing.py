@@ -44,7 +44,8 @@ HostType = TypeVar("HostType", bound=Host)
 
 
 class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call]
-    """Bytes that stand from `begin` to `end`, in the thread that called `begin`. Working lists do not count."""
+    """A count of live bytes that stays active from `begin` to `end`, in the thread that called `begin`. Working lists
+    do not count."""
 
     def __init__(self, session: HostType) -> None:
         super().__init__([], session.model.buffers(), costs=False, device=session.backend.device)

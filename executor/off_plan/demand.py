@@ -198,7 +198,7 @@ class Demand:
         self._stepping.step()
 
     def discard(self) -> None:
-        """`zero_grad()` before `step()`: the gradients are dropped, the iteration begins anew."""
+        """Do `zero_grad()` before `step()`: drop the gradients and begin the iteration anew."""
         s = self.session
         if not s.cursor.off_plan:
             s.queues.settle(s.iteration - 1)

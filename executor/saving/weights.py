@@ -1,6 +1,6 @@
 """Weights from a folder straight into chunks.
 
-`Weights` reads the headers of a folder of safetensors and holds them against a model, before anything is allocated;
+`Weights` reads the headers of a folder of safetensors and compares them with a model, before anything is allocated;
 then it streams the values: each tensor is read a piece at a time into one buffer and cast from there into every list
 that holds it, the fp32 master first. The model itself needs no memory: build it under `parameters_on_meta()`
 (devices/on_meta.py). Host memory at its peak is then the steady state (slabs and chunks), the model's buffers, and one

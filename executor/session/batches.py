@@ -146,7 +146,7 @@ class Batches:
 
     @property
     def planned_size(self) -> int:
-        """Sequences of this rank's micro-batch; a plan for ranks with unequal shares is made for the largest."""
+        """Sequences of this rank's micro-batch; a plan for ranks with unequal shares is made for the largest share."""
         batch = self.host.plan.workload.batch
         if self.host.ranks is None:
             return batch

@@ -31,7 +31,7 @@ class Timetable:
         reads: moment -> chunks that it reads.
         uses: chunk -> moments that read it.
         compute: moment -> its compute step.
-        on_demand_only: the plan has no steps; every chunk comes when it is read.
+        on_demand_only: whether the plan has no steps; every chunk then comes when it is read.
         before: moment -> other steps of the compute queue that come before it.
         rows: moment -> values that opening it needs: its `before`, `compute`, `reads`, `peaks` and `due`.
         following: moment -> event that opens the next one; "" behind the last, and everywhere in a plan with stashes,
@@ -48,7 +48,7 @@ class Timetable:
         goes_to: (chunk, micro-batch) -> list that gradients of the chunk go to.
         sums: steps of the net queue behind which sums of gradients over the ranks are whole.
         first_complete: moment in which the first chunk has all its gradients.
-        permanent_bytes: on the gpu, of what cannot leave it between two iterations.
+        permanent_bytes: bytes on the gpu that cannot leave it between two iterations.
     """
 
     def __init__(self, plan: Plan) -> None:

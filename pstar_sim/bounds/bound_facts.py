@@ -96,7 +96,8 @@ class BoundFacts:
         self.least_w, self.most_w = min(width, default=0), max(width, default=0)
 
     def _stashes(self, w: Workload) -> None:
-        """Bytes and seconds of all stashes together; seconds of those copied up after each moment has begun."""
+        """Bytes and seconds of all stashes together; seconds of the stashes that are copied up after each moment has
+        begun."""
         cost = self.cost
         self.stash_bytes = float(sum(s.bytes for s in w.stashes))
         self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in w.stashes)

@@ -291,7 +291,7 @@ class _JointProgram:
             lp.add(self.kept + self.frozen_kept + job.v * self.x <= job.late_room, unit=self.all_bytes)
 
     def _sums(self) -> None:
-        """Gradients of several micro-batches: each goes down, or they add up on the gpu. Held sums have room from one
+        """Rows: gradients of several micro-batches each go down, or add up on the gpu. Held sums have room from one
         backward pass to the next."""
         lp, job, facts = self.lp, self.job, self.job.facts
         lp.add(self.cpu_sum + self.s <= job.total, unit=self.all_params)

@@ -173,7 +173,8 @@ class Catalog:
     def machine(self, name: str, efficiency: Efficiency | None = None) -> Machine:
         """The machine of that name.
 
-        efficiency: instead of the shipped parameters, for a machine with fitted rates; see [Note: fitted rates].
+        efficiency: parameters to use instead of the shipped ones, for a machine with fitted rates; see [Note: fitted
+            rates].
 
         Raises UnknownName, and CatalogError for a part that no table has.
         """

@@ -45,12 +45,12 @@ class Gpu:
     name: name of the card.
     memory_bytes: memory of the card.
     usable_bytes: memory of the card that a process can take.
-    context_bytes: taken by the driver context, workspaces and fragmentation before the first tensor; a plan's budget is
-        usable - context.
+    context_bytes: bytes taken by the driver context, workspaces and fragmentation before the first tensor; a plan's
+        budget is usable - context.
     hbm_bytes_per_s: effective bandwidth of its memory.
     flops_per_s: effective matrix rate by dtype ("fp32", "fp16", "bf16"); a dtype that is missing is not supported.
     measured: whether its figures are calibrated.
-    source: where they come from.
+    source: where its figures come from.
     launch_s: None where rates are those of whole iterations; else rates are those of kernels, and a moment lasts
         flops / rate + bytes / bandwidth + launch_s (catalog/efficiency.py).
     matmul_tables: by dtype, the curve of flops/s over the flops of a product, where it was measured; flops_per_s is
@@ -103,7 +103,7 @@ class Link:
     latency_s: latency of one transfer.
     duplex: whether both directions run at full rate at once.
     measured: whether its figures are calibrated.
-    source: where they come from.
+    source: where its figures come from.
     pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known; a plan
         with such copies cannot be timed then.
     h2d_table, d2h_table: bytes/s by bytes of a copy, where it was measured; h2d_bytes_per_s and d2h_bytes_per_s are
@@ -135,7 +135,7 @@ class Fabric:
     bytes_per_s: what one member (GPU, node) sends, and at the same time receives.
     latency_s: latency of one hop.
     measured: whether its figures are calibrated.
-    source: where they come from.
+    source: where its figures come from.
     """
 
     name: str
@@ -158,7 +158,7 @@ class Nvme:
     write_bytes_per_s: rate of large sequential writes.
     latency_s: latency of one access.
     measured: whether its figures are calibrated.
-    source: where they come from.
+    source: where its figures come from.
     """
 
     name: str
@@ -185,7 +185,7 @@ class Host:
     cores: physical cores that CPU Adam may use.
     adam_params_per_s: fused AdamW over fp32 states, all cores given to it.
     measured: whether its figures are calibrated.
-    source: where they come from.
+    source: where its figures come from.
     adam_table: parameters/s by threads, where it was measured.
     dram_measured: whether dram_bytes_per_s was measured.
     """

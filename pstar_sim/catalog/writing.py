@@ -18,7 +18,8 @@ __all__ = ["machine_toml", "save_machine"]
 
 
 def machine_toml(machine: Machine, *, checked: date) -> str:
-    """The text of the file. Raises CatalogError for a machine whose ranks differ, which one entry cannot say."""
+    """The text of the file. Raises CatalogError for a machine whose ranks differ, because one entry cannot describe
+    them."""
     if any((r.gpu, r.link) != (machine.gpu, machine.link) for r in machine.ranks):
         raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")
     local = machine.local_ranks

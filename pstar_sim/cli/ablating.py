@@ -32,7 +32,7 @@ def ablate(
         typer.Option("--from", metavar="P", autocompletion=policy_names, help="the policy that the changes begin with"),
     ] = "patrickstar",
     lp: Annotated[
-        bool, certify("hold all lines against the tighter bound of a linear program, which takes seconds")
+        bool, certify("compare all lines with the tighter bound of a linear program, which takes seconds")
     ] = False,
     json: JsonObject = False,
     path: Annotated[str | None, output("also draw the waterfall")] = None,

@@ -75,7 +75,7 @@ def compare(
     global_batch: GlobalBatch = None,
     policy: Annotated[list[str] | None, policies("compare", "all policies")] = None,
     lp: Annotated[
-        bool, certify("hold the policies against the tighter bound of a linear program, which takes seconds")
+        bool, certify("compare the policies with the tighter bound of a linear program, which takes seconds")
     ] = False,
     json: JsonList = False,
 ) -> int:

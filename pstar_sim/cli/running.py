@@ -182,7 +182,7 @@ def record_on_device(asked: _TraceFlags) -> Workload:
 
 @command(commands, "pstar run plan.json --model hf:gpt2 --steps 20 --bandwidth 2GB/s")
 def run(*, flags: RunFlags) -> int:
-    """Train a real model by a plan, and hold what was predicted against what is measured."""
+    """Train a real model by a plan, and compare what was predicted with what is measured."""
     from pstar_sim.arguments import parse_bytes, parse_bytes_per_s
     from pstar_sim.cli import run_report
     from pstar_sim.cli.planning import checked_plan

@@ -156,7 +156,7 @@ def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *
 
 @dataclass(frozen=True, kw_only=True)
 class _Said:
-    """What there is to say of a run of several ranks, seen by one of them."""
+    """The figures of a run of several ranks, as one of the ranks sees them."""
 
     plan: Plan
     machine: Machine

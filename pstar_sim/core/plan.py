@@ -128,7 +128,7 @@ class Plan:
         return moved_bytes(self.steps, len(self.machine.ranks))
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
-        """Prove the plan, and hold its budgets against its machine and its figures of bytes against the proof
+        """Prove the plan, and compare its budgets with its machine and its figures of bytes with the proof
         (core/checker); where they are given, also that it is for this workload and machine.
 
         Raises PlanError with the first thing that is wrong. What is not checked is named in the report.

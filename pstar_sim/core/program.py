@@ -98,7 +98,7 @@ class Program:
         return [(j, back) for j, back in self.waits[i] if done[j] < iteration - back]
 
     def backs(self, i: int, j: int) -> int:
-        """How many iterations before its own the step i waits for step j."""
+        """By how many iterations step j, which step i waits for, comes before step i: 0 or 1."""
         return min(back for other, back in self.waits[i] if other == j)
 
 

@@ -151,7 +151,7 @@ def ablate(
     workload: as in `compare`. Where `settings` leave the chunk size open, every line has the chunk size of `policy`,
         which is planned first (on several ranks `patrickstar`, whose chunks are not sliced, has its own).
     begin: any other policy than `policy`.
-    certify: hold all lines against the bound of the fluid linear program.
+    certify: compare all lines with the bound of the fluid linear program.
     progress: called with (lines planned, lines in all).
 
     Raises UnknownName for an unknown policy, PstarError for a `policy` that is not a point of the family or is `begin`

@@ -1,4 +1,4 @@
-"""Compare: several policies on one workload and one machine, each planned, simulated and held against the lower bound.
+"""Compare: several policies on one workload and one machine, each planned, simulated and compared with the lower bound.
 
 `compare` asks; `Comparison` is the answer, a table with the plans behind it. Knows policies only as functions from a
 workload, a machine and settings to a plan; knows nothing of how the answer is shown (renderers.py).

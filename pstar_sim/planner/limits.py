@@ -79,7 +79,7 @@ class Limits(Collection):
     what: "layers" or "batch".
     of: the family or the model, in words.
     rows: one per policy, in the order asked for.
-    job: what was asked, by name.
+    job: arguments of the question, by name.
     """
 
     what: str

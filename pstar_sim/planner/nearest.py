@@ -131,8 +131,8 @@ def remedies(
 ) -> tuple[Remedy, ...]:
     """Changes that make the policy fit, at most one of each kind; none where nothing tried does.
 
-    ask: what says whether a job fits (None) or why not, by default the policy's own planning. elsewhere: of this
-    workload and machine, for a caller who asks for several policies.
+    ask: returns why a job does not fit, or None if it fits; by default the policy's own planning. elsewhere: the
+        machines and workloads to try, for a caller who asks for several policies.
     """
     ask = ask or _planned(policy)
     elsewhere = elsewhere or Elsewhere(workload, machine)

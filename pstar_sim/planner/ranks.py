@@ -70,7 +70,7 @@ def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, near
     [Note: one meaning of batch] `batch` is the batch of all GPUs together, on the command line and in Python. So a
     workload that stands alone is the job of the whole machine: a preset is written again for each rank's share of its
     batch. What was captured from a module cannot be cut, so on several GPUs it has to come as a list, one workload per
-    rank; a workload in such a list, and within a plan, is what that rank does.
+    rank; each workload in such a list, and the workload of a plan, is what one rank does.
 
     nearly: as in `shares_of_batch`.
 

@@ -1,4 +1,4 @@
-"""The one schema library: every file format and option is a declared type that msgspec reads. What it refuses is one
+"""The one schema library: every file format and option is a declared type that msgspec reads. A refusal is one
 sentence.
 
 `fields` declares what a field may be and says it in words, `reading` turns values into a declared type or a `Fault`,

@@ -6,7 +6,7 @@ ranks of a node share host DRAM and PCIe switches with whatever runs on the node
 [Note: representative ranks] Ranks with the same GPU, link and workload, in nodes and on PCIe switches of the same
 make-up, do the same at the same time. So one rank of each such class is simulated and counts for all of its class. If
 all ranks are of one class, they also always share evenly; then one rank with its part of DRAM and switch is simulated.
-`every_rank` simulates each rank by itself; tests hold the two against each other.
+`every_rank` simulates each rank by itself; tests compare the two.
 
 [Note: PCIe switches] All copies of one direction through a switch may together want more bytes per second than the
 switch passes. Then it is divided max-min fairly: no copy gets less than another that wants more. A shared switch

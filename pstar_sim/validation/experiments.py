@@ -140,7 +140,7 @@ def first_ranks(
 
 
 def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None = None) -> Experiment:
-    """The job that a run in scope was. efficiency: instead of the shipped parameters (for fitting).
+    """The job that a run in scope was. efficiency: parameters to use instead of the shipped ones (for fitting).
 
     Raises CatalogError for a run that is not known here.
     """

@@ -210,7 +210,7 @@ def validate(
 
     system, machine: only rows whose system, hardware (or the catalog machine they are replayed on) contains the text,
         case aside.
-    efficiency: instead of the shipped parameters.
+    efficiency: parameters to use instead of the shipped ones.
     progress: called with (runs done, runs in all).
 
     Raises PstarError where no row is left.

@@ -26,7 +26,7 @@ MOST_UNROLLED = 4
 
 
 def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
-    """Prove the plan, and hold its figures of bytes against the proof; where they are given, also that it is for this
+    """Prove the plan, and compare its figures of bytes with the proof; where they are given, also that it is for this
     workload and machine. Raises PlanError with the first violation, naming steps, moment and bytes; FalseFigures with
     every figure that is false."""
     if workload is not None:

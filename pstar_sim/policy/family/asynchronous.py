@@ -151,7 +151,7 @@ class Asynchronous:
             return None
 
     def rival(self) -> _Rival:
-        """The policy's own choice, for another policy of the family. Raises DoesNotFit."""
+        """What this policy would choose, for use by another policy of the family. Raises DoesNotFit."""
         check_gpu(self.job)
         return self._remember(_fastest(self._search(*self._scan())))
 

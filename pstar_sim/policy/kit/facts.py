@@ -150,8 +150,8 @@ class Facts:
         return self.spans[chunk][-1][2] if self.spans[chunk] else -1
 
     def home_lists(self, chunk: int) -> tuple[str, ...]:
-        """Lists that a chunk keeps all the time where it lives: the working list, and for one that is updated its
-        states (with several micro-batches also grad32)."""
+        """Lists that a chunk keeps all the time where it lives: the working list, and for a chunk that is updated also
+        its states (with several micro-batches also grad32)."""
         if not self.updated(chunk):
             return ("param",)
         accumulated = ("grad32",) if self.workload.micro_batches > 1 else ()

@@ -226,7 +226,7 @@ class Job:
 
     @cached_property
     def update_block(self) -> list[int]:
-        """Chunk -> block behind which an eager update on the GPU runs; -1 for one that is not updated."""
+        """Chunk -> block behind which an eager update on the GPU runs; -1 for a chunk that is not updated."""
         return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
 
     def _update_block(self, chunk: int) -> int:

@@ -163,8 +163,8 @@ class Memory:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the GPU holds now, the tide left out. The room of small chunks counts as theirs also while the
-        gradients of other ranks are gone from it."""
+        """Bytes that the GPU holds now, the tide left out. The room of small chunks counts even while the gradients of
+        other ranks have left it."""
         used = self._holdings.used_bytes[GPU]
         if self.b.ranks == 1:
             return used

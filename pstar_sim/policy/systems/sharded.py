@@ -111,7 +111,7 @@ class Sharded:
         self.hold(name, Place.HOST, total_bytes + self.b.stash_bytes - self.b.held_bytes(Place.HOST))
 
     def hold_bucket(self) -> None:
-        """The gradient bucket, as large as it is allocated."""
+        """Add a buffer for the gradient bucket, as large as the bucket is allocated."""
         b = self.b
         width = DTYPE_BYTES[b.workload.dtype]
         whole = sum(b.layout.whole_bytes(c) for c in self.shards.trained)  # no bucket holds more than all gradients

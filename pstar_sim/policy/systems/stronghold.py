@@ -54,7 +54,8 @@ def stronghold(workload: Workload, machine: Machine, settings: Settings, *, wind
     """GPU bytes: all lists of the first w layers and of parameters outside layers, 2w working lists of layers, the
     tide's peak. Host bytes: all lists of the other layers. window: w; "auto" is the smallest of the fastest windows.
 
-    Raises DoesNotFit where the GPU has no room for a window (of one layer), or the host for the layers outside it.
+    Raises DoesNotFit where the GPU has no room for a window (of one layer), or where the host has no room for the
+    layers outside it.
     """
     job = _job(workload, machine, settings)
     solver = _Solver(_Layers(job))
@@ -102,7 +103,7 @@ class _Layers:
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Working lists of the largest layer, and gradient lists where they are apart."""
+        """Working lists of the largest layer, and gradient lists, where gradients have lists of their own."""
         job = self.job
         held = [0] * self.count
         for c, layer in self.of.items():

@@ -144,7 +144,7 @@ def _kinds(machine: Machine) -> list[int]:
 
 
 def _all_like(machine: Machine, rank: int) -> Machine:
-    """The machine with the GPU and link of this rank in the place of all."""
+    """The machine with GPUs and links that are all like this rank's."""
     one = machine.ranks[rank]
     share = 1 / len(machine.ranks)
     ranks = tuple(replace(r, gpu=one.gpu, link=one.link, batch_share=share) for r in machine.ranks)

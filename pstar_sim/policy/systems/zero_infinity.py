@@ -59,8 +59,8 @@ def zero_infinity(
     reuse: int = MAX_REUSE_PARAMS,
 ) -> Plan:
     """GPU bytes per rank: the operators under way, what is reused soon, the gradient bucket, the tide. Host bytes per
-    rank: (16 + 2) x 1.5 = 27 per parameter of its own slices, by DeepSpeed's estimator (the paper itself counts 20); of
-        the lists on the disks only those on their way.
+    rank: (16 + 2) x 1.5 = 27 per parameter of its own slices, by DeepSpeed's estimator (the paper itself counts 20);
+    lists on the disks take host memory only while they are on their way.
 
     Raises PlanError where something is to live on disks that the machine does not have, DoesNotFit where the GPU, the
     host or the disks are too small.

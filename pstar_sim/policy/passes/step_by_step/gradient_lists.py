@@ -142,7 +142,7 @@ class GradientLists:
         return step
 
     def add_last_of(self, c: int, after: Iterable[int]) -> int:
-        """The last gradient, which has come to the host in the working list, is added to the others there."""
+        """Add the last gradient to the others on the host, where it has come in the working list."""
         return self._b.cpu_add(c, "param", self._b.uses.last_gradient(c), after)
 
     def _earlier(self, steps: Mapping[int, int], c: int) -> list[int]:
