@@ -99,8 +99,8 @@ class LossScaling:
         self._norms = []
 
     def see(self, gradient: torch.Tensor) -> None:
-        """A gradient arrived. Its norm tells of an element that is not finite (or of one beyond 1e19, which only bf16
-        and fp32 have)."""
+        """Note the norm of a gradient that arrived. The norm tells of an element that is not finite (or of one beyond
+        1e19, which only bf16 and fp32 have)."""
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def overflowed(self) -> bool:

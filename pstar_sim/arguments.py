@@ -170,7 +170,7 @@ def names(name: str, value: object, want: str) -> list[object]:
 
 
 def function(name: str, value: object) -> None:
-    """A function; None for an optional one is the caller's to leave out."""
+    """A function. The caller handles None for an optional function."""
     if not callable(value):
         raise refused(name, value, "a function")
 

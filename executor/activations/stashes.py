@@ -374,8 +374,8 @@ class Stashes:
         return [memory for memory in found if memory is not None]
 
     def _bring(self, saved: _Saved, issues: StreamBackend | None = None, *, ahead: bool = False) -> torch.Tensor | None:
-        """Copy the storage back unless that is done already; returns the memory it is in. issues: the backend, in a
-        thread in which the copy is only issued. ahead: no step of the plan asks for the copy."""
+        """Copy the storage back unless that is done already; returns the memory it is in. issues: the backend, where
+        this thread only issues the copy. ahead: whether no step of the plan asks for the copy."""
         with self._lock:
             if saved.back or saved.returned is None or saved.host is None:
                 return None

@@ -80,7 +80,7 @@ class Absent:
             self.settle()
 
     def settle(self) -> None:
-        """Gradients that are due in the open moment are there now, or zero."""
+        """Take the gradients that are due in the open moment; those that have not come count as zero."""
         s = self.session
         for tensor in sorted(s.now.outstanding):
             if raw_grad(s.parameters[tensor]) is not None:

@@ -55,8 +55,8 @@ class Arena:
         self._buffer_bytes = self._ledger.used_bytes(Place.GPU)  # of modules: no payloads, there for good
 
     def allocate_slabs(self) -> None:
-        """Take all host memory at once. `check_host_memory` comes before. Raises DoesNotFit where the system refuses
-        some of it all the same; what was taken is given back."""
+        """Take all host memory at once. `check_host_memory` comes before. Raises DoesNotFit where the system still
+        refuses some of it; what was taken is given back."""
         self.backend.begin(self.plan)
         self.slabs.allocate()
 

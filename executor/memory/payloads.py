@@ -29,8 +29,8 @@ def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:
 
 
 class GpuPayloads:
-    """One storage for each (chunk, list), or on several ranks one pair: `slices.py`. Takes and gives may come from any
-    thread.
+    """One storage for each (chunk, list), or on several ranks a pair of storages (`slices.py`). Takes and gives may
+    come from any thread.
 
     Attributes:
         peak_transient_bytes: [Note: what a slice moves through] in slices.py; 0 on one rank.

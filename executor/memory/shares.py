@@ -74,8 +74,8 @@ class Shares:
         return arrived
 
     def leave_gpu(self, chunk: int, list_name: str, *, restored: bool) -> None:
-        """Every gradient in the list on the gpu goes to the host. restored: of a working list, each slot gets its
-        parameter back from the master copy at once; else the copy on the gpu is no longer current."""
+        """Move every gradient in the list on the gpu to the host. restored: whether each slot of a working list gets
+        its parameter back from the master copy at once; if not, the copy on the gpu is no longer current."""
         contents = self.contents
         state = contents.chunks[chunk]
         mine = state.where(GPU, list_name)

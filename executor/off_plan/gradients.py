@@ -75,7 +75,7 @@ class OffPlanGradients:
         self.shares.accept(tensor, gradient)
 
     def collect_left_over(self) -> None:
-        """Gradients that autograd still holds: fewer firings than the plan counted."""
+        """Collect gradients that autograd still holds, because they arrived less often than the plan counted."""
         host = self.host
         for t in host.timetable.chunk_of:
             grad = raw_grad(host.parameters[t])

@@ -13,7 +13,7 @@ __all__ = ["IterationLog", "StepLog"]
 class StepLog(NamedTuple):
     """One step of one iteration, times by the session's clock.
 
-    copied_bytes: counted in the copy primitive while it ran.
+    copied_bytes: bytes counted in the copy primitive while the step ran.
     """
 
     step: Step

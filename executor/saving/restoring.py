@@ -231,8 +231,8 @@ def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
 
 
 def _fill_states(opened: _SoundCheckpoint, session: Session) -> None:
-    """Read every state into all places that hold its list, of what this rank holds of it; the working copies follow
-    their masters."""
+    """Read this rank's part of every state into all places that hold its list; the working copies follow their
+    masters."""
     contents, arena, chunk_of = session.contents, session.arena, session.plan.layout.chunk_of
     buffer = piece_buffer()
     by_file: dict[Path, list[tuple[int, str, _Piece]]] = {}

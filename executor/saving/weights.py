@@ -269,7 +269,8 @@ class Weights:
             self._buffers.append((module, key, source))
 
     def _renaming(self, model: nn.Module, names: Sequence[str]) -> Callable[[str], str]:
-        """Model name -> file name: the same, without or with the base model's prefix; the one that finds most."""
+        """Model name -> file name: unchanged, or without or with the base model's prefix, whichever finds most
+        names."""
         ways: list[Callable[[str], str]] = [lambda name: name]
         if hasattr(model, "peft_config"):
             ways.append(lambda name: name.removeprefix("base_model.model.").replace(".base_layer.", "."))

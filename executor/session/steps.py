@@ -54,7 +54,7 @@ class Host(BytesHost, Protocol):
 
 
 class Steps:
-    """`queues.interface.Work` of one plan. clock: seconds.
+    """`queues.interface.Work` of one plan. clock: gives seconds.
 
     Attributes:
         logs: the last iterations.

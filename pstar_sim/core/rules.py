@@ -39,7 +39,7 @@ TOLERANCE = 1e-9
 class StepCosts:
     """Seconds and traffic of each step of a program.
 
-    seconds: nominal, running alone.
+    seconds: nominal seconds of the step running alone.
     dram_bytes: bytes through host DRAM.
     duty: share of the seconds in which the step keeps the shared resources busy, 0 to 1.
     """

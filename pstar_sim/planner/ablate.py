@@ -264,7 +264,8 @@ def _between(words: Sequence[str], first: str, last: str) -> Sequence[str]:
 
 
 def left_out(policy: str, *, barrier: bool) -> list[tuple[str, str]]:
-    """(what it has instead, spec) of `policy` with one coordinate at each of its plainer values."""
+    """The policies that differ from `policy` in one coordinate, at each plainer value of it: (what the policy has
+    instead, spec)."""
     own = _place_of(policy, barrier)
     return [
         (_means(key, word), _spec(policy, {**own, key: word}))

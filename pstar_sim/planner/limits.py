@@ -324,7 +324,7 @@ def _depth_row(
 
 
 def _known_models(seq: int) -> list[str]:
-    """Models of the catalog that take so long a sequence, the largest first."""
+    """Models of the catalog that take a sequence of this length, the largest first."""
     able = (name for name in model_names() if model_entry(name).max_seq >= seq and model_entry(name).family != "vit")
     return sorted(able, key=lambda name: -model_entry(name).params)
 

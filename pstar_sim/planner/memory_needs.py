@@ -308,7 +308,7 @@ def need_with_room(
     *,
     loading: str = "whole",
 ) -> Roomy | None:
-    """The machine with just enough more of each place that is short for the job to fit. None if more memory does not
+    """The machine, with just enough added to each place that is short to make the job fit. None if more memory does not
     help. short: why the job does not fit."""
     roomy, error = machine, short
     gpu: DoesNotFit | None = None

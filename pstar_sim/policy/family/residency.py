@@ -101,7 +101,8 @@ def _offered_again(
     left = np.concatenate((free, free))  # twice: gaps may pass the end
 
     def book(gap: UseGap, size: int) -> None:
-        """Take `size` bytes of the room for the whole gap; both copies of a point are the same point."""
+        """Take `size` bytes of the room for the whole gap; the room stands twice in a row, and both copies of a point
+        are kept equal."""
         low, high = gap.start + 1, gap.end
         left[low:high] -= size
         left[low + length : min(high + length, 2 * length)] -= size

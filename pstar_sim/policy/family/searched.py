@@ -97,7 +97,7 @@ class _Sizes:
 
     usual: the layout at the usual size.
     few: whether the usual layout has few chunks, so that smaller chunks gain more.
-    searches: over the sizes that fit.
+    searches: searches over the sizes that fit.
     tried: size -> seconds, for `explain`.
     """
 

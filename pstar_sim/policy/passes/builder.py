@@ -219,14 +219,14 @@ class Builder:
         )
 
     def gather(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
-        """The other ranks' slices of the working list, for their use in `moment` (on a replicated layout: of the sum of
-        the gradient in `list_name`)."""
+        """Gather the other ranks' slices of the working list, for their use in `moment` (on a replicated layout: slices
+        of the sum of the gradient in `list_name`)."""
         name = list_name or ("remote" if self.layout.ranks > 1 else "param")
         return self._collective(Kind.GATHER, chunk, name, moment, after)
 
     def reduce_scatter(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
-        """Sum over the ranks of the gradient that is complete after `moment`: "remote" (in place in the working list)
-        or "grad_remote" (in the grad list); on a replicated layout the list it lies in."""
+        """Sum, over the ranks, the gradient that is complete after `moment`: "remote" (in place in the working list) or
+        "grad_remote" (in the grad list); on a replicated layout the list it lies in."""
         name = list_name or ("remote" if self.layout.ranks > 1 else "param")
         return self._collective(Kind.REDUCE_SCATTER, chunk, name, moment, after)
 
