@@ -69,7 +69,7 @@ class StashReport:
 class _View:
     """A saved tensor as a view of its storage.
 
-    alias: itself without its graph, while the gpu holds the storage.
+    alias: the tensor without its graph, while the gpu holds the storage.
     version: torch's version of the contents when the tensor was saved.
     """
 

@@ -1,4 +1,4 @@
-"""Standing: a count of live storages that stands on its thread's stack of dispatch modes under a session's iterations.
+"""Standing: counts live storages during a session's iterations, by a dispatch mode that stays on its thread's stack.
 
 It does not hold the session, which may be dropped meanwhile.
 """

@@ -84,8 +84,8 @@ class Inline:
         update: Update | None = None,
         norms: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
-        """Do all of the step. update, norms: of the iteration, for Adam steps. Raises OutOfMemory, nothing changed, if
-        the accelerator refuses what the step takes."""
+        """Do all of the step. update, norms: update and norms of the iteration, for Adam steps. Raises OutOfMemory,
+        nothing changed, if the accelerator refuses what the step takes."""
         contents, chunk = self.host.contents, step.chunk
         assert chunk is not None
         state = contents.chunks[chunk]

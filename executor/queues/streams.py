@@ -42,7 +42,7 @@ _POLL_S = 2e-4
 
 
 def queues_for(backend: Backend, *, watchdog_s: float) -> ThreadQueues:
-    """The queues that suit the backend: issuing ones where it has streams."""
+    """The queues that suit the backend: queues that issue work where it has streams."""
     if hasattr(backend, "record"):
         return StreamQueues(cast("StreamBackend", backend), watchdog_s=watchdog_s)
     return ThreadQueues(watchdog_s=watchdog_s)

@@ -228,7 +228,7 @@ class _FluidProgram:
         lp.add(gpu_s[-1] <= self.stall.upto[-1])
 
     def _updated_on_gpu(self) -> None:
-        """States come -> update -> go, or are resident. Streamed Adam makes the interval longer."""
+        """Rows: states come -> update -> go, or are resident. Streamed Adam makes the interval longer."""
         lp, facts = self.lp, self.facts
         states = float(facts.states.sum())
         coming = self._stock(states, self.states_up - self.streamed_adam.within)
@@ -391,7 +391,7 @@ class _FluidProgram:
         lp.add(moved / facts.dram <= seconds)
 
     def _totals(self) -> None:
-        """Over the iteration, with each chunk's own seconds (latency, padding)."""
+        """Rows: totals over the iteration, with each chunk's own seconds (latency, padding)."""
         lp, facts, cost = self.lp, self.facts, self.facts.cost
         seconds = facts.compute_s + self.stall.upto[-1]
         up_s, down_s = facts.copy_s("h2d", ("param",)), facts.copy_s("d2h", ("param",))

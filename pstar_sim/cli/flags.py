@@ -64,7 +64,7 @@ OPTIMIZERS = "adamw, adamw-bf16-states, sgd-momentum or sgd"
 
 
 def policies(what: str, default: str) -> Any:
-    """--policy, several times."""
+    """The flag --policy, which may be given several times."""
     return typer.Option(
         "--policy",
         metavar="P",

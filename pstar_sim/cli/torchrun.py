@@ -174,12 +174,12 @@ class _Said:
 
     @cached_property
     def step_s(self) -> float:
-        """Of the steps after the first, if there are any."""
+        """Median seconds per step, of the steps after the first if there are any."""
         return statistics.median(self.times[1:] or self.times)
 
     @cached_property
     def tokens(self) -> float:
-        """Per step, of all ranks."""
+        """Tokens per step, of all ranks."""
         shares = [rank.batch_share for rank in self.plan.machine.ranks]
         return self.plan.workload.tokens * sum(shares) / max(shares)
 
@@ -216,7 +216,7 @@ class _Said:
         return 0 if self.result.shared is None else self.result.shared.transient_bytes
 
     def figures(self) -> dict[str, object]:
-        """For programs."""
+        """The figures of the run, for programs."""
         plan, result, wanted = self.plan, self.result, self.plan.moved_bytes
         return {
             "policy": plan.policy, "model": plan.workload.model, "ranks": self.ranks,

@@ -28,9 +28,9 @@ LEGIBLE = 0.004  # share of the width of the picture under which a step is a mar
 
 
 def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) -> Any:
-    """Draw the ladder: one axes for seconds, or two (seconds, gigabytes). Returns what it drew on.
+    """Draw the ladder: one axes for seconds, or two (seconds, gigabytes). Returns the axes.
 
-    ax None makes a figure with both. Raises PstarError for another number of axes.
+    ax: where to draw; None makes a figure with both. Raises PstarError for another number of axes.
     """
     instance("ablation", ablation, Ablation, "an Ablation, what ps.ablate answers")
     if ax is None:

@@ -116,7 +116,7 @@ def first_ranks(
     """`machine` with only its first `count` GPUs in use; host memory stays whole.
 
     sockets: number of sockets of the node; a process reaches the cores and the DRAM bandwidth of its own only.
-        cores_a_rank: number of cores that each rank is bound to; CPU Adam is then no faster than these cores.
+    cores_a_rank: number of cores that each rank is bound to; CPU Adam is then no faster than these cores.
     """
     if not 1 <= count <= len(machine.ranks):
         raise CatalogError(f"machine {machine.name!r} has {len(machine.ranks)} GPUs, so {count} cannot be in use")

@@ -351,8 +351,8 @@ class Walk:
         self.content[target] = content.copy()
 
     def _gather(self, s: int, k: int, step: Step) -> None:
-        """Sliced layout: the parameters of the other ranks come. Replicated layout: the other slices of a gradient's
-        sum come."""
+        """Gather, on a sliced layout, the parameters of the other ranks; on a replicated layout, the other slices of a
+        gradient's sum."""
         assert step.chunk is not None and step.list is not None
         target = (step.chunk, step.list, Place.GPU)
         if not self.sliced:

@@ -55,7 +55,7 @@ class Capabilities:
 
 
 def capabilities_of(policy: Callable[..., Plan]) -> Capabilities:
-    """The capabilities that the policy's module declares; none for a policy with options, which is a policy of its
-    own."""
+    """The capabilities that the policy's module declares; none for a policy with options set, which counts as a policy
+    of its own."""
     found: Any = getattr(sys.modules.get(getattr(policy, "__module__", "")), "CAPABILITIES", None)
     return found if isinstance(found, Capabilities) else Capabilities()
