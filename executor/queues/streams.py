@@ -208,8 +208,8 @@ class StreamQueues(ThreadQueues):
             self.land(chunk)
 
     def resume(self) -> None:
-        """What the compute queue was given meanwhile (parameters loaded, an iteration off plan) has happened before any
-        other stream goes on: none of it has an edge."""
+        """Go on, once everything that the compute queue was given meanwhile (parameters loaded, an iteration off plan)
+        has happened: no edge orders that work before the other streams."""
         if self._started is not None:
             self._backend.synchronize(self._backend.record(Queue.COMPUTE))
         super().resume()

@@ -359,7 +359,7 @@ class Weights:
         log.info("%s", self.note)
 
     def fill_buffers(self) -> None:
-        """The model's buffers get the file's values."""
+        """Give the model's buffers the file's values."""
         for module, key, source in self._buffers:
             held = buffer_table(module)[key]
             assert held is not None

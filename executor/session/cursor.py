@@ -70,8 +70,8 @@ class Answer(_Word):
     """The engine's reaction to an act.
 
     FOLLOW: go to the moment of the plan that the event opens.
-    LEAVE: leave the plan, then go on on demand.
-    CARRY: go on on demand.
+    LEAVE: leave the plan, then continue on demand.
+    CARRY: continue on demand.
     VISIT: an evaluation begins.
     STAY: the evaluation goes on.
     END_VISIT: end the evaluation, then ask again.

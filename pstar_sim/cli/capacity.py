@@ -233,7 +233,7 @@ def cheapest(
 
     if (changes or gpus) and not machine:
         flag = "--set" if changes else "--gpus"
-        raise PstarError(f"{flag} changes machines that are named: give --machine too")
+        raise PstarError(f"{flag} changes named machines only: give --machine too")
     machines = None if machine is None else [load_machine(name, gpus=gpus, overrides=changes or ()) for name in machine]
     with bar("starting", quiet=json) as on_part:
         answer = ask(

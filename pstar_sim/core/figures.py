@@ -35,7 +35,7 @@ class Stated:
 
 def own_shares(plan: Plan) -> str | None:
     """Why the plan's predictions cannot be computed from the plan alone; None if they can. Its ranks may take different
-    shares of the batch or have different GPUs; the plan's one workload is then as hard as the hardest of theirs."""
+    shares of the batch or have different GPUs; the plan's one workload is then as hard as the hardest rank's."""
     first, *others = plan.machine.ranks
     alike = all(r.gpu == first.gpu and r.batch_share == first.batch_share for r in others)
     if alike and (not others or OWN_SHARES not in plan.choices):

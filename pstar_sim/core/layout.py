@@ -160,7 +160,7 @@ class Layout:
         return self._lists_bytes.get(list_name, (None,) * len(self.chunks))
 
     def states_bytes(self, chunk: int) -> int:
-        """Bytes of all optimizer state lists of a chunk (one rank's); 0 for a frozen one."""
+        """Bytes of all optimizer state lists of a chunk, of one rank's slice; 0 for a frozen chunk."""
         frozen = self.chunks[chunk].frozen
         return 0 if frozen else self.slice_numel(chunk) * sum(width for _, width in self.state_bytes)
 
