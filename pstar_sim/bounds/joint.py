@@ -374,7 +374,7 @@ class _JointProgram:
         self.terms.append(("barrier", others_s + job.v * self.s / job.up))
 
     def _copies(self) -> None:
-        """h2d, d2h, where they share it the link, and host DRAM."""
+        """Rows: h2d, d2h, the link where both share it, and host DRAM."""
         job, facts, cost = self.job, self.job.facts, self.job.cost
         up, down = self._up(), self._down()
         up_s, down_s = up / job.up + facts.stash_up_s, down / job.down + facts.stash_down_s

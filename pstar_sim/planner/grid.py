@@ -140,7 +140,8 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
     """The grid of a TOML file, or of the same as a mapping.
 
     Raises PstarError, naming file and axis, for an unknown axis, a value that the axis does not take, an axis without
-    values or with one twice, and a grid that names no machine, policy, or exactly one of model and trace.
+    values or with one twice, and for a grid without a machine, without a policy, or with both or neither of model and
+    trace.
     """
     if isinstance(source, Mapping):
         file, content = "grid", dict(source)

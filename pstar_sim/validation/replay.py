@@ -69,8 +69,8 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
 
 
 def replay(experiment: Experiment) -> Prediction:
-    """Plan and simulate; of several batches the one with the most tokens per second, of several sizes the largest that
-    fits. An experiment that does not fit has a reason instead of predictions."""
+    """Plan and simulate the experiment. Of several batches the one with the most tokens per second counts, of several
+    sizes the largest that fits. An experiment that does not fit has a reason instead of predictions."""
     if len(experiment.sizes) > 1:
         return _largest(experiment)
     found: list[tuple[float, int, Plan, Timeline]] = []

@@ -281,7 +281,7 @@ class Search:
             yield Trial(pins=self.most, streams=0, head=self.most)
 
     def _elsewhere(self, best: Trial) -> Iterator[Trial]:
-        """Places near a trial from which the way downhill may end lower."""
+        """Trials near this one from which a descent may end at fewer seconds."""
         knobs = best.knobs
         yield replace(best, knobs=replace(knobs, linger=not knobs.linger))
         if best.streams:
