@@ -154,8 +154,8 @@ def pool_shape(plan: Plan) -> PoolShape:
 
 
 def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
-    """Bytes of the storage that is taken with a list: the whole list, where the other ranks' slices lie beside the own
-    one (slices.py)."""
+    """Bytes of the storage that a list lies in. Where the slices of all ranks lie side by side (slices.py), that
+    storage holds the whole list."""
     if list_name in OTHERS:
         return plan.layout.payload_bytes(chunk, OTHERS[list_name]) * plan.layout.ranks
     return plan.layout.payload_bytes(chunk, list_name)

@@ -26,7 +26,8 @@ _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "f
 def describe_parameters(
     model: nn.Module, groups: Mapping[int, int] | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[nn.Parameter, ...]]:
-    """Parameters of `model` as Workload tensors, and themselves, both in `named_parameters` order, tied names included.
+    """The parameters of `model` twice: described as tensors of a Workload, and as they are. Both tuples are in the
+    order of `named_parameters` and include tied names.
 
     Two names are tied when they are one Parameter object, or begin at the same byte of the same storage. groups:
     optimizer group by id(parameter), 0 where absent. Raises ModelError for a trainable parameter that is not fp32, bf16
