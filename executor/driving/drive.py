@@ -134,24 +134,8 @@ class Driver:
         optimizer = s.optimizer()
         if optimizer is None:
             raise ContractError("the optimizer that executor.prepare returned is gone; keep it while you train")
-        if not self._looked and self.whole is None:
-            self._look(micro_batches[0], loss)
-        self._looked = True
-        if self.whole is not None and order == "relay":
-            raise ContractError(
-                f"session.step: order='relay' runs the model block by block, and that cannot be: {self.whole}; make a "
-                "plan in depth-first order (tide)"
-            )
-        before = Before(s.model)
-        while True:
-            try:
-                with torch.enable_grad():
-                    losses, calls = ORDERS[order](self, micro_batches, loss)
-                break
-            except (OutOfMemory, torch.OutOfMemoryError) as error:
-                refused = error.with_traceback(None)  # its frames hold what the forward left
-            s.ladder.recover(refused)
-            before.restore()
+        self._require_structure(micro_batches[0], loss, order)
+        losses, calls = self._run(micro_batches, loss, order)
         number = s.iteration
         optimizer.step()
         optimizer.zero_grad()
@@ -167,6 +151,32 @@ class Driver:
             _norm=None if known is None else float(known),
             _ask=_asking(s, update, number) if update is not None and clips and known is None else None,
         )
+
+    def _require_structure(self, batch: Any, loss: Loss, order: str) -> None:
+        """Look at the model's structure before the first iteration. Raises ContractError where the order needs blocks
+        and the model cannot be cut."""
+        if not self._looked and self.whole is None:
+            self._look(batch, loss)
+        self._looked = True
+        if self.whole is not None and order == "relay":
+            raise ContractError(
+                f"session.step: order='relay' runs the model block by block, and that cannot be: {self.whole}; make a "
+                "plan in depth-first order (tide)"
+            )
+
+    def _run(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> tuple[list[torch.Tensor], int]:
+        """Run forward and backward of every micro-batch, again where memory ran out and the ladder found a smaller
+        plan. Returns the losses, and how many calls of blocks a micro-batch has."""
+        s = self.session
+        before = Before(s.model)
+        while True:
+            try:
+                with torch.enable_grad():
+                    return ORDERS[order](self, micro_batches, loss)
+            except (OutOfMemory, torch.OutOfMemoryError) as error:
+                refused = error.with_traceback(None)  # its frames hold what the forward left
+            s.ladder.recover(refused)
+            before.restore()
 
     def _check(self, micro_batches: Sequence[Any], order: str) -> None:
         s = self.session
