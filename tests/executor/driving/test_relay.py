@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -134,6 +134,15 @@ def test_an_error_in_a_forward_leaves_no_thread(dropping: Any, kit: Any) -> None
     assert_equal_bits(dropping)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where the tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_in_a_forward_leaves_no_thread(dropping: Any, kit: Any) -> None:
     rows = [next(dropping.batches) for _ in range(3)]
     threads = threading.active_count()

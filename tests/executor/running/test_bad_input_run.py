@@ -214,7 +214,7 @@ def test_a_plan_of_several_gpus_says_how_it_is_run(tmp_path: Path, capsys: pytes
     assert main([*argv, "--machine", str(file), "--policy", "zero_offload", "-o", str(plan)]) == 0
     capsys.readouterr()
     said = complaint(capsys, "run", str(plan), "--model", "py:pstar_bad_models:net")
-    assert "one of 2 GPUs (two) and this is a single process; start 2: torchrun --nproc-per-node 2 -m executor" in said
+    assert "for 2 GPUs (two) and this is a single process; start 2: torchrun --nproc-per-node 2 -m executor" in said
     assert f"{plan} --model py:pstar_bad_models:net" in said
 
 

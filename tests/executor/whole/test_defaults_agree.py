@@ -82,8 +82,12 @@ def test_a_norm_that_is_named_counts() -> None:
 @pytest.mark.parametrize(
     ("settings", "norm", "said"),
     [
-        ({}, None, "made with clipping, AdamW has max_grad_norm=None; leave it out, .* plan with clip=False"),
-        ({"clip": False}, 1.0, "made without clipping, AdamW has max_grad_norm=1.0; leave it out, .* clip=True"),
+        ({}, None, "made with clipping, AdamW has max_grad_norm=None; leave max_grad_norm out .* plan with clip=False"),
+        (
+            {"clip": False},
+            1.0,
+            "made without clipping, AdamW has max_grad_norm=1.0; leave max_grad_norm out .* clip=True",
+        ),
     ],
 )
 def test_a_contradiction_is_one_only_where_both_are_named(
