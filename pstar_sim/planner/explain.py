@@ -165,8 +165,8 @@ def order_gain(plan: Plan, timeline: Timeline) -> str | None:
     )
     return (
         f"layer by layer for all {w.micro_batches} micro-batches ({spec}): {format_s(seconds)} per iteration instead "
-        f"of {format_s(timeline.iteration_s)}; {moves}. This is a prediction: a training loop runs micro-batches one "
-        "after the other, and the executor follows the loop"
+        f"of {format_s(timeline.iteration_s)}; {moves}. This is a prediction. A training loop of your own runs "
+        'micro-batches one after the other; session.step(micro_batches, order="relay") runs this order'
     )
 
 
