@@ -156,3 +156,15 @@ class DoesNotFit(PstarError):
         self.available_bytes = available_bytes
         self.short_bytes = short
         self.what = what
+
+    def restated(
+        self, *, policy: str | None = None, available_bytes: int | None = None, what: str | None = None
+    ) -> DoesNotFit:
+        """The same refusal under another policy's name, for other available bytes or in other words."""
+        return DoesNotFit(
+            policy=self.policy if policy is None else policy,
+            place=self.place,
+            needed_bytes=self.needed_bytes,
+            available_bytes=self.available_bytes if available_bytes is None else available_bytes,
+            what=self.what if what is None else what,
+        )

@@ -16,6 +16,7 @@ from pstar_sim.schema.fields import Checked, Curve, Table, Text, between, curve,
 from pstar_sim.schema.reading import nearest, read_table
 
 __all__ = [
+    "MOST_GPUS_OF_A_KIND",
     "MOST_NODES_OF_A_MACHINE",
     "TABLES",
     "DiskEntry",
@@ -27,6 +28,7 @@ __all__ = [
     "scaled",
 ]
 
+MOST_GPUS_OF_A_KIND = 1024
 MOST_NODES_OF_A_MACHINE = 4096
 _Gigabytes = Annotated[float, between(0.001, 1e5)]
 _Rate = Annotated[float, between(0.01, 2e4)]
@@ -150,7 +152,7 @@ class RankGroup(Table, frozen=True, kw_only=True):
     """One group of equal GPUs, in a node whose GPUs differ."""
 
     gpu: Annotated[Text, says("name of an entry of gpus")]
-    gpus: Annotated[int, between(1, 1024), says("number of such GPUs")] = 1
+    gpus: Annotated[int, between(1, MOST_GPUS_OF_A_KIND), says("number of such GPUs")] = 1
     link: Annotated[Text, says("name of an entry of links")]
     batch: Annotated[float, between(1, 1e6), says("sequences of a micro-batch for each; only the proportion counts")]
 
@@ -177,7 +179,7 @@ class MachineEntry(_Origin, frozen=True, kw_only=True):
 
     gpu: Annotated[Text | None, says("name of an entry of gpus; left out where ranks are listed")] = None
     gpus: Annotated[
-        Annotated[int, between(1, 1024)] | None, says("GPUs of a node; left out where ranks are listed")
+        Annotated[int, between(1, MOST_GPUS_OF_A_KIND)] | None, says("GPUs of a node; left out where ranks are listed")
     ] = None
     link: Annotated[Text | None, says("name of an entry of links, host-gpu; left out where ranks are listed")] = None
     ranks: Annotated[

@@ -12,14 +12,13 @@ from dataclasses import replace
 
 from pstar_sim.arguments import spelled
 from pstar_sim.catalog.catalog import Catalog
+from pstar_sim.catalog.entries import MOST_GPUS_OF_A_KIND
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import CatalogError, UnknownName
 
 __all__ = ["mixed_machine", "names_parts"]
 
 JOIN = "+"
-MOST = 1024
-"""GPUs of a part, as many as a group of a machine file may have."""
 
 
 def names_parts(name: str, catalog: Catalog) -> bool:
@@ -40,9 +39,11 @@ def mixed_machine(name: str, catalog: Catalog) -> Machine:
             )
         if one is None:
             raise UnknownName("GPU of a mixed machine", part.strip(), tuple(known))
-        count = int(written) if len(written) <= len(str(MOST)) else MOST + 1
-        if not 1 <= count <= MOST:
-            raise CatalogError(f"machine {name!r}: {part.strip()}: the number of GPUs must be from 1 to {MOST}")
+        count = int(written) if len(written) <= len(str(MOST_GPUS_OF_A_KIND)) else MOST_GPUS_OF_A_KIND + 1
+        if not 1 <= count <= MOST_GPUS_OF_A_KIND:
+            raise CatalogError(
+                f"machine {name!r}: {part.strip()}: the number of GPUs must be from 1 to {MOST_GPUS_OF_A_KIND}"
+            )
         counts[one] = counts.get(one, 0) + count
     machines = {one: catalog.machine(known[one]) for one in counts}
     first, *others = machines.values()

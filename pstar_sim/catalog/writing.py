@@ -20,7 +20,7 @@ __all__ = ["machine_toml", "save_machine"]
 def machine_toml(machine: Machine, *, checked: date) -> str:
     """The text of the file. Raises CatalogError for a machine whose ranks differ, because one entry cannot describe
     them."""
-    if any((r.gpu, r.link) != (machine.gpu, machine.link) for r in machine.ranks):
+    if machine.mixed:
         raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")
     local = machine.local_ranks
     roots = [r.root for r in machine.ranks[:local]]

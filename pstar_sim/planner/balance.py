@@ -103,13 +103,7 @@ def balanced(
     try:
         shares = balance(share.batch, machine, workload_of, settings)
     except DoesNotFit as short:
-        raise DoesNotFit(
-            policy=policy_name(policy),
-            place=short.place,
-            needed_bytes=short.needed_bytes,
-            available_bytes=short.available_bytes,
-            what=short.what,
-        ) from short
+        raise short.restated(policy=policy_name(policy)) from short
     even = equal_shares(share.batch, ranks)
     (there, chosen), (even_machine, equal) = (_with(machine, row, workload_of) for row in (shares, even))
     return Balanced(share=chosen, machine=there, even=equal, even_machine=even_machine)

@@ -324,18 +324,9 @@ def need_with_room(
         except DoesNotFit as still:
             error = still
             continue
-        return Roomy(machine=roomy, need=need, gpu_shortage=gpu and _with_available(gpu, machine.gpu_budget_bytes))
+        gpu_shortage = None if gpu is None else gpu.restated(available_bytes=machine.gpu_budget_bytes)
+        return Roomy(machine=roomy, need=need, gpu_shortage=gpu_shortage)
     return None
-
-
-def _with_available(error: DoesNotFit, available_bytes: int) -> DoesNotFit:
-    return DoesNotFit(
-        policy=error.policy,
-        place=error.place,
-        needed_bytes=error.needed_bytes,
-        available_bytes=available_bytes,
-        what=error.what,
-    )
 
 
 # The GPU's side.

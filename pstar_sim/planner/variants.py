@@ -47,10 +47,9 @@ from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.policy.kit.collector import without_garbage_collection
-from pstar_sim.policy.kit.options import Specified
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
-from pstar_sim.policy.registry import Policy, built_in, can, find_policy, named, policy_at
+from pstar_sim.policy.registry import Policy, built_in, can, find_policy, named, policy_at, reorders
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text, repeat_micro_batch
 
@@ -260,7 +259,7 @@ class _Race:
         self.on_way = on_way
         self.workloads, self.machine, self.settings, self.policy = workloads, machine, settings, policy
         self.function: Policy = find_policy(policy)
-        self.reorders = _reorders(self.function)
+        self.reorders = reorders(self.function)
         self.searching = can(policy).tries_others and len(workloads) > SEARCHED
         # One model's tensors: the chunk size that suits one candidate suits all.
         usual = build_layout(workloads[0], chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks)).chunk_bytes
@@ -375,13 +374,7 @@ class _Race:
 
         hint = nearest(self.function, w, self.machine, self.settings, error, ask=ask)
         ways = f"that is {self._words(w)}, which lacks least of {len(self.workloads)} tried"
-        return DoesNotFit(
-            policy=self.policy,
-            place=error.place,
-            needed_bytes=error.needed_bytes,
-            available_bytes=error.available_bytes,
-            what="; ".join((error.what, ways, hint, *left_out)),
-        )
+        return error.restated(policy=self.policy, what="; ".join((error.what, ways, hint, *left_out)))
 
     def note(self, w: Workload, error: DoesNotFit) -> None:
         """Note that the candidate does not fit."""
@@ -403,12 +396,6 @@ class _Race:
                 outcome=WayOutcome.CAPPED, seconds=promise, cap=Cap(policy=SEARCHING, ways=SEARCHED, alike=ALIKE)
             )
         return None
-
-
-def _reorders(policy: Policy) -> bool:
-    if isinstance(policy, Specified):
-        return _reorders(policy.policy) or policy.values.get("order", Point().order) != Point().order
-    return can(policy).reorders
 
 
 def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = [
     "ENTRY_POINTS", "Policy", "built_in", "can", "find_policy", "is_built_in", "named", "policies", "policy_at",
-    "policy_name",
+    "policy_name", "reorders",
 ]  # fmt: skip
 
 Policy = Callable[[Workload, Machine, Settings], Plan]
@@ -83,6 +83,15 @@ def is_built_in(policy: Policy) -> bool:
 def can(policy: str | Policy) -> Capabilities:
     """Capabilities of a policy, given as its spec or as the function itself. Raises as `find_policy`."""
     return capabilities_of(find_policy(policy) if isinstance(policy, str) else policy)
+
+
+def reorders(policy: str | Policy) -> bool:
+    """Whether the policy's plans are layer-major, by itself or by its option `order`, so that a loop of the user's own
+    cannot follow them. Raises as `find_policy`."""
+    found = find_policy(policy) if isinstance(policy, str) else policy
+    if isinstance(found, Specified):
+        return reorders(found.policy) or found.values.get("order", Point().order) != Point().order
+    return can(found).reorders
 
 
 def named(wanted: Callable[[Capabilities], bool]) -> tuple[str, ...]:

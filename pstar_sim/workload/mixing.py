@@ -24,7 +24,16 @@ from dataclasses import replace
 from pstar_sim.errors import TraceError
 from pstar_sim.workload.workload import Moment, Phase, Stash, Use, Workload
 
-__all__ = ["BlockRun", "block_names", "block_of", "block_runs", "mix_blocks", "offload_blocks", "without_stashed"]
+__all__ = [
+    "BlockRun",
+    "block_names",
+    "block_of",
+    "block_runs",
+    "mix_blocks",
+    "offload_blocks",
+    "shifted",
+    "without_stashed",
+]
 
 _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 BlockRun = tuple[str | None, bool, range]
@@ -67,7 +76,7 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
         if at is not None:
             below = order[at]
         for m in (mine, other)[variant]:
-            moments.append(_shifted(variants[variant].moments[m], more[variant][below]))
+            moments.append(shifted(variants[variant].moments[m], more[variant][below]))
             uses += [
                 Use(moment=len(moments) - 1, tensor=use.tensor, kind=use.kind) for use in reads[variant].get(m, ())
             ]
@@ -215,7 +224,8 @@ def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
     }
 
 
-def _shifted(moment: Moment, shift: int) -> Moment:
+def shifted(moment: Moment, shift: int) -> Moment:
+    """The moment with so many more non-model bytes; never fewer than 0."""
     if not shift:
         return moment
     start, peak, end = (max(0, size + shift) for size in (moment.start_bytes, moment.peak_bytes, moment.end_bytes))

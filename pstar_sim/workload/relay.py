@@ -25,8 +25,8 @@ from itertools import accumulate
 
 from pstar_sim.arguments import instance
 from pstar_sim.errors import TraceError
-from pstar_sim.workload.mixing import BlockRun, block_runs, without_stashed
-from pstar_sim.workload.workload import Moment, Stash, Use, Workload
+from pstar_sim.workload.mixing import BlockRun, block_runs, shifted, without_stashed
+from pstar_sim.workload.workload import Moment, Stash, Use, Workload, odd_micro_batch
 
 __all__ = ["STASH_PLACES", "parts_of", "relay"]
 
@@ -94,13 +94,12 @@ def _bodies(w: Workload) -> list[range]:
     """The moments of each micro-batch. Raises TraceError where these are not the same for all."""
     begin = [next(i for i, m in enumerate(w.moments) if m.micro_batch == u) for u in range(w.micro_batches)]
     bodies = [range(a, b) for a, b in zip(begin, [*begin[1:], len(w.moments) - 1])]
-    first = [(m.name, m.phase) for m in w.moments[: len(bodies[0])]]
-    for u, body in enumerate(bodies):
-        if [(w.moments[m].name, w.moments[m].phase) for m in body] != first:
-            raise TraceError(
-                f"workload {w.model!r}: micro-batch {u} has other moments than micro-batch 0, so the blocks of the two "
-                "cannot be run side by side; trace micro-batches of one shape"
-            )
+    odd = odd_micro_batch(w)
+    if odd is not None:
+        raise TraceError(
+            f"workload {w.model!r}: micro-batch {odd} has other moments than micro-batch 0, so the blocks of the two "
+            "cannot be run side by side; trace micro-batches of one shape"
+        )
     return bodies
 
 
@@ -129,16 +128,7 @@ def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
     for cell in cells:
         own = w.moments[cell[0]].micro_batch
         others = total - level[own]
-        for m in cell:
-            moment = w.moments[m]
-            moments.append(
-                replace(
-                    moment,
-                    start_bytes=moment.start_bytes + others,
-                    peak_bytes=moment.peak_bytes + others,
-                    end_bytes=moment.end_bytes + others,
-                )
-            )
+        moments += (shifted(w.moments[m], others) for m in cell)
         level[own] = w.moments[cell[-1]].end_bytes
         total = others + level[own]
     return moments
@@ -146,14 +136,7 @@ def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
 
 def _step(w: Workload, moments: Sequence[Moment]) -> Moment:
     """The optimizer step, behind all micro-batches instead of the last."""
-    step, before = w.moments[-1], w.moments[-2]
-    more = moments[-2].end_bytes - before.end_bytes
-    return replace(
-        step,
-        start_bytes=step.start_bytes + more,
-        peak_bytes=step.peak_bytes + more,
-        end_bytes=step.end_bytes + more,
-    )
+    return shifted(w.moments[-1], moments[-2].end_bytes - w.moments[-2].end_bytes)
 
 
 def _stashed(made: Workload, source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequence[int]]) -> Workload:

@@ -30,6 +30,7 @@ __all__ = [
     "UseKind",
     "Workload",
     "activations_text",
+    "odd_micro_batch",
     "repeat_micro_batch",
     "retype",
     "single_micro_batch",
@@ -432,24 +433,19 @@ def _check_order(w: Workload, bad: _Bad) -> None:
         if i and (same or w.layer_major):
             _check_bytes(w, i, m, bad)
         latest[m.micro_batch] = i
-    if w.layer_major:
-        _check_side_by_side(w, bad)
+    odd = odd_micro_batch(w) if w.layer_major else None
+    if odd is not None:
+        want = "where micro-batches run side by side, each has the same moments as micro-batch 0"
+        raise bad("moments[].micro_batch", odd, want)
 
 
-def _check_side_by_side(w: Workload, bad: _Bad) -> None:
-    """Check that all micro-batches of a layer-major workload have the same moments in the same order."""
-    first = [(m.name, m.phase) for m in w.moments[:-1] if m.micro_batch == 0]
-    seen = [0] * w.micro_batches
-    for i, m in enumerate(w.moments[:-1]):
-        n = seen[m.micro_batch]
-        if n == len(first) or (m.name, m.phase) != first[n]:
-            want = "where micro-batches run side by side, each has the same moments as micro-batch 0"
-            raise bad(f"moments[{i}].micro_batch", m.micro_batch, want)
-        seen[m.micro_batch] += 1
-    short = next((u for u, n in enumerate(seen) if n < len(first)), None)
-    if short is not None:
-        want = f"{seen[short]} of them, where micro-batch 0 has {len(first)}"
-        raise bad("moments[].micro_batch", short, want)
+def odd_micro_batch(w: Workload) -> int | None:
+    """The first micro-batch that has other moments than micro-batch 0, or has them in another order; None if all have
+    the same."""
+    rows: dict[int, list[tuple[str, Phase]]] = {}
+    for m in w.moments[:-1]:
+        rows.setdefault(m.micro_batch, []).append((m.name, m.phase))
+    return next((u for u, row in rows.items() if row != rows[0]), None)
 
 
 def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.points import Point
-from pstar_sim.policy.registry import built_in, can, find_policy, named, policy_at
+from pstar_sim.policy.registry import built_in, can, find_policy, named, policy_at, reorders
 
 ROOT = Path(__file__).parents[2]
 Edges = Mapping[str, frozenset[str]]
@@ -273,6 +273,12 @@ def test_what_a_policy_can_do_is_its_modules_word() -> None:
     for name in built_in():
         for options in can(name).from_disks:
             assert find_policy(f"{name}:{options}")
+
+
+def test_a_policy_is_layer_major_by_itself_or_by_its_option() -> None:
+    assert reorders("l2l") and reorders("l2l:stash=host")
+    assert reorders("tide:order=relay") and reorders(find_policy("tide:pins=0,order=relay-host"))
+    assert not any(reorders(spec) for spec in ("tide", "tide:pins=0", "tide:order=depth-first", "zero_offload"))
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,7 @@ class Specified:
         try:
             plan = self.policy(workload, machine, settings, **self.values)
         except DoesNotFit as short:
-            raise DoesNotFit(
-                policy=self.__name__,
-                place=short.place,
-                needed_bytes=short.needed_bytes,
-                available_bytes=short.available_bytes,
-                what=short.what,
-            ) from short
+            raise short.restated(policy=self.__name__) from short
         return replace(plan, policy=self.__name__)
 
     def __eq__(self, other: object) -> bool:

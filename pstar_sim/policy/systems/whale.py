@@ -60,7 +60,7 @@ def whale(
     try:
         plan = _SCHEDULES[schedule](workload, machine, settings)
     except DoesNotFit as short:
-        raise _named(short) from short
+        raise short.restated(policy="whale") from short
     return replace(plan, policy="whale", choices={**plan.choices, "schedule": f"that of {schedule}"})
 
 
@@ -158,19 +158,11 @@ def _speed(machine: Machine, workload: Workload, by: str) -> float:
     return 1 / seconds if seconds > 0 else 1.0
 
 
-def _named(short: DoesNotFit, more: str = "") -> DoesNotFit:
-    return DoesNotFit(
-        policy="whale",
-        place=short.place,
-        needed_bytes=short.needed_bytes,
-        available_bytes=short.available_bytes,
-        what=short.what + more,
-    )
-
-
 def _without_room(short: DoesNotFit, gpu: str, sequences: int, room: Sequence[int]) -> DoesNotFit:
     words = f"; that is {gpu} with {sequences} sequence{'s' if sequences > 1 else ''}"
-    return _named(short, f"{words}, and all GPUs together have room for {sum(room)}" if min(room) else words)
+    if min(room):
+        words += f", and all GPUs together have room for {sum(room)}"
+    return short.restated(policy="whale", what=short.what + words)
 
 
 CAPABILITIES = Capabilities(balance=balance)
