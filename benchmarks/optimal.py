@@ -1,6 +1,8 @@
 """`optimal` against every other policy and against its lower bound: 4 machines x 6 GPT models x batch 4, 8, 16.
 
 Sequence 1024, checkpointing, bf16 (also where the card would have to emulate it), eager updates, no clipping; one GPU.
+The machines are those of machines/, whose constants stay as they are when the catalog changes, so that tables of two
+commits are comparable.
 Prints a row a configuration, median and largest gap, and every case in which another policy is faster than `optimal`
 (there must be none: exit 1). --barrier: update=step with clipping. --shapes: models with large vocabularies instead.
 --certify: gaps to the fluid bound (seconds a configuration) instead of the joint one. Writes results/optimal.json.
@@ -16,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from _results import write_result
 
@@ -27,6 +30,7 @@ from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import built_in
 from pstar_sim.sim.play import play
 
+FROZEN = Path(__file__).with_name("machines")
 MACHINES = ("v100-32", "a100-80", "rtx4090", "h100-80")
 MODELS = ("1B", "4B", "8B", "12B", "15B", "18B")
 SHAPES = ("llama-3-8b", "qwen2.5-7b", "qwen2.5-32b")
@@ -63,7 +67,7 @@ class Row:
 
 def configuration(job: tuple[str, str, int, bool, bool]) -> Row:
     machine_name, model, batch, barrier, certify = job
-    machine = ps.machine(machine_name)
+    machine = ps.machine(FROZEN / f"{machine_name}.toml")
     workload = ps.preset(model, batch=batch, seq=SEQUENCE, dtype="bf16", checkpointing=True)
     settings = Settings(update="step", clip=True) if barrier else Settings(update="eager", clip=False)
     row = Row(machine_name, model, batch)

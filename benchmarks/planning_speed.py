@@ -34,7 +34,7 @@ def certified(workload: Workload, machine: Machine, settings: Settings) -> tuple
     """CPU seconds, the plan and its bound (None on several ranks). Raises DoesNotFit."""
     begin_s = time.process_time()
     plan = optimal(workload, machine, settings)
-    none = bound_reason(machine) is not None
+    none = bound_reason(workload, machine) is not None
     bound_s = None if none else lower_bound(workload, machine, settings, plan.layout).seconds
     return time.process_time() - begin_s, plan, bound_s
 

@@ -19,6 +19,13 @@ A dtype that the catalog does not give for the GPU (bf16 forced on a V100) is ti
 dtype, and at the fp32 rate when that is missing too: the hardware would have to emulate it, so this flatters the
 machine; whether the dtype may be asked for at all is decided above this module.
 
+[Note: adds on the GPU] Where gradients of several micro-batches add up on the GPU (in "grad32"), each gradient but a
+tensor's first is added to the sum when it arrives: the GPU reads the gradient, reads the sum and writes the sum, 10
+bytes per parameter of a 2-byte dtype. The moment in which the gradient arrives lasts that much longer, at the bandwidth
+of the HBM (of operators, where it was measured). Which gradients add up on the GPU is the plan's choice, so these
+seconds are not in `moments_s`. A moment whose recorded seconds count has them already. On a layout that is sliced over
+ranks the sum is added to in a reduce_scatter; the model leaves that add out.
+
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, its part of the node's cores
 (`Machine.adam_params_per_s`) and of the node's disks, which all ranks use at the same time because they run the same
 program. For a named rank, copies run at the rate of its own link, and the simulator knows which ranks share a switch.
@@ -36,13 +43,15 @@ they share one); the model leaves out that such traffic also slows down the copi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from pstar_sim.catalog.curves import best_rate, rate_at
 from pstar_sim.catalog.machine import Gpu, Link, Machine
+from pstar_sim.core.effects import gradient_list
 from pstar_sim.core.layout import Layout
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.rules import Rates, StepCosts
 from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
 from pstar_sim.errors import PlanError
@@ -127,11 +136,10 @@ class CostModel:
     def moments_s(self) -> tuple[float, ...]:
         """Seconds of each moment, by [Note: which rate computes a moment]."""
         w, gpu = self.workload, self.gpu
-        recorded = w.recorded_on is not None and w.recorded_on == self.machine.name
         rate = _rate_of(gpu, w.dtype)
         out: list[float] = []
         for i, m in enumerate(w.moments):
-            if recorded and m.duration_s is not None:
+            if self._recorded and m.duration_s is not None:
                 out.append(m.duration_s)
             elif gpu.launch_s is not None:
                 out.append(self._kernels_s(i, rate))
@@ -140,6 +148,51 @@ class CostModel:
             else:
                 out.append(max(m.flops / rate, (m.bytes_read + m.bytes_written) / gpu.hbm_bytes_per_s))
         return tuple(out)
+
+    @cached_property
+    def adds_s(self) -> Mapping[tuple[int, int], Mapping[int, float]]:
+        """(chunk, micro-batch) -> moment -> seconds by which the chunk's adds on the GPU make the moment longer, if its
+        gradients add up there ([Note: adds on the GPU]). A micro-batch without adds is left out."""
+        w = self.workload
+        if w.micro_batches == 1 or self.layout.ranks > 1 or self._recorded:
+            return {}
+        last: dict[tuple[int, int], int] = {}  # (tensor, micro-batch) -> the moment in which its gradient is final
+        for m, tensors in enumerate(w.gradients):
+            for t in tensors:
+                last[t, w.moments[m].micro_batch] = m
+        found: dict[tuple[int, int], dict[int, float]] = {}
+        known: set[int] = set()
+        for t, batch in sorted(last):
+            if t in known:  # a tensor's first gradient is copied
+                chunk = self.layout.chunk_of[t]
+                at, m = found.setdefault((chunk, batch), {}), last[t, batch]
+                at[m] = at.get(m, 0.0) + self._add_bytes(t) / self._operator_bytes_per_s
+            known.add(t)
+        return found
+
+    def _add_bytes(self, tensor: int) -> int:
+        """GPU memory traffic of adding a gradient to a sum in fp32, without what `gradient_traffic_bytes` counts."""
+        t = self.workload.tensors[tensor]
+        copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
+        return 8 * t.numel + t.bytes - copied
+
+    @cached_property
+    def gpu_add_s(self) -> Sequence[float]:
+        """Chunk -> seconds of an iteration in which its gradients are added on the GPU, if they add up there."""
+        added = [0.0] * len(self.layout.chunks)
+        for (c, _), at in self.adds_s.items():
+            added[c] += sum(at.values())
+        return added
+
+    @property
+    def _recorded(self) -> bool:
+        """Whether moments last what was measured."""
+        w = self.workload
+        return w.recorded_on is not None and w.recorded_on == self.machine.name
+
+    @property
+    def _operator_bytes_per_s(self) -> float:
+        return self.gpu.operator_bytes_per_s or self.gpu.hbm_bytes_per_s
 
     def _kernels_s(self, moment: int, rate: float) -> float:
         """Case 3 of [Note: which rate computes a moment]."""
@@ -154,8 +207,7 @@ class CostModel:
             rate *= rate_at(curve, m.flops) / best_rate(curve)  # a rate that was changed by hand keeps the curve's form
         if gpu.operator_bytes_per_s is not None:
             moved += gradient_traffic_bytes(w, moment)
-        bandwidth = gpu.operator_bytes_per_s or gpu.hbm_bytes_per_s
-        return m.flops / rate + moved / bandwidth + gpu.launch_s
+        return m.flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
 
     @cached_property
     def params(self) -> tuple[int, ...]:
@@ -263,7 +315,7 @@ class CostModel:
         return _WORK[kind][0](self, chunk) if kind in _WORK else None
 
     def seconds(self, step: Step) -> float:
-        """Nominal seconds of one step running alone."""
+        """Nominal seconds of one step running alone; of a moment without [Note: adds on the GPU]."""
         kind = step.kind
         if kind is Kind.COMPUTE:
             if step.moment is None:
@@ -298,14 +350,32 @@ class CostModel:
         """Bytes that the step moves through host DRAM: a copy's bytes once, Adam's `step.bytes`, otherwise 0."""
         return step.bytes if step.kind in _ON_HOST else 0
 
-    def step_costs(self, steps: Sequence[Step]) -> StepCosts:
-        """Seconds and traffic of each step, for `follow`."""
-        slowed = bool(self.machine.slowdowns)
+    def step_costs(self, plan: Plan) -> StepCosts:
+        """Seconds and traffic of each step of a plan, for `follow`."""
+        slowed, steps = bool(self.machine.slowdowns), plan.steps
+        seconds = [self.seconds(step) for step in steps]
+        added = self.added_in(plan)
+        if added:
+            for i, step in enumerate(steps):
+                if step.kind is Kind.COMPUTE and step.moment is not None:
+                    seconds[i] += added.get(step.moment, 0.0)
         return StepCosts(
-            seconds=[self.seconds(step) for step in steps],
+            seconds=seconds,
             dram_bytes=[self.dram_bytes(step) for step in steps],
             duty=[self.duty(step) for step in steps] if slowed else [1.0] * len(steps),
         )
+
+    def added_in(self, plan: Plan) -> Mapping[int, float]:
+        """Moment -> seconds of the adds on the GPU that the plan makes in it ([Note: adds on the GPU]). Moments without
+        any are left out."""
+        added: dict[int, float] = {}
+        if self.adds_s:
+            lists = gradient_list(plan)
+            for where, at in self.adds_s.items():
+                if lists[where] == "grad32":
+                    for m, seconds in at.items():
+                        added[m] = added.get(m, 0.0) + seconds
+        return added
 
     def rates(self) -> Rates:
         """What the steps of one rank share, while the other ranks of its node do the same."""

@@ -94,6 +94,8 @@ class BoundFacts:
         self.up_s: Array = np.array([cost.transfer_s(size, "h2d") for size in payload], dtype=float)
         self.adam_s: Array = np.array([cost.cpu_adam_s(c) for c in job.trained], dtype=float)
         self.least_w, self.most_w = min(width, default=0), max(width, default=0)
+        added_s = [cost.gpu_add_s[c] / max(1, cost.params[c]) for c in job.trained]
+        self.gpu_add_s = min(added_s, default=0.0)  # per parameter, of all micro-batches
 
     def _stashes(self, w: Workload) -> None:
         """Bytes and seconds of all stashes together; seconds of the stashes that are copied up after each moment has

@@ -11,6 +11,7 @@ tighter bound. Rows:
 - each copy direction, CPU Adam, host DRAM: work in an interval <= its seconds. Streamed Adam makes the interval longer.
 - memory at each point: tide, chunks read there, chunks kept between two reads, states resident or visiting, gradients
   that wait, parameters that came early, what stays of chunks updated on the gpu, gradient sums <= budget.
+- adds on the gpu, where gradients add up there (and U > 2), make their intervals longer.
 - the life of a chunk updated on the CPU: gradient waits -> on the host -> updated on the host -> waits on the gpu ->
   read; of states: come -> update -> go. Stocks are cyclic; those of one life add up to the chunks' bytes at the cut.
 - stashes: a stash goes down between the moment that makes it and the moment after which it is not counted. It comes up
@@ -134,17 +135,17 @@ class _FluidProgram:
         self.again = lp.variables(n, most=read)
         # what families add: units held at each point, units of gradient sums on the link, seconds of adds on the host
         self.held = Expression.zero(n) + facts.read
-        self.sums_down = self.sums_up = self.adds = self.early_down = Expression.zero(n)
+        self.sums_down = self.sums_up = self.adds = self.early_down = self.gpu_adds = Expression.zero(n)
 
         lp.minimise(self.stall.upto[-1])
+        if facts.batches > 1:
+            self._sums()
         self._updated_on_cpu()
         self._identity()
         self._updated_on_gpu()
         self._over_the_border()
         self._between_reads()
         self._stashes()
-        if facts.batches > 1:
-            self._sums()
         self._rates()
         self._totals()
         lp.add(self.held <= facts.room)
@@ -225,20 +226,20 @@ class _FluidProgram:
         for flow in (self.gradients_down, self.adam, self.params_up):
             lp.add(flow.upto[-1] == cpu[-1])
         lp.add(self.streamed_adam.upto[-1] == streamed[-1])
-        lp.add(gpu_s[-1] <= self.stall.upto[-1])
+        lp.add(gpu_s[-1] + self.gpu_adds.sum() <= self.stall.upto[-1])
 
     def _updated_on_gpu(self) -> None:
-        """Rows: states come -> update -> go, or are resident. Streamed Adam makes the interval longer."""
+        """Rows: states come -> update -> go, or are resident. Streamed Adam and adds make the interval longer."""
         lp, facts = self.lp, self.facts
         states = float(facts.states.sum())
         coming = self._stock(states, self.states_up - self.streamed_adam.within)
         going = self._stock(states, self.streamed_adam.within - self.states_down)
         resident = lp.variable(most=float(facts.states_room.sum()))
         lp.add(resident == (self.p * facts.states_room).sum())
-        if states:
-            some = facts.states > 0
-            least_s = float((facts.gpu_adam_s[some] / facts.states[some]).min())  # per unit of states
-            lp.add(self.streamed_adam.within * least_s <= self.stall.within)
+        some = facts.states > 0
+        least_s = float((facts.gpu_adam_s[some] / facts.states[some]).min()) if states else 0.0  # per unit of states
+        if states or len(self.gpu_adds.row):
+            lp.add(self.streamed_adam.within * least_s + self.gpu_adds <= self.stall.within)
         self.held += resident + coming + going
 
     def _over_the_border(self) -> None:
@@ -280,6 +281,10 @@ class _FluidProgram:
         self._down_each_time()
         for batch in range(batches - 1):
             self._added_on_gpu(batch)
+        if batches > 2 and facts.gpu_adds:  # with two, the first may wait in a list of its own
+            interval, chunk = np.array([where for where, _ in facts.gpu_adds], dtype=np.intp).T
+            add_s = np.array([seconds for _, seconds in facts.gpu_adds], dtype=float)
+            self.gpu_adds = ((self.cpu_sum + self.gpu_sum)[chunk] * add_s).gathered(interval, facts.intervals)
         self._added_on_host(on_gpu - self.gpu_sum)
 
     def _down_each_time(self) -> None:
@@ -424,7 +429,9 @@ class _FluidProgram:
         moved += 2 * sum(stash.bytes for stash in facts.workload.stashes) / facts.unit
         up, down = up + self.stash_up_s, down + self.stash_down_s
         work = {
-            "compute": facts.compute_s + float(found.of(self.p + self.q) @ facts.gpu_adam_s),
+            "compute": facts.compute_s
+            + float(found.of(self.p + self.q) @ facts.gpu_adam_s)
+            + float(found.of(self.gpu_adds).sum()),
             "adam": facts.adam_s * updated + float(found.of(self.adds).sum()),
             "h2d": up,
             "d2h": down,

@@ -125,6 +125,14 @@ class FluidFacts:
         self.add_traffic = cost.adam_bytes_per_s / self.unit  # an add on the host runs at the memory rate of Adam
         self.gpu_adam_s: Array = self.params * (traffic / cost.gpu.hbm_bytes_per_s)  # per chunk
         self.least_width = least * self.unit  # of the working list: bytes per parameter
+        # (interval, chunk as counted here) and seconds of adds on the gpu, if gradients add up there
+        position = {c: n for n, c in enumerate(self.chunks)}
+        self.gpu_adds = [
+            ((self.interval_of_end(m), position[c]), seconds)
+            for (c, _), at in cost.adds_s.items()
+            if c in position
+            for m, seconds in at.items()
+        ]
 
     def interval_of_end(self, moment: int) -> int:
         """The interval in which the moment ends."""

@@ -8,7 +8,8 @@ ever dropped crosses the link both ways each iteration. Notation as in [Note: th
 working list per parameter, v: bytes of the states per parameter). What any legal schedule keeps:
 
 - room: v x <= room_t - K_t at every moment t.
-- compute: all moments + s * traffic / HBM. adam: (E - s) / R, and accumulation on the host (below).
+- compute: all moments + s * traffic / HBM, and adds on the gpu (below). adam: (E - s) / R, and accumulation on the host
+  (below).
 - windows, eager and behind a barrier: those of pinned.py with s in place of x.
 - the border: during the last moments every gradient is final and no parameter is read any more. A parameter that is
   updated on the gpu has w bytes then: its gradient, or its new value. They are on the gpu (`kept` bytes in all), or
@@ -30,7 +31,8 @@ working list per parameter, v: bytes of the states per parameter). What any lega
   gradients add up in a list of 4 bytes (with U = 2 the first may wait in a list of w bytes). The list is held from one
   backward pass to the next, or sent down and up in between. Then it goes down once (4 bytes) if Adam runs on the CPU.
   On the host: each gradient goes down (w bytes), and all but two (for CPU Adam with clipping: all) are added there.
-  Adam on the gpu then needs the sum up (4 bytes).
+  Adam on the gpu then needs the sum up (4 bytes). Where gradients add up on the gpu, it adds all but the first, unless
+  U = 2 and the first waits.
 - stashes: as in pinned.py, on h2d, d2h, link and dram. Those whose way up begins behind a moment come up behind it too,
   beside what is read from there on (the compute queue row).
 - link, dram: as in pinned.py, of these bytes. A copy's latency counts, by bytes, as in the largest list it could be of.
@@ -156,6 +158,7 @@ class _Job:
     up, down: bytes per second of the link.
     per_param_s: CPU Adam.
     add_bytes: DRAM traffic of adding a parameter.
+    gpu_add_s: seconds of all adds of a parameter on the gpu, at least.
     late_room, end_room: from where nothing is read any more, and at the end.
     turns: (bytes, room, moment).
     families: windows by slope.
@@ -187,6 +190,7 @@ class _Job:
         self.down = rate_with_latency(link.d2h_bytes_per_s, link.latency_s, largest)
         self.per_param_s = facts.traffic / cost.adam_bytes_per_s
         self.add_bytes = 8.0 + self.w
+        self.gpu_add_s = facts.gpu_add_s if self.u > 2 else 0.0
         beside = facts.room - facts.read_bytes
         fits = float(beside.min()) / self.v if self.v else np.inf
         self.x_max = float(np.clip(min(fits, x_limit), 0.0, self.total))
@@ -332,7 +336,10 @@ class _JointProgram:
 
     def _compute_and_adam(self) -> None:
         job, cost, traffic = self.job, self.job.cost, self.job.facts.traffic
-        self.terms.append(("compute", float(job.facts.clock[-1]) + self.s * (traffic / cost.gpu.hbm_bytes_per_s)))
+        adds_s = (self.cpu_sum + self.gpu_sum) * job.gpu_add_s
+        self.terms.append(
+            ("compute", float(job.facts.clock[-1]) + self.s * (traffic / cost.gpu.hbm_bytes_per_s) + adds_s)
+        )
         if job.total:
             adds_s = self._added() * (job.add_bytes / cost.adam_bytes_per_s)
             self.terms.append(("adam", (job.total - self.s) * job.per_param_s + adds_s))

@@ -30,7 +30,7 @@ def play_one(
     """One rank that has DRAM and link of the plan's machine to itself. moved_bytes: by default those of the plan."""
     program = Program.of(plan)
     moves = Moves(plan)
-    costs = cost.step_costs(plan.steps)
+    costs = cost.step_costs(plan)
     try:
         record = follow(program, costs, cost.rates(), factor=jitter, most=max_iterations)
     except Deadlock as error:  # what went wrong before comes first

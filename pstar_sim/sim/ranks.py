@@ -263,7 +263,7 @@ class _RankRun:
         self.stopped = False
         self.program = program = Program.of(plan)
         self.moves = Moves(plan)
-        self.costs = cost.step_costs(plan.steps)
+        self.costs = cost.step_costs(plan)
         self.record = Record.empty(program, max_iterations, shared=True)
         self.meets = frozenset(i for i, kind in enumerate(program.kinds) if ROUTES.get(kind) == "net")
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]

@@ -204,7 +204,7 @@ def test_all_books_say_the_same_of_random_runs(job: Drawn, shake: random.Random)
             continue
         jitter = random_jitter(shake, plan)
         cost = CostModel(plan.workload, plan.machine, plan.layout)
-        record = follow(Program.of(plan), cost.step_costs(plan.steps), cost.rates(), factor=jitter, most=3)
+        record = follow(Program.of(plan), cost.step_costs(plan), cost.rates(), factor=jitter, most=3)
         ledger = Ledger(plan)
         peaks = [m.peak_bytes for m in plan.workload.moments]  # l2l has them in another order
         ledger.set_tide(tide_at_cut(peaks))

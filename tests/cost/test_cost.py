@@ -6,9 +6,11 @@ import pytest
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.cost import CostModel, flops_rate
 from pstar_sim.errors import PlanError
+from pstar_sim.policy import find_policy
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.workload import OptimizerSpec, Workload
 
@@ -103,3 +105,21 @@ def test_seconds_and_dram_bytes_of_steps() -> None:
         cost.seconds(step(Queue.H2D, Kind.FETCH, chunk=0, list="param", bytes=8, via="pageable"))
     with pytest.raises(PlanError, match="needs a chunk"):
         cost.seconds(step(Queue.ADAM, Kind.CPU_ADAM))
+
+
+def test_adds_on_the_gpu_make_the_moments_of_later_micro_batches_longer() -> None:
+    """Three micro-batches of one layer, all on the GPU: gradients 2 and 3 read 2 bytes and read and write 4 bytes per
+    parameter, 10 MiB at 28e6 B/s each. A recorded moment lasts what was measured, adds included."""
+    w = chain_workload(1, MPARAM, dtype="fp16", micro_batches=3)
+    roomy = replace(MACHINE.gpu, memory_bytes=2**30, usable_bytes=2**30)
+    machine = replace(MACHINE, ranks=(replace(MACHINE.ranks[0], gpu=roomy),))
+    plan = find_policy("all_on_gpu")(w, machine, Settings(update="eager", clip=False))
+    cost = CostModel(w, machine, plan.layout)
+    add_s = 10 * MPARAM / 28e6
+    assert cost.gpu_add_s == [pytest.approx(2 * add_s)]
+    computed = zip(plan.steps, cost.step_costs(plan).seconds)
+    assert [s for step, s in computed if step.kind is Kind.COMPUTE] == pytest.approx(
+        [0.5, 1.0, 0.5, 1.0 + add_s, 0.5, 1.0 + add_s, 0.0]
+    )
+    recorded = chain_workload(1, MPARAM, dtype="fp16", micro_batches=3, forward_s=7.0)
+    assert CostModel(recorded, replace(machine, name="virtual"), plan.layout).gpu_add_s == [0.0]

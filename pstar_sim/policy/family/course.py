@@ -190,9 +190,9 @@ class Course:
         positions: list[Position] = []
         at: list[int] = []
         updates: dict[int, int] = {}
-        for n, block in enumerate(job.blocks):
+        for n, (block, adds_s) in enumerate(zip(job.blocks, gradients.adds_s(job, self.modes.pinned))):
             at.append(len(positions))
-            positions.append(Position(n, -1, block.tide_bytes, block.seconds))
+            positions.append(Position(n, -1, block.tide_bytes, block.seconds + adds_s))
             for c in behind.get(n, ()):
                 tide = min(block.tide_bytes, job.blocks[(n + 1) % len(job.blocks)].tide_bytes)
                 updates[c] = len(positions)

@@ -17,4 +17,4 @@ __all__ = ["period_s"]
 def period_s(plan: Plan, cost: CostModel | None = None) -> float:
     """Seconds per iteration of one rank, once the plan is steady. Raises PlanError for a plan that deadlocks."""
     cost = cost or cost_of(plan.workload, plan.machine, plan.layout)
-    return follow(Program.of(plan), cost.step_costs(plan.steps), cost.rates()).iteration_s
+    return follow(Program.of(plan), cost.step_costs(plan), cost.rates()).iteration_s

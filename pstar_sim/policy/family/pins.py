@@ -28,8 +28,8 @@ Array = NDArray[np.float64]
 @dataclass(frozen=True, kw_only=True)
 class PinFacts:
     """For each chunk that could be pinned, in the order of pinning: first and final moment, bytes of the working list,
-    bytes pinned (working list and states), seconds of CPU Adam, GPU Adam, accumulation on the host (all micro-batches),
-    copy down and copy up.
+    bytes pinned (working list and states), seconds of CPU Adam, GPU Adam (with adds on the GPU), accumulation on the
+    host (all micro-batches), copy down and copy up.
 
     moments_s: seconds of each moment.
     barrier: whether no Adam may run before the last moment.
@@ -153,7 +153,7 @@ def pin_facts(job: Job) -> PinFacts:
         working_bytes=[job.sizes[c] for c in order],
         pinned_bytes=[job.permanent[c] for c in order],
         adam_s=[cost.cpu_adam_s(c) for c in order],
-        gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
+        gpu_adam_s=[cost.gpu_adam_s(c) + cost.gpu_add_s[c] for c in order],
         add_s=[cost.cpu_add_s(c) * adds for c in order],
         down_s=[job.down[c, down][1] for c in order],
         up_s=[cost.transfer_s(job.sizes[c], "h2d") for c in order],

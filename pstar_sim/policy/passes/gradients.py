@@ -13,7 +13,7 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.passes.collectives import reduce
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 
-__all__ = ["GradientRows", "room"]
+__all__ = ["GradientRows", "adds_s", "room"]
 
 
 def room(job: Job, block: int, pinned: frozenset[int] = frozenset()) -> int:
@@ -21,6 +21,16 @@ def room(job: Job, block: int, pinned: frozenset[int] = frozenset()) -> int:
     be summed over the ranks first."""
     lists = job.gradient_lists[block]
     return sum(size for c, size in lists if job.ranks > 1 or c not in pinned) if lists else 0
+
+
+def adds_s(job: Job, pinned: frozenset[int]) -> list[float]:
+    """Block -> seconds in which gradients are added on the GPU to those of earlier micro-batches."""
+    seconds = [0.0] * len(job.blocks)
+    for (c, _), at in job.cost.adds_s.items():
+        if job.sums_on_gpu or c in job.small or c in pinned:
+            for moment, took_s in at.items():
+                seconds[job.block_of[moment]] += took_s
+    return seconds
 
 
 class GradientRows:

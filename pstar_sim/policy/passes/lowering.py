@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pstar_sim.core.draft import Draft
 from pstar_sim.core.effects import tide_at_cut
@@ -56,10 +57,13 @@ def draft_of(schedule: Schedule) -> Draft:
 def _moments(rows: DraftRows, n: int, waits: Sequence[int]) -> int:
     """The moments of a block."""
     job, position = rows.schedule.job, rows.schedule.positions[n]
+    charge = job.block_charges[position.block]
+    if position.seconds != charge.seconds:  # gradients are added in it
+        charge = replace(charge, seconds=position.seconds)
     return rows.add(
         Queue.COMPUTE,
         Kind.COMPUTE,
-        charge=job.block_charges[position.block],
+        charge=charge,
         after=ends_of(waits),
         is_position=True,
         block=position.block,

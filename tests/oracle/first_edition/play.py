@@ -110,7 +110,7 @@ class Run:
             self.order[step.queue].append(i)
         if Queue.COMPUTE not in self.order:
             raise PlanError(f"plan of {plan.policy!r} has no compute steps")
-        self.seconds = [cost.seconds(step) for step in steps]
+        self.seconds = cost.step_costs(plan).seconds
         self.dram = [cost.dram_bytes(step) for step in steps]
         self.link = [step.kind in COPIES for step in steps]
         self.lane = self._lanes()
