@@ -215,15 +215,14 @@ class Session:
 
     # -- what a user calls --------------------------------------------------------------------------------------------
 
-    def step(
-        self, micro_batches: Sequence[Any], *, loss: Loss = forward_loss, order: str = "depth-first"
-    ) -> StepResult:
+    def step(self, micro_batches: Sequence[Any], *, loss: Loss = forward_loss, order: str | None = None) -> StepResult:
         """One whole iteration, whose order of blocks is the engine's: forward and backward of every micro-batch,
         `optimizer.step()` and `zero_grad()`. See `executor.driving.drive`.
 
         micro_batches: as the model takes them (a mapping: keyword arguments; a tuple: positional ones). loss(model,
-        batch): a scalar; default: the model's own. Raises ContractError, before anything runs, for an unknown order, no
-        micro-batch or more than planned, and inside an iteration.
+        batch): a scalar; default: the model's own. order: "depth-first" or "relay"; None takes the plan's. Raises
+        ContractError, before anything runs, for an unknown order or another than the plan's, no micro-batch or more
+        than planned, and inside an iteration.
         """
         if self._driver is None:
             self._driver = Driver(self)

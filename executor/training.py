@@ -46,7 +46,7 @@ def train_step(
     session = getattr(optimizer, "session", None)
     if session is not None and session.plan.workload.layer_major:
         rows = [next(batches) for _ in range(micro_batches)]
-        return float(session.step(rows, loss=_checked(model, micro_batches, number), order="relay").loss)
+        return float(session.step(rows, loss=_checked(model, micro_batches, number)).loss)
     drawn: list[Any] = []
     before = Before(model)
     while True:

@@ -9,7 +9,7 @@ order that `order` names:
 | "depth-first" | for each micro-batch: all blocks forward, then all backward in reverse                      |
 | "relay"       | each block for all micro-batches before the next, forward and backward: `relay.py`          |
 
-The order is the plan's: another one is refused.
+The order is the plan's (`order=None`): another one is refused.
 
 An order is a function of `ORDERS`; all it does is run forwards and parts of tapes in some sequence. Moments are those
 of the usual loop: the clock takes the parts' backwards for one, and a parameter used in several parts (tied weights)
@@ -127,10 +127,11 @@ class Driver:
         self._clean: set[tuple[tuple[str, int], ...]] = set()  # signatures whose parts share nothing
         self._looked = False
 
-    def step(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> StepResult:
+    def step(self, micro_batches: Sequence[Any], loss: Loss, order: str | None) -> StepResult:
+        """One iteration in that order; None: the plan's."""
         s = self.session
         begun_s = time.perf_counter()
-        self._check(micro_batches, order)
+        order = self._check(micro_batches, order)
         optimizer = s.optimizer()
         if optimizer is None:
             raise ContractError("the optimizer that executor.prepare returned is gone; keep it while you train")
@@ -178,14 +179,16 @@ class Driver:
             s.ladder.recover(refused)
             before.restore()
 
-    def _check(self, micro_batches: Sequence[Any], order: str) -> None:
+    def _check(self, micro_batches: Sequence[Any], order: str | None) -> str:
+        """Check that the iteration can begin now. Returns its order."""
         s = self.session
         s.loop.require_running()
-        if order not in ORDERS:
-            raise ContractError(f"session.step: order={order!r} is not known; it is one of {', '.join(ORDERS)}")
         w = s.plan.workload
-        if w.micro_batches > 1 and w.layer_major is not (order == "relay"):
-            planned_order = "relay" if w.layer_major else "depth-first"
+        planned_order = "relay" if w.layer_major else "depth-first"
+        order = planned_order if order is None else order
+        if not isinstance(order, str) or order not in ORDERS:
+            raise ContractError(f"session.step: order={order!r} is not known; it is one of {', '.join(ORDERS)}")
+        if w.micro_batches > 1 and order != planned_order:
             raise ContractError(
                 f"session.step: order={order!r}, and the plan of {s.plan.policy} is for order={planned_order!r}; give "
                 f"that, or make a plan for {order!r} ({'l2l, tide:order=relay' if order == 'relay' else 'tide'})"
@@ -205,6 +208,7 @@ class Driver:
                 "session.step inside an iteration: gradients of a backward wait for optimizer.step(); call it and "
                 "zero_grad() first"
             )
+        return order
 
     # -- structure ----------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ __all__ = [
 
 DTYPES = Literal["fp32", "bf16", "fp16"]
 UPDATES = Literal["step", "eager"]
+LOOPS = Literal["own", "step"]
 
 Batch = Annotated[
     int | None,
@@ -212,6 +213,14 @@ class SettingFlags:
         ),
     ] = "step"
     clip: Annotated[bool, typer.Option("--clip/--no-clip", help="clip gradients by their global norm")] = True
+    loop: Annotated[
+        LOOPS,
+        typer.Option(
+            parser=one_of(LOOPS),
+            help="who runs the iterations: your own loop, micro-batch by micro-batch, or session.step, which can also "
+            "run layer by layer",
+        ),
+    ] = "own"
     chunk: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="chunk size, such as 128MiB (default: searched for least waste)"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from pstar_sim.arguments import file_path, flag, size_bytes
+from pstar_sim.arguments import choice, file_path, flag, size_bytes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.layout import Layout
@@ -25,6 +25,7 @@ from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload, activations_text
 
 __all__ = [
+    "LOOPS",
     "MODES",
     "STASHES",
     "Plan",
@@ -39,6 +40,9 @@ __all__ = [
 STASHES = "stashes"
 """Name of the buffer on the host that holds the workload's stashes."""
 MODES = ("cpu", "pin", "stream", "frozen")
+LOOPS = ("own", "step")
+"""Who runs an iteration: a training loop of the user's own, micro-batch by micro-batch, or `session.step`, which can
+also run a layer-major plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +53,8 @@ class Settings:
     clip: whether gradients are clipped by their global norm.
     chunk_bytes: bytes of the working list of one chunk; None searches for the best. A size such as "128MiB" is turned
         into bytes.
+    loop: who runs the iterations, one of LOOPS. Under "step" a policy that searches also chooses the order of the
+        iteration.
 
     Raises PlanError for other values. What is asked of one policy is an option in the policy's name.
     """
@@ -56,11 +62,13 @@ class Settings:
     update: str = "step"
     clip: bool = True
     chunk_bytes: int | None = None
+    loop: str = "own"
 
     def __post_init__(self) -> None:
         if not isinstance(self.update, str) or self.update not in ("step", "eager"):
             raise PlanError(f'update must be "step" or "eager", not {self.update!r}')
         flag("clip", self.clip, error=PlanError)
+        choice("loop", self.loop, LOOPS, error=PlanError)
         if self.chunk_bytes is not None:
             object.__setattr__(self, "chunk_bytes", size_bytes("chunk_bytes", self.chunk_bytes, error=PlanError))
 

@@ -30,7 +30,7 @@ from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
 from pstar_sim.policy.kit.ties import burden, least_of
-from pstar_sim.policy.registry import Policy, find_policy, is_built_in, policy_name
+from pstar_sim.policy.registry import Policy, can_follow, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_html, render_text
 from pstar_sim.sim.play import play
 from pstar_sim.units import format_s
@@ -133,6 +133,7 @@ class Comparison(Collection):
     workload: what one rank does.
     batch: sequences per micro-batch, of all GPUs together.
     notes: what the answer leaves out (several GPUs).
+    named: whether the caller named the policies.
     """
 
     workload: Workload
@@ -142,19 +143,21 @@ class Comparison(Collection):
     rows: tuple[Row, ...]
     planned: Mapping[str, Planned]
     notes: tuple[str, ...] = ()
+    named: bool = True
 
     def best(self) -> Planned:
         """The fastest policy that fits; among equally fast policies the one that moves and pins least
         (policy/kit/ties.py), and the first of equals, because simpler policies are listed first. A plan in another
-        order than the workload's, which a loop of the user's own cannot follow, is the best only where no other fits.
-        Raises NothingFits with every reason if none does.
+        order than the workload's, which a loop of the user's own cannot follow, is the best only under
+        `Settings.loop` "step", or where policies were named and no other fits. Raises NothingFits with every reason if
+        none does.
         """
-        if not self.planned:
+        if not (self.planned if self.named else _in_order(self.workload, self.settings, self.planned)):
             raise NothingFits(
                 f"no policy fits {self.workload.model} on {self.machine.name}: "
-                + "; ".join(str(r.reason) for r in self.rows)
+                + "; ".join(r.reason or f"{r.policy} runs layer by layer, which needs loop='step'" for r in self.rows)
             )
-        return _best(self.workload, self.rows, self.planned)
+        return _best(self.workload, self.settings, self.rows, self.planned)
 
     def __getitem__(self, policy: str) -> Planned:
         """The plan of one policy, named in any spelling of its spec. Raises PlanError if it was not compared or does
@@ -193,6 +196,7 @@ def compare(
     update: str | None = None,
     clip: bool | None = None,
     chunk_bytes: int | str | None = None,
+    loop: str | None = None,
     barrier_cost: bool = True,
     near: bool = True,
     certify: bool = False,
@@ -207,12 +211,12 @@ def compare(
         rank, each with what that rank does.
     machine: a Machine, or the name of one.
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or
-        any of update / clip / chunk_bytes over the defaults.
+        any of update / clip / chunk_bytes / loop over the defaults.
     barrier_cost: also simulate every fitting policy without its barrier.
     near: for what does not fit, look for the nearest machine or setting that would.
     certify: the tighter bound of the fluid linear program, which takes seconds, instead of the joint one.
     only_best: for a caller that looks at `best()` alone: barrier costs of the others, and what would fit where
-        something does, are left out.
+        something does, are left out; where no policy is named, so are policies whose order the loop cannot follow.
     made: plans and timelines of policies for this very job that are known already.
     cut: number of sequences per micro-batch -> the job of one GPU, for policies that choose the shares of unequal GPUs
         (`whale`). A preset needs no `cut`.
@@ -221,7 +225,7 @@ def compare(
     Raises UnknownName for an unknown policy and PstarError for settings that make no sense.
     """
     machine = machine_of(machine)
-    changes = {"update": update, "clip": clip, "chunk_bytes": chunk_bytes}
+    changes = {"update": update, "clip": clip, "chunk_bytes": chunk_bytes, "loop": loop}
     settings = replace(settings_of(settings), **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
     asked = [_named(p) for p in asked_policies(policies, machine)]
     names = [name for name, _ in asked]
@@ -235,6 +239,8 @@ def compare(
         function("cut", cut)
     tell = teller(on_part)
     share = share_out(workload, machine, nearly=all_balance((policy for _, policy in asked), machine))
+    if policies is None and only_best:
+        asked = [(name, policy) for name, policy in asked if can_follow(settings, share.workload, policy)]
     free = _free(share, machine, settings, barrier_cost)
     with without_garbage_collection(), plans_shared(share.workload, *(free[:1] if free is not None else ())):
         return _compare(
@@ -249,6 +255,7 @@ def compare(
             made=made or {},
             cut=cut,
             tell=tell,
+            named=policies is not None,
         )
 
 
@@ -265,6 +272,7 @@ def _compare(
     made: Mapping[str, tuple[Plan, Timeline]],
     cut: Cut | None,
     tell: OnPart,
+    named: bool,
 ) -> Comparison:
     workload = share.workload
     certifier = Certifier(workload, machine, settings, lp=certify)
@@ -282,7 +290,7 @@ def _compare(
             found.failures[name] = (policy, short.with_traceback(None))  # whose frames hold everything up to here
             found.rows.append(_unfit(name, usual))
     rows, planned, failures = found.rows, found.planned, found.failures
-    others = _fitting(workload, rows, planned)
+    others = _fitting(workload, settings, rows, planned)
     elsewhere = Elsewhere(workload, machine)
     near_wanted = near and not (only_best and others)
     for i, row in enumerate(rows):
@@ -294,7 +302,7 @@ def _compare(
                 hint = nearest(policy, workload, machine, settings, error, fitting=others, elsewhere=elsewhere)
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:
-        best = _best(workload, rows, planned)
+        best = _best(workload, settings, rows, planned)
         name = best.row.policy
         known = _with_barrier_cost(best, dict(asked)[name], found.free.get(name, free))
         rows[rows.index(best.row)] = known.row
@@ -309,6 +317,7 @@ def _compare(
         rows=tuple(rows),
         planned=planned,
         notes=(*found.gains, *unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu)),
+        named=named,
     )
 
 
@@ -428,11 +437,11 @@ def _with_shares(plan: Plan, ranked: Sequence[Workload] | None) -> Plan:
     return replace(plan, choices={**plan.choices, OWN_SHARES: f"batches of {shares}, rank by rank"})
 
 
-def _fitting(workload: Workload, rows: Sequence[Row], planned: Mapping[str, Planned]) -> list[str]:
+def _fitting(workload: Workload, settings: Settings, rows: Sequence[Row], planned: Mapping[str, Planned]) -> list[str]:
     """Policies that fit, the best one first, the others by their pace."""
     if not planned:
         return []
-    first, later_first = _best(workload, rows, planned).row, rows[::-1]
+    first, later_first = _best(workload, settings, rows, planned).row, rows[::-1]
     return [r.policy for r in sorted(later_first, key=lambda r: (r is not first, _pace(r))) if r.fits]
 
 
@@ -575,12 +584,18 @@ def _figures(
     )
 
 
-def _best(workload: Workload, rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
-    """The fastest plan in the order of the workload, because a user's own loop runs in that order; where none fits, the
-    fastest plan in another order."""
-    fitting = [planned[row.policy] for row in rows if row.fits]
-    as_asked = [p for p in fitting if p.plan.workload.layer_major == workload.layer_major]
-    return least_of(as_asked or fitting, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))
+def _best(workload: Workload, settings: Settings, rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
+    """The fastest plan that the loop can follow; where there is none, the fastest of all."""
+    fitting = {row.policy: planned[row.policy] for row in rows if row.fits}
+    followed = _in_order(workload, settings, fitting) or list(fitting.values())
+    return least_of(followed, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))
+
+
+def _in_order(workload: Workload, settings: Settings, planned: Mapping[str, Planned]) -> list[Planned]:
+    """Plans that the loop can follow: a loop of the user's own runs in the order of the workload, `session.step` in any
+    order."""
+    any_order = settings.loop == "step"
+    return [p for p in planned.values() if any_order or p.plan.workload.layer_major == workload.layer_major]
 
 
 def _pace(row: Row) -> float:

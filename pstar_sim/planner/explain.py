@@ -17,9 +17,10 @@ from pstar_sim.core.figures import OWN_SHARES
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place, to_text
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.binding import bound_by as binding
 from pstar_sim.planner.tried import tried_of, tried_text
+from pstar_sim.policy.kit.options import options_of, split_spec
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.sim.play import play
@@ -148,12 +149,13 @@ def tide_gain(plan: Plan) -> str:
 
 
 def order_gain(plan: Plan, timeline: Timeline) -> str | None:
-    """What the layer-major order would gain over the plan's, or why it is not known; None for a plan in which no other
-    order is possible: of one micro-batch, of several GPUs, with offloaded activations, or layer-major already."""
+    """What the layer-major order would gain over the plan's, or why it is not known. None for a plan in which no other
+    order is possible (of one micro-batch, of several GPUs, with offloaded activations, or layer-major already), and for
+    one whose policy tried both orders."""
     w = plan.workload
-    if w.micro_batches == 1 or w.layer_major or w.stashes or len(plan.machine.ranks) > 1:
+    if w.micro_batches == 1 or w.layer_major or w.stashes or len(plan.machine.ranks) > 1 or "order" in plan.choices:
         return None
-    spec = f"{policy_at(Point())}:order=relay"
+    spec = _layer_major(plan.policy)
     try:
         other = find_policy(spec)(w, plan.machine, plan.settings)
     except (CannotPlan, DoesNotFit) as reason:
@@ -166,8 +168,20 @@ def order_gain(plan: Plan, timeline: Timeline) -> str | None:
     return (
         f"layer by layer for all {w.micro_batches} micro-batches ({spec}): {format_s(seconds)} per iteration instead "
         f"of {format_s(timeline.iteration_s)}; {moves}. This is a prediction. A training loop of your own runs "
-        'micro-batches one after the other; session.step(micro_batches, order="relay") runs this order'
+        "micro-batches one after the other; session.step(micro_batches) runs this order too (--loop step)"
     )
+
+
+def _layer_major(policy: str) -> str:
+    """Spec of the policy in layer-major order; of the plainest policy that has this order where the policy has not."""
+    name, options = split_spec(policy)
+    try:
+        able = "order" in options_of(find_policy(name))
+    except PstarError:  # a policy of the user's own, under a name that is not registered
+        able = False
+    if not able:
+        name, options = policy_at(Point()), ""
+    return f"{name}:" + ",".join((*([options] if options else []), "order=relay"))
 
 
 def explain(
@@ -235,7 +249,8 @@ def _job(plan: Plan) -> list[str]:
     return [
         f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
         *([f"on each of {len(m.ranks)} GPUs, whose steps and figures these are"] if len(m.ranks) > 1 else []),
-        f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; {when}",
+        f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; {when}"
+        + (", run by session.step" if s.loop == "step" else ""),
     ]
 
 

@@ -29,7 +29,7 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import model_entry
 from pstar_sim.catalog.overrides import override, override_paths
-from pstar_sim.core.plan import Settings
+from pstar_sim.core.plan import LOOPS, Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ranks import shares_of_batch
 from pstar_sim.policy.registry import find_policy
@@ -73,6 +73,7 @@ class Axes(Table, frozen=True, kw_only=True):
     update: Annotated[str, choice(("step", "eager")), says("step or eager")] = "step"
     clip: Annotated[bool, says("true or false")] = True
     chunk: Annotated[str | None, says("chunk size, such as 128MiB")] = None
+    loop: Annotated[str, choice(LOOPS), says("own or step")] = "own"
     policy: Annotated[str, says("a policy, with its options if any")]
 
 
@@ -297,7 +298,12 @@ def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
     given = dict(group.values)
     machine = machine_of(str(given["machine"]), tuple((k, v) for k, v in group.values if k.startswith("set.")))
     chunk = parse_bytes(str(given["chunk"])) if "chunk" in given else None
-    settings = Settings(update=str(given.get("update", "step")), clip=bool(given.get("clip", True)), chunk_bytes=chunk)
+    settings = Settings(
+        update=str(given.get("update", "step")),
+        clip=bool(given.get("clip", True)),
+        chunk_bytes=chunk,
+        loop=str(given.get("loop", "own")),
+    )
     if "dtype" not in given and "model" in given:
         given["dtype"] = default_dtype(machine)
     if "batch" not in given:

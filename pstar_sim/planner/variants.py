@@ -49,7 +49,7 @@ from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
-from pstar_sim.policy.registry import Policy, built_in, can, find_policy, named, policy_at, reorders
+from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, named, policy_at, reorders
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, activations_text, repeat_micro_batch
 
@@ -242,7 +242,7 @@ class _Race:
     best_s: seconds of the fastest so far.
     fast: plans and timelines that are as fast as best_s. best: the one of them that moves and pins least.
     shortest: of the candidates that do not fit, the one that lacks least, and why it does not fit.
-    reorders: whether the policy's plans have another order than the workloads, whose bounds then do not hold.
+    reorders: whether the policy's plans may have another order than the workloads, whose bounds then do not hold.
     unable: reasons why the policy cannot plan candidates, one per candidate.
     tried: each candidate in words -> its outcome.
     planned: ids of the candidates that were planned.
@@ -259,8 +259,9 @@ class _Race:
         self.on_way = on_way
         self.workloads, self.machine, self.settings, self.policy = workloads, machine, settings, policy
         self.function: Policy = find_policy(policy)
-        self.reorders = reorders(self.function)
-        self.searching = can(policy).tries_others and len(workloads) > SEARCHED
+        able = can(policy)
+        self.reorders = reorders(self.function) or (able.tries_others and settings.loop == "step")
+        self.searching = able.tries_others and len(workloads) > SEARCHED
         # One model's tensors: the chunk size that suits one candidate suits all.
         usual = build_layout(workloads[0], chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks)).chunk_bytes
         self.usual = replace(settings, chunk_bytes=usual)
@@ -317,6 +318,8 @@ class _Race:
             for policy in others:
                 if id(w) in self.planned or not self._could_win(self.least_s[id(w)]):
                     break
+                if not can_follow(self.settings, w, policy):
+                    continue
                 if not self._could_win(self._bound_s(w, stream=can(policy).streams_states)):
                     continue
                 try:

@@ -3,6 +3,11 @@
 The plan that the search found (family/searched.py) and the plans of the other policies are followed, and the fastest is
 taken. It has the name `optimal`; `choices` name the policy that made it.
 
+[Note: which order] Micro-batches run one after the other in a loop of the user's own, so a plan for such a loop has the
+order of the workload. Where `session.step` runs the iterations (`Settings.loop`), plans of several micro-batches are
+also searched in layer-major order, the policies whose plans are layer-major are rivals too, and the faster order is
+taken.
+
 [Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are in short iterations in which
 compute, both ways of the link and CPU Adam are all busy for nearly all of the time. As far as is known, the plan causes
 these gaps and not the bound: a longer search still finds faster plans there, and the closed form with a plan's own
@@ -12,18 +17,21 @@ to 5 %). For Qwen2.5-7B, at 0.6 s per iteration, the CPU Adam of one tensor alon
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.searched import SearchResult, own_plans
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.options import specified
+from pstar_sim.policy.kit.order import in_order
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options
 from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.kit.ties import burden, least_of
@@ -50,21 +58,23 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
     Raises DoesNotFit, with what its own modes would need, where no policy fits.
     """
     point = Point(**({"streams": True} | changes))
+    orders = [point.order] if "order" in changes else _orders(workload, machine, settings)
     reason: DoesNotFit | None = None
     found: list[SearchResult] = []
-    try:
-        found = list(own_plans(workload, machine, settings, point, "optimal"))
-    except DoesNotFit as short:
-        reason = short
+    for order in orders:
+        try:
+            found += own_plans(workload, machine, settings, replace(point, order=order), "optimal")
+        except DoesNotFit as short:
+            reason = reason or short
     if not changes:
-        found += _others(workload, machine, settings, found)
+        found += _others(workload, machine, settings, found, orders)
         if not found and machine.nvme is not None:
             found += _from_disks(workload, machine, settings)
     if not found:
         assert reason is not None
         raise reason
     own = min((f.seconds for f in found if f.of == "optimal"), default=None)
-    best = least_of(found, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
+    best = least_of(found, seconds=lambda f: f.seconds, burden=lambda f: (f.plan.workload.layer_major, *burden(f.plan)))
     choices = dict(best.plan.choices)
     if best.of != "optimal":
         choices["schedule"] = f"that of {best.of}: " + (
@@ -78,22 +88,46 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
         rivals = {f.of: format_s(f.seconds) for f in found if f.of != "optimal"}
         if rivals:
             choices["others"] = rivals
+    if len(orders) > 1:
+        choices["order"] = _order_words(found, best)
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
     return replace(best.plan, policy="optimal", choices=choices, predictions=predictions)
 
 
+def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[str]:
+    """The orders to search, by [Note: which order]: the workload's, and where it can be had the layer-major one."""
+    orders = [Point().order]
+    if settings.loop == "step" and workload.micro_batches > 1 and len(machine.ranks) == 1 and not workload.layer_major:
+        with contextlib.suppress(CannotPlan):
+            in_order("optimal", workload, "relay")
+            orders.append("relay")
+    return orders
+
+
+def _order_words(found: Sequence[SearchResult], best: SearchResult) -> str:
+    """The order that was taken and its seconds beside the other's."""
+    words = {False: "micro-batch by micro-batch", True: "layer by layer for all micro-batches"}
+    mine = best.plan.workload.layer_major
+    seconds = min((f.seconds for f in found if f.plan.workload.layer_major is not mine), default=None)
+    other = "does not fit" if seconds is None else format_s(seconds)
+    return f"{words[mine]}: {format_s(best.seconds)}; {words[not mine]}: {other}"
+
+
 def _others(
-    workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult]
+    workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult], orders: Sequence[str]
 ) -> Iterator[SearchResult]:
-    """The plans of the other shipped policies that fit. Policies whose plans have another order of the iteration are
-    left out. So are policies that bring no states to the GPU, if the closed form says that pins alone come nowhere near
-    (on several GPUs this leaves out only policies of optimal's own space)."""
-    beaten = any(f.seconds < f.pins_alone_s * FAR_AHEAD for f in own)
+    """The plans of the other shipped policies that fit. Policies whose plans are layer-major are left out if that is
+    not one of the orders. So are policies that bring no states to the GPU, if the closed form of their order says that
+    pins alone come nowhere near (on several GPUs this leaves out only policies of optimal's own space)."""
+    best_s = min((f.seconds for f in own), default=math.inf)
+    beaten = {f.plan.workload.layer_major for f in own if best_s < f.pins_alone_s * FAR_AHEAD}
     for name, policy in _rivals().items():
         able = capabilities_of(policy)
-        if able.reorders and not workload.layer_major:
+        if able.reorders and not (workload.layer_major or len(orders) > 1):
             continue
-        if beaten and ((len(machine.ranks) == 1 and not able.streams_states) or able.point is not None):
+        if (workload.layer_major or able.reorders) in beaten and (
+            (len(machine.ranks) == 1 and not able.streams_states) or able.point is not None
+        ):
             continue
         try:
             plan = plan_once(policy, workload, machine, settings)

@@ -30,8 +30,8 @@ from pstar_sim.policy.systems.zero_offload import zero_offload
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "ENTRY_POINTS", "Policy", "built_in", "can", "find_policy", "is_built_in", "named", "policies", "policy_at",
-    "policy_name", "reorders",
+    "ENTRY_POINTS", "Policy", "built_in", "can", "can_follow", "find_policy", "is_built_in", "named", "policies",
+    "policy_at", "policy_name", "reorders",
 ]  # fmt: skip
 
 Policy = Callable[[Workload, Machine, Settings], Plan]
@@ -92,6 +92,12 @@ def reorders(policy: str | Policy) -> bool:
     if isinstance(found, Specified):
         return reorders(found.policy) or found.values.get("order", Point().order) != Point().order
     return can(found).reorders
+
+
+def can_follow(settings: Settings, workload: Workload, policy: str | Policy) -> bool:
+    """Whether the loop of the settings can follow the policy's plans for the workload: a loop of the user's own runs
+    micro-batches in the order of the workload, `session.step` in any order. Raises as `find_policy`."""
+    return settings.loop == "step" or workload.micro_batches == 1 or workload.layer_major or not reorders(policy)
 
 
 def named(wanted: Callable[[Capabilities], bool]) -> tuple[str, ...]:

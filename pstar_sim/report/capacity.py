@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.planner.ranks import UNMODELLED, unmodelled_notes
 from pstar_sim.policy.kit.ties import AS_FAST
-from pstar_sim.policy.registry import reorders
+from pstar_sim.policy.registry import can_follow
 from pstar_sim.report.tables import batch_words, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
@@ -95,8 +95,7 @@ def _verdict(answer: Fits) -> list[str]:
 
 def _yes(answer: Fits) -> list[str]:
     fitting = [row for row in answer.rows if row.fits]
-    several = answer.workload.micro_batches > 1  # a loop runs one after the other
-    followed = [row for row in fitting if not (several and reorders(row.policy))] or fitting
+    followed = [row for row in fitting if can_follow(answer.settings, answer.workload, row.policy)] or fitting
     limit_s = min(row.iteration_s or 0.0 for row in followed) * (1 + AS_FAST)
     fast = [row for row in followed if (row.iteration_s or 0.0) <= limit_s]
     best, total = fast[0], len(answer.rows)  # simpler policies are listed first

@@ -57,6 +57,7 @@ def heading(answer: TableAnswer) -> str:
         f"update {s.update}",
         "clipping" if s.clip else "no clipping",
         f"barrier: {barrier}" if barrier else "no barrier",
+        *(["run by session.step"] if s.loop == "step" else []),
         *([w.notes] if w.notes else []),
     ]
     each = f"{len(m.ranks)} GPUs, each with " if len(m.ranks) > 1 else ""

@@ -10,15 +10,16 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import model_entry
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Queue
-from pstar_sim.errors import CannotPlan, PlanError
+from pstar_sim.errors import CannotPlan, NothingFits, PlanError
 from pstar_sim.planner.ablate import ladder, left_out
 from pstar_sim.planner.explain import explain
-from pstar_sim.policy import find_policy
+from pstar_sim.policy import find_policy, registry
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.registry import named
+from pstar_sim.policy.registry import can_follow, named, policies
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
@@ -144,12 +145,51 @@ def test_the_best_of_a_comparison_can_be_followed_by_a_loop() -> None:
     assert named(lambda able: able.reorders) == ("l2l",)
 
 
+def test_the_order_of_optimal_is_the_loops() -> None:
+    """A loop of the user's own follows depth-first plans only; session.step takes the faster order, and says so."""
+    w, machine = chain(8, 4, forward_s=0.125), round_machine(gpu_memory_bytes=12 * MIB)
+    own, step = (replace(EAGER, loop=loop) for loop in ("own", "step"))
+    first, either = (find_policy("optimal")(w, machine, settings) for settings in (own, step))
+    assert not first.workload.layer_major and "order" not in first.choices
+    assert either.workload.layer_major and play(either).iteration_s < play(first).iteration_s
+    said = str(either.choices["order"])
+    assert said.startswith("layer by layer") and "; micro-batch by micro-batch: " in said
+    either.check(w)
+    named = ps.compare(w, machine, policies=["tide", "l2l"], settings=step)
+    assert named.best().policy == "l2l"
+    chosen = ps.compare(w, machine, loop="step", update="eager", clip=False, only_best=True, near=False).best()
+    assert chosen.plan.workload.layer_major
+    room = round_machine(gpu_memory_bytes=2**40, hbm_bytes_per_s=1e12)  # all stays there: the order gains nothing
+    assert not find_policy("optimal")(w, room, step).workload.layer_major
+
+
+def test_no_layer_major_plan_is_made_for_a_loop_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is asked for by name. No other policy than l2l can plan here."""
+    assert can_follow(EAGER, chain(8, 1), "l2l") and not can_follow(EAGER, chain(8, 4), "tide:order=relay")
+    assert can_follow(EAGER, relay(chain(8, 4)), "l2l")
+    w, machine = chain(8, 4, forward_s=0.125), round_machine(gpu_memory_bytes=12 * MIB)
+    others = [name for name in policies() if name not in ("l2l", "whale")]
+    for name in others:
+        monkeypatch.setitem(registry._BUILT_IN, name, refusing)
+    c = ps.compare(w, machine, settings=EAGER)
+    assert c["l2l"].row.fits
+    with pytest.raises(NothingFits, match="l2l runs layer by layer, which needs loop='step'"):
+        c.best()
+    assert ps.compare(w, machine, settings=replace(EAGER, loop="step")).best().policy == "l2l"
+    assert [row.policy for row in ps.compare(w, machine, settings=EAGER, only_best=True).rows] == others
+
+
+def refusing(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+    raise CannotPlan("not now")
+
+
 def test_explain_says_what_the_order_would_gain() -> None:
     machine = round_machine(gpu_memory_bytes=12 * MIB)
     c = ps.compare(chain(8, 4, forward_s=0.125), machine, policies=["tide", "l2l"], settings=EAGER)
     said = " ".join(c["tide"].explain().split())
     assert "what the order gains layer by layer for all 4 micro-batches (tide:order=relay):" in said
     assert "instead of" in said
+    assert "runs this order too (--loop step)" in said
     ours = " ".join(c["l2l"].explain().split())
     assert "4 micro-batches, layer by layer" in ours and "what the order gains" not in ours
     plan = planned(chain(8), "l2l:stash=host")

@@ -141,6 +141,7 @@ def test_a_model_has_one_name_however_it_is_written() -> None:
         (lambda w: ps.machine("v100-32", overrides={"link.bandwidth": "12"}), "'12' has no unit; write 12GB/s"),
         (lambda w: ps.machine("v100-32", overrides={"gpu.flops.fp16": "150"}), "'150' has no unit; write 150T"),
         (lambda w: ps.Settings(clip="yes"), "clip = 'yes': it must be True or False"),  # type: ignore[arg-type]
+        (lambda w: ps.Settings(loop="mine"), "loop = 'mine': it must be one of own, step"),
     ],
 )
 def test_what_does_not_work_is_one_clear_error(call: Callable[[Any], object], said: str) -> None:

@@ -14,12 +14,12 @@ T = TypeVar("T")
 AS_FAST = 1e-4  # relative difference of two iterations that is not worth a byte
 
 
-def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Callable[[T], tuple[int, int]]) -> T:
+def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Callable[[T], tuple[int, ...]]) -> T:
     """Of the plans that are at most AS_FAST slower than the fastest, the one with the least burden; of equal ones the
     first.
 
-    burden: (bytes moved per iteration, bytes held); called only if there is a choice. Raises ValueError if `found` is
-        empty.
+    burden: (bytes moved per iteration, bytes held), behind what counts more than bytes; called only if there is a
+        choice. Raises ValueError if `found` is empty.
     """
     everyone = list(found)
     limit_s = min(map(seconds, everyone)) * (1 + AS_FAST)

@@ -58,7 +58,7 @@ def test_the_sums_are_those_of_accumulation(
     assert session.plan.workload.layer_major
     for _ in range(2):
         rows = [next(run.batches) for _ in range(3)]
-        result = session.step(rows, order="relay")
+        result = session.step(rows)  # in the order of the plan
         plain(run, kit, rows)
     assert result.blocks == (6 if name == "mlp" else 3)
     assert_equal_bits(run)
