@@ -159,7 +159,7 @@ def test_an_interruption_in_a_forward_leaves_no_thread(dropping: Any, kit: Any) 
 def test_another_order_than_the_plans_is_refused(start: Callable[..., Any], dropping: Any, kit: Any) -> None:
     rows = [next(dropping.batches) for _ in range(2)]
     with pytest.raises(ContractError, match="order='depth-first', and the plan of tide:order=relay is for order='rel"):
-        dropping.session.step(rows)
+        dropping.session.step(rows, order="depth-first")
     with pytest.raises(ContractError, match="the plan of tide:order=relay is layer-major: its iterations run in sess"):
         kit.loss_of(dropping.model, rows[0])
     with torch.no_grad():
