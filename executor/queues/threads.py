@@ -52,7 +52,7 @@ class ThreadQueues(QueuesBase):
     """One daemon thread per queue.
 
     watchdog_s: seconds without the end of any step, while the user's thread waits, after which the log names the step
-        that waits; if no step is being executed either, no step can ever end, and PlanError is raised.
+        that waits; if no step is being executed or may start either, no step can ever end, and PlanError is raised.
     join_s: how long `stop` waits for a step that is being executed.
     """
 
@@ -303,7 +303,7 @@ class ThreadQueues(QueuesBase):
                         continue
                     since_s = self._clock()
                     message = f"waiting for {what()}: no step has ended for {self._watchdog_s:g} s; {self._standing()}"
-                    if idle_is_stuck and not self._busy:
+                    if idle_is_stuck and not self._moves():
                         raise PlanError(f"the queues are stuck: {message}")
                     log.warning("%s", message)
             finally:
@@ -322,7 +322,7 @@ class ThreadQueues(QueuesBase):
             return True
         return not self._paused and any(
             queue not in self._short
-            and iteration <= self._allowed
+            and iteration <= self._limit(queue)
             and self._progress.ready(self._progress.order[queue][at], iteration)
             for queue, (iteration, at) in self._at.items()
         )

@@ -235,6 +235,27 @@ class TestPrepareRefuses:
         self.refused(model, small, PlanError, "in no group", params_or_groups=list(model.layers[0].parameters()))
 
 
+class Heard(logging.Handler):
+    """Within it: whether the log of the executor has said the words."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self._words = words
+        self.said = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._words in record.getMessage():
+            self.said.set()
+
+    def __enter__(self) -> threading.Event:
+        logging.getLogger("executor").addHandler(self)
+        return self.said
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("executor").removeHandler(self)
+        self.said.set()
+
+
 class TestTrouble:
     def test_a_dying_queue_raises_in_the_training_thread(self, kit: Any, start: Callable[..., Any]) -> None:
         run = start("mlp", "tide", clip=0.5)
@@ -252,39 +273,72 @@ class TestTrouble:
         assert not [t for t in run.session.queues._crew.threads if t.is_alive()]
 
     def test_ctrl_c_while_waiting(self, kit: Any, start: Callable[..., Any]) -> None:
-        """A slow link: the training thread waits for a fetch when Ctrl-C comes."""
-        run = start("mlp", "tide", clip=0.5, bandwidth=20_000.0)
+        """A link that carries nothing more: the training thread waits for a fetch when Ctrl-C comes."""
+        backend, held = VirtualBackend(), threading.Event()
+        run = start("mlp", "tide", clip=0.5, backend=backend)
+        carry = backend.link.carry
+
+        def carry_later(*copied: Any) -> None:
+            held.wait()
+            carry(*copied)
+
+        def interrupt(queues: Any) -> None:
+            while Queue.COMPUTE not in queues._waiting:
+                time.sleep(0.01)
+            _thread.interrupt_main()
+
+        kit.train_alone(run.model, run.optimizer, run.batches, 1)
+        backend.link.carry = carry_later  # type: ignore[method-assign]
         # A shell that starts the tests in the background has them ignore SIGINT, which is not what is tested.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        timer = threading.Timer(0.3, _thread.interrupt_main)
-        timer.start()
-        begun = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            for _ in range(50):
+        striking = threading.Thread(target=interrupt, args=(run.session.queues,), daemon=True)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                striking.start()
                 kit.train_alone(run.model, run.optimizer, run.batches, 1)
-        signal.signal(signal.SIGINT, before)
+        finally:
+            signal.signal(signal.SIGINT, before)
+            held.set()
+        assert run.session.iteration == 1
         run.session.close(restore=False)
-        assert time.monotonic() - begun < 60  # fifty iterations over that link take minutes
         assert not [t for t in run.session.queues._crew.threads if t.is_alive()]
 
     def test_the_watchdog_names_what_waits(self, kit: Any, small: Plan, caplog: pytest.LogCaptureFixture) -> None:
+        """Copies stand still until it does."""
         model, draw = kit.build("mlp")
         backend = VirtualBackend()
-        slow = threading.Event()
         plain_copy = backend.copy
+        with caplog.at_level(logging.WARNING, logger="executor"), Heard("h2d executes step") as said:
 
-        def copy(target: Any, source: Any, direction: Queue) -> None:
-            slow.wait(0.6)
-            plain_copy(target, source, direction)
+            def copy(target: Any, source: Any, direction: Queue) -> None:
+                said.wait()
+                plain_copy(target, source, direction)
 
-        backend.copy = copy  # type: ignore[method-assign]
-        model, optimizer = executor.prepare(model, small, executor.AdamW(), backend=backend, watchdog_s=0.1)
-        with caplog.at_level(logging.WARNING, logger="executor"):
+            backend.copy = copy  # type: ignore[method-assign]
+            model, optimizer = executor.prepare(model, small, executor.AdamW(), backend=backend, watchdog_s=0.1)
             kit.loss_of(model, draw(torch.Generator()))
-        slow.set()
         optimizer.session.close(restore=False)
         assert "no step has ended for 0.1 s" in caplog.text
         assert "h2d executes step" in caplog.text
+
+    def test_a_thread_that_gets_no_processor_is_waited_for(
+        self, kit: Any, small: Plan, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Its step may start, and none is being executed: that is no standstill."""
+        model, draw = kit.build("mlp")
+        queues = executor.ThreadQueues(watchdog_s=0.1)
+        plain_run = queues._run
+        with caplog.at_level(logging.WARNING, logger="executor"), Heard("no step has ended for 0.1 s; h2d ") as said:
+
+            def run_later(queue: Queue) -> None:
+                said.wait()
+                plain_run(queue)
+
+            queues._run = run_later  # type: ignore[method-assign]
+            model, optimizer = executor.prepare(model, small, executor.AdamW(), queues=queues)
+            kit.loss_of(model, draw(torch.Generator()))
+        optimizer.session.close(restore=False)
+        assert "no step has ended for 0.1 s; h2d " in caplog.text
 
     def test_queues_that_can_never_go_on(self, kit: Any, small: Plan) -> None:
         """A plan whose fetch waits for a step that comes after it is stuck: said so, not hung."""
