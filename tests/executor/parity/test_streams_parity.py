@@ -19,6 +19,7 @@ from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import OutOfMemory, PstarError
 
 RELATIVE = 1e-6
+LIMIT_S = 60.0  # of what is held until something else has happened, should that never happen
 
 
 def jittery(seed: int, most_s: float = 4e-4) -> VirtualStreams:
@@ -90,16 +91,17 @@ def test_states_that_visit(
     same(kit, run, micro_batches=micro_batches)
 
 
-class TestAdamDelayedByASecond:
-    """The edge from CPU Adam to the next fetch is a wait of the issuing thread, not one for an event."""
+class TestAdamThatComesLast:
+    """The edge from CPU Adam to the next fetch is a wait of the issuing thread, not one for an event. The first update
+    is held until all else stands still, and what was issued by then has happened."""
 
     def test_the_next_fetch_waits_for_it(
         self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run = start("mlp", "tide", clip=0.5, backend=VirtualStreams())
-        delayed = self._delay_one(run, monkeypatch)
+        held = self._hold_one(run, monkeypatch)
         same(kit, run)
-        assert delayed == [1.0]
+        assert held == [True]
         queues = run.session.queues
         assert queues.host_waits > 0
         assert queues.host_wait_s > 0  # the training thread stood still for it, and says so
@@ -109,7 +111,7 @@ class TestAdamDelayedByASecond:
     ) -> None:
         """The harness's teeth: host steps are announced when they are issued, as if an event stood for them."""
         run = start("mlp", "tide", clip=0.5, backend=VirtualStreams())
-        self._delay_one(run, monkeypatch)
+        held = self._hold_one(run, monkeypatch)
         plain = StreamQueues._arrive
 
         def too_early(queues: Any, queue: Queue, i: int, iteration: int) -> None:
@@ -120,19 +122,43 @@ class TestAdamDelayedByASecond:
 
         monkeypatch.setattr(StreamQueues, "_arrive", too_early)
         spoiled(kit, run)
+        assert held == [True]
 
     @staticmethod
-    def _delay_one(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-        plain, delayed = run.session.contents.adam, []
+    def _hold_one(run: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+        """Whether all else stood still, once the first update has begun."""
+        session, plain, held = run.session, run.session.contents.adam, []
 
-        def slow(chunk: int, place: Place, *rest: Any) -> None:
-            if not delayed and place is Place.HOST:
-                delayed.append(1.0)
-                time.sleep(1.0)
+        def last(chunk: int, place: Place, *rest: Any) -> None:
+            if not held and place is Place.HOST:
+                held.append(stands_still(session.queues, but=Queue.ADAM))
+                session.backend.synchronize(session.backend.record(Queue.H2D))
             plain(chunk, place, *rest)
 
-        monkeypatch.setattr(run.session.contents, "adam", slow)
-        return delayed
+        monkeypatch.setattr(session.contents, "adam", last)
+        return held
+
+
+def held(free: threading.Event) -> bool:
+    """Return when the event is set: True, or False after LIMIT_S."""
+    return free.wait(LIMIT_S)
+
+
+def stands_still(queues: StreamQueues, *, but: Queue) -> bool:
+    """Return True when the training thread waits and no queue `but` one can start a step; False after LIMIT_S."""
+    until_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < until_s:
+        with queues._lock:
+            progress = queues._progress
+            ready = [
+                queue
+                for queue, (iteration, at) in queues._at.items()
+                if iteration <= queues._limit(queue) and progress.ready(progress.order[queue][at], iteration)
+            ]
+            if Queue.COMPUTE in queues._waiting and not {*ready, *queues._busy} - {but}:
+                return True
+        time.sleep(0.002)
+    return False
 
 
 def spoiled(kit: Any, run: Any) -> None:
@@ -149,17 +175,24 @@ def spoiled(kit: Any, run: Any) -> None:
 
 
 class TestWrongEdgesAreFoundOut:
-    """Every hazard is real on these streams: take one guard away and the numbers are wrong, or the engine says so."""
+    """Every hazard is real on these streams: take one guard away and the numbers are wrong, or the engine says so. The
+    stream is held until the guard would have been asked, however fast the threads are."""
 
     @staticmethod
-    def slow(queues: frozenset[Queue]) -> VirtualStreams:
-        return VirtualStreams(delays=lambda queue: 3e-3 if queue in queues else 0.0)
+    def gated(stream: Queue) -> tuple[VirtualStreams, threading.Event]:
+        """Streams of which one stands still while the event is not set."""
+        free = threading.Event()
+        free.set()
+        return VirtualStreams(delays=lambda queue: 0.0 * (queue is stream and held(free))), free
 
     def test_compute_that_does_not_wait_for_the_copy(
         self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        backend = self.slow(frozenset({Queue.H2D}))
+        """No copy to the GPU happens before the first forward has ended."""
+        backend, free = self.gated(Queue.H2D)
+        free.clear()
         run = start("mlp", "tide", clip=0.5, backend=backend)
+        run.model.register_forward_hook(lambda *_: free.set())
 
         class Deaf:
             def __getattr__(self, name: str) -> Any:
@@ -175,52 +208,81 @@ class TestWrongEdgesAreFoundOut:
     def test_cpu_adam_that_does_not_wait_for_the_gradient(
         self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        backend = self.slow(frozenset({Queue.D2H}))
+        """The gradient that comes last reaches the host when the CPU has updated all chunks of the iteration."""
+        backend, free = self.gated(Queue.D2H)
         run = start("mlp", "tide", clip=0.5, backend=backend)
-        plain = backend.synchronize
+        wait, adam = backend.synchronize, run.session.contents.adam
+        updates = [step.id for step in run.plan.steps if step.kind is Kind.CPU_ADAM]
 
         def impatient(event: Any) -> None:
             if threading.current_thread().name != "executor-adam":
-                plain(event)
+                wait(event)
+
+        def counted(chunk: int, place: Place, *rest: Any) -> None:
+            adam(chunk, place, *rest)
+            if place is Place.HOST and updates:
+                updates.pop()
+            if not updates:
+                free.set()
 
         monkeypatch.setattr(backend, "synchronize", impatient)
+        monkeypatch.setattr(run.session.contents, "adam", counted)
+        handle = run.model.layers[0].weight.register_hook(lambda _: free.clear() if updates else None)
         spoiled(kit, run)
+        handle.remove()
+        assert not updates
 
     def test_memory_used_again_while_a_copy_reads_it(
         self, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Without the gate: what is given back is its next owner's at once. (It is overwritten, not freed: freed memory
         that a copy is reading would end the process.)"""
-        backend = self.slow(frozenset({Queue.D2H}))
+        backend, free = self.gated(Queue.D2H)
         run = start("mlp", "tide", clip=0.5, backend=backend)
-        plain = backend.gate.give
+        copy, plain, owners = backend.copy, backend.gate.give, []
+
+        def copy_later(target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
+            if direction is Queue.D2H and not owners:
+                free.clear()
+            copy(target, source, direction)
 
         def give(payload: torch.Tensor, queue: Queue) -> None:
             if payload.untyped_storage().nbytes():
                 payload.fill_(float("nan"))
+                if queue is Queue.D2H:
+                    owners.append(queue)
+                    free.set()
             plain(payload, queue)
 
+        monkeypatch.setattr(backend, "copy", copy_later)
         monkeypatch.setattr(backend.gate, "give", give)
         spoiled(kit, run)
+        assert owners
 
-    def test_with_every_guard_the_same_delays_do_no_harm(self, kit: Any, start: Callable[..., Any]) -> None:
-        run = start("mlp", "tide", clip=0.5, backend=self.slow(frozenset({Queue.H2D, Queue.D2H})))
+    def test_with_every_guard_delays_do_no_harm(self, kit: Any, start: Callable[..., Any]) -> None:
+        run = start("mlp", "tide", clip=0.5, backend=VirtualStreams(delays=lambda queue: 3e-3))
         same(kit, run)
 
 
 class TestTheGateInARun:
     def test_memory_in_use_and_pending_stays_within_the_budget(self, kit: Any, start: Callable[..., Any]) -> None:
-        backend = jittery(3, most_s=2e-3)
+        """Nothing is copied to the host before a take waits for it."""
+        rng, asked = random.Random(3), threading.Event()
+        backend = VirtualStreams(delays=lambda queue: 2e-3 * rng.random() * (queue is not Queue.D2H or held(asked)))
         run = start("gpt2", "tide", clip=0.5, backend=backend)
         gate, most = backend.gate, [0]
-        grow = gate._grow
+        grow, wait = gate._grow, gate._wait
 
         def watched(payload: Any) -> None:
             grow(payload)
             size = payload.untyped_storage().nbytes()
             most.append(gate.held_bytes + gate.pending_bytes + size - gate._room_bytes)
 
-        gate._grow = watched
+        def waited(*who: Any) -> None:
+            asked.set()
+            wait(*who)
+
+        gate._grow, gate._wait = watched, waited
         same(kit, run, steps=4)
         assert len(most) > 10
         assert max(most) <= 0
@@ -243,11 +305,31 @@ class TestTheGateInARun:
 
 
 class TestTheGateAlone:
-    """Two payloads of 400 bytes on a device of 500; a copy is under way for 20 ms when its payload is given back."""
+    """Two payloads of 400 bytes on a device of 500; a copy is under way when its payload is given back, and is done
+    when somebody waits for it."""
+
+    @pytest.fixture
+    def backend(self, monkeypatch: pytest.MonkeyPatch) -> VirtualStreams:
+        awaited = threading.Event()
+        made = VirtualStreams(gpu_bytes=500, delays=lambda queue: 0.0 * (queue is Queue.D2H and held(awaited)))
+
+        def asked(word: str) -> Callable[..., None]:
+            plain = getattr(made, word)
+
+            def ask(*given: Any) -> None:
+                awaited.set()
+                plain(*given)
+
+            return ask
+
+        for word in ("wait_event", "synchronize"):
+            monkeypatch.setattr(made, word, asked(word))
+        return made
 
     @pytest.mark.parametrize("queue", [Queue.COMPUTE, Queue.H2D])
-    def test_what_is_pending_is_waited_for_before_memory_has_run_out(self, queue: Queue) -> None:
-        backend = VirtualStreams(gpu_bytes=500, delays=lambda queue: 2e-2 if queue is Queue.D2H else 0.0)
+    def test_what_is_pending_is_waited_for_before_memory_has_run_out(
+        self, backend: VirtualStreams, queue: Queue
+    ) -> None:
         one, other = (backend.gpu_payload(100, torch.float32) for _ in range(2))
         backend.gate.take(one, Queue.COMPUTE)
         backend.gate.give(one, Queue.D2H)
@@ -261,9 +343,8 @@ class TestTheGateAlone:
         backend.gate.flush()
         backend.close()
 
-    def test_taken_again_before_it_was_free(self) -> None:
+    def test_taken_again_before_it_was_free(self, backend: VirtualStreams) -> None:
         """Its memory is still its own: nothing is allocated, and what follows waits for what was under way."""
-        backend = VirtualStreams(delays=lambda queue: 2e-2 if queue is Queue.D2H else 0.0)
         payload = backend.gpu_payload(100, torch.float32)
         backend.gate.take(payload, Queue.COMPUTE)
         payload.fill_(3.0)
