@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 
@@ -67,21 +66,18 @@ def test_only_ranks_that_differ_need_simpy() -> None:
     assert "needs the package simpy, which cannot be imported; pip install simpy" in done.stdout
 
 
-def test_help_is_quick() -> None:
-    """`pstar --help` answers in under 0.5 s of CPU time (best of three, so that a busy machine does not fail it)."""
-    times = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-m", "pstar_sim", "--help"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, "COLUMNS": "100"},
-            check=False,
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode == 0, done.stderr
-        assert "compare" in done.stdout
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times) < 0.5, times
+def test_help_imports_next_to_nothing() -> None:
+    """`pstar --help` answers at once: about 180 modules, most of them Python's own. numpy alone has more."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "pstar_sim", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "100"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "compare" in done.stdout
+    names = [line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
+    assert not {name.split(".")[0] for name in names} & set(HEAVY)
+    assert 50 < len(names) < 300

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import executor
+from executor.devices.backend import VirtualLink
 from executor.recording.record import record
+from pstar_sim.core.step import Queue
 from pstar_sim.errors import DoesNotFit, PlanError
 from pstar_sim.workload.workload import Phase
 
@@ -74,16 +76,28 @@ def test_buffers_and_random_numbers_are_left_alone(kit: Any) -> None:
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
-def test_stalls_are_left_out(kit: Any) -> None:
-    """The warm-up of a model that does not fit takes longer than its moments say: fetching is not their work."""
+def test_stalls_are_left_out(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up of a model that does not fit takes longer than its moments say: fetching is not their work. On a
+    clock of its own a fetch takes a second and a look at the clock a microsecond."""
     module, draw = kit.build("mlp")
     batch = draw(torch.Generator())
-    roomy, tight = (
-        record(module, [batch], kit.small_machine(size), name="mlp", loss=kit.loss_of, timed=5)
-        for size in (10**8, 60_000)
-    )
-    total = [sum(m.duration_s or 0 for m in w.moments) for w in (roomy, tight)]
-    assert total[1] < 3 * total[0]
+    now_s, carry = [0.0], VirtualLink.carry
+
+    def carry_for_a_second(link: VirtualLink, target: Any, source: Any, direction: Queue, width: int) -> None:
+        carry(link, target, source, direction, width)
+        now_s[0] += float(direction is Queue.H2D)
+
+    def clock() -> float:
+        now_s[0] += 1e-6
+        return now_s[0]
+
+    monkeypatch.setattr(VirtualLink, "carry", carry_for_a_second)
+    fetches = []
+    for gpu_bytes in (10**8, 60_000):
+        w = record(module, [batch], kit.small_machine(gpu_bytes), name="mlp", loss=kit.loss_of, timed=1, clock=clock)
+        fetches.append(int(now_s[0]) - sum(fetches))
+        assert 0 < sum(m.duration_s or 0 for m in w.moments) < 0.1
+    assert 0 < fetches[0] < fetches[1]
 
 
 def test_without_timing(kit: Any) -> None:
