@@ -255,7 +255,7 @@ class TestAnswers:
         with process.processes([made]):
             made.start_building()
             with pytest.raises(process.Failed, match="no-such-model"):
-                made.answer(120)
+                made.answer(250)
 
     def test_a_process_that_dies_is_told_by_its_last_words(self, load: Callable[[str], Any], tmp_path: Path) -> None:
         process, task = load("contenders.process"), load("contenders.task")

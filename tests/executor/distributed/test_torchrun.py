@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,9 @@ from pstar_sim.core.plan import load_plan
 from pstar_sim.core.run_file import load_run
 from pstar_sim.workload.trace import load_trace
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LIMIT_S = 400.0  # imports of torch and transformers, twice, beside whatever else runs
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "several-gpus.md"
 (LINE,) = re.findall(
@@ -35,15 +38,48 @@ CONFIG = {
 MACHINE = '[machines.two]\ngpu = "virtual"\ngpus = 2\nlink = "virtual"\nhost = "virtual"\n'
 
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def torchrun(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """On a port that is free: torchrun's own is the same for all on the machine."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *shlex.split(LINE), *more],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, **ENVIRONMENT, "PET_STANDALONE": "1"},
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
     )
+
+
+def as_torchrun_starts_them(folder: Path, *more: str) -> list[tuple[int, str]]:
+    """(status, stderr) of each of the two processes of the line, without torchrun: as one ends with an error, it ends
+    the other, whatever that has still to say."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = shlex.split(LINE)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", *words[words.index("-m") :], *more],
+            env={
+                **os.environ, **ENVIRONMENT, "TORCHELASTIC_RUN_ID": "none", "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            },
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=LIMIT_S)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, text) for process, text in zip(started, said)]
 
 
 def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,10 +139,10 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     # A file that the second rank alone could not write: each says so, before anything is built.
     (tmp_path / "run.1.json").unlink()
     (tmp_path / "run.1.json").mkdir()
-    refused = torchrun(tmp_path, "--timeline", "run.{rank}.json")
-    assert refused.returncode == 1  # torchrun's own, of processes that ended with 2
-    said_lines = [line for line in refused.stderr.splitlines() if line.startswith("pstar: ")]
-    assert sorted(said_lines) == [
-        "pstar: argument --timeline: run.1.json is a folder; name a file",
-        "pstar: rank 1: argument --timeline: run.1.json is a folder; name a file",
+    refused = as_torchrun_starts_them(tmp_path, "--timeline", "run.{rank}.json")
+    assert [
+        (status, [line for line in text.splitlines() if line.startswith("pstar: ")]) for status, text in refused
+    ] == [
+        (2, ["pstar: rank 1: argument --timeline: run.1.json is a folder; name a file"]),
+        (2, ["pstar: argument --timeline: run.1.json is a folder; name a file"]),
     ]

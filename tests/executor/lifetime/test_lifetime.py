@@ -40,7 +40,7 @@ class Dying(executor.VirtualBackend):
 
     def copy(self, *args: Any) -> None:
         if self.dies is not None and threading.current_thread() is not threading.main_thread():
-            self.dies.wait(30)
+            self.dies.wait(200)
             raise OSError("the link fell off")
         super().copy(*args)
 

@@ -26,7 +26,7 @@ from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import ModelError, PlanError
 from pstar_sim.policy.registry import find_policy
 
-WAIT_S = 20.0
+WAIT_S = 100.0
 
 
 def as_queue(backend: VirtualStreams, queue: Queue, action: Callable[[], None]) -> None:
