@@ -33,7 +33,7 @@ from pstar_sim.core.plan import Plan
 
 ITERATION = 2  # in which it happens
 AT_ONCE = 3  # cases
-LIVES_S = 100.0  # at most: what stands still or ends early lives on until another rank has ended
+LIVES_S = 400.0  # at most: what stands still or ends early lives on until another rank has ended
 ODD_COUNTS = {"negative count": -2, "nan count": float("nan"), "infinite count": float("inf"), "no count": "two"}
 
 
@@ -54,6 +54,8 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
     model, optimizer = executor.prepare(
         model, plan, spec, watchdog_s=5.0, backend=backend, device=device, timeout_s=limit_s, count=count
     )
+    ranks = optimizer.session.ranks
+    ranks._timeout_s = 600.0  # until the trouble begins: who is slow is waited for
     place = torch.device("cpu" if device == "virtual" else device)
     generator = torch.Generator().manual_seed(rank)
 
@@ -64,6 +66,8 @@ def loop(name: str, plan: Plan, rank: int, folder: Path, streams: bool = False, 
     rows = batches()
     for iteration in range(5):
         here = rank == 1 and iteration == ITERATION
+        if iteration == ITERATION:
+            ranks._timeout_s = limit_s
         if here:
             (folder / f"{name}.begun").write_text(str(time.time()))
         if here and name == "killed between":

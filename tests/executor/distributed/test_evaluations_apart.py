@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CASES: list[dict[str, Any]] = [
     {"name": "modules", "ranks": 2, "policy": "tide", "apart": "modules"},
@@ -35,11 +35,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     cases = [{**case, "save": str(folder / "kept")} if "save" in case else case for case in CASES]
     (folder / "cases.json").write_text(json.dumps([{**case, "clip": 0.05} for case in cases]))
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), "3", str(folder), "180"],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), "3", str(folder), "840"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=850,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     return {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = "bucket=2000,reuse=2000,prefetch=1000,subgroup=3000"
 POLICIES = {
@@ -76,11 +76,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "cases.json").write_text(json.dumps(CASES))
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), "4", str(folder), "260"],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "rank_worker.py"), "4", str(folder), "840"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
     )
     found = {
         case["name"]: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{case['name']}.*.json"))]

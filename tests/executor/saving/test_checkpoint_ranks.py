@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +20,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     """Policy -> what both ranks wrote."""
     folder = tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "checkpoint_worker.py"), str(folder), "200"],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parents[1] / "checkpoint_worker.py"), str(folder), "840"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=850,
     )
     found = {
         policy: [json.loads(path.read_text()) for path in sorted(folder.glob(f"{policy}.?.json"))]
