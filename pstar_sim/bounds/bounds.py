@@ -1,9 +1,9 @@
 """Lower bound on the seconds of one steady iteration, for any legal schedule of this setting.
 
 Knows workload, machine, settings and layout; knows no plan. Update windows, room and bytes for chunks of unequal size,
-several micro-batches, frozen parameters, a barrier and shared DRAM. pinned.py is the closed form where no chunk is
-streamed (`stream=False`); joint.py adds streaming to it and is a small linear program; fluid.py is the finer one, in
-time; stashes.py is the bound of offloaded activations alone.
+several micro-batches in either order, frozen parameters, a barrier and shared DRAM. pinned.py is the closed form where
+no chunk is streamed (`stream=False`); joint.py adds streaming to it and is a small linear program; fluid.py is the
+finer one, in time; stashes.py is the bound of offloaded activations alone.
 """
 
 from __future__ import annotations
@@ -88,8 +88,6 @@ def _without_stashes(
 def bound_reason(workload: Workload, machine: Machine) -> str | None:
     """Why there is no bound for this job; None where there is one."""
     count = len(machine.ranks)
-    if workload.layer_major:
-        return "the order is layer-major; the bound leaves out gradients that add up on a GPU without optimizer states"
     if count == 1:
         return None
     return f"{machine.name} has {count} GPUs; what collectives and shared parts cost at least is not in the bound"
@@ -104,7 +102,8 @@ def relative_to(workload: Workload, machine: Machine, settings: Settings, layout
             f"cost model of {machine.name} ({machine.confidence})",
             f"chunks of {format_bytes(layout.chunk_bytes)}",
             activations_text(w) if w.activations else f"checkpointing {'on' if w.checkpointing else 'off'}",
-            f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}",
+            f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
+            + (", layer by layer" if w.layer_major else ""),
             f"Adam behind a barrier ({barrier})" if barrier else "Adam as gradients arrive",
             "modes cpu, pin and stream",
         )

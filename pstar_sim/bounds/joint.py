@@ -32,7 +32,7 @@ working list per parameter, v: bytes of the states per parameter). What any lega
   backward pass to the next, or sent down and up in between. Then it goes down once (4 bytes) if Adam runs on the CPU.
   On the host: each gradient goes down (w bytes), and all but two (for CPU Adam with clipping: all) are added there.
   Adam on the gpu then needs the sum up (4 bytes). Where gradients add up on the gpu, it adds all but the first, unless
-  U = 2 and the first waits.
+  U = 2 and the first waits. In a layer-major iteration no row asks for room for a held sum.
 - stashes: as in pinned.py, on h2d, d2h, link and dram. Those whose way up begins behind a moment come up behind it too,
   beside what is read from there on (the compute queue row).
 - link, dram: as in pinned.py, of these bytes. A copy's latency counts, by bytes, as in the largest list it could be of.

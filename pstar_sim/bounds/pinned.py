@@ -30,6 +30,11 @@ C the gpu budget, n_t the tide and K_t the payload bytes that moment t reads:
 - link (half duplex): both kinds of bytes one after the other.
 - dram: the copies' bytes and the CPU Adam's traffic over the host's DRAM bandwidth.
 
+[Note: layer-major] All of this holds in any order of the moments: it speaks of first reads, last gradients and cuts,
+not of micro-batches. Two things are read off the order. A layer-major iteration turns once, from its last forward to
+its first backward. And what a block's gradients add up to is on the gpu only while its backward passes follow one
+another, so v does not count it.
+
 The bound is the least over x of the largest term; all terms are linear in x between the points where a window is
 pinned entirely or a turn begins to overflow, so it is found exactly. What it leaves out (latencies except in "shortest
 copy", padding, whole chunks, accumulation on the host, loss of overlap) only makes real schedules slower.

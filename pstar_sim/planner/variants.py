@@ -21,6 +21,9 @@ have no room. Then the other policies, which are quick, are asked about every ca
 `optimal` plans that candidate too. So `optimal` is as fast as what another policy would have chosen
 (policy/kit/ties.py).
 
+Where `session.step` runs the iterations (`Settings.loop`), `optimal` also races the candidates of several micro-batches
+in layer-major order, with caps of their own.
+
 A policy that chooses activations by a rule of its own (`Capabilities.activations`) makes its own ways from each pair of
 variants that differ in recomputation alone; only these ways are raced.
 """
@@ -47,6 +50,7 @@ from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.policy.kit.collector import without_garbage_collection
+from pstar_sim.policy.kit.order import in_order
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, named, policy_at, reorders
@@ -94,7 +98,8 @@ def words(w: Workload, among: Sequence[Workload] = ()) -> str:
     candidates differ in it: "..., flash attention"."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
     kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
-    return f"{batches}, {activations_text(w)}{kernel}"
+    order = ", layer by layer" if w.layer_major else ""
+    return f"{batches}{order}, {activations_text(w)}{kernel}"
 
 
 @without_garbage_collection()
@@ -195,10 +200,13 @@ def choose(
     if len({w.batch * w.micro_batches for w in workloads}) != 1:
         raise TraceError("the workloads are of different global batches; their iterations cannot be compared")
     refuse_balance([policy], machine)
+    if settings.loop == "step" and can(policy).tries_others:
+        workloads = (*workloads, *_layer_major(workloads, policy))
     own = _own_ways(workloads, machine, settings, policy)
     left_out = (*_splits_left_out(workloads), _OWN_RULE.format(policy)) if own else _left_out(workloads)
     workloads = own or workloads
-    race = _Race(workloads, machine, settings, policy, on_way)
+    # each candidate in its own order
+    race = _Race(workloads, machine, replace(settings, loop="own"), policy, on_way)
     later = race.run_all()
     if race.searching:
         race.ask_others()
@@ -209,7 +217,7 @@ def choose(
         raise race.refusal(left_out) if race.shortest is not None else race.unable[0]
     if race.unable:
         left_out = (*left_out, f"{len(race.unable)} of {len(workloads)} ways: {race.unable[0]}")
-    plan, timeline = race.best
+    plan, timeline = replace(race.best[0], settings=settings), race.best[1]
     chosen = Chosen(
         workload=plan.workload,
         words=words(plan.workload, workloads),
@@ -221,6 +229,14 @@ def choose(
         left_out=tuple(left_out),
     )
     return replace(chosen, plan=replace(plan, choices={**plan.choices, **chosen.choices()}))
+
+
+def _layer_major(workloads: Sequence[Workload], policy: str) -> Iterator[Workload]:
+    """The workloads of several micro-batches in layer-major order, where there is one."""
+    for w in workloads:
+        if w.micro_batches > 1:
+            with contextlib.suppress(CannotPlan):
+                yield in_order(policy, w, "relay")
 
 
 def _own_ways(workloads: Sequence[Workload], machine: Machine, settings: Settings, policy: str) -> list[Workload]:
@@ -242,7 +258,7 @@ class _Race:
     best_s: seconds of the fastest so far.
     fast: plans and timelines that are as fast as best_s. best: the one of them that moves and pins least.
     shortest: of the candidates that do not fit, the one that lacks least, and why it does not fit.
-    reorders: whether the policy's plans may have another order than the workloads, whose bounds then do not hold.
+    reorders: whether the policy's plans have another order than the workloads, whose bounds then do not hold.
     unable: reasons why the policy cannot plan candidates, one per candidate.
     tried: each candidate in words -> its outcome.
     planned: ids of the candidates that were planned.
@@ -259,9 +275,8 @@ class _Race:
         self.on_way = on_way
         self.workloads, self.machine, self.settings, self.policy = workloads, machine, settings, policy
         self.function: Policy = find_policy(policy)
-        able = can(policy)
-        self.reorders = reorders(self.function) or (able.tries_others and settings.loop == "step")
-        self.searching = able.tries_others and len(workloads) > SEARCHED
+        self.reorders = reorders(self.function)
+        self.searching = can(policy).tries_others and len(workloads) > SEARCHED
         # One model's tensors: the chunk size that suits one candidate suits all.
         usual = build_layout(workloads[0], chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks)).chunk_bytes
         self.usual = replace(settings, chunk_bytes=usual)
@@ -270,7 +285,7 @@ class _Race:
         self.promise_s = dict(self.least_s)
         self.bounds_s: dict[tuple[int, bool], float] = {}  # by id and whether plans may stream
         self.planned: set[int] = set()
-        self.splits: Counter[int] = Counter()  # of those planned, numbers of micro-batches
+        self.splits: Counter[tuple[bool, int]] = Counter()  # of those planned: order and number of micro-batches
         self.best: tuple[Plan, Timeline] | None = None
         self.fast: list[tuple[Plan, Timeline]] = []
         self.best_s = float("inf")
@@ -359,7 +374,7 @@ class _Race:
         except CannotPlan as error:
             self.unable.append(error)
             return
-        self.splits[w.micro_batches] += 1
+        self.splits[w.layer_major, w.micro_batches] += 1
         self.tried[self._words(w)] = Tried(outcome=WayOutcome.PLANNED, seconds=timeline.iteration_s)
         self.best_s = min(self.best_s, timeline.iteration_s)
         limit_s = self.best_s * (1 + AS_FAST)
@@ -394,11 +409,16 @@ class _Race:
             return Tried(outcome=WayOutcome.COMPUTING, seconds=least, stashes=bool(w.stashes))
         if promise > self.best_s * (1 - WORTH):
             return Tried(outcome=WayOutcome.BOUND, seconds=promise, chunk_bytes=self.layouts[id(w)].chunk_bytes)
-        if self.searching and (self.splits.total() >= SEARCHED or self.splits[w.micro_batches] >= ALIKE):
+        if self.searching and self._enough(w):
             return Tried(
                 outcome=WayOutcome.CAPPED, seconds=promise, cap=Cap(policy=SEARCHING, ways=SEARCHED, alike=ALIKE)
             )
         return None
+
+    def _enough(self, w: Workload) -> bool:
+        """Whether as many candidates in the order of this one are planned as the policy that takes long plans."""
+        alike = self.splits[w.layer_major, w.micro_batches]
+        return alike >= ALIKE or sum(n for (order, _), n in self.splits.items() if order is w.layer_major) >= SEARCHED
 
 
 def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome, tried_of, tried_text
 from pstar_sim.planner.variants import candidates, choose, words
 from pstar_sim.policy.kit.ties import AS_FAST
-from pstar_sim.policy.registry import built_in
+from pstar_sim.policy.registry import built_in, can_follow
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import block_names, mix_blocks
@@ -26,6 +26,7 @@ from pstar_sim.workload.trace import save_trace
 from pstar_sim.workload.workload import Phase, Workload, repeat_micro_batch
 
 EAGER = Settings(update="eager", clip=False)
+STEP = Settings(update="eager", clip=False, loop="step")
 
 
 def variant(batch: int, *, checkpointing: bool = True, tide_mib: int = 1, forward_s: float = 0.1) -> Workload:
@@ -105,9 +106,27 @@ def test_optimal_is_never_slower_than_what_another_policy_would_choose(
     seconds: dict[str, float] = {}
     for name in built_in():
         with contextlib.suppress(DoesNotFit, CannotPlan):
+            if any(not can_follow(settings, w, name) for w in made):
+                continue
             seconds[name] = choose(made, machine, settings, policy=name).iteration_s
     assert len(seconds) > 3
     assert seconds["optimal"] <= min(seconds.values()) * (1 + AS_FAST)
+
+
+def test_where_session_step_runs_the_iterations_both_orders_are_ways() -> None:
+    """A slow link and room for half of the layers: layer by layer each comes up twice, instead of eight times."""
+    machine = with_gpu_bytes(10 * MIB)
+    link = replace(machine.link, h2d_bytes_per_s=20.0 * MIB, d2h_bytes_per_s=20.0 * MIB, latency_s=0.0)
+    machine = replace(machine, ranks=(replace(machine.ranks[0], link=link),))
+    made = candidates([chain_workload(8, MIB, tide_bytes=64, forward_s=0.01, checkpointing=True)], 4)
+    own, step = (choose(made, machine, settings) for settings in (EAGER, STEP))
+    assert (own.words, step.words) == (
+        "4 micro-batches of 1, activations recomputed",
+        "4 micro-batches of 1, layer by layer, activations recomputed",
+    )
+    assert {*dict(step.tried)} == {own.words, step.words}
+    assert step.workload.layer_major and step.iteration_s < own.iteration_s
+    assert step.plan.settings == STEP and step.plan.check().steps == len(step.plan.steps)
 
 
 def test_what_was_not_tried_is_told_from_what_cannot_win() -> None:
