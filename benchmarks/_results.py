@@ -20,7 +20,7 @@ from typing import Any
 
 from pstar_sim.files import write_atomically
 
-__all__ = ["RESULTS", "dependencies", "list_changes", "measured_at", "taken_at", "write_result"]
+__all__ = ["PLANNED", "RESULTS", "ROOT", "changes_since", "list_changes", "measured_at", "taken_at", "write_result"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -135,7 +135,7 @@ def list_changes(root: Path = ROOT) -> list[str]:
                 lines.append(f"{name:<28} {which}")
                 unknown += 1
                 continue
-            if changed := _changes(root, stamp["commit"], result.get("depends_on", dependencies(path.stem))):
+            if changed := changes_since(root, stamp["commit"], result.get("depends_on", dependencies(path.stem))):
                 lines.append(f"{name:<28} {measured_at(stamp)}; since then {changed}")
     old = len(lines) - unknown
     lines.append(f"{old} of {entries} results in {len(files)} files are older than what they depend on")
@@ -147,8 +147,8 @@ def list_changes(root: Path = ROOT) -> list[str]:
     return lines
 
 
-def _changes(root: Path, commit: str, globs: Sequence[str]) -> str:
-    """ "3 commits: pstar_sim/core/**, ..." or "". Changes that are not committed are said too."""
+def changes_since(root: Path, commit: str, globs: Sequence[str]) -> str:
+    """ "3 commits: pstar_sim/core/**, ..."; "" where nothing changed. Changes that are not committed are said too."""
     specs = {glob: f":(glob){glob}" for glob in globs}
     # Compared as trees, so that a change that was taken back does not count.
     touched = [g for g, spec in specs.items() if _git(root, "diff", "--name-only", commit, "HEAD", "--", spec)]

@@ -2,16 +2,24 @@
 place (none of it, half, twice).
 
 The figures of a row: by how much the iterations are longer than with the constant (the mean over the jobs, and the job
-where it is most), by how much more bytes the plans move, the effort of planning in scheduled rows, and CPU seconds of
-planning. Iterations, bytes and effort are the same in every run; each constant is measured on the jobs of its group
-(GROUPS). Constants of the bounds are measured by how far the fluid bound falls. Prints a row per change, writes
-results/search_constants.json. About 12 minutes of CPU time.
+where it is most), how many jobs no longer fit, how many more bytes the plans move, the effort of planning (scheduled
+rows, and chunk sizes scored), and CPU seconds of planning. All but the CPU seconds are the same in every run. Each
+constant is measured on the jobs of its group (GROUPS). Constants of the bounds are measured by how far the fluid bound
+falls.
+
+Prints a row per change and keeps it at once in results/search_constants.json, beside the rows that are there if nothing
+that plans depend on has changed since; otherwise the file begins anew. --missing measures only what the file lacks, so
+that a run that was cut off goes on. About 35 minutes of CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import importlib.util
+import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,21 +27,26 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from _results import write_result
+from _results import PLANNED, RESULTS, ROOT, changes_since, write_result
 
 import pstar_sim as ps
 from pstar_sim.bounds import fluid
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core import choose, layout
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner import variants
-from pstar_sim.policy.family import attempt
+from pstar_sim.policy import find_policy
 from pstar_sim.policy.family.course import Knobs
+from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.searched import own_plans
 from pstar_sim.policy.family.tide import tide
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.optimal import optimal
+from pstar_sim.policy.systems import karma
+from pstar_sim.policy.systems.stronghold import stronghold
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload
 
@@ -44,79 +57,95 @@ KIT = "pstar_sim.policy.kit"
 Job = tuple[Workload, Machine, Settings]
 Change = tuple[str, str, str, Any]
 
+SEARCH: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
+    (f"{FAMILY}.search", "HOPELESS", (1.0, 1.03, 2.0)),
+    (f"{FAMILY}.search", "AGAIN", (1.0, 2.0)),
+    (f"{FAMILY}.search", "LARGE", (1.25, 1e9)),
+    (f"{FAMILY}.search", "MOST_LARGE", (1,)),
+    (f"{FAMILY}.search", "OVERHEAD_OPS", (0,)),
+    (f"{FAMILY}.search", "TURNS", ((),)),
+    (f"{FAMILY}.search", "FRONT", (0, 1, 4)),
+    (f"{FAMILY}.search", "START_HEADS", (0.0, 0.4)),
+    (f"{FAMILY}.search", "USUAL", (Knobs(lead_chunks=1), Knobs(lead_chunks=3), Knobs(stay=0.0))),
+    (f"{FAMILY}.search", "FEWER_PINS", ((), (0.8,))),
+    (f"{FAMILY}.search", "FIRST_STEP", (10**6,)),
+    (f"{FAMILY}.searched", "FIRST_OPS", (25_000, 100_000)),
+    (f"{FAMILY}.searched", "OTHER_OPS", (15_000,)),
+    (f"{FAMILY}.searched", "SECOND_OPS", (0, 20_000)),
+    (f"{FAMILY}.searched", "REST_OPS", (0,)),
+    (f"{FAMILY}.searched", "REST_OPS_OF_FEW", (0, 75_000, 300_000)),
+    (f"{FAMILY}.searched", "SECOND", (1,)),
+    (f"{FAMILY}.searched", "REST", (1,)),
+    (f"{FAMILY}.searched", "FACTORS", ((),)),
+    (f"{FAMILY}.searched", "FACTORS_OF_FEW", ((), (0.5, 2.0))),
+    (f"{FAMILY}.searched", "WORTH_A_SIZE", (0.0, 1.0)),
+    (f"{FAMILY}.searched", "WORTH_A_SIZE_OF_FEW", (0.0, 1.0)),
+    (f"{FAMILY}.searched", "COARSE", (0, 50, 200)),
+    (f"{FAMILY}.searched", "MOST_WASTE", (0.03, 1.0)),
+    (f"{FAMILY}.searched", "FEWEST_CHUNKS", (1, 32)),
+    (f"{FAMILY}.searched", "MOST_CHUNKS", (200, 10**6)),
+    (f"{FAMILY}.modes", "SHARES", (2, 17, 65)),
+    (f"{FAMILY}.course", "LINGER_COPIES", (0, 1, 4)),
+    (f"{FAMILY}.course", "SHORT", (0, 6)),
+    (f"{KIT}.ties", "AS_FAST", (0.0, 1e-3)),
+    (f"{CORE}.choose", "MOST_WINDOWS", (3, 12)),
+)
+# Measured also on the searches of the net.
+OF_NET = ("HOPELESS", "AGAIN", "TURNS", "FRONT", "START_HEADS", "USUAL", "FEWER_PINS", "SHARES", "LINGER_COPIES",
+          "SHORT", "AS_FAST", "MOST_WINDOWS")  # fmt: skip
+
 # (group, module, constant, what is put in its place)
 CHANGES: tuple[tuple[str, str, str, tuple[Any, ...]], ...] = (
-    ("search", f"{FAMILY}.search", "GOOD_ENOUGH", (0.0,)),
-    ("search", f"{FAMILY}.search", "HOPELESS", (1.0, 2.0)),
-    ("search", f"{FAMILY}.search", "AGAIN", (1.0, 2.0)),
-    ("search", f"{FAMILY}.search", "LARGE", (1e9,)),
-    ("search", f"{FAMILY}.search", "MOST_LARGE", (1,)),
-    ("search", f"{FAMILY}.search", "OVERHEAD_OPS", (0,)),
-    ("search", f"{FAMILY}.search", "TURNS", ((),)),
-    ("search", f"{FAMILY}.search", "FRONT", (0,)),
-    ("search", f"{FAMILY}.search", "START_HEADS", (0.0,)),
-    ("search", f"{FAMILY}.search", "USUAL", (Knobs(lead_chunks=1), Knobs(lead_chunks=3), Knobs(stay=0.0))),
-    ("search", f"{FAMILY}.search", "FEWER_PINS", ((),)),
-    ("search", f"{FAMILY}.search", "FIRST_STEP", (10**6,)),
-    ("search", f"{FAMILY}.searched", "FIRST_OPS", (25_000,)),
-    ("search", f"{FAMILY}.searched", "OTHER_OPS", (15_000,)),
-    ("search", f"{FAMILY}.searched", "SECOND_OPS", (0,)),
-    ("search", f"{FAMILY}.searched", "REST_OPS", (0,)),
-    ("search", f"{FAMILY}.searched", "REST_OPS_OF_FEW", (100_000,)),
-    ("search", f"{FAMILY}.searched", "SECOND", (1,)),
-    ("search", f"{FAMILY}.searched", "REST", (1,)),
-    ("search", f"{FAMILY}.searched", "FACTORS", ((),)),
-    ("search", f"{FAMILY}.searched", "FACTORS_OF_FEW", ((), (0.5, 2.0))),
-    ("search", f"{FAMILY}.searched", "WORTH_A_SIZE", (0.0, 1.0)),
-    ("search", f"{FAMILY}.searched", "WORTH_A_SIZE_OF_FEW", (0.0, 1.0)),
-    ("search", f"{FAMILY}.searched", "COARSE", (0,)),
-    ("search", f"{FAMILY}.searched", "MOST_WASTE", (1.0,)),
-    ("search", f"{FAMILY}.searched", "FEWEST_CHUNKS", (1,)),
-    ("search", f"{FAMILY}.searched", "MOST_CHUNKS", (10**6,)),
-    ("search", f"{FAMILY}.modes", "SHARES", (2, 257)),
-    ("search", f"{FAMILY}.course", "LINGER_COPIES", (1,)),
-    ("search", f"{FAMILY}.course", "SHORT", (0,)),
-    ("search", f"{KIT}.ties", "AS_FAST", (0.0,)),
-    ("search", f"{CORE}.choose", "MOST_WINDOWS", (3, 12)),
-    ("ranks", f"{KIT}.job", "SUMS_TAKE", (0.0, 1.0)),
-    ("ranks", f"{FAMILY}.course", "SUMS_TAKE", (0.0, 1.0)),
-    ("lru", f"{FAMILY}.eviction", "LAPS", (1,)),
+    *(("search", *change) for change in SEARCH),
+    *(("net", *change) for change in SEARCH if change[1] in OF_NET),
+    ("plenty", f"{FAMILY}.search", "GOOD_ENOUGH", (-1.0, 1e-2)),
+    ("plenty", f"{FAMILY}.searched", "WORTH_A_SIZE", (0.0, 1.0)),
+    ("ranks", f"{KIT}.job", "SUMS_TAKE", (0.0, 1.0, 3.0)),
+    ("lru", f"{FAMILY}.eviction", "LAPS", (1, 2, 8)),
     ("tide", f"{FAMILY}.asynchronous", "CLOSE_TO_BOUND", (0.0, 1.0)),
-    ("tide", f"{FAMILY}.asynchronous", "NEIGHBOURS", (0,)),
-    ("tide", f"{FAMILY}.asynchronous", "MORE_THAN_STATIC", (0,)),
-    ("tide", f"{KIT}.ties", "AS_FAST", (0.0,)),
+    ("tide", f"{FAMILY}.asynchronous", "NEIGHBOURS", (0, 2, 8)),
+    ("tide", f"{FAMILY}.asynchronous", "MORE_THAN_STATIC", (0, 4)),
+    ("tide", f"{KIT}.ties", "AS_FAST", (0.0, 1e-3)),
+    ("tide", f"{CORE}.layout", "GRANULE_BYTES", (MIB, 4 * MIB)),
     ("tide", f"{CORE}.layout", "WANTED_CHUNKS", (12, 48)),
     ("tide", f"{CORE}.layout", "MOST_WASTE", (0.009, 0.036)),
     ("tide", f"{CORE}.layout", "USUAL_BYTES", (64 * MIB, 256 * MIB)),
     ("tide", f"{CORE}.layout", "USUAL_PART", (16, 64)),
-    ("tide", f"{CORE}.layout", "OVERSIZE", (0.0,)),
-    ("tide", f"{CORE}.layout", "OCTAVES", (0.0,)),
-    ("tide", f"{CORE}.layout", "WASTE", (0.0,)),
-    ("tide", f"{CORE}.layout", "GOOD", (0.0, 1.0)),
+    ("tide", f"{CORE}.layout", "OVERSIZE", (0.0, 0.6)),
+    ("tide", f"{CORE}.layout", "OCTAVES", (0.0, 0.24)),
+    ("tide", f"{CORE}.layout", "WASTE", (0.0, 20.0)),
+    ("tide", f"{CORE}.layout", "GOOD", (0.0, 0.1, 1.0)),
     ("tide", f"{CORE}.layout", "MOST_SIZES", (24, 384)),
     ("tide", f"{CORE}.layout", "MOST_STARTS", (8, 512)),
     ("tide", f"{CORE}.layout", "SMALL_BYTES", (0, 16 * MIB)),
     ("tide", f"{CORE}.layout", "SMALL_PART", (10**9, 40)),
     ("tide", f"{CORE}.layout", "MOST_SMALL", (1.0,)),
     ("optimal", "pstar_sim.policy.optimal", "FAR_AHEAD", (0.0, 1.0)),
+    ("stronghold", "pstar_sim.policy.systems.stronghold", "AS_FAST", (0.0, 1e-2)),
+    ("karma", "pstar_sim.policy.systems.karma", "INTERLEAVES", (
+        ((0.0, 0),), ((0.0, 0), (1.0, 0)), tuple(dict.fromkeys((*karma.INTERLEAVES[::2], karma.INTERLEAVES[-1]))),
+        karma.INTERLEAVES[:-1],
+    )),
     ("variants", f"{PLANNER}.variants", "WORTH", (0.0, 0.05)),
     ("variants", f"{PLANNER}.variants", "SEARCHED", (3, 10)),
     ("variants", f"{PLANNER}.variants", "ALIKE", (1, 10)),
-    ("fluid", "pstar_sim.bounds.fluid", "MOST_POINTS", (75,)),
-    ("fluid", "pstar_sim.bounds.fluid", "FAR", (2.0,)),
-)
+    ("fluid", "pstar_sim.bounds.fluid", "MOST_POINTS", (75, 300, 1200)),
+    ("fluid", "pstar_sim.bounds.fluid", "FAR", (2.0, 200.0)),
+)  # fmt: skip
 
 
 class Planned(NamedTuple):
-    """seconds: per iteration, or of a bound.
+    """seconds: per iteration, or of a bound; inf if the job does not fit.
     moved_bytes: by one rank per iteration.
-    effort: rows scheduled.
+    rows: scheduled.
+    sizes: of chunks that were scored.
     cpu_s: of planning.
     """
 
     seconds: float
     moved_bytes: int
-    effort: int
+    rows: int
+    sizes: int
     cpu_s: float
 
 
@@ -125,14 +154,39 @@ def gpt(name: str, batch: int, micro_batches: int = 1) -> Workload:
 
 
 def jobs() -> dict[str, Job]:
+    """One job of each kind of bottleneck."""
+    llama = functools.partial(ps.preset, "llama-3-8b", seq=1024, dtype="bf16")
     return {
         "1B, 5 GB, eager": (gpt("1B", 4), ps.machine("rtx4090", gpu_memory="5GB"), EAGER),
         "1B, 6 GB, 3 micro-batches": (gpt("1B", 2, 3), ps.machine("rtx4090", gpu_memory="6GB"), BARRIER),
+        "4B, rtx4090": (gpt("4B", 8), ps.machine("rtx4090"), BARRIER),
         "12B, v100-32": (gpt("12B", 8), ps.machine("v100-32"), BARRIER),
-        "llama-3-8b, h100-80, eager": (
-            ps.preset("llama-3-8b", batch=1, seq=1024, dtype="bf16"), ps.machine("h100-80"), EAGER,
-        ),
+        "llama-3-8b, a100-40": (llama(batch=4), ps.machine("a100-40"), BARRIER),
+        "llama-3-8b, h100-80, eager": (llama(batch=1), ps.machine("h100-80"), EAGER),
+    }
+
+
+def of_plenty() -> dict[str, Job]:
+    """GPUs that are busy all the time, or nearly."""
+    return {
+        f"{model}, {machine}, batch {batch}, {word}": (gpt(model, batch), ps.machine(machine), settings)
+        for model, machine, batch in (
+            ("1B", "rtx4090", 8), ("1B", "h100-80", 32), ("4B", "h100-80", 8), ("1B", "v100-32x8", 8),
+            ("4B", "v100-32x8", 8),
+        )
+        for word, settings in (("eager", EAGER), ("barrier", BARRIER))
     }  # fmt: skip
+
+
+def of_net() -> dict[str, Any]:
+    """The searches of tests/golden: chunks of one given size, on machines where another thing binds each time."""
+    spec = importlib.util.spec_from_file_location("golden_net", ROOT / "tests" / "golden" / "net.py")
+    assert spec is not None and spec.loader is not None
+    net = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = net  # dataclasses look their module up
+    spec.loader.exec_module(net)
+    made = {name: make() for name, make in net.jobs().items() if name.startswith("optimal")}
+    return {name: (find_policy(j.policy), (j.workload, j.machine, j.settings)) for name, j in made.items()}
 
 
 def of_ranks() -> dict[str, Job]:
@@ -140,6 +194,7 @@ def of_ranks() -> dict[str, Job]:
     return {
         "1B, 8 x 4 GB, eager": (gpt("1B", 4), eight, EAGER),
         "1B, 8 x 4 GB, 2 micro-batches": (gpt("1B", 2, 2), eight, BARRIER),
+        "4B, 8 x 9 GB": (gpt("4B", 4), ps.machine("v100-32x8", gpu_memory="9GB"), BARRIER),
     }
 
 
@@ -160,18 +215,38 @@ def of_tide() -> dict[str, Job]:
 def of_variants() -> dict[str, tuple[Sequence[Workload], Machine]]:
     """Candidates of a batch."""
 
-    def among(model: str, sizes: Sequence[int]) -> Sequence[Workload]:
+    def among(model: str, batch: int) -> Sequence[Workload]:
         plain = [
             ps.preset(model, batch=size, seq=1024, dtype="bf16", checkpointing=how)
-            for size in sizes
+            for size in (batch // 4, batch // 2, batch)
             for how in (True, False)
         ]
-        return variants.candidates(plain, max(sizes))
+        return variants.candidates(plain, batch)
 
     return {
-        "1B, batch 8, 12 GB": (among("1B", (4, 8)), ps.machine("rtx4090", gpu_memory="12GB")),
-        "4B, batch 16": (among("4B", (16,)), ps.machine("rtx4090")),
+        "1B, batch 8, 5 GB": (among("1B", 8), ps.machine("rtx4090", gpu_memory="5GB")),
+        "1B, batch 8, 12 GB": (among("1B", 8), ps.machine("rtx4090", gpu_memory="12GB")),
+        "4B, batch 16": (among("4B", 16), ps.machine("rtx4090")),
     }
+
+
+def of_stronghold() -> dict[str, Job]:
+    return {
+        f"{model}, {machine}": (gpt(model, 4), ps.machine(machine), settings)
+        for model, machine in (("1B", "rtx3060-32gb"), ("4B", "rtx4090"), ("12B", "v100-32"), ("4B", "v100-32"))
+        for settings in (EAGER, BARRIER)
+    }
+
+
+def of_karma() -> dict[str, tuple[Workload, Workload, Machine]]:
+    """A job with all activations recomputed, and with all kept, where neither is best."""
+    return {
+        f"{model}, batch {batch}, {machine}": (
+            *(ps.preset(model, batch=batch, seq=1024, dtype="bf16", checkpointing=how) for how in (True, False)),
+            ps.machine(machine),
+        )
+        for model, batch, machine in (("1B", 16, "rtx4090"), ("1B", 32, "v100-32"), ("4B", 8, "a100-40"))
+    }  # type: ignore[misc]
 
 
 def best_plan(found: Iterator[Any]) -> tuple[float, int]:
@@ -185,12 +260,20 @@ def own(job: Job, point: Point) -> tuple[float, int]:
 
 def by_policy(policy: Callable[..., Plan], job: Job) -> tuple[float, int]:
     plan = policy(*job)
-    return float(str(plan.predictions["policy_iteration_s"])), sum(plan.moved_bytes.values())
+    seconds = plan.predictions.get("policy_iteration_s")
+    return period_s(plan) if seconds is None else float(str(seconds)), sum(plan.moved_bytes.values())
 
 
 def of_race(job: tuple[Sequence[Workload], Machine]) -> tuple[float, int]:
     chosen = variants.choose(*job, EAGER)
     return chosen.iteration_s, sum(chosen.plan.moved_bytes.values())
+
+
+def of_ways(job: tuple[Workload, Workload, Machine]) -> tuple[float, int]:
+    """The fastest way of karma."""
+    *both, machine = job
+    plans = [karma.karma(way, machine, BARRIER) for way in karma.ways(*both, machine, BARRIER)]
+    return min((period_s(plan), sum(plan.moved_bytes.values())) for plan in plans)
 
 
 def bounded(job: Job) -> tuple[float, int]:
@@ -202,10 +285,14 @@ def bounded(job: Job) -> tuple[float, int]:
 # group -> its jobs, and what is done with one
 GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tuple[float, int]]]] = {
     "search": (jobs, lambda job: own(job, Point(streams=True))),
+    "plenty": (of_plenty, lambda job: own(job, Point(streams=True))),
+    "net": (of_net, lambda job: by_policy(*job)),
     "ranks": (of_ranks, lambda job: own(job, Point(streams=True))),
     "lru": (jobs, lambda job: own(job, Point(streams=True, eviction="lru"))),
     "tide": (of_tide, lambda job: by_policy(tide, job)),
     "optimal": (jobs, lambda job: by_policy(optimal, job)),
+    "stronghold": (of_stronghold, lambda job: by_policy(stronghold, job)),
+    "karma": (of_karma, of_ways),
     "variants": (of_variants, of_race),
     "fluid": (jobs, bounded),
 }
@@ -213,28 +300,42 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
 
 @contextmanager
 def changed(module: str, name: str, value: Any) -> Iterator[None]:
-    room = importlib.import_module(module)
-    usual = getattr(room, name)
-    setattr(room, name, value)
+    """With another value of that name, also in modules that import it from there."""
+    usual = getattr(importlib.import_module(module), name)
+    rooms = [room for key, room in sys.modules.items() if key.startswith("pstar_sim")]
+    rooms = [room for room in rooms if getattr(room, name, None) is usual]
+    for room in rooms:
+        setattr(room, name, value)
     try:
         yield
     finally:
-        setattr(room, name, usual)
+        for room in rooms:
+            setattr(room, name, usual)
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The number of rows that are scheduled meanwhile."""
-    rows = [0]
-    choose = attempt.choose
+class Effort:
+    """rows: scheduled meanwhile.
+    sizes: of chunks that were scored.
+    """
 
-    def counting(draft: Any, **named: Any) -> Any:
-        window = choose(draft, **named)
-        rows[0] += len(draft.rows) * (len(window.periods_s) + 1)
-        return window
+    def __init__(self) -> None:
+        self.rows = self.sizes = 0
 
-    with changed(f"{FAMILY}.attempt", "choose", counting):
-        yield rows
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        choose_usual, score_usual = choose.choose, layout._score
+
+        def choosing(draft: Any, **named: Any) -> Any:
+            window = choose_usual(draft, **named)
+            self.rows += len(draft.rows) * (len(window.periods_s) + 1)
+            return window
+
+        def scoring(*given: Any) -> float:
+            self.sizes += 1
+            return score_usual(*given)
+
+        with changed("pstar_sim.core.choose", "choose", choosing), changed("pstar_sim.core.layout", "_score", scoring):
+            yield
 
 
 def planned(group: str) -> list[Planned]:
@@ -242,10 +343,13 @@ def planned(group: str) -> list[Planned]:
     make, plan = GROUPS[group]
     found = []
     for job in make().values():
-        begin_s = time.process_time()
-        with counted() as rows:
-            seconds, moved_bytes = plan(job)
-        found.append(Planned(seconds, moved_bytes, rows[0], time.process_time() - begin_s))
+        begin_s, effort = time.process_time(), Effort()
+        with effort.counted():
+            try:
+                seconds, moved_bytes = plan(job)
+            except (DoesNotFit, CannotPlan):
+                seconds, moved_bytes = math.inf, 0
+        found.append(Planned(seconds, moved_bytes, effort.rows, effort.sizes, time.process_time() - begin_s))
     return found
 
 
@@ -257,57 +361,86 @@ def measured(change: Change) -> list[Planned]:
 
 
 def figures(now: list[Planned], usual: list[Planned]) -> dict[str, float]:
-    longer = [a.seconds / b.seconds - 1 for a, b in zip(now, usual)]
-    effort, moved_bytes = sum(b.effort for b in usual), sum(b.moved_bytes for b in usual)
+    both = [(a, b) for a, b in zip(now, usual) if a.seconds < math.inf and b.seconds < math.inf]
+    longer = [a.seconds / b.seconds - 1 for a, b in both]
     return {
         "mean_longer": sum(longer) / len(longer),
-        "most_longer": max(longer, key=abs),
-        "moved": sum(a.moved_bytes for a in now) / moved_bytes if moved_bytes else 1.0,
-        "effort": sum(a.effort for a in now) / effort if effort else 1.0,
+        "most_longer": max(longer),
+        "most_shorter": -min(longer),
+        "no_longer_fit": sum(a.seconds == math.inf > b.seconds for a, b in zip(now, usual)),
+        "moved": _ratio(sum(a.moved_bytes for a, _ in both), sum(b.moved_bytes for _, b in both)),
+        "rows": _ratio(sum(a.rows for a in now), sum(b.rows for b in usual)),
+        "sizes": _ratio(sum(a.sizes for a in now), sum(b.sizes for b in usual)),
         "cpu_s": sum(a.cpu_s for a in now),
     }
 
 
+def _ratio(now: float, usual: float) -> float:
+    return now / usual if usual else 1.0
+
+
+def kept() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(groups, rows) of the file, where nothing that plans depend on has changed since; otherwise nothing."""
+    path = RESULTS / "search_constants.json"
+    if not path.exists():
+        return {}, []
+    held = json.loads(path.read_text(encoding="utf-8"))
+    stamp = held["taken_at"]
+    if stamp is None or stamp["dirty"] or changes_since(ROOT, stamp["commit"], PLANNED):
+        print("plans may have changed since the rows in the file were measured: it begins anew", flush=True)
+        return {}, []
+    return held["groups"], held["rows"]
+
+
+def row_key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return row["group"], row["module"], row["constant"], row["is"], row["becomes"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", help="constants of these names")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="constants of these names")
+    parser.add_argument("--missing", action="store_true", help="rows that the file lacks")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
-    changes: list[Change] = [
-        (group, module, name, value)
-        for group, module, name, values in CHANGES
-        for value in values
-        if not args.only or name in args.only
-    ]
-    groups = sorted({change[0] for change in changes})
+    groups, rows = kept()
+    changes: dict[tuple[str, ...], Change] = {}
+    for group, module, name, values in CHANGES:
+        was = getattr(importlib.import_module(module), name)
+        for value in values:
+            changes[group, module, name, str(was), str(value)] = (group, module, name, value)
+    known = {row_key(row): row for row in rows if row_key(row) in changes}
+    todo = {
+        key: change
+        for key, change in changes.items()
+        if (not args.only or change[2] in args.only) and not (args.missing and key in known)
+    }
     print(
-        "| constant | is | becomes | group | iterations | most | bytes | effort | CPU s |\n"
-        "|---|---|---|---|---:|---:|---:|---:|---:|"
+        "| constant | is | becomes | group | longer | most | shorter | lost | bytes | rows | sizes | CPU s |\n"
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
-    rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(args.workers) as pool:
-        usual = dict(zip(groups, pool.map(planned, groups)))
+        needed = sorted({change[0] for change in todo.values()})
+        usual = dict(zip(needed, pool.map(planned, needed)))
         for group, found in usual.items():
-            print(f"| as it is | | | {group} | | | | | {sum(f.cpu_s for f in found):.1f} |", flush=True)
-        for (group, module, name, value), now in zip(changes, pool.map(measured, changes)):
-            was = getattr(importlib.import_module(module), name)
+            groups[group] = {
+                "jobs": list(GROUPS[group][0]()),
+                "rows": sum(f.rows for f in found),
+                "cpu_s": sum(f.cpu_s for f in found),
+            }
+            print(f"| as it is | | | {group} | | | | | | | | {groups[group]['cpu_s']:.1f} |", flush=True)
+        for key, now in zip(todo, pool.map(measured, todo.values())):
+            group, module, name, was, becomes = key
             row = figures(now, usual[group])
-            rows.append(
-                {"group": group, "module": module, "constant": name, "is": str(was), "becomes": str(value), **row}
-            )
+            known[key] = {"group": group, "module": module, "constant": name, "is": was, "becomes": becomes, **row}
+            write_result("search_constants", {"groups": groups, "rows": [known[k] for k in changes if k in known]})
             print(
-                f"| {module.removeprefix('pstar_sim.')}.{name} | {str(was)[:24]} | {str(value)[:60]} | {group} | "
-                f"{row['mean_longer']:+.3%} | {row['most_longer']:+.3%} | {row['moved'] - 1:+.2%} | "
-                f"{row['effort']:.0%} | {row['cpu_s']:.1f} |",
+                f"| {module.removeprefix('pstar_sim.')}.{name} | {was[:24]} | {becomes[:60]} | {group} | "
+                f"{row['mean_longer']:+.3%} | {row['most_longer']:+.3%} | {row['most_shorter']:+.3%} | "
+                f"{row['no_longer_fit']} | {row['moved'] - 1:+.2%} | {row['rows']:.0%} | {row['sizes']:.0%} | "
+                f"{row['cpu_s']:.1f} |",
                 flush=True,
             )
-    if not args.only:
-        as_it_is = {
-            group: {"jobs": list(GROUPS[group][0]()), "effort": sum(f.effort for f in found),
-                    "cpu_s": sum(f.cpu_s for f in found)}
-            for group, found in usual.items()
-        }  # fmt: skip
-        print(write_result("search_constants", {"groups": as_it_is, "rows": rows}))
+    print(f"{len(known)} of {len(changes)} rows are in the file")
     return 0
 
 
