@@ -14,7 +14,7 @@ model's forward often holds on to what it gives that block (the embeddings), so 
 
 [Note: what is planned] Candidates are looked at in the order of what they promise: the larger of their lower bound (at
 the usual chunk size) and of what computing and stashes take with the link to themselves. A candidate is planned only if
-its promise is at least WORTH below the best so far. `optimal` searches long, so at first it plans at most SEARCHED
+its promise is below the best so far. `optimal` searches long, so at first it plans at most SEARCHED
 candidates, at most ALIKE of them with the same number of micro-batches, and leaves out candidates for which tide would
 have no room. Then the other policies, which are quick, are asked about every candidate left over, where their bound
 (for most policies the bound of plans that stream nothing) is below the best so far. Wherever one of them is faster,
@@ -60,7 +60,6 @@ from pstar_sim.workload.workload import Workload, activations_text, repeat_micro
 __all__ = ["MOST_MICRO_BATCHES", "Chosen", "candidates", "choose", "words"]
 
 MOST_MICRO_BATCHES = 256  # more make plans of hundreds of thousands of steps
-WORTH = 0.005  # relative gain for which a candidate is planned
 SEARCHED, ALIKE = 5, 2  # candidates that the policy that takes long plans, and of one number of micro-batches
 (SEARCHING,) = named(lambda able: able.tries_others)  # that policy
 MOST_SPLITS_NAMED = 8  # numbers of micro-batches that were left out
@@ -407,7 +406,7 @@ class _Race:
         least, promise = self.least_s[id(w)], self.promise_s[id(w)]
         if least >= self.best_s:
             return Tried(outcome=WayOutcome.COMPUTING, seconds=least, stashes=bool(w.stashes))
-        if promise > self.best_s * (1 - WORTH):
+        if promise >= self.best_s:
             return Tried(outcome=WayOutcome.BOUND, seconds=promise, chunk_bytes=self.layouts[id(w)].chunk_bytes)
         if self.searching and self._enough(w):
             return Tried(

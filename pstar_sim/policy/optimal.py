@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CAPABILITIES", "OPTIONS", "optimal"]
 
-# Of the closed form for pins alone: no policy without streams comes there. 0 (all are tried): the same plans by 5 %
-# more effort (benchmarks/search_constants.py).
-FAR_AHEAD = 0.97
 OPTIONS = point_options(Point(streams=True))
 CAPABILITIES = Capabilities(point=Point(streams=True), tries_others=True)
 
@@ -117,10 +114,11 @@ def _others(
     workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult], orders: Sequence[str]
 ) -> Iterator[SearchResult]:
     """The plans of the other shipped policies that fit. Policies whose plans are layer-major are left out if that is
-    not one of the orders. So are policies that bring no states to the GPU, if the closed form of their order says that
-    pins alone come nowhere near (on several GPUs this leaves out only policies of optimal's own space)."""
+    not one of the orders. So are policies that bring no states to the GPU, if a plan was found that is faster than the
+    closed form of their order allows for pins alone (on several GPUs this leaves out only policies of optimal's own
+    space)."""
     best_s = min((f.seconds for f in own), default=math.inf)
-    beaten = {f.plan.workload.layer_major for f in own if best_s < f.pins_alone_s * FAR_AHEAD}
+    beaten = {f.plan.workload.layer_major for f in own if best_s < f.pins_alone_s}
     for name, policy in _rivals().items():
         able = capabilities_of(policy)
         if able.reorders and not (workload.layer_major or len(orders) > 1):

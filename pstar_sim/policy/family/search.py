@@ -40,10 +40,6 @@ AGAIN = 1.2  # another start downhill may be slower than the best attempt by thi
 # A chunk LARGE times as large as the usual one has a mode of its own, the first MOST_LARGE of them: all combinations of
 # their modes are tried. Without: one job 0.26 % shorter, another 0.16 % longer. MOST_LARGE bounds the combinations.
 LARGE, MOST_LARGE = 2.5, 3
-# Starts with these shares of the roofline's pins, and streams in their place, START_HEADS of the pins taken from the
-# chunks used first. Without: the same plans but for one job, 1.8 % shorter.
-FEWER_PINS = (0.9, 0.8, 0.65)
-START_HEADS = 0.2
 FIRST_STEP = 32  # downhill begins with steps of the number of chunks over this; with steps of 1: 0.04 %, 0.14 % at most
 # Streams taken from the chunks used first. 0: the 49 searches of tests/golden 1.1 % longer, 31 % at most; the four jobs
 # 2.5 % shorter, 9.5 % at most.
@@ -87,6 +83,7 @@ class Search:
     fastest: at most two attempts that fit. The first has the least burden among equally fast attempts (ties.py).
     best: seconds and trial of the fastest attempt.
     here: seconds and trial from which the search goes downhill.
+    start: numbers of pins and streams that are best by the roofline.
     """
 
     def __init__(self, job: Job, effort_ops: int) -> None:
@@ -116,12 +113,7 @@ class Search:
         roof = roofline(self.facts, pins.tolist(), shares.tolist())
         best = self.fewest + int(roof.seconds.min(axis=1).argmin())
         streams = round(float(shares[int(roof.seconds[best - self.fewest].argmin())]) * (self.count - best))
-        # (pins, streams): the best by the roofline, and fewer pins with as many more streams: what CPU Adam has to do
-        # is as it was, which matters most, and there is more room.
-        self.starts = [(best, streams)]
-        for part in FEWER_PINS if streams else ():
-            number = max(self.fewest, round(part * best))
-            self.starts.append((number, streams + best - number))
+        self.start = (best, streams)
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
         self.roofline_s = float(roof.seconds.min())
         self.floor_s = float(roof.floor_s.min())
@@ -261,14 +253,8 @@ class Search:
             return
         # Behind a barrier all streamed chunks are updated at once, and what has room there decides.
         knobs = replace(USUAL, linger=False, states_first=True) if self.facts.pins.barrier else USUAL
-        for n, (pins, streams) in enumerate(self.starts):
-            yield Trial(
-                pins=pins,
-                streams=streams,
-                head=int(START_HEADS * pins) if n else 0,
-                front=min(FRONT, streams),
-                knobs=knobs,
-            )
+        pins, streams = self.start
+        yield Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), knobs=knobs)
         if self.best is not None and self.best[1].streams:
             yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
             yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
