@@ -171,7 +171,7 @@ def of_few_chunks() -> dict[str, Job]:
     """Models of a few MB to a GB, on a GPU that holds a third of their states."""
     return {
         f"{name}, {memory}": (gpt(name, 1), ps.machine("rtx4090", gpu_memory=memory), EAGER)
-        for name, memory in (("gpt2", "1.6GB"), ("gpt2-large", "5GB"), ("gpt2-medium", "3GB"))
+        for name, memory in (("gpt2", "2GB"), ("gpt2-large", "5GB"), ("gpt2-medium", "3GB"))
     }
 
 
@@ -244,9 +244,9 @@ def of_variants() -> dict[str, tuple[Sequence[Workload], Machine]]:
 
 def of_stronghold() -> dict[str, Job]:
     return {
-        f"{model}, {machine}": (gpt(model, 4), ps.machine(machine), settings)
-        for model, machine in (("1B", "rtx3060-32gb"), ("4B", "rtx4090"), ("12B", "v100-32"), ("4B", "v100-32"))
-        for settings in (EAGER, BARRIER)
+        f"{model}, {machine}, {word}": (gpt(model, 4), ps.machine(machine), settings)
+        for model, machine in (("4B", "rtx3090-64gb"), ("4B", "rtx4090"), ("12B", "v100-32"), ("4B", "v100-32"))
+        for word, settings in (("eager", EAGER), ("barrier", BARRIER))
     }
 
 
