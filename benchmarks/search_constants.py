@@ -45,7 +45,7 @@ from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.systems import karma
 from pstar_sim.policy.systems.stronghold import stronghold
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload
 
@@ -90,6 +90,7 @@ CHANGES: tuple[tuple[str, str, str, tuple[Any, ...]], ...] = (
     *(("net", *change) for change in SEARCH if change[1] in OF_NET),
     ("plenty", f"{FAMILY}.search", "GOOD_ENOUGH", (-1.0, 1e-2)),
     ("few chunks", f"{FAMILY}.searched", "FEWEST_CHUNKS", (1, 32)),
+    ("few chunks", f"{FAMILY}.course", "SHORT", (0, 6)),
     ("few chunks", f"{FAMILY}.searched", "MOST_WASTE", (0.03, 1.0)),
     ("many chunks", f"{FAMILY}.search", "LARGE", (1e9,)),
     ("many chunks", f"{FAMILY}.search", "MOST_LARGE", (1, 1000)),
@@ -168,8 +169,10 @@ def of_many_chunks() -> dict[str, Job]:
 
 
 def of_few_chunks() -> dict[str, Job]:
-    """Models of a few MB to a GB, on a GPU that holds a third of their states."""
-    return {
+    """Models of a few MB to a GB, on a GPU that holds a third of their states; and two layers in round figures."""
+    small = chain_workload(2, MIB, forward_s=1.0, tide_bytes=[0, 4 * MIB, 4 * MIB, 0, 0])
+    roomy = round_machine(gpu_memory_bytes=18 * MIB, h2d_bytes_per_s=4 * MIB)
+    return {"two layers": (small, roomy, Settings(update="eager", clip=False, chunk_bytes=2 * MIB))} | {
         f"{name}, {memory}": (gpt(name, 1), ps.machine("rtx4090", gpu_memory=memory), EAGER)
         for name, memory in (("gpt2", "2GB"), ("gpt2-large", "5GB"), ("gpt2-medium", "3GB"))
     }

@@ -18,6 +18,7 @@ from pstar_sim.policy.passes import collectives, gradients, updates
 
 __all__ = ["Course", "Knobs"]
 
+SHORT = 3  # positions: a streamed chunk may always stay over a border that is no longer
 LINGER_COPIES = 2  # how many copies long a gradient is expected to stay after it is final
 
 
@@ -145,7 +146,7 @@ class Course:
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
         for c in self.moving:
             border = self.border(c)
-            short = border.end - border.start <= knobs.stay * len(self.positions)
+            short = knobs.stay > 0 and border.end - border.start <= max(SHORT, knobs.stay * len(self.positions))
             if not job.uses.updated(c) or (c in self.updates and short):
                 gaps.append(border)
         room = [left - arriving for left, arriving in zip(self.room, self._arriving())]
