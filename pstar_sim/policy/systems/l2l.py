@@ -11,6 +11,10 @@ is a third use of its embedding). Bytes to the host: 4 per parameter; with one m
 overwrites its parameter. Bytes on the GPU: two layers, their gradients, and the tide, which is one layer's
 activations for one micro-batch, u layer outputs, and u x L boundary activations unless these are on the host.
 
+One GPU. In the published parallel version each GPU copies whole layers, and the host adds up the gradients of all GPUs.
+Here ranks are processes that hold slices, each in host memory of its own, and meet in collectives only. Layers gathered
+from slices would be ZeRO-3's data parallelism (zero3_offload.py), not L2L's.
+
 A chunk is a layer, norms and biases included, so that nothing on the GPU grows with the number of layers.
 """
 
@@ -51,7 +55,10 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
     beside the tide exceed the GPU, or where parameters, gradients and states exceed the host.
     """
     if len(machine.ranks) > 1:
-        raise CannotPlan(f"l2l runs on one GPU, not on {len(machine.ranks)}")
+        raise CannotPlan(
+            f"l2l runs on one GPU, not on {len(machine.ranks)}: the published parallel version adds up the gradients of "
+            "all GPUs in host memory that they share, and here each rank has host memory of its own"
+        )
     w = in_order("l2l", workload, "relay-host" if stash == "host" else "relay")
     parts = parts_of(w)
     sized = settings.chunk_bytes is not None
