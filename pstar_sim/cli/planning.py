@@ -136,15 +136,19 @@ def plan(
     if json:
         say_json({**best.row.to_json(), "confidence": confidence(result.workload, result.machine)})
         return 0
+    from pstar_sim.core.figures import LEAST_ROOM, own_shares
     from pstar_sim.report.tables import format_percent
     from pstar_sim.units import format_bytes, format_s
 
     row = best.row
     sources = confidence_line(confidence(result.workload, result.machine))
+    peak = format_bytes(row.peak_gpu_bytes or 0)
+    budget = format_bytes(best.plan.gpu_budget_bytes)
+    of_gpu = f"{peak} of the GPU" if own_shares(best.plan) is None else f"{peak} of {budget}{LEAST_ROOM}"
     tell(
         f"{path}: {row.policy}, {format_s(row.iteration_s or 0)} per iteration, "
         + (f"{format_percent(row.gap)} above the bound, " if row.gap is not None else "")
-        + f"peaks at {format_bytes(row.peak_gpu_bytes or 0)} of the GPU; "
+        + f"peaks at {of_gpu}; "
         f"{len(best.plan.steps)} steps; {sources}"
     )
     return 0

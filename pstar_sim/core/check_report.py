@@ -18,6 +18,7 @@ class CheckReport:
     peak_at: place -> the moment in which it holds that, -1 for the cut.
     running: place -> ids of the steps under way then.
     budget_bytes: place -> bytes that the plan may take of it.
+    where: place -> whose bytes these are, in words; nothing where all ranks are alike.
     figures: names of the plan's figures that were computed again and are right.
     not_checked: a line for each kind of thing that the plan states and that was not computed again ([Note: what a check
         says] in figures.py).
@@ -30,6 +31,7 @@ class CheckReport:
     peak_at: dict[str, int]
     running: dict[str, tuple[int, ...]]
     budget_bytes: dict[str, int] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
     figures: tuple[str, ...] = ()
     not_checked: tuple[str, ...] = ()
 
@@ -41,7 +43,7 @@ class CheckReport:
             when = "between two iterations" if moment < 0 else f"in moment {moment}"
             lines.append(
                 f"{place}: at most {format_bytes(size)} ({size} bytes, {when}) "
-                f"of {format_bytes(self.budget_bytes[place])}"
+                f"of {format_bytes(self.budget_bytes[place])}{self.where.get(place, '')}"
             )
         if self.figures:
             lines.append(f"as stated: {', '.join(self.figures)}")

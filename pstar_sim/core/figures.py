@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
-__all__ = ["OWN_SHARES", "Stated", "byte_figures", "not_checked", "own_shares"]
+__all__ = ["LEAST_ROOM", "OWN_SHARES", "Stated", "byte_figures", "not_checked", "own_shares"]
 
 OWN_SHARES = "shares"
 """Name of the choice that says that figures were predicted with a workload of each rank's own."""
+LEAST_ROOM = " on the GPU with the least room"
+"""Whose bytes of GPU memory a figure counts where ranks differ: what is left of the smallest GPU's budget is then the
+least room that any GPU has."""
 _MOVED = {"h2d_bytes": "h2d", "d2h_bytes": "d2h"}
 _PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
 

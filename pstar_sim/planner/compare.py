@@ -51,6 +51,8 @@ class Row:
     certificate: kind of the bound, what binds it, and what it is relative to; or the reason why there is none
         (`Certificate.text`).
     bound_by: see `binding.bound_by`.
+    peak_gpu_bytes: the most bytes on the GPU; where ranks differ, as the smallest GPU would count them for the GPU that
+        has the least room left.
     barrier_cost_s: seconds that the same policy would save if no Adam had to wait for all gradients; None if nothing
         makes it wait.
     expected_error: median relative error that validation found for this class of machine; None if nothing is known.
@@ -366,7 +368,8 @@ class _Found:
             plan = replace(plan, choices={**plan.choices, "balance": gain})
             self.gains.append(f"{name}: {gain}")
             certifier = Certifier(job.share.workload, job.machine, settings, lp=certify)
-        row = _figures(name, machine, timeline, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
+        peaks = timeline.peak_bytes if job.share.ranked is None else play(plan).peak_bytes
+        row = _figures(name, machine, timeline, peaks, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
         self.planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         self.rows.append(row)
 
@@ -559,6 +562,7 @@ def _figures(
     name: str,
     machine: Machine,
     timeline: Timeline,
+    peaks: Mapping[str, int],
     tokens: int,
     certificate: Certificate,
     barrier_cost_s: float | None,
@@ -573,8 +577,8 @@ def _figures(
         lower_bound_s=bound_s,
         gap=None if bound_s is None else timeline.iteration_s / bound_s - 1,
         bound_by=bound_by(timeline, barrier_cost_s=barrier_cost_s),
-        peak_gpu_bytes=timeline.peak_bytes["gpu"],
-        peak_host_bytes=timeline.peak_bytes["host"],
+        peak_gpu_bytes=peaks["gpu"],
+        peak_host_bytes=peaks["host"],
         h2d_bytes=timeline.moved_bytes["h2d"],
         d2h_bytes=timeline.moved_bytes["d2h"],
         barrier_cost_s=barrier_cost_s,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pstar_sim.arguments import choice, instance, number, whole
-from pstar_sim.core.figures import OWN_SHARES
+from pstar_sim.core.figures import LEAST_ROOM, OWN_SHARES, own_shares
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place, to_text
 from pstar_sim.core.timeline import Timeline
@@ -261,11 +261,14 @@ def _micro_batches(count: int) -> str:
 def _where(plan: Plan, timeline: Timeline) -> list[str]:
     lines = _lines_of_modes(plan)
     held = _held_between(plan)
+    differ = own_shares(plan) is not None
+    peaks = (play(plan) if differ else timeline).peak_bytes
     for place, budget in plan.budgets.items():
         parts = [f"{name} {format_bytes(size)}" for (p, name), size in sorted(held.items()) if p is place and size]
-        peak = timeline.peak_bytes.get(place.value, 0)
+        peak = peaks.get(place.value, 0)
         lines.append(f"  {place.value} between iterations: {', '.join(parts) or 'nothing'}")
-        lines.append(f"  {place.value} at most: {format_bytes(peak)} of {format_bytes(budget)}")
+        whose = LEAST_ROOM if place is Place.GPU and differ else ""
+        lines.append(f"  {place.value} at most: {format_bytes(peak)} of {format_bytes(budget)}{whose}")
     if plan.workload.stashes:
         lines.append(_line_of_stashes(plan.workload))
     top = max(plan.workload.moments, key=lambda moment: moment.peak_bytes)

@@ -82,6 +82,13 @@ def test_equal_shares_that_do_not_fit_are_named() -> None:
     m = replace(m, ranks=(m.ranks[0], replace(m.ranks[1], gpu=small)))
     found = compare([job(6)] * 2, m, policies=["whale"], cut=job)
     assert "GPU virtual 9+3; equal shares (virtual 6+6) do not fit: whale does not fit: gpu needs" in found.notes[0]
+    # 37 MiB on the first, 31 of 31 on the second: what has the least room counts, everywhere
+    best = found["whale"]
+    report = best.plan.check()
+    assert best.row.peak_gpu_bytes == report.peak_bytes["gpu"] == 31 * MIB
+    said = "32.51 MB of 32.51 MB on the GPU with the least room"
+    assert f"gpu: at most 32.51 MB ({31 * MIB} bytes" in report.describe() and said in best.explain()
+    assert report.describe().count("on the GPU with the least room") == 1
 
 
 def test_on_equal_gpus_it_is_the_policy_that_it_schedules_with() -> None:

@@ -14,7 +14,7 @@ from pstar_sim.core.checker.structure import check_pins, check_structure
 from pstar_sim.core.checker.unrolled import Unrolled
 from pstar_sim.core.checker.walk import Walk
 from pstar_sim.core.checker.worst_case import worst_case
-from pstar_sim.core.figures import byte_figures, not_checked
+from pstar_sim.core.figures import LEAST_ROOM, byte_figures, not_checked, own_shares
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import FalseFigures, PlanError
@@ -82,4 +82,5 @@ def prove(plan: Plan) -> CheckReport:
         peak_at=moments,
         running=running,
         budget_bytes={place.value: budget for place, budget in budgets.items()},
+        where={} if own_shares(plan) is None else {Place.GPU.value: LEAST_ROOM},
     )

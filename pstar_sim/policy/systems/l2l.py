@@ -56,8 +56,8 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
     """
     if len(machine.ranks) > 1:
         raise CannotPlan(
-            f"l2l runs on one GPU, not on {len(machine.ranks)}: the published parallel version adds up the gradients of "
-            "all GPUs in host memory that they share, and here each rank has host memory of its own"
+            f"l2l runs on one GPU, not on {len(machine.ranks)}: the published parallel version adds up the gradients "
+            "of all GPUs in host memory that they share, and here each rank has host memory of its own"
         )
     w = in_order("l2l", workload, "relay-host" if stash == "host" else "relay")
     parts = parts_of(w)
