@@ -15,9 +15,10 @@ import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
+from rich.progress import Progress
 
 import pstar_sim as ps
 from pstar_sim.cli import main
@@ -94,7 +95,15 @@ def test_progress_is_on_the_terminal_and_not_in_the_pipe(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a real terminal, of which only stderr is one; then in a pipe. Stdout is the same either way."""
+    """On a real terminal, of which only stderr is one; then in a pipe. Stdout is the same either way. Each part is
+    drawn, however short it is: a tenth of a second may go by otherwise."""
+    update = Progress.update
+
+    def drawn(shown: Progress, *given: Any, **fields: Any) -> None:
+        update(shown, *given, **fields)
+        shown.refresh()
+
+    monkeypatch.setattr(Progress, "update", drawn)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERM", "xterm")
     (tmp_path / "grid.toml").write_text(GRID)

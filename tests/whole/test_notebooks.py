@@ -85,6 +85,7 @@ def test_a_notebook_runs(path: Path, whole: bool, tmp_path: Path, monkeypatch: p
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     monkeypatch.delenv("COLUMNS", raising=False)
     notebook = nbformat.read(path, as_version=4)

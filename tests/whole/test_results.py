@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -113,8 +114,10 @@ def commit(folder: Path, name: str, text: str) -> str:
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="lists commits")
 def test_a_result_is_listed_from_the_commit_that_changes_what_it_depends_on(
-    tmp_path: Path, results: ModuleType
+    tmp_path: Path, results: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in [name for name in os.environ if name.startswith("GIT_")]:  # a hook of git's is told of its repository
+        monkeypatch.delenv(name)
     folder = tmp_path / "repository"
     folder.mkdir()
     git(folder, "init", "-q")
