@@ -5,7 +5,9 @@ Two layers of 1,024 bf16 parameters, a chunk each (2,048 bytes). Moments: 0 FWD 
 """
 
 import gc
+import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,15 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         action="store_true",
         help="all steps, seeds and instances, where a test runs fewer of them otherwise (its docstring says so)",
     )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where nobody has drawn with matplotlib yet, it looks for the machine's fonts: here once, because a process that
+    takes longer than five seconds for it says so on stderr, which tests read."""
+    cache = os.environ.get("MPLCONFIGDIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "matplotlib"
+    known = any(Path(cache).expanduser().glob("fontlist-*.json"))
+    if not known and not hasattr(session.config, "workerinput") and importlib.util.find_spec("matplotlib") is not None:
+        importlib.import_module("matplotlib.font_manager")
 
 
 def pytest_configure(config: pytest.Config) -> None:
