@@ -41,6 +41,10 @@ if importlib.util.find_spec("hypothesis") is not None:  # a machine with a GPU m
     if hasattr(providers, "_get_local_constants"):
         providers._get_local_constants = lambda: providers._local_constants
 
+# As `make test` says it, before torch is imported: sums of several threads have other last bits, so what equals plain
+# torch to the bit would hang on the number of cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 NO_SIMPY = importlib.util.find_spec("simpy") is None
 WANTED_SIMPY: pytest.StashKey[list[BaseException]] = pytest.StashKey()
 
