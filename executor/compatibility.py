@@ -21,7 +21,6 @@ from pstar_sim.workload.workload import Tensor
 
 __all__ = [
     "check_model",
-    "check_order",
     "check_processes",
     "check_settings",
     "state_dtype_of",
@@ -64,15 +63,6 @@ def check_model(
                 "optimizer would update twice; tie them as one Parameter"
             )
     check_groups(tensors, parameters, groups)
-
-
-def check_order(plan: Plan) -> None:
-    """Check that the plan keeps what blocks recompute from on the GPU."""
-    if plan.workload.boundaries_on_host:
-        raise PlanError(
-            f"the plan of {plan.policy} keeps the boundaries of blocks on the host; it can be simulated, not run: make "
-            "a plan with the boundaries on the GPU (l2l, tide:order=relay)"
-        )
 
 
 def _check_parameter(

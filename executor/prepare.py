@@ -19,7 +19,7 @@ from torch import nn
 from executor.activations.planned import carry_out, check_activations
 from executor.adamw import AdamW, group_of
 from executor.capture import capture_module
-from executor.compatibility import check_model, check_order, check_settings
+from executor.compatibility import check_model, check_settings
 from executor.contract import reader_left, tensor_of
 from executor.devices.backend import Backend, available_host_bytes, keep_freed_pages
 from executor.devices.opening import DeviceOptions, check_placement, move_buffers, open_backend
@@ -184,7 +184,6 @@ def _matched(model: nn.Module, plan: Plan, optimizer: AdamW, weights: str | Path
     groups = optimizer.groups(model)
     by_id = group_of(groups)
     tensors, parameters = describe_parameters(model, by_id)
-    check_order(plan)
     check_model(plan, tensors, parameters, by_id)
     check_settings(plan, optimizer)
     norm = optimizer.norm_for(clip=plan.settings.clip)

@@ -41,10 +41,10 @@ def train_step(
     loss. Raises ModelError when a loss is not finite, before its backward. number: of the step, for the message.
 
     Where the accelerator refuses memory inside an operator, a prepared model climbs its ladder (see off_plan/) and
-    the same micro-batches run again, with the same random numbers. Under a layer-major plan the session runs the step.
+    the same micro-batches run again, with the same random numbers. Under a plan of the relay the session runs the step.
     """
     session = getattr(optimizer, "session", None)
-    if session is not None and session.plan.workload.layer_major:
+    if session is not None and session.plan.workload.relayed:
         rows = [next(batches) for _ in range(micro_batches)]
         return float(session.step(rows, loss=_checked(model, micro_batches, number)).loss)
     drawn: list[Any] = []

@@ -26,9 +26,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from executor.activations.stashes import Stashes
+from executor.activations.stashes import Stashes, hooks_of_others
 from executor.devices.backend import Backend
-from executor.devices.torch26 import saved_tensor_hooks
 from executor.devices.torch_private import call_of, replace_call
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ModelError, PlanError, TraceError
@@ -186,7 +185,7 @@ def _recomputed_on(device: torch.device) -> Callable[[_Call, nn.Module, Any, Any
     there = () if device.type == "cpu" else (torch.empty(0, device=device),)
 
     def call(plain: _Call, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        ours = torch.is_grad_enabled() and module.training and saved_tensor_hooks() is None
+        ours = torch.is_grad_enabled() and module.training and not hooks_of_others()
         if not ours or _in_backward() or getattr(module, _SWITCH, False) is True:
             return plain(*args, **kwargs)
 
@@ -227,7 +226,7 @@ def _refuse_its_own(session: Host, block: str, does: str) -> None:
         return
     if _in_backward():
         its = "recomputes them in backward"
-    elif torch.is_grad_enabled() and saved_tensor_hooks() is not None:
+    elif torch.is_grad_enabled() and hooks_of_others():
         its = "calls it under hooks on saved tensors (activation checkpointing or offload)"
     else:
         return

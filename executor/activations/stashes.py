@@ -5,6 +5,9 @@ block stay. At the end of the block's forward, storages are chosen until the byt
 used up. The plan's `stash_out` copies them to the host; the moment that waits for the copy frees the gpu's memory.
 `stash_in` copies them back into memory taken when its turn came, and autograd gets views of that.
 
+In a relay with boundaries on the host, stashes are what every block's forward leaves behind: the inputs from which it
+recomputes (`ForwardSaves`). The stashes of all micro-batches are then on the host together.
+
 [Note: who lets go] Memory is taken and let go in the user's thread only, where the tide says so: let go when moment
 `gone` begins, taken when moment `back` begins. The queues' threads only copy; where a copy is only issued (streams),
 what it touches is held until its event.
@@ -23,6 +26,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -30,21 +34,22 @@ import torch
 from torch import nn
 
 from executor.devices.backend import Backend
+from executor.devices.torch26 import saved_tensor_hooks
 from executor.devices.torch_private import storage_key, version_of
 from executor.memory.arena import Arena
 from executor.moments.hooks import MomentClock, tensors_of
 from executor.moments.unseen import unseen
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.slabs import stash_key
+from pstar_sim.core.slabs import ALIGN_BYTES, stash_key
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.errors import ContractError
 from pstar_sim.policy.kit.stashes import StashMoves
-from pstar_sim.workload.workload import Stash
+from pstar_sim.workload.workload import Stash, Workload
 
 if TYPE_CHECKING:
     from executor.devices.backend import StreamBackend
 
-__all__ = ["BlockSaves", "StashReport", "Stashes"]
+__all__ = ["BlockSaves", "ForwardSaves", "StashReport", "Stashes", "hooks_of_others"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,6 +229,41 @@ class BlockSaves:
         return self._session.reads.unpack(packed)
 
 
+class ForwardSaves(BlockSaves):
+    """The tensors that the whole forward of one micro-batch saves, block by block. A recomputed block saves what it
+    takes before its call begins (torch's checkpoint, non-reentrant, does it around the call), so what belongs to a
+    block is what its forward saved, and those of its inputs that were saved before."""
+
+    def __init__(self, stashes: Stashes) -> None:
+        super().__init__(stashes, ())
+        self._before: dict[int, weakref.ref[_Saved]] = {}
+
+    def hooks(self) -> AbstractContextManager[None]:
+        """Inside, what autograd saves in this thread comes here."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def begin(self, inputs: Any) -> None:
+        """A block is called with these inputs."""
+        self.saved = {key: ref for key, ref in self.saved.items() if ref() is not None}
+        self._before = dict(self.saved)
+        self.inputs = {storage_key(t) for t in tensors_of(inputs)}
+
+    def end(self, block: str) -> None:
+        """The block's call has ended."""
+        mine = BlockSaves(self._session.stashes, ())
+        mine.inputs = self.inputs
+        mine.saved = {
+            key: ref for key, ref in self.saved.items() if key in self.inputs or self._before.get(key) is not ref
+        }
+        self._session.stashes.collected(block, mine)
+
+
+def hooks_of_others() -> bool:
+    """Whether what autograd saves now goes through hooks that are not of a `ForwardSaves`."""
+    hooks = saved_tensor_hooks()
+    return hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), ForwardSaves)
+
+
 class Stashes:
     """The stashes of one session's plan.
 
@@ -235,13 +275,14 @@ class Stashes:
         self.reports: list[StashReport] = []
         self._lock = threading.Lock()
         self._ahead_bytes = 0  # since the session began; see [Note: ahead of its step]
-        self._rooms: dict[str, list[weakref.ref[_Saved]]] = {}  # block -> whose bytes its room on the host holds
+        self._rooms: dict[tuple[str, int], list[weakref.ref[_Saved]]] = {}  # (block, offset) -> whose bytes lie there
         self.bind()
 
     def bind(self) -> None:
         """Take over the session's new plan."""
         w = self.session.plan.workload
         self._moves = StashMoves(w)
+        self._offsets = _offsets(w)
         self._stash: dict[tuple[str, int], int] = {(s.block, s.micro_batch): n for n, s in enumerate(w.stashes)}
         self._chosen: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what goes, in the current iteration
         self._out: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what has gone
@@ -266,6 +307,11 @@ class Stashes:
         )
 
     # -- forward ------------------------------------------------------------------------------------------------------
+
+    def boundaries(self) -> ForwardSaves | None:
+        """Collect the saved tensors of one micro-batch's forward, in a relay with boundaries on the host; None under
+        another plan."""
+        return ForwardSaves(self) if self.session.plan.workload.boundaries_on_host else None
 
     def collect(self, inputs: Any) -> BlockSaves:
         """Collect the saved tensors of one call of an offloaded block with these inputs."""
@@ -343,15 +389,16 @@ class Stashes:
     def _send(self, n: int) -> list[torch.Tensor]:
         """Copy a storage to the host. Returns the memory on the gpu that is read."""
         stash = self.planned[n]
-        if any(saved.only_on_host for saved in _alive(self._rooms.get(stash.block, ()))):
+        place = stash.block, self._offsets[n]
+        if any(saved.only_on_host for saved in _alive(self._rooms.get(place, ()))):
             self.session.note_deviation(
                 f"the stash of {stash.block} stays on the accelerator: the host's room still holds an earlier one's"
             )
             self._out[n] = []
             return []
         self._count_ahead(n)  # of an iteration that left the plan
-        room = self.session.arena.slabs.first_bytes(stash_key(stash.block), stash.bytes)
-        offset = 0
+        offset = self._offsets[n]
+        room = self.session.arena.slabs.first_bytes(stash_key(stash.block), offset + stash.bytes)
         gone: list[weakref.ref[_Saved]] = []
         touched: list[torch.Tensor] = []
         for saved in _alive(self._chosen.pop(n, ())):
@@ -363,7 +410,7 @@ class Stashes:
             saved.host, saved.stash = target, n
             touched.append(saved.source)
             gone.append(weakref.ref(saved))
-        self._rooms[stash.block] = self._out[n] = gone
+        self._rooms[place] = self._out[n] = gone
         return touched
 
     def _fetch(self, n: int) -> list[torch.Tensor]:
@@ -442,6 +489,18 @@ class Stashes:
                 cast("StreamBackend", self.session.backend).wait_event(Queue.COMPUTE, saved.arrival)
             made = torch.empty(0, dtype=view.dtype, device=saved.returned.device)
             return made.set_(saved.returned.untyped_storage(), view.offset, view.size, view.stride)
+
+
+def _offsets(w: Workload) -> list[int]:
+    """Of each stash, where it begins in its block's room on the host (`Workload.stash_room`): depth-first, a
+    micro-batch's stash is used up before the next one's is made; in a relay they are there together."""
+    ends: dict[str, int] = {}
+    offsets: list[int] = []
+    for stash in w.stashes:
+        begin = ends.get(stash.block, 0) if w.layer_major else 0
+        offsets.append(begin)
+        ends[stash.block] = begin + -(-stash.bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return offsets
 
 
 def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], int]:

@@ -24,7 +24,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -163,6 +163,14 @@ class _Recorded(threading.local):
     tape: BlockTape | None = None
 
 
+class BlockCalls(Protocol):
+    """Hears of the calls of blocks, with what they take."""
+
+    def begin(self, inputs: Any) -> None: ...
+
+    def end(self, block: str) -> None: ...
+
+
 class Borders:
     """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. Because they stay, the
     order of hooks never changes, and a model that collects tensors of its blocks by hooks always collects the same
@@ -177,9 +185,9 @@ class Borders:
         self._handles.append(model.register_forward_hook(untraced(self._leave), prepend=True))
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[BlockTape]:
-        """Inside, calls of the blocks are cut at both ends."""
-        self._recorded.tape = tape = BlockTape()
+    def recording(self, saves: BlockCalls | None = None) -> Iterator[BlockTape]:
+        """Inside, calls of the blocks are cut at both ends. saves: hears of each call."""
+        self._recorded.tape = tape = BlockTape(saves)
         try:
             yield tape
         finally:
@@ -209,10 +217,11 @@ class Borders:
 
 
 class BlockTape:
-    """The parts of one micro-batch's forward, recorded by `Borders` and finished by `end`."""
+    """The parts of one micro-batch's forward, recorded by `Borders` and finished by `end`. saves: see `recording`."""
 
-    def __init__(self) -> None:
+    def __init__(self, saves: BlockCalls | None = None) -> None:
         self.calls = 0
+        self._saves = saves
         self.parts: list[BlockPart] = []
         self._anchor = torch.zeros((), requires_grad=True)
         self._open = 0
@@ -235,6 +244,8 @@ class BlockTape:
         given = map_tensors((args, kwargs), lambda t: self._input(t, part))
         if part.ends:
             self.parts.append(part)
+        if self._saves is not None:
+            self._saves.begin((args, kwargs))
         return given
 
     def leave(self, name: str, output: Any) -> Any:
@@ -246,6 +257,8 @@ class BlockTape:
         given = map_tensors(output, lambda t: self._output(t, part))
         self.parts.append(part)
         self.calls += 1
+        if self._saves is not None:
+            self._saves.end(name)
         return given
 
     def give_back(self, output: Any) -> Any:

@@ -37,6 +37,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from executor.activations.stashes import Stashes
 from executor.capture import fake_module
 from executor.driving.again import Before
 from executor.driving.blocks import BlockTape, Borders, find_blocks, shared_part
@@ -112,6 +113,8 @@ class Host(BytesHost, LoopHost, Protocol):
     @property
     def shapes(self) -> Shapes: ...
     @property
+    def stashes(self) -> Stashes: ...
+    @property
     def updates(self) -> Updates: ...
 
 
@@ -184,11 +187,11 @@ class Driver:
         s = self.session
         s.loop.require_running()
         w = s.plan.workload
-        planned_order = "relay" if w.layer_major else "depth-first"
+        planned_order = "relay" if w.relayed else "depth-first"
         order = planned_order if order is None else order
         if not isinstance(order, str) or order not in ORDERS:
             raise ContractError(f"session.step: order={order!r} is not known; it is one of {', '.join(ORDERS)}")
-        if w.micro_batches > 1 and order != planned_order:
+        if (w.micro_batches > 1 or w.relayed) and order != planned_order:
             raise ContractError(
                 f"session.step: order={order!r}, and the plan of {s.plan.policy} is for order={planned_order!r}; give "
                 f"that, or make a plan for {order!r} ({'l2l, tide:order=relay' if order == 'relay' else 'tide'})"
@@ -259,7 +262,9 @@ class Driver:
             tape, value = BlockTape(), loss(model, batch) / of
             tape.end(value)
             return tape, value.detach()
-        with self._borders.recording() as tape:
+        saves = self.session.stashes.boundaries()
+        hooks = contextlib.nullcontext() if saves is None else saves.hooks()
+        with self._borders.recording(saves) as tape, hooks:
             value = loss(model, batch) / of
             tape.end(value)
         if tape.signature not in self._clean:

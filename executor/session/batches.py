@@ -160,7 +160,7 @@ class Batches:
 
     @property
     def fits(self) -> bool:
-        """Whether the last batch may run on plan: its tide is nowhere higher than the plan's. Layer-major, moments hold
+        """Whether the last batch may run on plan: its tide is nowhere higher than the plan's. In a relay, moments hold
         bytes of other micro-batches too; there a batch fits that is no longer than the plan's in any dimension."""
         moments = self.moments
         if moments is None:
@@ -169,7 +169,7 @@ class Batches:
         body = [m for m in w.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
         if len(moments) - 1 != len(body) or any(a.name != b.name for a, b in zip(moments, body)):
             return False
-        if w.layer_major:
+        if w.relayed:
             shape = next((t.shape for t in tensors_of(self.last) if t.dim()), torch.Size())
             return all(size <= most for size, most in zip(shape, (self.planned_size, w.sequence)))
         return all(a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body))
@@ -183,7 +183,7 @@ class Batches:
         captured = self.host.shapes.capture(planned, *self.last)
         # The same parameters (and their groups, which a capture does not know).
         made = repeat_micro_batch(replace(captured, tensors=planned.tensors), max(1, micro_batches))
-        return relay(made) if planned.layer_major else made
+        return relay(made, stash="host" if planned.boundaries_on_host else "gpu") if planned.relayed else made
 
     def _is_planned(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
         """Whether the first tensor with dimensions has the plan's batch and (of tokens) sequence. Only the first batch

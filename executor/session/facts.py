@@ -136,7 +136,7 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.BEGINS: lambda act: act.event is None or act.host.clock.outermost(act.event),
     Fact.SWITCHED: lambda act: bool(act.host.reader.switched),
     Fact.OUTSIDE: _outside,
-    Fact.ALONE: lambda act: act.host.timetable.layer_major and not act.host.clock.driven,
+    Fact.ALONE: lambda act: act.host.timetable.relayed and not act.host.clock.driven,
     Fact.EXPECTED: _expected,
     Fact.FITS: lambda act: act.event is None or act.event.module != "" or act.host.batches.fits,
     Fact.OUTSTANDING: lambda act: bool(act.host.now.outstanding) and act.host.absent is None,

@@ -37,7 +37,7 @@ class Timetable:
         following: moment -> event that opens the next one; "" behind the last, and everywhere in a plan with stashes,
             where opening a moment takes more than what is in its row.
         micro_batches: number of backwards per iteration.
-        layer_major: blocks run for all micro-batches before the next block does.
+        relayed: see `Workload.relayed`.
         tail: steps of the compute queue behind the last moment.
         chunk_of: tensor -> chunk.
         tensors_of: chunk -> tensors.
@@ -70,7 +70,7 @@ class Timetable:
         self.on_demand_only = not self.compute
         self.following = [*(name if not w.stashes else "" for name in self.names[1:]), ""]
         self.micro_batches = w.micro_batches
-        self.layer_major = w.layer_major
+        self.relayed = w.relayed
         self.goes_to = gradient_list(plan)
         self.sums = _sums(plan)
         self._final = {(self.micro_batch[m], t): m for m, tensors in enumerate(w.gradients) for t in tensors}

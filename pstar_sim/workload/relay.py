@@ -13,15 +13,16 @@ as depth-first, and sums are equal to the bit.
 The live bytes of a cell are its own and what the other micro-batches have left behind so far. In a model that
 recomputes its activations that is a block's input for each block and micro-batch (the boundary stash), the output of
 the latest block for each micro-batch, and what else autograd holds across parts, such as the gradient of a tied head
-until the embedding's gradient is there. What goes to the host for a block is what its forward leaves behind until its
-backward begins: the lowest level in between, less that of the block before.
+until the embedding's gradient is there. What goes to the host for a block is its input: what the block before has put
+out (`_boundary_bytes`). Two things hold that of the first block as well: a model's own variable, until its forward
+returns (transformers' `inputs_embeds`), so it is on the GPU until then; and the loop, where it is the batch itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pstar_sim.arguments import instance
 from pstar_sim.errors import TraceError
@@ -144,20 +145,42 @@ def _stashed(made: Workload, source: Workload, parts: Sequence[BlockRun], cells:
     count = source.micro_batches
     first = list(accumulate((len(cell) for cell in cells), initial=0))  # moment of each cell
     backward = _backward_parts(parts)
+    blocks = [(n, block) for n, (block, forward, _) in enumerate(parts) if forward and block in backward]
+    sizes = [
+        _boundary_bytes(
+            source,
+            body[0],
+            [cells[n * count + u] for n, _ in blocks],
+            [cells[backward[block] * count + u][0] for _, block in blocks],
+        )
+        for u, body in enumerate(cells[:count])
+    ]
+    returned = (min(backward.values(), default=0) - 1) * count  # the cell in which the first micro-batch's forward ends
     stashes: list[Stash] = []
-    floors: list[int] | None = None  # micro-batch -> level that the block before has left behind
-    for n, (block, forward, _) in enumerate(parts):
-        if block is None or not forward or block not in backward:
-            continue
-        begins = [cells[n * count + u] for u in range(count)]
-        ends = [cells[backward[block] * count + u][0] for u in range(count)]
-        held = [min(m.end_bytes for m in source.moments[cell[-1] : end]) for cell, end in zip(begins, ends)]
-        if floors is None:
-            floors = [min(source.moments[cell[0]].start_bytes, level) for cell, level in zip(begins, held)]
-        sizes = [b - a for a, b in zip(floors, held)]
-        floors = held
-        stashes += _stashes_of(block, sizes, first, n * count, backward[block] * count)
+    for k, (n, block) in enumerate(blocks):
+        held = returned if k == 0 else 0
+        stashes += _stashes_of(block, [mine[k] for mine in sizes], first, n * count, backward[block] * count, held)
     return replace(made, moments=without_stashed(made, stashes), stashes=tuple(stashes)) if stashes else made
+
+
+def _boundary_bytes(w: Workload, begin: int, ahead: Sequence[Sequence[int]], back: Sequence[int]) -> list[int]:
+    """What goes to the host for each block of one micro-batch.
+
+    begin: its first moment. ahead: the moments of each block's forward. back: where each block's backward begins.
+
+    Where a block's backward begins, the level is what all blocks up to it have left behind, and the gradient of its
+    output. From one block to the next this rises by a block's output, which is the input of the block after it. Where
+    blocks keep activations of their own it rises by those.
+    """
+    if not back:
+        return []
+    held = min(m.end_bytes for m in w.moments[ahead[0][-1] : back[0]])
+    start = w.moments[ahead[0][0]].start_bytes
+    levels = [w.moments[m].start_bytes for m in back]
+    left = [held - min(start, held), *(b - a for a, b in pairwise(levels))]
+    if w.activations:
+        return left
+    return [min(left[0], start - w.moments[begin].start_bytes), *left[:-1]]
 
 
 def _backward_parts(parts: Sequence[BlockRun]) -> dict[str, int]:
@@ -165,16 +188,18 @@ def _backward_parts(parts: Sequence[BlockRun]) -> dict[str, int]:
     return {block: n for n, (block, forward, _) in enumerate(parts) if block is not None and not forward}
 
 
-def _stashes_of(block: str, sizes: Sequence[int], first: Sequence[int], ahead: int, back: int) -> list[Stash]:
+def _stashes_of(
+    block: str, sizes: Sequence[int], first: Sequence[int], ahead: int, back: int, held: int
+) -> list[Stash]:
     """The stash of each micro-batch in a block; none where one of the micro-batches has nothing to stash or no time.
 
     sizes: bytes for each micro-batch. first: the first moment of each cell. ahead, back: the block's first cell in
-    forward and in backward.
+    forward and in backward. held: the cell of the first micro-batch up to which something else holds the bytes.
     """
     made: list[Stash] = []
     for u, size in enumerate(sizes):
         a, b = ahead + u, back + u
-        gone, returns = first[a + 2], first[b - 1] - 1
+        gone, returns = first[max(a + 2, held + u + 1)], first[b - 1] - 1
         if size <= 0 or gone >= returns:
             return []
         made.append(

@@ -285,6 +285,11 @@ class Workload:
         later one has begun."""
         return any(b.micro_batch < a.micro_batch for a, b in pairwise(self.moments[:-1]))
 
+    @property
+    def relayed(self) -> bool:
+        """Whether the engine has to run the iteration (relay.py): layer-major, or with boundaries on the host."""
+        return self.layer_major or self.boundaries_on_host
+
     @cached_property
     def flops(self) -> int:
         return sum(m.flops for m in self.moments)
@@ -524,7 +529,7 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
         if any(w.moments[m].micro_batch != s.micro_batch for m in ends):
             raise bad(f"stashes[{i}].micro_batch", s.micro_batch, "all its moments are of that micro-batch")
         if i:
-            _check_beside(i, s, w.stashes[i - 1], bad)
+            _check_beside(i, s, w.stashes[i - 1], bad, in_turn=not w.boundaries_on_host)
         for begin, end in ((s.made, s.gone), (s.back, s.needed)):
             counted[begin] += s.bytes
             counted[end + 1] -= s.bytes
@@ -535,12 +540,12 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
             raise bad(f"moments[{m}].peak_bytes", w.moments[m].peak_bytes, f"{held} bytes of stashes are there then")
 
 
-def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad) -> None:
-    """Check stash i beside the stash before it in the list."""
+def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:
+    """Check stash i beside the stash before it in the list. in_turn: what is made first is gone first."""
     if s.made <= before.made:
         raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
     if s.micro_batch == before.micro_batch:
-        if s.gone < before.gone or s.back >= before.back or s.needed >= before.needed:
+        if (in_turn and s.gone < before.gone) or s.back >= before.back or s.needed >= before.needed:
             raise bad(f"stashes[{i}]", s, "what is made later is gone later, and comes back and is needed earlier")
 
 

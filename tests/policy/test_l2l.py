@@ -64,20 +64,22 @@ def test_a_16_bit_gradient_goes_down_as_a_sum_in_fp32() -> None:
 
 
 def test_boundaries_on_the_host_go_down_and_come_up_once() -> None:
-    """64 bytes for each layer but the first's, which is the input of the model, and each of four micro-batches."""
+    """64 bytes for each of four micro-batches and each layer but the first, which takes the input of the model, and the
+    last, which is needed again at once."""
     on_gpu, on_host = planned(chain()), planned(chain(), "l2l:stash=host")
     stashed = sum(s.bytes for s in on_host.workload.stashes)
-    assert len(on_host.workload.stashes) == 3 * 4 and stashed == 3 * 4 * 64
+    assert len(on_host.workload.stashes) == 2 * 4 and stashed == 2 * 4 * 64
     assert on_host.moved_bytes == {way: size + stashed for way, size in on_gpu.moved_bytes.items()}
 
 
 def test_the_gpu_holds_two_layers_however_deep_the_model_is() -> None:
-    """Two layers of 2 MiB, the gradients of two of 4 MiB, and a tide of 3 MiB beside them: simulated and proved."""
+    """Two layers of 2 MiB, the gradients of two of 4 MiB, and a tide of 7 MiB beside them, four outputs of a layer and
+    three of its inputs, two of which are on their way: simulated and proved."""
     peaks = set()
     for layers in (4, 16):
         plan = planned(chain(layers, 4, tide_bytes=MIB), "l2l:stash=host")
         peaks |= {play(plan).peak_bytes["gpu"], plan.check().peak_bytes["gpu"]}
-    assert peaks == {15 * MIB}
+    assert peaks == {19 * MIB}
 
 
 def test_a_real_model_of_four_times_the_layers_needs_no_more_of_the_gpu() -> None:
@@ -195,7 +197,7 @@ def test_explain_says_what_the_order_would_gain() -> None:
     ours = " ".join(c["l2l"].explain().split())
     assert "4 micro-batches, layer by layer" in ours and "what the order gains" not in ours
     plan = planned(chain(8), "l2l:stash=host")
-    assert "inputs of 7 blocks offloaded" in explain(plan, play(plan))
+    assert "inputs of 6 blocks offloaded" in explain(plan, play(plan))
 
 
 def test_an_ablation_from_l2l_begins_in_its_order_and_ends_in_the_other() -> None:

@@ -60,7 +60,7 @@ def _as_planned(plan: Plan, workload: Workload) -> Workload:
     """For a preset that stands for a whole job: what one rank of the plan does, its share of the batch, in the plan's
     dtype if the preset names none. In the order of the plan, which may be the policy's choice."""
     mine = plan.workload
-    if (mine.layer_major or mine.boundaries_on_host) and not (workload.layer_major or workload.stashes):
+    if mine.relayed and not (workload.layer_major or workload.stashes):
         workload = relay(workload, stash="host" if mine.boundaries_on_host else "gpu")
     dtype = mine.dtype if workload.dtype_open else workload.dtype
     share = max(rank.batch_share for rank in plan.machine.ranks)

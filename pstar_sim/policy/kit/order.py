@@ -19,7 +19,7 @@ def in_order(name: str, workload: Workload, order: str) -> Workload:
 
     name: name of the policy, for messages. Raises CannotPlan for a workload that has no layer-major order.
     """
-    if order == "depth-first" or workload.layer_major or workload.boundaries_on_host:
+    if order == "depth-first" or workload.relayed:
         return workload
     key = ("order", order)
     known = workload.derived.get(key)
