@@ -21,7 +21,7 @@ from pstar_sim.errors import ContractError, PlanError
 
 __all__ = ["Host", "OffPlanGradients"]
 
-GPU = Place.GPU
+GPU, HOST = Place.GPU, Place.HOST
 
 
 class Host(BytesHost, Protocol):
@@ -45,9 +45,11 @@ class OffPlanGradients:
         self.states = states
 
     def leave_gpu(self) -> None:
-        """Take every gradient off the gpu's working and grad lists, so that parameters can be read again."""
+        """Take every gradient off the gpu's working and grad lists, so that parameters can be read again, and sums to
+        the chunk's states."""
         host, perform, drop = self.host, self.inline.perform, self.inline.drop
         for chunk in range(len(host.plan.layout.chunks)):
+            self._sum_leaves_gpu(chunk)
             pinned = self.states.pinned(chunk)
             self.shares.leave_gpu(chunk, "param", restored=pinned)
             self.shares.leave_gpu(chunk, "grad", restored=False)
@@ -56,6 +58,20 @@ class OffPlanGradients:
             current = GPU in host.contents.chunks[chunk].current
             if host.arena.has(GPU, chunk, "param") and not current and not pinned:
                 perform(drop(GPU, chunk, "param"))
+
+    def _sum_leaves_gpu(self, chunk: int) -> None:
+        """Move the sum of a chunk whose states live on the host there. A chunk whose sum the plan never has there gets
+        the list, since off the plan all its gradients add up on the host."""
+        host, inline = self.host, self.inline
+        if host.plan.modes[chunk] not in ("cpu", "stream") or (GPU, chunk, "grad32") in host.timetable.cut:
+            return
+        if host.arena.has(GPU, chunk, "grad32"):
+            if host.contents.chunks[chunk].where(GPU, "grad32"):
+                inline.perform(inline.copy(HOST, chunk, "grad32"))
+            inline.perform(inline.drop(GPU, chunk, "grad32"))
+        several = host.plan.workload.micro_batches > 1
+        if several and host.plan.modes[chunk] == "stream" and not host.arena.has(HOST, chunk, "grad32"):
+            inline.bring(HOST, chunk, "grad32")
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
         """Take a gradient that was accumulated: add it to what the tensor has. Raises ContractError after the tensor's

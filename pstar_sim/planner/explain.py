@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pstar_sim.arguments import choice, instance, number, whole
+from pstar_sim.core.effects import gradient_list
 from pstar_sim.core.figures import LEAST_ROOM, OWN_SHARES, own_shares
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Place, to_text
+from pstar_sim.core.step import Kind, Place, to_text
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.binding import bound_by as binding
@@ -269,6 +270,7 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         lines.append(f"  {place.value} between iterations: {', '.join(parts) or 'nothing'}")
         whose = LEAST_ROOM if place is Place.GPU and differ else ""
         lines.append(f"  {place.value} at most: {format_bytes(peak)} of {format_bytes(budget)}{whose}")
+    lines += _lines_of_sums(plan)
     if plan.workload.stashes:
         lines.append(_line_of_stashes(plan.workload))
     top = max(plan.workload.moments, key=lambda moment: moment.peak_bytes)
@@ -289,6 +291,34 @@ def _lines_of_modes(plan: Plan) -> list[str]:
         note = f", {small} of them small ones that are not worth moving" if small else ""
         count = "1 chunk" if len(chunks) == 1 else f"{len(chunks)} chunks"
         lines.append(f"  {mode}: {count}, {format_bytes(size)} of parameters{note}: {_MODES.get(mode, mode)}")
+    return lines
+
+
+def _lines_of_sums(plan: Plan) -> list[str]:
+    """Where the gradients of several micro-batches add up, and why; nothing where there is no choice."""
+    batches, layout = plan.workload.micro_batches, plan.layout
+    if batches == 1 or layout.ranks > 1:
+        return []
+    lists = gradient_list(plan)
+    stays = {r.chunk for r in plan.initial if r.list == "grad32" and r.place is Place.GPU}
+    sent = {s.chunk for s in plan.steps if s.kind is Kind.WRITEBACK and s.list == "grad32"}
+    on_gpu = {chunk for (chunk, _), name in lists.items() if name == "grad32"}
+    groups: dict[str, list[int]] = {}
+    for chunk in sorted({chunk for chunk, _ in lists}):
+        if chunk in stays:
+            where = "on the GPU, beside their states"
+        elif chunk in on_gpu and chunk in sent:
+            where = "on the GPU, and go to the host once, for the update"
+        elif chunk in on_gpu:
+            where = "on the GPU, and wait there for their states"
+        else:
+            where = f"on the host, to which each goes down ({batches} times), and which adds them"
+        groups.setdefault(where, []).append(chunk)
+    lines = [f"  gradients of {_micro_batches(batches)} add up"]
+    for where, chunks in groups.items():
+        size = format_bytes(sum(layout.payload_bytes(c, "grad32") for c in chunks))
+        count = "1 chunk" if len(chunks) == 1 else f"{len(chunks)} chunks"
+        lines.append(f"    of {count} ({size} as a sum) {where}")
     return lines
 
 

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CAPABILITIES", "OPTIONS", "optimal"]
 
-OPTIONS = point_options(Point(streams=True))
-CAPABILITIES = Capabilities(point=Point(streams=True), tries_others=True)
+POINT = Point(streams=True, sums=True)
+OPTIONS = point_options(POINT)
+CAPABILITIES = Capabilities(point=POINT, tries_others=True)
 
 
 @without_garbage_collection()
@@ -54,7 +55,7 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
 
     Raises DoesNotFit, with what its own modes would need, where no policy fits.
     """
-    point = Point(**({"streams": True} | changes))
+    point = replace(POINT, **changes)
     orders = [point.order] if "order" in changes else _orders(workload, machine, settings)
     reason: DoesNotFit | None = None
     found: list[SearchResult] = []

@@ -159,7 +159,9 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     assert [row.list_name for row in mine if row.kind is Kind.WRITEBACK] == [*lists, "param"]
     adam = next(i for i, row in enumerate(rows.rows) if row.kind is Kind.GPU_ADAM and row.chunk == 1)
     assert rows.gpu_update_of[1] == adam
-    assert updates.room(s.job, s.positions[update]) == sum(s.job.layout.payload_bytes(1, name) for name in lists)
+    assert updates.room(s.job, s.positions[update], s.modes) == sum(
+        s.job.layout.payload_bytes(1, name) for name in lists
+    )
 
 
 def test_a_list_of_gradients_takes_room_unless_it_is_pinned() -> None:

@@ -28,7 +28,8 @@ class Knobs:
 
     linger: whether room is left for gradients on their way down, which pays unless memory is very tight.
     lead_chunks: room, in chunks, that early fetches leave free for urgent fetches.
-    down: order of the copies to the host, "edf" (as the next forward needs them) or "fifo".
+    down: order of the copies to the host, "edf" (as the next forward needs them), "fifo", or "adam" (as "edf", but what
+        CPU Adam waits for first, then parameters that leave, then states).
     stay: streamed parameters may stay on the GPU from one iteration to the next for at most this share of the
         positions, and always for three positions.
     states_first: whether states go down before parameters that stay, because states take room. The parameters are then
@@ -132,13 +133,14 @@ class Course:
             for n in mine:
                 room[n] -= size
         others = collectives.room(job, self.needed_whole, len(room))
-        return [left - held for left, held in zip(room, others)]
+        sums = gradients.held(job, self.modes, self.at, self.updates, len(room))
+        return [left - other - held for left, other, held in zip(room, others, sums)]
 
     def _beside(self, position: Position) -> int:
         """Bytes that a position needs beside working lists."""
         if position.chunk >= 0:
-            return updates.room(self.job, position)
-        return gradients.room(self.job, position.block, self.modes.pinned)
+            return updates.room(self.job, position, self.modes)
+        return gradients.room(self.job, position.block, self.modes.pinned | self.modes.summed)
 
     def _keep(self) -> set[UseGap]:
         """Gaps over which a chunk stays, where there is room for it."""
@@ -190,7 +192,7 @@ class Course:
         positions: list[Position] = []
         at: list[int] = []
         updates: dict[int, int] = {}
-        for n, (block, adds_s) in enumerate(zip(job.blocks, gradients.adds_s(job, self.modes.pinned))):
+        for n, (block, adds_s) in enumerate(zip(job.blocks, gradients.adds_s(job, self.modes))):
             at.append(len(positions))
             positions.append(Position(n, -1, block.tide_bytes, block.seconds + adds_s))
             for c in behind.get(n, ()):
@@ -222,7 +224,7 @@ class Course:
                 sum_s = SUMS_TAKE * job.cost.collective_s(job.whole_bytes(c))
                 for _, _, last in job.uses.spans[c]:
                     book(job.remote[c], self.at[job.block_of[last]] + 1, sum_s)
-            for last, size, down_s in job.leaving(c, streamed=c in self.updates):
+            for last, size, down_s in job.leaving(c, streamed=c in self.updates, summed=c in self.modes.summed):
                 book(size, self.at[job.block_of[last]] + 1, LINGER_COPIES * down_s)
             if c in self.updates:
                 passed_s, down_s = 0.0, job.down[c, "param"][1]
@@ -239,7 +241,7 @@ class Course:
         rows = [0] * len(positions)
         for c, update in self.updates.items():
             ahead_s = 0.0
-            for name in reversed(job.visiting_lists):
+            for name in reversed(job.visiting(held=c in self.modes.held)):
                 size, seconds = job.up[c, name]
                 ahead_s += seconds
                 left_s, n = ahead_s, update - 1

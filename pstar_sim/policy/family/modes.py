@@ -9,6 +9,10 @@ both ways together; and the traffic of host DRAM. From the turn of the last micr
 pass needs and that is not on the GPU has to come up. Behind a barrier all streamed chunks are updated before the next
 forward: the part of their states that did not fit on the GPU before arrives while the compute queue waits. The roofline
 ranks numbers of chunks and proves nothing.
+
+With several micro-batches, the gradients of a share of the chunks that are not pinned add up on the GPU, of streamed
+chunks first. Their sums take room there, and the GPU adds. All other gradients go down in each micro-batch and the host
+adds them; the sum of a streamed chunk then comes up with its states.
 """
 
 from __future__ import annotations
@@ -34,31 +38,47 @@ class ModeFacts:
     """What the roofline needs to know of a job.
 
     pins: facts of the closed form for pins, chunks in order of first use.
-    states_bytes: per chunk, bytes that come up for its update and go down after it. h2d, d2h, dram: bytes per second.
-    dram_adam_bytes: DRAM traffic of one CPU update and of all its accumulations, per chunk.
+    states_bytes: per chunk, bytes of its states, which come up for its update and go down after it.
+    sum_bytes: per chunk, bytes of the sum of its gradients; 0 with one micro-batch.
+    lists: how often a gradient of a chunk goes down without a sum on the GPU.
+    lists_streamed: the same of a streamed chunk.
+    sums: whether gradients may add up on the GPU where states live elsewhere.
+    h2d, d2h, dram: bytes per second.
+    dram_adam_bytes: DRAM traffic of one CPU update, per chunk.
+    dram_add_bytes: DRAM traffic of all adds on the host, per chunk.
     passing_bytes: GPU room that streaming one chunk takes, own use and copies.
     last_room_bytes: room at the last moment, nothing pinned.
     turn_s: when the last backward pass begins.
+    first_s: seconds of the first micro-batch.
+    adds_before: share of the adds on the GPU that come before.
     net_s: least seconds of collectives.
     """
 
     pins: PinFacts
     states_bytes: Sequence[int]
+    sum_bytes: Sequence[int]
+    lists: int
+    lists_streamed: int
+    sums: bool
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     dram_bytes_per_s: float
     duplex: bool
     dram_adam_bytes: Sequence[int]
+    dram_add_bytes: Sequence[int]
     passing_bytes: int
     last_room_bytes: int
     turn_s: float
+    first_s: float
+    adds_before: float
     net_s: float
 
 
 def mode_facts(job: Job) -> ModeFacts:
     """The facts that the roofline over pinned and streamed chunks needs."""
     w, link = job.workload, job.cost.link
-    states = [job.visiting_bytes(c) for c in job.candidates]
+    visiting = [job.visiting_bytes(c) for c in job.candidates]
+    states = [job.visiting_bytes(c, held=True) for c in job.candidates]
     last = w.micro_batches - 1
     turn = next(
         (i for i, m in enumerate(w.moments) if m.micro_batch == last and m.phase is not Phase.FWD), len(w.moments)
@@ -67,14 +87,21 @@ def mode_facts(job: Job) -> ModeFacts:
     return ModeFacts(
         pins=pin_facts(job),
         states_bytes=states,
+        sum_bytes=[all_bytes - state_bytes for all_bytes, state_bytes in zip(visiting, states)],
+        lists=1 if job.sums_on_gpu else w.micro_batches,
+        lists_streamed=1 if job.sums_on_gpu else last + job.add_last,
+        sums=job.may_sum,
         h2d_bytes_per_s=link.h2d_bytes_per_s,
         d2h_bytes_per_s=link.d2h_bytes_per_s,
         dram_bytes_per_s=job.machine.host.dram_bytes_per_s / job.machine.local_ranks,
         duplex=link.duplex,
         dram_adam_bytes=[job.cost.cpu_adam_bytes(c) for c in job.candidates],
-        passing_bytes=max(states, default=0) + largest,
+        dram_add_bytes=[job.cost.cpu_add_bytes(c) * job.host_adds for c in job.candidates],
+        passing_bytes=max(visiting, default=0) + largest,
         last_room_bytes=job.machine.gpu_budget_bytes - job.small_bytes - job.tide[-1],
         turn_s=sum(job.cost.moments_s[:turn]),
+        first_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0),
+        adds_before=(last - 1) / last if last else 0.0,
         net_s=_least_net_s(job),
     )
 
@@ -90,8 +117,8 @@ def _least_net_s(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Closed-form seconds. Arrays have shape (len(pins), len(shares)): number of pinned chunks, share of the others
-    that is streamed.
+    """Closed-form seconds. Arrays have shape (len(pins), len(shares), len(sums)): number of pinned chunks, share of the
+    others that is streamed, share of the others with the sum of gradients on the GPU.
 
     seconds: seconds per iteration, the largest of several terms.
     floor_s: seconds without the terms of windows, which depend on where the modes lie (except the window of the last
@@ -102,49 +129,83 @@ class Roofline:
     floor_s: Array
 
 
-def roofline(facts: ModeFacts, pins: Sequence[int], shares: Sequence[float]) -> Roofline:
+def roofline(
+    facts: ModeFacts, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float] = (0.0,)
+) -> Roofline:
     """The closed form of [Note: the roofline]."""
     f = facts.pins
     total_s = float(np.sum(f.moments_s))
     working, pinned = np.asarray(f.working_bytes, float), np.asarray(f.pinned_bytes, float)
     everything = max(1.0, float(working.sum()))
     first = np.concatenate(([0.0], np.cumsum(working))) / everything
-    x = first[np.asarray(pins, dtype=int)][:, None]
-    z = (1 - x) * np.asarray(shares, dtype=float)[None, :]
+    x = first[np.asarray(pins, dtype=int)][:, None, None]
+    z = (1 - x) * np.asarray(shares, dtype=float)[None, :, None]
+    summed = (1 - x) * np.asarray(sums, dtype=float)[None, None, :]  # of streamed chunks first
     cpu = 1 - x - z
+    summed_z = np.minimum(z, summed)
+    summed_cpu = np.maximum(0.0, summed - summed_z)
+    added = 1 - x - summed  # on the host
     gpu_adam, adam = float(np.sum(f.gpu_adam_s)), float(np.sum(f.adam_s))
-    add = float(np.sum(f.add_s))
+    add, gpu_add = float(np.sum(f.add_s)), float(np.sum(f.gpu_add_s))
     up, down = float(np.sum(f.up_s)), float(np.sum(f.down_s))
-    states = float(np.sum(facts.states_bytes))
-    states_up, states_down = states / facts.h2d_bytes_per_s, states / facts.d2h_bytes_per_s
+    states, sum_bytes = float(np.sum(facts.states_bytes)), float(np.sum(facts.sum_bytes))
+    visiting = z * states + (z - summed_z) * sum_bytes  # bytes
     # Copies up: each unpinned chunk once, and again over every gap it cannot be kept.
     passing = np.where(z > 0, float(facts.passing_bytes), 0.0)
-    left = np.maximum(0.0, f.room_bytes - x * pinned.sum() - passing)
-    again = np.maximum(0.0, (1 - x) * everything - left) * f.gaps / everything * up
-    h2d = (1 - x) * up + z * states_up + again
-    held = np.maximum(0.0, f.room_bytes - x * pinned.sum())
-    backward = facts.turn_s + np.maximum(0.0, (1 - x) * everything + z * states - held) / facts.h2d_bytes_per_s
-    d2h = (1 - x) * down + z * states_down
-    traffic = h2d * facts.h2d_bytes_per_s + d2h * facts.d2h_bytes_per_s + cpu * float(np.sum(facts.dram_adam_bytes))
+    beside = f.room_bytes - x * pinned.sum() - summed * sum_bytes
+    left = np.maximum(0.0, beside - passing)  # at the last turn, when states pass; at the others there is more
+    again = np.maximum(0.0, (1 - x) * everything - left)
+    if f.gaps > 1:
+        again = again + np.maximum(0.0, (1 - x) * everything - np.maximum(0.0, beside)) * (f.gaps - 1)
+    again = again / everything * up
+    h2d = (1 - x) * up + visiting / facts.h2d_bytes_per_s + again
+    held = np.maximum(0.0, beside)
+    adds_s = (x + summed) * gpu_add  # on the compute queue, in every micro-batch but the first
+    adds_before_s = adds_s * facts.adds_before
+    backward = (
+        facts.turn_s + adds_before_s + np.maximum(0.0, (1 - x) * everything + visiting - held) / facts.h2d_bytes_per_s
+    )
+    d2h = (1 - x) * down + z * states / facts.d2h_bytes_per_s
+    d2h = d2h + ((cpu - summed_cpu) * (facts.lists - 1) + (z - summed_z) * facts.lists_streamed) * down
+    d2h = d2h + summed_cpu * (sum_bytes / facts.d2h_bytes_per_s - down)
+    traffic = h2d * facts.h2d_bytes_per_s + d2h * facts.d2h_bytes_per_s
+    traffic = traffic + cpu * float(np.sum(facts.dram_adam_bytes)) + added * float(np.sum(facts.dram_add_bytes))
     wait = np.zeros_like(z)
     if f.barrier:
-        beside = np.maximum(0.0, facts.last_room_bytes - x * pinned.sum() - z * everything)
-        wait = np.maximum(0.0, (z * states - beside) / facts.h2d_bytes_per_s - z * gpu_adam)
-    terms = [total_s + (x + z) * gpu_adam + wait, cpu * adam + (1 - x) * add, traffic / facts.dram_bytes_per_s]
+        last = facts.last_room_bytes - x * pinned.sum() - z * everything - summed_z * sum_bytes
+        wait = np.maximum(0.0, (visiting - np.maximum(0.0, last)) / facts.h2d_bytes_per_s - z * gpu_adam)
+    computed = total_s + (x + z) * gpu_adam + adds_s + wait
+    terms = [computed, cpu * adam + added * add, traffic / facts.dram_bytes_per_s]
     terms += [d2h] if facts.duplex else []
     if not f.barrier:
         terms.append(backward)
+    if facts.sums and not f.barrier:
+        terms.append(facts.turn_s + adds_before_s + _last_down_s(facts, cpu, z, summed_cpu, beside, x) - facts.first_s)
     terms.append(np.full_like(z, facts.net_s))
     windows = _windows(facts)
-    last = [np.where(cpu > 1e-9, span + cpu * adams + copies, 0.0) for span, adams, copies in windows[-1:]]
+    inside_s = adds_s if f.barrier else adds_before_s
+    last_window = [
+        np.where(cpu > 1e-9, span + inside_s + cpu * adams + copies, 0.0) for span, adams, copies in windows[-1:]
+    ]
     least_up = h2d - z * up
-    floor = np.stack(np.broadcast_arrays(*terms, *last, least_up if facts.duplex else least_up + d2h))
+    floor = np.stack(np.broadcast_arrays(*terms, *last_window, least_up if facts.duplex else least_up + d2h))
     window = np.zeros_like(z)
     for span, adams, copies in windows:
-        np.maximum(window, np.where(cpu > 1e-9, span + cpu * adams + copies, 0.0), out=window)
+        window = np.maximum(window, np.where(cpu > 1e-9, span + inside_s + cpu * adams + copies, 0.0))
     terms += [window, h2d if facts.duplex else h2d + d2h]
     table = np.stack(np.broadcast_arrays(*terms))
-    return Roofline(np.asarray(table.max(axis=0)), np.asarray(floor.max(axis=0)))
+    seconds = np.where(beside < 0, np.inf, table.max(axis=0)) if len(sums) > 1 else table.max(axis=0)
+    return Roofline(np.asarray(seconds), np.asarray(floor.max(axis=0)))
+
+
+def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, beside: Array, x: Array) -> Array:
+    """Seconds of the copies down from the last turn on that have no room on the GPU any more when the first micro-batch
+    of the next iteration ends: gradients and sums of chunks that CPU Adam updates, states and parameters of streamed
+    ones."""
+    f = facts.pins
+    working, states, sums = (float(np.sum(size)) for size in (f.working_bytes, facts.states_bytes, facts.sum_bytes))
+    size = (cpu - summed_cpu + z) * working + summed_cpu * sums + z * states
+    return (size - np.maximum(0.0, beside - (1 - x) * working)) / facts.d2h_bytes_per_s
 
 
 def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:

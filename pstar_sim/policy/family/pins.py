@@ -28,8 +28,8 @@ Array = NDArray[np.float64]
 @dataclass(frozen=True, kw_only=True)
 class PinFacts:
     """For each chunk that could be pinned, in the order of pinning: first and final moment, bytes of the working list,
-    bytes pinned (working list and states), seconds of CPU Adam, GPU Adam (with adds on the GPU), accumulation on the
-    host (all micro-batches), copy down and copy up.
+    bytes pinned (working list and states), seconds of CPU Adam, GPU Adam, accumulation on the host and on the GPU (all
+    micro-batches), copy down and copy up.
 
     moments_s: seconds of each moment.
     barrier: whether no Adam may run before the last moment.
@@ -45,6 +45,7 @@ class PinFacts:
     adam_s: Sequence[float]
     gpu_adam_s: Sequence[float]
     add_s: Sequence[float]
+    gpu_add_s: Sequence[float]
     down_s: Sequence[float]
     up_s: Sequence[float]
     moments_s: Sequence[float]
@@ -84,7 +85,7 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
     if not facts.barrier:
         np.maximum(value, span[:, None] + later(down) + (adam + up)[:, None], out=value)
     value[np.arange(count)[:, None] < np.arange(count + 1)[None, :]] = 0.0  # j itself is pinned: no window
-    pinned_adam = np.concatenate(([0.0], np.cumsum(facts.gpu_adam_s)))
+    pinned_adam = np.concatenate(([0.0], np.cumsum(np.add(facts.gpu_adam_s, facts.gpu_add_s))))
     bounds = np.maximum(value.max(axis=0), total + pinned_adam)
     np.maximum(bounds, suffix(adam + np.asarray(facts.add_s)), out=bounds)
     # Copies up: each unpinned chunk once, and again over every gap it cannot be kept.
@@ -145,7 +146,6 @@ def _room(job: Job) -> list[int]:
 def pin_facts(job: Job) -> PinFacts:
     """The facts that the closed form for the number of pins needs."""
     uses, cost, order = job.uses, job.cost, job.candidates
-    adds = 0 if job.sums_on_gpu else job.workload.micro_batches - (0 if job.add_last else 1) if job.several else 0
     down = "grad32" if job.sums_on_gpu else "param"
     return PinFacts(
         first=[uses.first_use(c) for c in order],
@@ -153,8 +153,9 @@ def pin_facts(job: Job) -> PinFacts:
         working_bytes=[job.sizes[c] for c in order],
         pinned_bytes=[job.permanent[c] for c in order],
         adam_s=[cost.cpu_adam_s(c) for c in order],
-        gpu_adam_s=[cost.gpu_adam_s(c) + cost.gpu_add_s[c] for c in order],
-        add_s=[cost.cpu_add_s(c) * adds for c in order],
+        gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
+        add_s=[cost.cpu_add_s(c) * job.host_adds for c in order],
+        gpu_add_s=[cost.gpu_add_s[c] for c in order],
         down_s=[job.down[c, down][1] for c in order],
         up_s=[cost.transfer_s(job.sizes[c], "h2d") for c in order],
         moments_s=cost.moments_s,

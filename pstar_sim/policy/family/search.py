@@ -10,9 +10,10 @@ that is given more effort continues.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from pstar_sim.policy.kit.ties import least_of
 from pstar_sim.policy.passes.feasibility import check_host
 
 __all__ = ["Search", "Trial"]
+
+T = TypeVar("T")
 
 # [Note: what the constants buy] By how much iterations are longer without the constant, or with another value: the mean
 # and the most over the four jobs of benchmarks/search_constants.py (results/search_constants.json), where nothing else
@@ -44,6 +47,11 @@ FIRST_STEP = 32  # downhill begins with steps of the number of chunks over this;
 # Streams taken from the chunks used first. 0: the 49 searches of tests/golden 1.1 % longer, 31 % at most; the four jobs
 # 2.5 % shorter, 9.5 % at most.
 FRONT = 2
+# With several micro-batches all updates come in the last backward pass, and the way down is what is short.
+ALL_AT_ONCE = Knobs(down="adam", states_first=True)
+# Points of the roofline over pins, streams and sums on the GPU, along each of them.
+POINTS, SUMS = 41, 17
+SUMS_OF_A_PIN = 3  # sums that need the room by which a pin is larger than a sum
 # A lead of 1 or 3 chunks: the same plans; of 1: searches of tests/golden 0.02 % longer, 0.9 % at most.
 USUAL = Knobs()
 # Knobs that are turned last. Without: 0.81 %, 3.2 % at most.
@@ -55,6 +63,12 @@ TURNS: tuple[Mapping[str, object], ...] = (
 )
 
 
+def _coarse(points: Sequence[T]) -> list[T]:
+    """At most POINTS of the points, evenly spread, the first and the last one among them."""
+    chosen = np.linspace(0, len(points) - 1, min(POINTS, len(points))).round().astype(int)
+    return [points[n] for n in chosen]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """One setting of everything that the search varies.
@@ -63,6 +77,8 @@ class Trial:
     streams: number of streamed chunks.
     head: number of pins taken from the chunks used first.
     front: number of streams taken from the chunks used first, before the head.
+    hosts: number of chunks whose gradients add up on the host, of those that are not pinned; streamed chunks come last.
+        0 where sums on the GPU are not a choice.
     large: mode of each chunk much larger than the usual one, "cpu", "pin" or "stream", in order of first use. A large
         chunk counts as several chunks, in proportion to its size.
     """
@@ -71,6 +87,7 @@ class Trial:
     streams: int
     head: int
     front: int = 0
+    hosts: int = 0
     large: tuple[str, ...] = ()
     knobs: Knobs = USUAL
 
@@ -108,12 +125,19 @@ class Search:
         asked = job.point.pins
         self.most = self._most() if not isinstance(asked, int) else min(asked, self._most())
         self.fewest = self.most if isinstance(asked, int) else 0
-        pins = np.arange(self.fewest, self.most + 1)
-        shares = np.linspace(0.0, 1.0, self.count + 1) if job.point.streams else np.zeros(1)
-        roof = roofline(self.facts, pins.tolist(), shares.tolist())
-        best = self.fewest + int(roof.seconds.min(axis=1).argmin())
-        streams = round(float(shares[int(roof.seconds[best - self.fewest].argmin())]) * (self.count - best))
-        self.start = (best, streams)
+        pins = list(range(self.fewest, self.most + 1))
+        shares = np.linspace(0.0, 1.0, self.count + 1 if job.point.streams else 1).tolist()
+        sums = np.linspace(0.0, 1.0, SUMS if job.may_sum else 1).tolist()
+        if job.may_sum:
+            pins, shares = _coarse(pins), _coarse(shares)
+        roof = roofline(self.facts, pins, shares, sums)
+        p, z, g = np.unravel_index(int(roof.seconds.argmin()), roof.seconds.shape)
+        best = pins[p]
+        hosts = round((1 - sums[g]) * (self.count - best)) if job.may_sum else 0
+        self.start = best, round(shares[z] * (self.count - best)), hosts
+        # The best without sums on the GPU: its seconds, pins and streams.
+        p, z = np.unravel_index(int(roof.seconds[..., 0].argmin()), roof.seconds.shape[:2])
+        self.without_sums = float(roof.seconds[p, z, 0]), pins[p], round(shares[z] * (self.count - pins[p]))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
         self.roofline_s = float(roof.seconds.min())
         self.floor_s = float(roof.floor_s.min())
@@ -184,11 +208,22 @@ class Search:
                 streams -= times if mode == "stream" else 0
             pins, streams = max(0, pins), max(0, streams)
         pinned, streamed = interleave(order, g.sizes, pins, streams, trial.head, trial.front)
-        return Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
+        modes = Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
+        return replace(modes, summed=self._summed(modes, trial.hosts)) if g.may_sum else modes
+
+    def _summed(self, modes: Modes, hosts: int) -> frozenset[int]:
+        """Chunks with the sum of their gradients on the GPU: all that are not pinned but `hosts` of them, spread evenly
+        over the chunks that CPU Adam updates, then over the streamed ones."""
+        g = self.job
+        by_adam = [c for c in g.candidates if c not in modes.pinned and c not in modes.streamed]
+        streamed = [c for c in g.candidates if c in modes.streamed]
+        first, _ = interleave(by_adam, g.sizes, min(hosts, len(by_adam)), 0)
+        then, _ = interleave(streamed, g.sizes, max(0, hosts - len(by_adam)), 0)
+        return frozenset((*by_adam, *streamed)).difference(first, then)
 
     def _fit(self, modes: Modes, knobs: Knobs) -> Attempt | None:
         try:
-            check_host(self.job, modes.pinned)
+            check_host(self.job, modes.pinned, modes.held)
         except DoesNotFit as reason:
             self.reason = self.reason or reason
             return None
@@ -213,6 +248,7 @@ class Search:
             for trial in self._starts():
                 self.try_one(trial)
             self.begun = not self.spent
+            self.here = self.best
         self._downhill()
         before = None
         while self.best is not None and self.best[1] != before:
@@ -244,17 +280,39 @@ class Search:
         return DoesNotFit(policy=self.job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
 
     def _starts(self) -> Iterator[Trial]:
+        may_sum = self.job.may_sum
+        if may_sum:
+            yield from self._roofline_starts()
+            seconds, pins, streams = self.without_sums
+            if self.best is None or seconds < self.best[0]:
+                self.here = None  # so that the next one is not given up early
+                yield Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), hosts=self.count)
+            if self.best is not None and self.best[0] < self.alone_s:
+                return  # no plan without streams and sums comes there
+            self.here = None
         alone = int(iteration_bounds(self.facts.pins, self.first_fit).argmin())
         alone = max(self.fewest, min(alone, self.most))
-        yield Trial(pins=alone, streams=0, head=alone)
+        no_sums = self.count if may_sum else 0
+        yield Trial(pins=alone, streams=0, head=alone, hosts=no_sums)
         if self.first_fit == self.count:
             yield Trial(pins=self.count, streams=0, head=self.count)
         if self.good_enough:
             return
+        if not may_sum:
+            yield from self._roofline_starts()
+        if self.best is None:
+            yield Trial(pins=self.fewest, streams=0, head=0, hosts=no_sums)
+            yield Trial(pins=self.most, streams=0, head=self.most, hosts=no_sums)
+
+    def _roofline_starts(self) -> Iterator[Trial]:
         # Behind a barrier all streamed chunks are updated at once, and what has room there decides.
-        knobs = replace(USUAL, linger=False, states_first=True) if self.facts.pins.barrier else USUAL
-        pins, streams = self.start
-        yield Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), knobs=knobs)
+        knobs = USUAL
+        if self.facts.pins.barrier:
+            knobs = replace(USUAL, linger=False, states_first=True)
+        elif self.job.may_sum:
+            knobs = ALL_AT_ONCE
+        pins, streams, hosts = self.start
+        yield Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), hosts=hosts, knobs=knobs)
         if self.best is not None and self.best[1].streams:
             yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
             yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
@@ -262,9 +320,6 @@ class Search:
             yield replace(self.best[1], head=self.best[1].pins // 2)
         if self.best is not None and self.best[1].streams and self.large:
             yield self._beside(self.best[1], ("stream", *("cpu",) * (len(self.large) - 1)))
-        if self.best is None:
-            yield Trial(pins=self.fewest, streams=0, head=0)
-            yield Trial(pins=self.most, streams=0, head=self.most)
 
     def _elsewhere(self, best: Trial) -> Iterator[Trial]:
         """Trials near this one from which a descent may end at fewer seconds."""
@@ -275,6 +330,16 @@ class Search:
             for modes in product(("stream", "pin", "cpu"), repeat=len(self.large)):
                 if self.large and modes != best.large:
                     yield self._beside(best, modes)
+        if self.job.may_sum:
+            yield replace(best, hosts=self.count)
+            yield replace(best, hosts=0)
+            _, pins, streams = self.without_sums
+            for part in (1.0, 0.8):
+                fewer = max(self.fewest, round(part * pins))
+                front = min(FRONT, streams)
+                yield Trial(
+                    pins=fewer, streams=streams + pins - fewer, head=fewer, front=front, hosts=self.count, knobs=USUAL
+                )
 
     def _beside(self, trial: Trial, large: tuple[str, ...]) -> Trial:
         """The trial with these modes of the large chunks, as many bytes pinned and streamed as before."""
@@ -292,6 +357,9 @@ class Search:
         for pins, streams in ((-1, 1), (1, -1), (0, 1), (0, -1), (-1, 0), (1, 0)):
             while self._change(pins=pins * step, streams=streams * step):
                 improved = True
+        for pins, hosts in ((1, SUMS_OF_A_PIN), (-1, -SUMS_OF_A_PIN), (0, -1), (0, 1)) if self.job.may_sum else ():
+            while self._change(pins=pins * step, hosts=hosts * step):
+                improved = True
         for head in (1, -1):
             while self._change(head=head * 2 * step):
                 improved = True
@@ -301,7 +369,12 @@ class Search:
         return improved
 
     def _change(
-        self, pins: int = 0, streams: int = 0, head: int = 0, knobs: Mapping[str, object] | None = None
+        self,
+        pins: int = 0,
+        streams: int = 0,
+        head: int = 0,
+        hosts: int = 0,
+        knobs: Mapping[str, object] | None = None,
     ) -> bool:
         assert self.here is not None
         now = self.here[1]
@@ -314,6 +387,7 @@ class Search:
                 streams=now.streams + streams,
                 head=max(0, min(now.pins + pins, now.head + head)),
                 front=min(now.front if now.streams else FRONT, max(0, now.streams + streams)),
+                hosts=max(0, min(self.count - now.pins - pins, now.hosts + hosts)),
                 knobs=replace(now.knobs, **(knobs or {})),  # type: ignore[arg-type]
             )
         )

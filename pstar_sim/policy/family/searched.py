@@ -23,6 +23,7 @@ from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.order import in_order
 from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.passes.feasibility import check_gpu
 from pstar_sim.units import format_bytes, format_s
@@ -45,6 +46,13 @@ REST_OPS = 100_000  # then on the best one; none: as long, 0.2 % more bytes
 REST_OPS_OF_FEW = 150_000  # the same where chunks are few; 100,000: 0.81 %, 3.2 % at most
 WORTH_A_SIZE = 2e-2  # so far from the floor other sizes are tried; always: the same plans by 9 % more effort
 WORTH_A_SIZE_OF_FEW = 5e-3  # where chunks are few; always: the same by no more effort; never: 2.5 %, 5.2 % at most
+
+
+COPIES_DOWN = {
+    "edf": "as the next forward needs them",
+    "fifo": "in the order they come",
+    "adam": "what CPU Adam waits for, parameters that leave, states; each as the next forward needs them",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +186,26 @@ def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[st
         if search.job.follow_tide
         else "GPU budget less the highest non-model bytes of any moment",
         "modes": f"of {count} chunks {len(modes.pinned)} pinned, {len(modes.streamed)} streamed, {cpu} by CPU Adam",
+        **_sums(search, modes),
         "pins": f"{len(modes.pinned)} of {count} chunks ({search.most} would fit)",
         "tried": len(search.tried),
         "chunk_sizes": sizes,
         "kept_gaps": len(attempt.course.kept),
         "stay_over_the_border": len(attempt.course.stays),
-        "copies_down": "as the next forward needs them" if knobs.down == "edf" else "in the order they come",
+        "copies_down": COPIES_DOWN[knobs.down],
         "roofline_s": search.floor_s,
+    }
+
+
+def _sums(search: Search, modes: Modes) -> dict[str, object]:
+    """Where gradients add up, and why, if that is a choice."""
+    if not search.job.may_sum:
+        return {}
+    moving = len(search.job.candidates) - len(modes.pinned)
+    batches = search.job.workload.micro_batches
+    there = len(modes.summed)
+    return {
+        "sums": f"of {moving} chunks whose states are not on the GPU, the gradients of {there} add up there: 4 bytes "
+        f"of the GPU per parameter instead of {batches} copies to the host and an add there for each; those of "
+        f"{moving - there} on the host, which leaves room for pins and copies ahead"
     }

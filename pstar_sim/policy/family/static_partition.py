@@ -34,6 +34,6 @@ def static_partition(workload: Workload, machine: Machine, settings: Settings, *
     states exceed the host.
     """
     point = replace(POINT, **changes)
-    if point.streams:
+    if point.streams or point.sums:
         return searched("static_partition", workload, machine, settings, point)
     return Asynchronous("static_partition", workload, machine, settings, point=point).plan()

@@ -34,6 +34,6 @@ def tide(workload: Workload, machine: Machine, settings: Settings, **changes: Un
     parameters and states exceed the host.
     """
     point = Point(**changes)
-    if point.streams:
+    if point.streams or point.sums:
         return searched("tide", workload, machine, settings, point)
     return Asynchronous("tide", workload, machine, settings, point=point).plan()

@@ -38,11 +38,12 @@ class Job:
     ranks: ranks that hold a slice of each chunk.
     several: whether there are several micro-batches.
     barrier: why no Adam runs before the optimizer step; None where Adam may run earlier.
-    sums_on_gpu: whether a chunk's gradients of all micro-batches are added up on the GPU and go to the host once. They
-        follow one another in a layer-major workload.
-    add_last: whether the last gradient is added to the others before the update, because the norm is that of their sum.
-    all_in_grad32: whether the whole gradient of a streamed chunk is in grad32 when the chunk is updated, and none of it
-        in the working list.
+    sums_on_gpu: whether every chunk's gradients of all micro-batches are added up on the GPU and go to the host once.
+        They follow one another in a layer-major workload.
+    add_last: whether a last gradient without a sum on the GPU is added to the others before the update, because the
+        norm is that of their sum.
+    host_adds: adds on the host per iteration of a chunk without a sum on the GPU.
+    may_sum: whether modes may ask for sums on the GPU.
     tide: non-model bytes to reckon with in each moment: its own bytes, or with capacity "peak" the highest of any
         moment.
     small: chunks that are always on the GPU.
@@ -53,7 +54,7 @@ class Job:
     remote: chunk -> bytes of the other ranks' slices.
     permanent: chunk -> bytes of all that it keeps where it lives.
     small_bytes: bytes that the small chunks hold on the GPU for ever.
-    visiting_lists: lists that come to the GPU for the update of a streamed chunk.
+    visiting_lists: lists that come to the GPU for the update of a streamed chunk whose gradients add up on the host.
     """
 
     def __init__(
@@ -81,7 +82,10 @@ class Job:
         self.barrier = settings.barrier(workload.dtype) or ("barrier=on" if point.barrier else None)
         self.sums_on_gpu = workload.layer_major
         self.add_last = self.several and settings.clip and not self.sums_on_gpu
-        self.all_in_grad32 = self.add_last or self.sums_on_gpu
+        self.host_adds = 0
+        if self.several and not self.sums_on_gpu:
+            self.host_adds = workload.micro_batches - (0 if self.add_last else 1)
+        self.may_sum = point.sums and self.several and not self.sums_on_gpu and self.ranks == 1
         self.follow_tide = point.capacity == "tide"
         self.tide = uses.tide if self.follow_tide else (max(uses.tide),) * len(uses.tide)
         self.stash_bytes = sum(size for _, size in workload.stash_room)
@@ -135,8 +139,8 @@ class Job:
             if c in self.small and self.ranks == 1:  # it adds its gradients in place
                 spans = spans[-1:]
             elif self.sums_on_gpu:
-                cuts.update(first for first, _ in self.lists_of(c))
-                cuts.update(last + 1 for _, last in self.lists_of(c))
+                cuts.update(first for first, _ in self.lists_of(c, summed=True))
+                cuts.update(last + 1 for _, last in self.lists_of(c, summed=True))
                 continue
             cuts.update(first for _, first, _ in spans[:-1])
             if c not in self.small or self.barrier is None:
@@ -145,11 +149,12 @@ class Job:
 
     @cached_property
     def gradient_lists(self) -> list[list[tuple[int, int]]]:
-        """Block -> (chunk, bytes) of the gradient lists that are open in it."""
+        """Block -> (chunk, bytes) of the gradient lists that are open in it, without sums that a mode asks for."""
         lists: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
+        names = self.gradient_names(summed=self.sums_on_gpu)
         for c in self.moving if self.ranks == 1 else range(len(self.sizes)):
-            size = self.gradient_bytes(c) if self.uses.updated(c) else 0
-            for first, last in self.lists_of(c):
+            size = sum(self.layout.payload_bytes(c, name) for name in names) if self.uses.updated(c) else 0
+            for first, last in self.lists_of(c, summed=self.sums_on_gpu):
                 for n in range(self.block_of[first], self.block_of[last] + 1):
                     lists[n].append((c, size))
         return lists
@@ -188,37 +193,42 @@ class Job:
         rises, falls = tide_moves([block.tide_bytes for block in self.blocks])
         return [Charge(block.seconds, rise, fall) for block, rise, fall in zip(self.blocks, rises, falls)]
 
-    def gradient_bytes(self, chunk: int) -> int:
-        """Bytes on the GPU of a gradient list apart from the working list; on several ranks the whole chunk's."""
-        return sum(self.layout.payload_bytes(chunk, name) for name in self.gradient_names)
-
-    @property
-    def gradient_names(self) -> tuple[str, ...]:
-        """Lists in which a gradient arrives that does not overwrite the working list."""
-        if self.sums_on_gpu:
+    def gradient_names(self, *, summed: bool) -> tuple[str, ...]:
+        """Lists in which a gradient arrives that does not overwrite the working list; on several ranks the whole
+        chunk's. summed: whether the gradients of all micro-batches add up on the GPU."""
+        if summed:
             return ("grad32",)
         return ("grad", "grad_remote") if self.ranks > 1 else ("grad",)
 
-    def lists_of(self, chunk: int) -> Sequence[tuple[int, int]]:
+    def lists_of(self, chunk: int, *, summed: bool) -> Sequence[tuple[int, int]]:
         """(first, last) moment of each gradient list of the chunk apart from its working list: one per micro-batch but
-        the last, or one for the sum of all."""
+        the last, or (`summed`) one for the sum of all."""
         spans = self.uses.spans[chunk]
-        if self.sums_on_gpu:
+        if summed:
             return [(spans[0][1], spans[-1][2])] if spans else []
         return [(first, last) for _, first, last in spans[:-1]]
 
-    def leaving(self, chunk: int, *, streamed: bool) -> Sequence[tuple[int, int, float]]:
-        """(last moment, bytes, seconds of the copy down) of each gradient of the chunk that leaves the GPU."""
-        lists = [last for _, last in self.lists_of(chunk)]
+    def leaving(self, chunk: int, *, streamed: bool, summed: bool) -> Sequence[tuple[int, int, float]]:
+        """(last moment, bytes, seconds of the copy down) of each gradient of the chunk that leaves the GPU. summed:
+        whether a mode asks for the sum on the GPU."""
+        if summed and streamed:
+            return ()
+        sums = summed or self.sums_on_gpu
+        lists = [last for _, last in self.lists_of(chunk, summed=sums)]
         last = self.uses.last_gradient(chunk)
-        if not self.sums_on_gpu and not streamed:
+        if not sums and not streamed:
             lists.append(last)
-        size, seconds = self.down[chunk, "grad32" if self.sums_on_gpu else "param"]
+        size, seconds = self.down[chunk, "grad32" if sums else "param"]
         return [(moment, size, seconds) for moment in lists]
 
-    def visiting_bytes(self, chunk: int) -> int:
+    def visiting(self, *, held: bool) -> tuple[str, ...]:
+        """Lists that come to the GPU for the update of a streamed chunk. held: whether the sum of its gradients is
+        there."""
+        return self.layout.state_lists if held else self.visiting_lists
+
+    def visiting_bytes(self, chunk: int, *, held: bool = False) -> int:
         """Bytes that come to the GPU for the update of a streamed chunk."""
-        return sum(self.up[chunk, name][0] for name in self.visiting_lists)
+        return sum(self.up[chunk, name][0] for name in self.visiting(held=held))
 
     def whole_bytes(self, chunk: int) -> int:
         """The working list of all ranks together."""

@@ -16,10 +16,22 @@ __all__ = ["Modes", "Position", "Schedule", "Stretch"]
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Chunks whose states stay on the GPU, and chunks whose states come for one update. CPU Adam updates all others."""
+    """Where the states and gradients of chunks live.
+
+    pinned: chunks whose states stay on the GPU; their gradients add up there.
+    streamed: chunks whose states come for one update. CPU Adam updates all others.
+    summed: chunks whose gradients of all micro-batches add up on the GPU although their states live elsewhere. The sum
+        of a streamed chunk waits there for the update; any other goes down once.
+    """
 
     pinned: frozenset[int]
     streamed: frozenset[int] = frozenset()
+    summed: frozenset[int] = frozenset()
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Chunks whose sum of gradients is never on the host, although their states live there."""
+        return self.summed & self.streamed
 
 
 class Position(NamedTuple):
@@ -57,7 +69,8 @@ class Schedule:
     lead_bytes: room that early fetches leave free for urgent fetches.
     prefetch: how far ahead copies may go: "none", a number of chunks, or "edf".
     adam: order of CPU Adam: "after-backward", "fifo" or "edf".
-    down: order of the copies to the host: "edf" (as the next forward needs them) or "fifo".
+    down: order of the copies to the host: "edf" (as the next forward needs them), "fifo", or "adam" (as "edf", but what
+        CPU Adam waits for first, then parameters that leave, then states).
     states_first: whether states of streamed chunks go down before parameters that stay.
     lists_at_once: the most gradient lists on the GPU at a time; None: as many as there is room for.
     """
@@ -90,6 +103,15 @@ class Schedule:
         stays over the border."""
         stretches = self.visits[chunk]
         return stretches[1:] if chunk in self.stays else stretches
+
+    def sums_on_gpu(self, chunk: int) -> bool:
+        """Whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""
+        return self.job.sums_on_gpu or chunk in self.modes.summed
+
+    def all_in_grad32(self, chunk: int) -> bool:
+        """Whether the whole gradient of a chunk that is not resident is in grad32 when the chunk is updated, and none
+        of it in the working list."""
+        return self.job.add_last or self.sums_on_gpu(chunk)
 
     def is_resident(self, chunk: int) -> bool:
         """Whether the chunk's working list and states are always on the GPU."""

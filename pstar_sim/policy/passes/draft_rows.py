@@ -10,7 +10,8 @@ beside the working lists (per block or position), so that these bytes are known 
 [Note: keys] Among the rows of a queue that are ready the smallest key goes first. To the GPU: the position served, then
 the chunk. To the host: stashes on their way out (-1, since a forward pass waits for them) and drops (-2) before
 gradients of early micro-batches (0), these before last gradients and updated states (1, then the order of
-`Schedule.down`), and parameters that stay (2) behind all states where `Schedule.states_first` says so.
+`Schedule.down`; by "adam" 0.5 for what CPU Adam waits for and 0.7 for parameters that leave), and parameters that stay
+(2) behind all states where `Schedule.states_first` says so.
 """
 
 from __future__ import annotations
@@ -137,8 +138,11 @@ class DraftRows:
 
     def down_key(self, chunk: int) -> tuple[float, ...]:
         """Order of the copies of last gradients and updates to the host."""
-        number = self.next_number()
-        return (1.0, float(self.schedule.job.uses.first_use(chunk)) if self.schedule.down == "edf" else number)
+        number, schedule = self.next_number(), self.schedule
+        first_use = float(schedule.job.uses.first_use(chunk))
+        if schedule.down == "adam":
+            return (1.0 if chunk in schedule.modes.streamed else 0.5, first_use)
+        return (1.0, first_use if schedule.down == "edf" else number)
 
 
 def ends_of(refs: Iterable[int]) -> After:

@@ -46,14 +46,17 @@ def _parts(job: Job, worst: int) -> list[str]:
     return parts
 
 
-def held_on_host(job: Job, pinned: frozenset[int]) -> int:
-    """Bytes that the host holds for ever, with these chunks pinned."""
-    return job.stash_bytes + sum(job.permanent[c] for c in job.moving if c not in pinned)
+def held_on_host(job: Job, pinned: frozenset[int], held: frozenset[int] = frozenset()) -> int:
+    """Bytes that the host holds for ever, with these chunks pinned. held: chunks whose sum of gradients is never
+    there."""
+    sums = sum(job.layout.payload_bytes(c, "grad32") for c in held)
+    return job.stash_bytes + sum(job.permanent[c] for c in job.moving if c not in pinned) - sums
 
 
-def check_host(job: Job, pinned: frozenset[int]) -> None:
-    """Raise DoesNotFit if the host has no room for what is not pinned and for one gradient that passes."""
-    needed = held_on_host(job, pinned)
+def check_host(job: Job, pinned: frozenset[int], held: frozenset[int] = frozenset()) -> None:
+    """Raise DoesNotFit if the host has no room for what is not pinned and for one gradient that passes. held: as in
+    `held_on_host`."""
+    needed = held_on_host(job, pinned, held)
     if job.several and not job.sums_on_gpu:
         needed += max((job.layout.payload_bytes(c, "grad") for c in job.candidates if c not in pinned), default=0)
     budget = job.machine.host_budget_bytes

@@ -1,33 +1,49 @@
 """Gradients. In all micro-batches but the last, a gradient has a list of its own, which opens, is summed over the
 ranks, goes down and is added. In the last micro-batch it overwrites the working list and goes down in it. In a
-layer-major workload one list takes the gradients of all micro-batches, and goes down once."""
+layer-major workload, and where a mode says so (`Modes.summed`), one list takes the gradients of all micro-batches. It
+goes down once, or waits on the GPU for the update of a streamed chunk."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes.collectives import reduce
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 
-__all__ = ["GradientRows", "adds_s", "room"]
+__all__ = ["GradientRows", "adds_s", "held", "room"]
 
 
-def room(job: Job, block: int, pinned: frozenset[int] = frozenset()) -> int:
-    """Bytes of the gradient lists that a block needs. A pinned chunk adds its gradients in place, unless they have to
-    be summed over the ranks first."""
+def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
+    """Bytes of the gradient lists that a block needs. A chunk in `summed` (pinned, or with a sum on the GPU) adds its
+    gradients in place, unless they have to be summed over the ranks first."""
     lists = job.gradient_lists[block]
-    return sum(size for c, size in lists if job.ranks > 1 or c not in pinned) if lists else 0
+    return sum(size for c, size in lists if job.ranks > 1 or c not in summed) if lists else 0
 
 
-def adds_s(job: Job, pinned: frozenset[int]) -> list[float]:
+def held(job: Job, modes: Modes, at: Sequence[int], updates: Mapping[int, int], count: int) -> list[int]:
+    """Bytes at each of `count` positions of the sums that modes ask for: from a chunk's first gradient to its last one,
+    of a streamed chunk to its update. at, updates: as in `Schedule`."""
+    change = [0] * (count + 1)
+    for c in modes.summed:
+        ((first, last),) = job.lists_of(c, summed=True)
+        size = job.layout.payload_bytes(c, "grad32")
+        change[at[job.block_of[first]]] += size
+        change[updates.get(c, at[job.block_of[last]]) + 1] -= size
+    return list(accumulate(change[:count]))
+
+
+def adds_s(job: Job, modes: Modes) -> list[float]:
     """Block -> seconds in which gradients are added on the GPU to those of earlier micro-batches."""
     seconds = [0.0] * len(job.blocks)
+    there = job.small | modes.pinned | modes.summed
     for (c, _), at in job.cost.adds_s.items():
-        if job.sums_on_gpu or c in job.small or c in pinned:
+        if job.sums_on_gpu or c in there:
             for moment, took_s in at.items():
                 seconds[job.block_of[moment]] += took_s
     return seconds
@@ -55,7 +71,7 @@ class GradientRows:
                 self._sends_behind[stretches[-1].last].append(c)
             elif len(stretches) > 1 and stretches[-1].first == update:
                 self._parks_behind[stretches[-2].last].append(c)
-            elif job.add_last:
+            elif not schedule.sums_on_gpu(c) and job.add_last:
                 self._adds_behind[at[job.block_of[uses.last_gradient(c)]]].append(c)
         for c in filter(uses.updated, schedule.whole):  # what is summed over the ranks arrives in a list of its own
             if schedule.is_resident(c):
@@ -64,26 +80,31 @@ class GradientRows:
     def _plan_lists(self, c: int) -> None:
         schedule = self._rows.schedule
         job, at = schedule.job, schedule.at
-        for number, (first, last) in enumerate(job.lists_of(c)):
+        for number, (first, last) in enumerate(self._lists_of(c)):
             self._opens[at[job.block_of[first]]].append((c, number))
             self._closes[at[job.block_of[last]]].append((c, number))
 
+    def _lists_of(self, c: int) -> Sequence[tuple[int, int]]:
+        schedule = self._rows.schedule
+        return schedule.job.lists_of(c, summed=schedule.sums_on_gpu(c))
+
     def before(self, n: int) -> Sequence[int]:
-        rows, job = self._rows, self._rows.schedule.job
+        rows, schedule = self._rows, self._rows.schedule
         for c, number in self._opens.get(n, ()):
             after: After = ((self._freed[c], 0),) if number else ()
             after += self._behind_older(c)
             self._opened.append((c, len(rows.rows)))
-            for name in job.gradient_names:
-                rows.add(Queue.COMPUTE, Kind.ALLOC, c, name, job.lists_of(c)[number][0], after=after)
+            for name in schedule.job.gradient_names(summed=schedule.sums_on_gpu(c)):
+                rows.add(Queue.COMPUTE, Kind.ALLOC, c, name, self._lists_of(c)[number][0], after=after)
         return ()
 
     def behind(self, n: int, here: int) -> None:
+        schedule = self._rows.schedule
         for c, number in self._closes.get(n, ()):
-            if self._rows.schedule.job.sums_on_gpu:
-                self._send_sum(c, here)
-            else:
+            if not schedule.sums_on_gpu(c):
                 self._close_list(c, number, n, here)
+            elif c not in schedule.modes.held:
+                self._send_sum(c, here)
         for c in self._sends_behind.get(n, ()):
             self._rows.send_of[c] = self._leave(c, here)
         for c in self._parks_behind.get(n, ()):
@@ -120,7 +141,7 @@ class GradientRows:
         """Write what follows the complete gradient of a micro-batch: the sum over the ranks, the way to the host, the
         end of the list."""
         rows, job = self._rows, self._rows.schedule.job
-        moment, done = job.lists_of(c)[number][1], here
+        moment, done = self._lists_of(c)[number][1], here
         if job.ranks > 1:
             done = reduce(rows, c, "grad_remote", moment, n, ((here, 0),))
         if rows.schedule.is_resident(c):
@@ -143,12 +164,13 @@ class GradientRows:
             rows.last_adds.append(rows.add_of[c])
 
     def _leave(self, c: int, here: int) -> int:
-        """End the chunk's last visit before its update. Returns the row that brings its last gradient down."""
-        rows, job = self._rows, self._rows.schedule.job
-        if not job.sums_on_gpu:
+        """End the chunk's last visit before its update. Returns the row that brings its last gradient down, or where
+        its sum stays the row that drops its working list."""
+        rows, schedule = self._rows, self._rows.schedule
+        if not schedule.sums_on_gpu(c):
             return self._send_last(c, here)
-        rows.release_of[c, "param"] = rows.drop(c, "param", job.uses.last_gradient(c))
-        return rows.add_of[c]
+        gone = rows.release_of[c, "param"] = rows.drop(c, "param", schedule.job.uses.last_gradient(c))
+        return rows.add_of.get(c, gone)
 
     def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:
         """The last gradient goes down in the working list that it has overwritten; where the norm is that of the sum,

@@ -72,13 +72,13 @@ def _moments(rows: DraftRows, n: int, waits: Sequence[int]) -> int:
 
 def _draft(rows: DraftRows) -> Draft:
     schedule = rows.schedule
-    job, machine = schedule.job, schedule.job.machine
+    job, machine, modes = schedule.job, schedule.job.machine, schedule.modes
     gpu_free = machine.gpu_budget_bytes - schedule.resident_bytes - sum(job.sizes[c] for c in schedule.stays)
     gpu_free += sum(job.remote[c] for c in job.small_visits)  # reckoned with throughout, absent at the cut
     return Draft(
         rows=rows.rows,
         gpu_free_bytes=gpu_free - tide_at_cut([block.tide_bytes for block in job.blocks]),
-        host_free_bytes=machine.host_budget_bytes - held_on_host(job, schedule.modes.pinned),
+        host_free_bytes=machine.host_budget_bytes - held_on_host(job, modes.pinned, modes.held),
         room=schedule.room,
         lead_bytes=schedule.lead_bytes,
         rates=Rates(dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks, duplex=machine.link.duplex),

@@ -9,16 +9,17 @@ from collections.abc import Sequence
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Position
+from pstar_sim.policy.kit.schedule import Modes, Position
 from pstar_sim.policy.passes.draft_rows import After, DraftRows, ends_of
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
 __all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "room"]
 
 
-def room(job: Job, position: Position) -> int:
+def room(job: Job, position: Position, modes: Modes) -> int:
     """Bytes that come to the GPU for the update at a position."""
-    return job.visiting_bytes(position.chunk) if position.chunk >= 0 else 0
+    c = position.chunk
+    return job.visiting_bytes(c, held=c in modes.held) if c >= 0 else 0
 
 
 def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
@@ -59,8 +60,11 @@ class UpdateRows:
         if c < 0:
             return ()
         added: After = ((rows.add_of[c], 0),) if c in rows.add_of else ()
-        arriving = [self._working.fetch(c, n, name, added if name == "grad32" else ()) for name in job.visiting_lists]
-        if job.all_in_grad32 and schedule.visits[c][-1].first == n:  # its working list has left: only room is needed
+        lists = job.visiting(held=c in schedule.modes.held)
+        arriving = [self._working.fetch(c, n, name, added if name == "grad32" else ()) for name in lists]
+        if (
+            schedule.all_in_grad32(c) and schedule.visits[c][-1].first == n
+        ):  # its working list has left: only room is needed
             gone: After = ((rows.release_of[c, "param"], 0),)
             rows.add(Queue.COMPUTE, Kind.ALLOC, c, "param", job.uses.last_gradient(c), after=gone)
         return arriving
@@ -100,7 +104,10 @@ class UpdateRows:
             rows.writeback(c, name, moment, ready, (*key, 1.0 + number), drop=True)
         stays = c in schedule.stays
         late = stays and schedule.states_first
-        order = (2.0, float(job.uses.first_use(c))) if late else (*key, 0.0)
+        first_use = float(job.uses.first_use(c))
+        order = (2.0, first_use) if late else (*key, 0.0)
+        if schedule.down == "adam" and not stays:
+            order = (0.7, first_use)
         self._parameters_down[c] = rows.writeback(c, "param", moment, ready, order, drop=not stays)
 
     def _residents_behind_barrier(self, until: int) -> None:

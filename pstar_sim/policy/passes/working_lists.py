@@ -24,18 +24,16 @@ class WorkingLists:
         self._fetches_before: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
         self._drops_behind: defaultdict[int, list[int]] = defaultdict(list)
         schedule = rows.schedule
-        job = schedule.job
         for c, stretches in schedule.visits.items():
             update = schedule.updates.get(c)
             for stretch in schedule.fetched(c):
-                if not (
-                    job.all_in_grad32 and stretch.first == update
-                ):  # all of the gradient is in grad32: only room is needed
+                # Where all of the gradient is in grad32, an update needs only room.
+                if not (stretch.first == update and schedule.all_in_grad32(c)):
                     self._fetches_before[stretch.first].append(c)
             for stretch, following in pairwise(stretches):
                 if following.first != update:
                     self._drops_behind[stretch.last].append(c)
-            if c not in schedule.stays and not job.uses.updated(c):
+            if c not in schedule.stays and not schedule.job.uses.updated(c):
                 self._drops_behind[stretches[-1].last].append(c)
 
     def before(self, n: int) -> Sequence[int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pstar_sim.core.choose import Window
 from pstar_sim.core.draft import Draft, DraftRow
-from pstar_sim.core.plan import Plan
+from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import UPDATES, Kind, Place, Ref
 from pstar_sim.policy.kit.schedule import Schedule
 from pstar_sim.policy.kit.stashes import moment_of
@@ -43,6 +43,8 @@ def _residents(b: Builder, schedule: Schedule) -> None:
         if c in modes.pinned:
             continue
         b.live(c, Place.HOST)
+        if c in modes.held:
+            b.initial.discard(Resident(c, "grad32", Place.HOST))
         if c in modes.streamed:
             b.modes[c] = "stream"
         if c in schedule.stays:

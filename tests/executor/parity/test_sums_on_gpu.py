@@ -1,0 +1,157 @@
+"""Sums of gradients on the GPU while states live on the host: the same numbers as accumulation in plain PyTorch, to the
+bit, on the plan and off it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import executor
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Kind, Place
+from pstar_sim.policy.family.attempt import attempt
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.schedule import Modes
+
+MICRO_BATCHES = 3
+
+
+class Layers(nn.Module):
+    """Six layers, of which a loop can leave some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+        self.order = list(range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = torch.tanh(self.layers[i](x)) + x
+        return (x**2).mean()
+
+
+def mixed_plan(kit: Any, model: nn.Module, update: str, clip: bool) -> Plan:
+    """Of six chunks in the order of use: pinned, sum on the GPU for CPU Adam, sum on the GPU for a streamed update, sum
+    on the host for either, sum on the GPU for CPU Adam."""
+    x = torch.randn(3, 48, dtype=next(model.parameters()).dtype)
+    w = kit.workload_of(model, {"x": x}, micro_batches=MICRO_BATCHES, name="layers")
+    params = sum(t.bytes for t in w.tensors)
+    settings = Settings(update=update, clip=clip, chunk_bytes=48 * 49 * x.element_size())
+    machine = kit.small_machine(w.peak_non_model_bytes + 6 * params)
+    job = Job("by hand", w, machine, settings, Point(streams=True, sums=True))
+    pinned, cpu_sum, stream_sum, stream_host, _, last = job.candidates
+    modes = Modes(frozenset({pinned}), frozenset({stream_sum, stream_host}), frozenset({cpu_sum, stream_sum, last}))
+    made = attempt(job, modes)
+    assert made.window.stuck is None
+    plan = made.plan()
+    plan.check()
+    return plan
+
+
+@pytest.fixture
+def trained(kit: Any) -> Iterator[Callable[..., Any]]:
+    sessions: list[Any] = []
+
+    def make(update: str, clip: float | None, dtype: torch.dtype) -> Any:
+        torch.manual_seed(0)
+        model = Layers().to(dtype)
+        twin = copy.deepcopy(model)
+        plan = mixed_plan(kit, model, update, clip is not None)
+        spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=clip, eager=update == "eager")
+        model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0)
+        sessions.append(optimizer.session)
+        reference = kit.Reference(twin, 1e-2, 0.1, clip)
+        return kit.Run(model, optimizer, reference, plan, iter(lambda: {"x": torch.randn(3, 48, dtype=dtype)}, None))
+
+    yield make
+    for session in sessions:
+        session.close(restore=False)
+
+
+def both(kit: Any, run: Any, *, relative: float = 0.0) -> None:
+    for model in (run.model, run.reference.model):
+        model.order = list(range(6))
+    mine, theirs = kit.train_both(
+        run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=MICRO_BATCHES
+    )
+    assert mine == pytest.approx(theirs, rel=relative, abs=0)
+
+
+def assert_same(run: Any, *, exact: bool) -> None:
+    """Parameters and states: to the bit, or to 1e-6 behind a norm, which either side adds up in its own order, and off
+    the plan, where a gradient that was on its way to the host is added last."""
+    values = run.model.state_dict()
+    mine = run.optimizer.state_dict()["state"]
+    pairs = [(values[name], p.detach()) for name, p in run.reference.model.named_parameters()]
+    for number, plain in run.reference.optimizer.state_dict()["state"].items():
+        pairs += [(mine[number][name], plain[name]) for name in ("exp_avg", "exp_avg_sq")]
+    for found, wanted in pairs:
+        if exact:
+            assert torch.equal(found, wanted)
+        else:
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+SETTINGS = pytest.mark.parametrize(("update", "clip"), [("eager", None), ("step", None), ("step", 0.5)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@SETTINGS
+def test_every_place_of_a_sum_trains_as_plain_pytorch_does(
+    kit: Any, trained: Callable[..., Any], update: str, clip: float | None, dtype: torch.dtype
+) -> None:
+    run = trained(update, clip, dtype)
+    opened = {s.chunk for s in run.plan.steps if s.kind is Kind.ALLOC and s.list == "grad32" and s.place is Place.GPU}
+    sent = [s.chunk for s in run.plan.steps if s.kind is Kind.WRITEBACK and s.list == "grad32"]
+    kept = {r.chunk for r in run.plan.initial if r.list == "grad32" and r.place is Place.HOST}
+    held = {c for c, mode in enumerate(run.plan.modes) if mode == "stream"} - kept
+    assert len(opened) == 3
+    assert len(held) == 1
+    assert sorted(sent) == sorted(opened - held)  # once in an iteration
+    relative = 0.0 if clip is None else 1e-6
+    for _ in range(2):
+        both(kit, run, relative=relative)
+    if update == "step" and dtype == torch.float32:  # the engine's own loop
+        rows = [next(run.batches) for _ in range(MICRO_BATCHES)]
+        run.session.step(rows)
+        for row in rows:
+            (run.reference.model(**row) / MICRO_BATCHES).backward()
+        run.reference.step()
+    both(kit, run, relative=relative)
+    assert run.session.deviations == 0
+    assert_same(run, exact=clip is None)
+
+
+@pytest.mark.parametrize(("update", "clip"), [("step", None), ("step", 0.5)])
+def test_off_the_plan_sums_go_where_the_states_are(
+    kit: Any, trained: Callable[..., Any], update: str, clip: float | None
+) -> None:
+    """The second micro-batch leaves a layer out, so the plan is left with sums on the GPU; then a whole iteration is
+    off the plan, then one whose gradients are dropped."""
+    run = trained(update, clip, torch.float32)
+    both(kit, run, relative=1e-6)
+    for orders in ([range(6), [0, 1, 3, 4, 5], range(6)], [[5, 4, 3, 2, 1, 0]] * 3):
+        for order in orders:
+            x = next(run.batches)["x"]
+            for model in (run.model, run.reference.model):
+                model.order = list(order)
+                (model(x) / 3).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.reference.step()
+        assert_same(run, exact=False)
+    assert run.session.deviations == 2
+    run.model.order = list(range(6))
+    run.model(next(run.batches)["x"]).backward()
+    run.optimizer.zero_grad()
+    both(kit, run, relative=1e-6)
+    both(kit, run, relative=1e-6)
+    assert run.session.deviations == 2
+    assert {(r.place, r.chunk, r.list) for r in run.plan.initial} == run.session.timetable.cut
+    assert_same(run, exact=False)

@@ -1,0 +1,101 @@
+"""Sums of gradients on the GPU while states live on the host, by hand: two layers of 2**20 parameters, bf16, a chunk
+each, three micro-batches.
+
+A working list of 2 MiB, a sum and three state lists of 4 MiB each. Forward 1 s, backward 2 s per layer and micro-batch;
+Adam 1 s per chunk on either side; the link carries 4 MiB/s each way, so a working list takes half a second and a sum
+one.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Kind, Place
+from pstar_sim.planner.explain import explain
+from pstar_sim.policy import find_policy
+from pstar_sim.policy.family.attempt import attempt
+from pstar_sim.policy.family.course import Course, Knobs
+from pstar_sim.policy.family.pace import period_s
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.sim.play import play
+from pstar_sim.testing import chain_workload, round_machine
+from pstar_sim.units import MIB
+
+NONE: frozenset[int] = frozenset()
+BOTH = frozenset({0, 1})
+
+
+def job(gpu_mib: int, *, clip: bool = False, layers: int = 2, forward_s: float = 1.0, gpu_adam_s: float = 1.0) -> Job:
+    workload = chain_workload(layers, MIB, forward_s=forward_s, micro_batches=3)
+    settings = Settings(update="step" if clip else "eager", clip=clip, chunk_bytes=2 * MIB)
+    hbm = 28 * MIB / gpu_adam_s
+    machine = round_machine(h2d_bytes_per_s=4 * MIB, gpu_memory_bytes=gpu_mib * MIB, hbm_bytes_per_s=hbm)
+    return Job("by hand", workload, machine, settings, Point(streams=True, sums=True))
+
+
+def planned(where: Job, modes: Modes) -> Plan:
+    """The plan with these modes, proved."""
+    made = attempt(where, modes, Knobs(linger=False))
+    assert made.window.stuck is None
+    plan = made.plan()
+    plan.check()
+    assert period_s(plan) == pytest.approx(play(plan).iteration_s, rel=1e-9)
+    return plan
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_sum_for_cpu_adam_goes_down_once(clip: bool) -> None:
+    """On the host: each of the three gradients goes down (2 MiB per chunk), and the host adds two of them, or all for
+    the norm. On the GPU: the sum goes down (4 MiB per chunk), and the host adds nothing."""
+    roomy = job(24, clip=clip)
+    apart, summed = (planned(roomy, Modes(NONE, NONE, chunks)) for chunks in (NONE, BOTH))
+    assert apart.moved_bytes["d2h"] == 2 * 3 * 2 * MIB
+    assert sum(s.kind is Kind.CPU_ADD for s in apart.steps) == (6 if clip else 4)
+    assert summed.moved_bytes["d2h"] == 2 * 4 * MIB
+    assert not any(s.kind is Kind.CPU_ADD for s in summed.steps)
+    assert apart.moved_bytes["h2d"] == summed.moved_bytes["h2d"]
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_sum_of_a_streamed_chunk_waits_on_the_gpu(clip: bool) -> None:
+    """Down: the states (12 MiB) and the parameters (2 MiB) of each chunk. Up: the states alone, while a sum on the host
+    comes up with them. The host has no list for a sum that never comes there."""
+    roomy = job(40, clip=clip)
+    apart, held = (planned(roomy, Modes(NONE, BOTH, chunks)) for chunks in (NONE, BOTH))
+    assert held.moved_bytes["d2h"] == 2 * (12 + 2) * MIB
+    assert apart.moved_bytes["d2h"] - held.moved_bytes["d2h"] == 2 * (3 if clip else 2) * 2 * MIB
+    assert apart.moved_bytes["h2d"] - held.moved_bytes["h2d"] == 2 * 4 * MIB
+    on_host = [{r.chunk for r in p.initial if r.list == "grad32" and r.place is Place.HOST} for p in (apart, held)]
+    assert on_host == [BOTH, NONE]
+    assert play(held).iteration_s <= play(apart).iteration_s
+
+
+def test_a_sum_takes_its_room_from_the_first_gradient_to_the_last() -> None:
+    """The tightest position has both sums (8 MiB) and a working list: 14 MiB leave 4, without the sums 10 less the list
+    of a gradient on its way down (2)."""
+    where = job(14)
+    assert Course(where, Modes(NONE, NONE, BOTH), Knobs(linger=False)).least_room_bytes == 4 * MIB
+    assert Course(where, Modes(NONE), Knobs(linger=False)).least_room_bytes == 10 * MIB
+    assert play(planned(where, Modes(NONE, NONE, BOTH))).peak_bytes["gpu"] <= 14 * MIB
+    assert Course(job(8), Modes(NONE, NONE, BOTH), Knobs(linger=False)).least_room_bytes < 0
+
+
+def test_the_search_finds_them_and_explain_says_where() -> None:
+    """Twelve layers, 3.6 s of computing per micro-batch: copies down of all gradients take 3 x 12 x 0.5 s."""
+    where = job(100, layers=12, forward_s=0.1, gpu_adam_s=0.01)
+    plans = {
+        word: find_policy(f"optimal:sums={word}")(where.workload, where.machine, where.settings)
+        for word in ("on", "off")
+    }
+    assert plans["on"].predictions["policy_iteration_s"] < plans["off"].predictions["policy_iteration_s"]
+    for plan in plans.values():
+        plan.check()
+    text = explain(plans["on"], play(plans["on"]), width=200)
+    assert "gradients of 3 micro-batches add up" in text
+    assert "on the GPU" in text.partition("micro-batches add up\n")[2].splitlines()[0]
+    tide = find_policy("tide:sums=on")(where.workload, where.machine, where.settings)
+    tide.check()
+    assert "stream" not in tide.modes
