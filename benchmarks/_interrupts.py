@@ -45,7 +45,7 @@ __all__ = ["CASES", "Bench", "Case", "Outcome", "Point", "three_of"]
 
 ROOT = Path(executor.__file__).resolve().parent
 LEDGER = Path(ledger.__file__).resolve()
-HANG_S = 30.0
+HANG_S = 120.0
 LR = 1e-2
 
 

@@ -306,6 +306,8 @@ class ThreadQueues(QueuesBase):
                     if idle_is_stuck and not self._moves():
                         raise PlanError(f"the queues are stuck: {message}")
                     log.warning("%s", message)
+                    if not self._busy:  # a step may start: its thread gets no processor, or was not woken
+                        self._notify_all()
             finally:
                 self._waiting.discard(Queue.COMPUTE)
 

@@ -340,6 +340,22 @@ class TestTrouble:
         optimizer.session.close(restore=False)
         assert "no step has ended for 0.1 s; h2d " in caplog.text
 
+    @pytest.mark.timeout(120)
+    def test_a_thread_that_was_not_woken_is_woken(
+        self, kit: Any, small: Plan, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """As after a Ctrl-C between the end of a step and word of it."""
+        model, draw = kit.build("mlp")
+        queues = executor.ThreadQueues(watchdog_s=0.1)
+        asleep = queues._conditions[Queue.H2D]
+        plain_notify = asleep.notify_all
+        with caplog.at_level(logging.WARNING, logger="executor"), Heard("no step has ended for 0.1 s; h2d ") as said:
+            asleep.notify_all = lambda: plain_notify() if said.is_set() else None  # type: ignore[method-assign]
+            model, optimizer = executor.prepare(model, small, executor.AdamW(), queues=queues)
+            kit.loss_of(model, draw(torch.Generator()))
+        optimizer.session.close(restore=False)
+        assert "no step has ended for 0.1 s; h2d " in caplog.text
+
     def test_queues_that_can_never_go_on(self, kit: Any, small: Plan) -> None:
         """A plan whose fetch waits for a step that comes after it is stuck: said so, not hung."""
         fetch = next(s for s in small.steps if s.queue is Queue.H2D)
