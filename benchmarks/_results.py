@@ -53,6 +53,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "peers*": (*EXECUTED, "benchmarks/contenders/**"),
     "planning_speed": PLANNED,
     "play_speed": PLANNED,
+    "relay": EXECUTED,
     "reliability": (*EXECUTED, "benchmarks/_*.py", "benchmarks/kills.py"),
     "semantics*": (*EXECUTED, "tests/executor/semantics_rows.py"),
     "search_constants": PLANNED,
