@@ -311,7 +311,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Meanwhile no payload gets memory and no thread is inside the pool. See [Note: refused beside a pool]."""
+        """Inside, no payload gets memory and no thread is inside the pool. See [Note: refused beside a pool]."""
         with self._lock:
             yield
 

@@ -62,6 +62,8 @@ LEFT_S = 5.0  # a rank that waits so long for one that has ended its run waits i
 
 
 class Giver(Protocol):
+    """What ranks need of the session when they read one another's slices."""
+
     def still(self) -> contextlib.AbstractContextManager[None]:
         """Updates of finished iterations are done and nothing moves inside."""
         ...
@@ -227,8 +229,8 @@ class Ranks:
 
     def come_to(self, what: float, number: float = 0.0) -> list[float]:
         """Meet the other ranks at a point, one of NEXT, to which each comes with a number. Returns the numbers of all
-        ranks. Until all are there, this rank gives the chunks that are still wanted off plan. Raises PlanError, on all
-        of them, where the points are not the same."""
+        ranks. Until all are there, this rank gives its slices of chunks that other ranks want to read off the plan.
+        Raises PlanError, on all ranks, where the points are not the same."""
         while True:
             rows = self.meet([what, number])
             wanted = {row[0] for row in rows if row[0] >= 0}  # the points of NEXT are below

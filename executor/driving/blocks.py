@@ -2,9 +2,10 @@
 
 The model's own forward runs, with hooks on its blocks. [Note: borders] What a block takes and gives is cut out of the
 autograd graph: the consumer gets a tensor of the same memory that belongs to a new graph, whose gradient ends in a
-`Sink`; the producer keeps a `_Root` from which that gradient later goes on. So a forward leaves one graph a block, and
-glue (whatever the model does outside blocks) in graphs of its own: before the first block, between two, and the tail
-with the loss. `BlockTape` knows them in the order of the forward; run in reverse they are the whole backward.
+`Sink`; the producer keeps a `_Root` from which that gradient later goes on. So a forward leaves one graph per block.
+What the model does outside its blocks (glue) has graphs of its own: before the first block, between two blocks, and
+after the last one with the loss (the tail). `BlockTape` holds them in the order of the forward; run in reverse they are
+the whole backward.
 
 | part of the tape   | graph from                                             | to                              |
 |--------------------|--------------------------------------------------------|---------------------------------|
@@ -122,8 +123,8 @@ _CUT_NODE = node_class(_BlockBorder)
 class BlockPart:
     """One graph of the forward.
 
-    name: "tail", a block's, or "before" one.
-    ends: where its backward begins.
+    name: "tail", the name of a block, or for glue "before " and the name of the block that follows.
+    ends: tensors at which its backward begins, each with the sink of its gradient (None for the loss).
     """
 
     name: str
@@ -144,10 +145,13 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A border. On a tensor that a block took, other: what it got instead; on what a block's consumers got, other: what
-    the block gave.
+    """A border, noted on one of its two tensors.
 
-    node: the tensor's, so that one changed in place since is known for another.
+    node: autograd node of that tensor when it was cut; a tensor that was changed in place since has another one.
+    other: the other tensor: of a block's argument, what the block got instead; of what the consumers of a block got,
+        what the block gave.
+    part: the part that ends at the border.
+    sink: where the gradient arrives.
     """
 
     tape: BlockTape
@@ -228,7 +232,7 @@ class BlockTape:
 
     @property
     def signature(self) -> tuple[tuple[str, int], ...]:
-        """What was called and how many tensors were cut: equal signatures have equal graphs, as far as one can see."""
+        """(name, number of cut tensors) of each part. Forwards with equal signatures are taken to have equal graphs."""
         return tuple((part.name, len(part.ends)) for part in self.parts)
 
     def end(self, loss: torch.Tensor) -> None:
@@ -262,8 +266,8 @@ class BlockTape:
         return given
 
     def give_back(self, output: Any) -> Any:
-        """What the model returns of its last block is not cut: the clock hooks it for both, and the block comes first.
-        Such a block belongs to the tail."""
+        """Undo the cuts of tensors that the last block gave and the model returns: the clock's hooks for the block and
+        for the model have to be on the same tensor. The block then belongs to the tail."""
         return map_tensors(output, self._uncut)
 
     def _input(self, tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:

@@ -119,7 +119,10 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Driver:
-    """Runs iterations of one session. Keeps its findings about the model's structure."""
+    """Runs iterations of one session, and keeps what it has found out about the model's structure.
+
+    whole: why the model runs whole; None if it can be cut at its blocks.
+    """
 
     def __init__(self, session: Host) -> None:
         self.session = session

@@ -28,10 +28,12 @@ class _Stopped(BaseException):
 
 
 class Forward(Generic[R]):
-    """One forward, which has not begun. run: called once, in the thread.
+    """One forward in a thread of its own; it begins at the first `go_on`.
+
+    run: called once, in the thread.
 
     Attributes:
-        over: it has returned, raised or been stopped.
+        over: whether it has returned, raised or been stopped.
     """
 
     def __init__(self, run: Callable[[], R]) -> None:
@@ -75,7 +77,8 @@ class Forward(Generic[R]):
             raise _Stopped
 
     def stop(self) -> None:
-        """End the forward where it is suspended; one that runs gets there first. Its thread is gone then."""
+        """End the forward where it is suspended; a running one first gets to where it suspends itself. On return its
+        thread has ended."""
         self._stopping = True
         if self._thread is None:
             self.over = True

@@ -173,7 +173,7 @@ class Arena:
         self.payloads.recount()
 
     def tide(self, word: str, moment: int, size_bytes: int) -> None:
-        """`log.mark(word, moment)`, then `set_tide(size_bytes)`."""
+        """Mark the moment in the log, then `set_tide`."""
         self.log.mark(word, moment)
         self.set_tide(size_bytes)
 

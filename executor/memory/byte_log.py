@@ -35,7 +35,8 @@ class ByteChange(NamedTuple):
 class ByteLog:
     """The changes of bytes of one arena.
 
-    lock: lock under which the ledger changes; whoever calls `note` holds it. clock: gives seconds.
+    lock: lock under which the ledger changes; whoever calls `note` holds it.
+    clock: gives seconds.
 
     Attributes:
         changes: oldest first.

@@ -29,7 +29,8 @@ GPU, HOST = Place.GPU, Place.HOST
 class Contents:
     """Payload contents of one plan's chunks.
 
-    wire: to the other ranks, None on one. changed: see `ParameterValues`.
+    wire: to the other ranks, None on one.
+    changed: see `ParameterValues`.
 
     Attributes:
         chunks: state of each chunk.

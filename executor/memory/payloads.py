@@ -50,8 +50,8 @@ class GpuPayloads:
         self._turn = threading.Lock()  # of payloads that change between slice and whole
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Flat [numel], on several ranks of this rank's slice wherever that is now; a valid tensor object whether it
-        has memory or not."""
+        """The payload as a flat tensor [numel], with or without memory. With several ranks it is this rank's slice,
+        wherever that is now."""
         if self.sliced and list_name in OTHERS_OF:
             return self._pair(chunk, list_name).own
         key = (chunk, list_name)

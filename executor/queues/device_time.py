@@ -122,7 +122,8 @@ class DeviceTimes:
         position: Mapping[int, int],
         changes: Sequence[ByteChange],
     ) -> list[ByteChange]:
-        """A take happens when its step begins, a free when it ends, the tide moves with its moment."""
+        """The changes with new times: a take is at its step's begin, a free at its step's end, and the tide changes
+        with its moment."""
         by_chunk: dict[int, list[StepLog]] = {}
         by_moment: dict[int, list[StepLog]] = {}
         for row in steps:

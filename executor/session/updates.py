@@ -41,7 +41,8 @@ class Host(BytesHost, LoopHost, Protocol):
 class Updates:
     """The updates of one plan.
 
-    hyper: gives the settings of the optimizer's groups as they are now. clock: gives seconds.
+    hyper: gives the settings of the optimizer's groups as they are now.
+    clock: gives seconds.
 
     Attributes:
         eager: updates run inside backward.

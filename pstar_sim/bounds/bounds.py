@@ -40,10 +40,15 @@ def lower_bound(
     stream: bool = True,
     cost: CostModel | None = None,
 ) -> Bound:
-    """The bound for every legal schedule, [Note: the joint bound] of joint.py; stream=False: for schedules that stream
-    no chunk, [Note: the bound]. max_pinned: the most parameters, small chunks not counted, whose states may stay on the
-    gpu for ever (0 with stream=False: "everything by CPU Adam"). A workload that does not fit at all still gets a
-    bound: the bound with x = 0. Raises PlanError, with `bound_reason`, where there is no bound."""
+    """The bound for every legal schedule, by [Note: the joint bound] of joint.py.
+
+    stream: False for schedules that stream no chunk, by [Note: the bound].
+    max_pinned: the most parameters, small chunks not counted, whose states may stay on the gpu for ever (0 with
+        stream=False: "everything by CPU Adam").
+
+    A workload that does not fit still gets a bound: that of pinning nothing. Raises PlanError, with `bound_reason`,
+    where there is no bound.
+    """
     reason = bound_reason(workload, machine)
     if reason is not None:
         raise PlanError(reason)

@@ -131,7 +131,9 @@ def _order(path: str) -> tuple[int, int]:
 def _put(machine: Machine, path: str, value: Value) -> Machine:
     figure = _PATHS.get(path)
     if not isinstance(path, str) or not isinstance(value, (str, int, float)):
-        raise CatalogError(f"{path!r} = {value!r}: a figure is set by its path, such as gpu.memory, to 48GB")
+        raise CatalogError(
+            f"{path!r} = {value!r}: give the path of a figure and its value, such as 'gpu.memory': '48GB'"
+        )
     if figure is None:
         near = difflib.get_close_matches(path, _PATHS, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"it can be {', '.join(_PATHS)}"

@@ -463,9 +463,9 @@ def _largest(
 
 
 def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
-    """The largest n that should fit, on the line through the two smallest refused n that lack room in the same place
-    (with one such n: through a need of 0 at 0). Where that n is known to fit, the next one. Half way where no n lacks
-    room."""
+    """The next n to ask, between `low`, which fits, and `high`, which is refused: the largest n that has room if bytes
+    grow along a line. The line goes through the needs of `high` and of the next refused n that lacks room in the same
+    place; without one, through 0 bytes at n = 0. Halfway where `high` is not refused for room."""
     last = errors[high]
     if not isinstance(last, DoesNotFit):
         return (low + high) // 2

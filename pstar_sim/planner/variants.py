@@ -72,7 +72,8 @@ class Chosen:
 
     workload: the variant to run, one rank's share.
     words: the variant in words, among the variants looked at.
-    iteration_s: seconds per iteration of its plan by `policy`. timeline: simulation of that plan.
+    iteration_s: seconds per iteration of its plan by `policy`.
+    timeline: simulation of that plan.
     tried: each way that was looked at, in words -> its outcome.
     left_out: what was not considered, and why.
     """
@@ -255,7 +256,8 @@ class _Race:
 
     promise_s: see [Note: what is planned], by id; at first only what computing and stashes take.
     best_s: seconds of the fastest so far.
-    fast: plans and timelines that are as fast as best_s. best: the one of them that moves and pins least.
+    fast: plans and timelines that are as fast as best_s.
+    best: the one of them that moves and pins least.
     shortest: of the candidates that do not fit, the one that lacks least, and why it does not fit.
     reorders: whether the policy's plans have another order than the workloads, whose bounds then do not hold.
     unable: reasons why the policy cannot plan candidates, one per candidate.

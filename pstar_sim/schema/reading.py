@@ -40,11 +40,11 @@ class Fault(Exception):
         self.known = known
 
     def under(self, key: str | int) -> Fault:
-        """The same, seen from one table or list above."""
+        """The same fault, with the path that begins one table or list further up."""
         return Fault((key, *self.path), self.value, self.want, self.known)
 
     def in_json(self) -> str:
-        """In words, for a file of JSON: "field 'machine.host.cores' is 0; it must be ..."."""
+        """The fault of a JSON file in words: "field 'machine.host.cores' is 0; it must be ..."."""
         where = dotted(self.path)
         if self.value is REFUSED:
             return f"field {where!r}: {self.want}" if where else self.want

@@ -111,9 +111,8 @@ class UpdateRows:
         self._parameters_down[c] = rows.writeback(c, "param", moment, ready, order, drop=not stays)
 
     def _residents_behind_barrier(self, until: int) -> None:
-        """Write Adam of the resident chunks, until the first `until` of them have it. The updates of streamed chunks,
-        whose states queue on the link, go between them: so the copies down begin at once, and room for copies up
-        appears early."""
+        """Write Adam of the resident chunks up to number `until`. It is called between the updates of streamed chunks,
+        whose states queue on the link: so their copies down begin at once, and room for copies up appears early."""
         for c in self._residents[self._resident : until]:
             self._update_resident(c, () if self._resident else ends_of(self._rows.last_adds))
             self._resident += 1

@@ -9,7 +9,8 @@ the GPU is at the layer before, or in the next forward pass until the layer is n
 Bytes to the GPU: 2 w per parameter of a layer, where w is its width, whatever the number of micro-batches (a tied head
 is a third use of its embedding). Bytes to the host: 4 per parameter; with one micro-batch w, since the gradient then
 overwrites its parameter. Bytes on the GPU: two layers, their gradients, and the tide, which is one layer's
-activations for one micro-batch, u layer outputs, and u x L boundary activations unless these are on the host.
+activations for one micro-batch, one layer output per micro-batch, and one boundary activation per layer and
+micro-batch unless these are on the host.
 
 One GPU. In the published parallel version each GPU copies whole layers, and the host adds up the gradients of all GPUs.
 Here ranks are processes that hold slices, each in host memory of its own, and meet in collectives only. Layers gathered

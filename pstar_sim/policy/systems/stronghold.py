@@ -71,7 +71,8 @@ class _Layers:
     """The layers of a job. A layer is a numbered module ("h.5"); in a model without numbered modules each chunk is a
     layer. A chunk belongs to the first layer that it has parameters of, and to none where it also holds others.
 
-    count: number of layers. words: the same for an answer, which says where chunks hold parts of several modules.
+    count: number of layers.
+    words: the number of layers, or of chunks or groups of layers where chunks do not hold whole layers.
     of: chunk that moves -> its layer, layers in order of first use.
     outside: chunks that hold parameters of no layer, which are always on the GPU.
     """

@@ -55,7 +55,8 @@ def whale(
     """The plan of `schedule` for shares that are chosen already: the shares of the machine's ranks (`balance` chooses
     them).
 
-    workload: a workload as hard as the hardest rank's. Raises what the policy named by `schedule` raises.
+    workload: the job of the rank that has least room and takes longest (`planner.ranks.tightest`). Raises what the
+    policy named by `schedule` raises.
     """
     try:
         plan = _SCHEDULES[schedule](workload, machine, settings)
@@ -124,7 +125,8 @@ def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int,
     """Whole sequences for each rank, at least one: each goes to the rank that then ends first; of ranks that end at the
     same time the first gets it.
 
-    speeds: sequences per second, in any unit. most: of each rank, together at least `batch`.
+    speeds: sequences per second, in any unit. most: the most sequences of each rank, together at least
+    `batch`.
     """
     shares = [1] * len(speeds)
     ends = [(2 / speed, r) for r, speed in enumerate(speeds) if most[r] > 1]
