@@ -88,9 +88,12 @@ def check_hardware(plan: Plan, device: str) -> None:
             "accelerator; plan with --machine virtual --gpu-memory SIZE, or with the machine file that --record wrote"
         )
     if plan.workload.source == "preset":
+        adapters = any(tensor.frozen for tensor in plan.workload.tensors)
         raise PlanError(
-            f"the plan was made from the preset {plan.workload.model!r}, whose moments are not a module's; "
-            "trace the model first (pstar trace) and plan with --trace"
+            f"the plan was made from the preset {plan.workload.model!r}, whose moments are not a module's; trace the "
+            "model first (pstar trace MODEL -o FILE) and plan with --trace FILE"
+            + "; MODEL is py:MODULE:FACTORY for one with adapters"
+            * adapters
         )
 
 

@@ -76,8 +76,8 @@ class Updates:
         return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=streams)
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
-        """`Others.agree`. If an update on the accelerator asks first, the training thread waits; the queues note that
-        wait."""
+        """The norm on which all ranks agree. If an update on the accelerator asks first, the training thread waits, and
+        the queues note it."""
         host = self.host
         assert host.ranks is not None
         begun_s = self._clock()

@@ -57,7 +57,8 @@ IN_SMALL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Something to run or to write, and where it stands. language: bash, python, or toml (a file named by its head)."""
+    """Something to run or to write, and where it stands. language: bash, python, or toml. TOML, and Python whose head
+    names a file, is written."""
 
     language: str
     text: str
@@ -96,6 +97,8 @@ def run(piece: Piece, whole: bool) -> None:
         (name,) = re.findall(r"\A# (\S+\.toml)\n", piece.text) or [None]
         assert name, f"{piece.where}: a block of TOML begins with the name of its file"
         Path(name).write_text(piece.text, encoding="utf-8")
+    elif named := re.match(r"# (\S+\.py)\n", piece.text):
+        Path(named[1]).write_text(piece.text, encoding="utf-8")
     elif piece.language == "python":
         from matplotlib import pyplot
 
