@@ -599,7 +599,7 @@ def _in_order(workload: Workload, settings: Settings, planned: Mapping[str, Plan
     """Plans that the loop can follow: a loop of the user's own runs in the order of the workload, `session.step` in any
     order."""
     any_order = settings.loop == "step"
-    return [p for p in planned.values() if any_order or p.plan.workload.layer_major == workload.layer_major]
+    return [p for p in planned.values() if any_order or p.plan.workload.relayed == workload.relayed]
 
 
 def _pace(row: Row) -> float:

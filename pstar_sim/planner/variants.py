@@ -35,6 +35,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from pstar_sim.bounds.bounds import bound_reason, lower_bound
 from pstar_sim.bounds.stashes import stash_bound_s
@@ -50,7 +51,7 @@ from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.policy.kit.collector import without_garbage_collection
-from pstar_sim.policy.kit.order import in_order
+from pstar_sim.policy.kit.order import ORDERS, in_order
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, named, policy_at, reorders
@@ -99,6 +100,8 @@ def words(w: Workload, among: Sequence[Workload] = ()) -> str:
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
     kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
     order = ", layer by layer" if w.layer_major else ""
+    if w.boundaries_on_host:
+        order += " with the boundaries on the host"
     return f"{batches}{order}, {activations_text(w)}{kernel}"
 
 
@@ -232,11 +235,11 @@ def choose(
 
 
 def _layer_major(workloads: Sequence[Workload], policy: str) -> Iterator[Workload]:
-    """The workloads of several micro-batches in layer-major order, where there is one."""
-    for w in workloads:
-        if w.micro_batches > 1:
+    """The workloads of several micro-batches in the layer-major orders that they have."""
+    for w, order in product(workloads, ORDERS[1:]):
+        if w.micro_batches > 1 and not w.relayed:
             with contextlib.suppress(CannotPlan):
-                yield in_order(policy, w, "relay")
+                yield in_order(policy, w, order)
 
 
 def _own_ways(workloads: Sequence[Workload], machine: Machine, settings: Settings, policy: str) -> list[Workload]:

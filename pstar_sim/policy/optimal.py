@@ -5,8 +5,8 @@ taken. It has the name `optimal`; `choices` name the policy that made it.
 
 [Note: which order] Micro-batches run one after the other in a loop of the user's own, so a plan for such a loop has the
 order of the workload. Where `session.step` runs the iterations (`Settings.loop`), plans of several micro-batches are
-also searched in layer-major order, the policies whose plans are layer-major are rivals too, and the faster order is
-taken.
+also searched in layer-major order, with the boundary activations on the GPU and on the host. The policies whose plans
+are layer-major are then rivals too, and the fastest order is taken.
 
 [Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are in short iterations in which
 compute, both ways of the link and CPU Adam are all busy for nearly all of the time. As far as is known, the plan causes
@@ -31,7 +31,7 @@ from pstar_sim.policy.family.searched import SearchResult, own_plans
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.options import specified
-from pstar_sim.policy.kit.order import in_order
+from pstar_sim.policy.kit.order import ORDERS, in_order
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options
 from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.kit.ties import burden, least_of
@@ -46,6 +46,9 @@ __all__ = ["CAPABILITIES", "OPTIONS", "optimal"]
 POINT = Point(streams=True, sums=True)
 OPTIONS = point_options(POINT)
 CAPABILITIES = Capabilities(point=POINT, tries_others=True)
+_WORDS = dict(
+    zip(ORDERS, ("micro-batch by micro-batch", "layer by layer", "layer by layer with the boundaries on the host"))
+)
 
 
 @without_garbage_collection()
@@ -87,28 +90,38 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
         if rivals:
             choices["others"] = rivals
     if len(orders) > 1:
-        choices["order"] = _order_words(found, best)
+        choices["order"] = _order_words(found, best, orders)
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
     return replace(best.plan, policy="optimal", choices=choices, predictions=predictions)
 
 
 def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[str]:
-    """The orders to search, by [Note: which order]: the workload's, and where it can be had the layer-major one."""
-    orders = [Point().order]
-    if settings.loop == "step" and workload.micro_batches > 1 and len(machine.ranks) == 1 and not workload.layer_major:
+    """The orders to search, by [Note: which order]: the workload's, and where they can be had the layer-major ones."""
+    own, *others = ORDERS
+    if settings.loop == "own" or workload.micro_batches == 1 or len(machine.ranks) > 1 or workload.relayed:
+        return [own]
+    orders = [own]
+    for order in others:
         with contextlib.suppress(CannotPlan):
-            in_order("optimal", workload, "relay")
-            orders.append("relay")
+            in_order("optimal", workload, order)
+            orders.append(order)
     return orders
 
 
-def _order_words(found: Sequence[SearchResult], best: SearchResult) -> str:
-    """The order that was taken and its seconds beside the other's."""
-    words = {False: "micro-batch by micro-batch", True: "layer by layer for all micro-batches"}
-    mine = best.plan.workload.layer_major
-    seconds = min((f.seconds for f in found if f.plan.workload.layer_major is not mine), default=None)
-    other = "does not fit" if seconds is None else format_s(seconds)
-    return f"{words[mine]}: {format_s(best.seconds)}; {words[not mine]}: {other}"
+def _order_of(workload: Workload) -> str:
+    own, relayed, relayed_on_host = ORDERS
+    return relayed_on_host if workload.boundaries_on_host else relayed if workload.layer_major else own
+
+
+def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequence[str]) -> str:
+    """The order that was taken and its seconds, beside those of the others."""
+    mine = _order_of(best.plan.workload)
+    least_s = dict.fromkeys((mine, *orders), math.inf)
+    for f in found:
+        order = _order_of(f.plan.workload)
+        least_s[order] = min(least_s[order], f.seconds)
+    said = {order: "does not fit" if s == math.inf else format_s(s) for order, s in least_s.items()}
+    return "; ".join(f"{_WORDS[order]}: {seconds}" for order, seconds in said.items())
 
 
 def _others(

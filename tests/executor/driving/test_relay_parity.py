@@ -82,14 +82,14 @@ def relayed(kit: Any) -> Iterator[Callable[..., Any]]:
 
     def begin(
         family: str, spec: str, micro_batches: int, *, update: str = "step", clip: float | None = None,
-        layers: int = LAYERS, gpu_bytes: int | None = None, **options: Any,
+        layers: int = LAYERS, gpu_bytes: int | None = None, loop: str = "own", **options: Any,
     ) -> Any:  # fmt: skip
         model, batches = build(kit, family, layers)
         twin = copy.deepcopy(model)
         if (family, layers) not in TRACED:
             TRACED[family, layers] = kit.workload_of(model, next(batches), name=family)
         w = repeat_micro_batch(TRACED[family, layers], micro_batches)
-        settings = Settings(update=update, clip=clip is not None)
+        settings = Settings(update=update, clip=clip is not None, loop=loop)
         if gpu_bytes is None:
             plan = kit.tight_plan(spec, w, settings)
         else:
@@ -107,7 +107,7 @@ def relayed(kit: Any) -> Iterator[Callable[..., Any]]:
 def both(run: Any, kit: Any, rows: Sequence[Any], seed: int = 7) -> None:
     """One iteration of the run and of its twin in the usual loop, with the same random numbers; losses are equal."""
     torch.manual_seed(seed)
-    result = run.session.step(rows, order="relay")
+    result = run.session.step(rows)  # in the order of the plan
     torch.manual_seed(seed)
     losses = []
     for draws, row in zip(torch.randint(2**62, (len(rows),)).tolist(), rows):
@@ -161,6 +161,15 @@ def test_steps_are_equal_to_the_bit(
         assert 0 < report.freed_bytes == report.moved_bytes <= report.planned_bytes
         if family != "mlp":  # whose blocks differ in width
             assert report.moved_bytes == report.planned_bytes
+
+
+def test_optimal_plans_the_order_that_session_step_can_run(relayed: Callable[..., Any], kit: Any) -> None:
+    """A plan for a loop of one's own is depth-first; session.step runs the faster plan, which is layer-major here."""
+    run = relayed("stack", "optimal", 4, update="eager", loop="step", layers=4, gpu_bytes=30_000)
+    assert run.session.plan.workload.relayed
+    both(run, kit, [next(run.batches) for _ in range(4)])
+    assert_equal_bits(run)
+    assert run.session.deviations == 0
 
 
 def measured(run: Any, micro_batches: int, **options: Any) -> Any:
