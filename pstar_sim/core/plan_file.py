@@ -71,7 +71,7 @@ def _to_json(plan: Plan) -> str:
         "format": FORMAT,
         "version": VERSION,
         "policy": plan.policy,
-        "settings": dataclasses.asdict(plan.settings),
+        "settings": _settings_to_dict(plan.settings),
         "gpu_budget_bytes": plan.gpu_budget_bytes,
         "host_budget_bytes": plan.host_budget_bytes,
         "nvme_budget_bytes": plan.nvme_budget_bytes,
@@ -92,6 +92,14 @@ def _to_json(plan: Plan) -> str:
             raise PlanError(f"plan field {name!r} cannot be written: {error}") from None
     steps = ",\n".join(json.dumps(to_text(step)) for step in plan.steps)
     return "{\n" + ",\n".join(parts) + ',\n"steps": [\n' + steps + "\n]\n}\n"
+
+
+def _settings_to_dict(settings: Settings) -> dict[str, object]:
+    """Without the loop where it is the default: files that do not need that field are as they were before it."""
+    values = dataclasses.asdict(settings)
+    if values["loop"] == Settings.loop:
+        del values["loop"]
+    return values
 
 
 def _workload_to_dict(w: Workload) -> dict[str, object]:

@@ -58,6 +58,12 @@ def test_saving_what_was_read_gives_the_same_bytes(saved: Path, tmp_path: Path):
     assert [p.name for p in again.parent.iterdir()] == ["again.json"]  # no temporary file is left
 
 
+def test_who_runs_the_iterations_is_kept(hand_plan: MakePlan, tmp_path: Path):
+    settings = Settings(loop="step")
+    hand_plan(settings=settings).save(tmp_path / "p.json")
+    assert load_plan(tmp_path / "p.json").settings == settings
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_workloads_of_any_kind_survive(seed: int, hand_plan: MakePlan, tmp_path: Path):
     from pstar_sim.core.layout import build_layout
