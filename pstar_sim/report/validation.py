@@ -21,7 +21,10 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
         return "".join(f"{line}\n" for text in texts for line in wrap(text, width))
 
     counts = ", ".join(f"{count} {_USES[use]}" for use, count in v.counts.items())
-    parts = [folded([f"{sum(v.counts.values())} published rows: {counts}"]), summary_text(v, width)]
+    parts = [folded([f"{sum(v.counts.values())} published rows: {counts}"])]
+    if not v.results:
+        return "\n".join([*parts, folded(["Not compared:", *(f"  {name}: {why}" for name, why in v.left_out.items())])])
+    parts.append(summary_text(v, width))
     parts.append(folded(_verdict(v)))
     if every_row:
         parts.append(_rows_text("Rows in scope", list(v.results), width))

@@ -7,7 +7,7 @@ miss, not a row to leave out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ NEAR, FAR = 0.15, 0.35
 """What the tested rows are held to: median and 90th percentile of the absolute error. A row beyond FAR is a miss."""
 DIFFERENT = 0.10
 """Published values that differ by less have no order to keep."""
+_IN_SCOPE = ("fitted", "tested")
 _SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1}
 """Metrics of a whole iteration; 1: more is faster."""
 
@@ -113,10 +114,12 @@ class Validation(Collection):
 
     counts: rows by use, of the whole file (or of what was asked for).
     results: the rows in scope, in the order of the file.
+    left_out: rule by which other rows are not compared -> why.
     """
 
     counts: dict[str, int]
     results: tuple[Result, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     _name = "system"
 
@@ -171,6 +174,7 @@ class Validation(Collection):
         pairs = self.pairs()
         return {
             "counts": self.counts,
+            "left_out": dict(self.left_out),
             "tested": plain(self.errors(use="tested")),
             "fitted": plain(self.errors(use="fitted")),
             "by_kind": {k: plain(self.errors(use="tested", kind=k)) for k in ("time", "phase", "memory", "size")},
@@ -218,7 +222,7 @@ def validate(
     rules = published_scope()
     rows = [r for r in published_rows() if _holds(system, r.system)]
     of_row = {row.line: rule_of(row, rules) for row in rows}
-    runs = runs_of(r for r in rows if of_row[r.line].use in ("fitted", "tested"))
+    runs = runs_of(r for r in rows if of_row[r.line].use in _IN_SCOPE)
     jobs = [(run, experiment_of(run, efficiency)) for run in runs]
     if machine is not None:
         jobs, rows = _on_machine(machine, jobs, rows)
@@ -232,7 +236,9 @@ def validate(
         results += _replayed(run, experiment, of_row)
     if progress is not None:
         progress(len(jobs), len(jobs))
-    return Validation(counts=counts, results=tuple(sorted(results, key=lambda r: r.line)))
+    kept = [of_row[r.line] for r in rows]
+    left_out = {rule.name: rule.why for rule in kept if rule.use not in _IN_SCOPE}
+    return Validation(counts=counts, results=tuple(sorted(results, key=lambda r: r.line)), left_out=left_out)
 
 
 _Job = tuple[tuple[PublishedRow, ...], Experiment]

@@ -151,6 +151,10 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert {row["metric"] for row in answer["rows"]} >= {"iter_ms", "gpu_max_alloc_MB", "max_trainable_model"}
     assert main(["validate", "--system", "Megatron-LM", "--rows"]) == 0
     assert "Rows in scope" in capsys.readouterr().out
+    assert main(["validate", "--system", "L2L"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("13 published rows: 0 fitted, 0 tested, 11 of systems without a policy yet, 2 out of scope")
+    assert "L2L, claims of the abstract: the largest model and the largest batch are published without" in said
 
 
 def test_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
