@@ -27,6 +27,7 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, Row, compare
 from pstar_sim.planner.ranks import machine_of, share_out
 from pstar_sim.policy.kit.options import options_of, show
+from pstar_sim.policy.kit.order import order_of
 from pstar_sim.policy.registry import can, find_policy, named, policy_name
 from pstar_sim.renderers import render_html, render_text
 from pstar_sim.workload.workload import Workload
@@ -158,7 +159,7 @@ def ablate(
     itself, and NothingFits if `policy` does not fit.
     """
     machine = machine_of(machine)
-    own = settings = settings_of(settings)
+    setting = settings_of(settings)
     text("policy", policy, "the name of a policy")
     text("begin", begin, "the name of a policy")
     flag("certify", certify)
@@ -167,6 +168,9 @@ def ablate(
     refuse_balance([policy, begin], machine)
     share = share_out(workload, machine)
     each = share.ranked or (share.workload,) * len(machine.ranks)
+    if setting.loop == "step":
+        policy = _in_its_order(policy, each, machine, setting)
+    own = settings = replace(setting, loop="own")  # each line says its order
     free = settings.barrier(share.workload.dtype) is None
     steps, taken_out = ladder(policy, barrier=free, begin=begin), left_out(policy, barrier=free)
     asked = steps[-1][1]
@@ -201,13 +205,23 @@ def ablate(
     return Ablation(
         workload=best.workload,
         machine=machine,
-        settings=settings,
+        settings=replace(settings, loop=setting.loop),
         batch=best.batch,
         policy=policy_name(policy),
         lines=tuple(_ladder_lines(steps, rows)),
         without=tuple(without),
         notes=best.notes,
     )
+
+
+def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:
+    """The policy; one that chooses the order of the iteration, with the order that it takes here."""
+    if not can(policy).tries_others:
+        return policy
+    found = compare(each, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)
+    if not found.rows[0].fits:
+        return policy
+    return policy_name(f"{policy}:order={order_of(found[policy].plan.workload)}")
 
 
 def _has_own_chunks(spec: str, machine: Machine) -> bool:

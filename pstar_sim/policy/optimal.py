@@ -31,7 +31,7 @@ from pstar_sim.policy.family.searched import SearchResult, own_plans
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.options import specified
-from pstar_sim.policy.kit.order import ORDERS, in_order
+from pstar_sim.policy.kit.order import ORDERS, in_order, order_of
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options
 from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.kit.ties import burden, least_of
@@ -108,17 +108,12 @@ def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[st
     return orders
 
 
-def _order_of(workload: Workload) -> str:
-    own, relayed, relayed_on_host = ORDERS
-    return relayed_on_host if workload.boundaries_on_host else relayed if workload.layer_major else own
-
-
 def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequence[str]) -> str:
     """The order that was taken and its seconds, beside those of the others."""
-    mine = _order_of(best.plan.workload)
+    mine = order_of(best.plan.workload)
     least_s = dict.fromkeys((mine, *orders), math.inf)
     for f in found:
-        order = _order_of(f.plan.workload)
+        order = order_of(f.plan.workload)
         least_s[order] = min(least_s[order], f.seconds)
     said = {order: "does not fit" if s == math.inf else format_s(s) for order, s in least_s.items()}
     return "; ".join(f"{_WORDS[order]}: {seconds}" for order, seconds in said.items())

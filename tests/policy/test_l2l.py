@@ -14,7 +14,7 @@ from pstar_sim.catalog.models import model_entry
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import CannotPlan, NothingFits, PlanError
-from pstar_sim.planner.ablate import ladder, left_out
+from pstar_sim.planner.ablate import ablate, ladder, left_out
 from pstar_sim.planner.explain import explain
 from pstar_sim.policy import find_policy, registry
 from pstar_sim.policy.kit.job import Job
@@ -207,6 +207,14 @@ def test_an_ablation_from_l2l_begins_in_its_order_and_ends_in_the_other() -> Non
     assert lines[-2:] == [("streams: as many as pay", "optimal:order=relay"), (BY_MICRO_BATCH, "optimal")]
     assert (BY_MICRO_BATCH, "tide") in left_out("tide:order=relay", barrier=True)
     assert ladder("tide:order=relay", barrier=False, begin="l2l")[-1][1] == "tide:order=relay"
+
+
+def test_an_ablation_for_session_step_ends_in_the_order_that_optimal_takes() -> None:
+    w, machine = chain(6, 2, forward_s=0.125), round_machine(gpu_memory_bytes=12 * MIB)
+    found = ablate(w, machine, replace(EAGER, loop="step"), begin="l2l")
+    assert found.policy == found.lines[-1].policy == "optimal:order=relay"
+    assert BY_MICRO_BATCH not in {line.change for line in found.lines} and found.settings.loop == "step"
+    assert BY_MICRO_BATCH in {line.change for line in found.without}
 
 
 def test_refusals() -> None:

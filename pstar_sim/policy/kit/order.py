@@ -6,11 +6,17 @@ from pstar_sim.errors import CannotPlan, TraceError
 from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ORDERS", "in_order"]
+__all__ = ["ORDERS", "in_order", "order_of"]
 
 ORDERS = ("depth-first", "relay", "relay-host")
 """Of the micro-batches one after the other; of the blocks one after the other; the same with the boundary stash on the
 host."""
+
+
+def order_of(workload: Workload) -> str:
+    """The one of ORDERS that the workload has."""
+    own, layer_major, on_host = ORDERS
+    return on_host if workload.boundaries_on_host else layer_major if workload.layer_major else own
 
 
 def in_order(name: str, workload: Workload, order: str) -> Workload:
