@@ -481,7 +481,9 @@ def _from_config(
         if device == "meta":
             stack.enter_context(torch.device("meta"))
         try:
-            model = cls._from_config(config, dtype=TORCH_DTYPES[dtype])
+            # transformers before 4.56 knows the word torch_dtype alone
+            word = "dtype" if hasattr(config, "dtype") else "torch_dtype"
+            model = cls._from_config(config, **{word: TORCH_DTYPES[dtype]})
         except (ValueError, TypeError, ImportError) as error:
             raise ModelError(f"{spec}: transformers cannot build {cls.__name__}: {_one_line(error)}") from error
     if cls.__name__.endswith("LMHeadModel") and model.loss_type is None:

@@ -1,8 +1,10 @@
-"""What torch 2.6 and 2.7 lack.
+"""What torch 2.6 to 2.8 lack.
 
 - Which hooks on saved tensors are in force in this thread. Newer versions answer that. For older ones the two functions
   that push and pop such hooks are wrapped when the executor is imported, and hooks are counted per thread.
 - A CUDA memory pool for the allocations of one thread. Older versions have a pool per stream.
+- Whether the compiler watches this thread. In older versions each call of the function that tells loses a reference to
+  what it returns (None as a rule), until that is freed and the process dies; the function is never called there.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["allocating_in", "saved_tensor_hooks", "watch_hooks"]
+__all__ = ["allocating_in", "compiler_watches", "saved_tensor_hooks", "watch_hooks"]
 
+_WATCH_COUNTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _PUSH, _POP = "_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"
 
 SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -47,6 +50,14 @@ def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
     setattr(where, _PUSH, pushed)
     setattr(where, _POP, popped)
     return top
+
+
+def compiler_watches() -> Callable[[], object] | None:
+    """A function that returns None while the compiler does not watch this thread; None in versions without one."""
+    if not _WATCH_COUNTS:
+        return None
+    ask: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    return ask
 
 
 if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from executor.devices.torch26 import compiler_watches
+
 __all__ = ["eagerly", "untraced"]
 
 R = TypeVar("R")
@@ -23,11 +25,13 @@ R = TypeVar("R")
 def untraced(function: Callable[..., R]) -> Callable[..., R]:
     """`function`, with positional arguments only, which torch.compile calls and never looks into.
 
-    The compiler's own wrapper sets it aside and back at every call. Where it is not at work, `function` is called as it
+    The compiler's own wrapper sets it aside and back at every call. Where it is not at work (torch 2.9 and newer tell), `function` is called as it
     is: a step calls hooks by the hundred, those of fixed arguments (modules' and tensors') without unpacking any.
     """
     aside: Callable[..., R] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
-    compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    compiler = compiler_watches()
+    if compiler is None:
+        return aside
 
     def call_1(a: Any) -> R:
         return function(a) if compiler() is None else aside(a)
