@@ -44,7 +44,8 @@ def test_watching_answers_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_hook_loses_no_reference_to_none() -> None:
-    """torch before 2.9 loses one whenever it is asked for the compiler's callback; from Python 3.12 on None has none."""
+    """torch before 2.9 loses one whenever it is asked for the compiler's callback. From Python 3.12 on None counts
+    none."""
     heard: list[object] = []
     hook = untraced(lambda module: heard.append(module))
     before = sys.getrefcount(None)
