@@ -5,6 +5,7 @@ The machines are those of machines/, whose constants stay as they are when the c
 commits are comparable.
 Prints a row a configuration, median and largest gap, and every case in which another policy is faster than `optimal`
 (there must be none: exit 1). --barrier: update=step with clipping. --shapes: models with large vocabularies instead.
+--accumulation: 7 to 12B models with several micro-batches. --alone: no other policy is planned.
 --certify: gaps to the fluid bound (seconds a configuration) instead of the joint one. Writes results/optimal.json.
 """
 
@@ -29,23 +30,28 @@ from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import built_in
 from pstar_sim.sim.play import play
+from pstar_sim.workload.workload import repeat_micro_batch
 
 FROZEN = Path(__file__).with_name("machines")
 MACHINES = ("v100-32", "a100-80", "rtx4090", "h100-80")
 MODELS = ("1B", "4B", "8B", "12B", "15B", "18B")
 SHAPES = ("llama-3-8b", "qwen2.5-7b", "qwen2.5-32b")
-BATCHES = (4, 8, 16)
+ACCUMULATED = ("8B", "12B", "llama-3-8b", "qwen2.5-7b")
+BATCHES = ("4", "8", "16")
+ACCUMULATIONS = ("1x8", "2x4", "4x4", "1x32")  # sequences of a micro-batch x micro-batches
 SEQUENCE = 1024
 WORSE = AS_FAST  # relative difference that counts as "another policy is faster"
 
 
 @dataclass
 class Row:
-    """One configuration. seconds: simulated, by policy that fits. bound_s: of `optimal`'s own chunk size."""
+    """One configuration. seconds: simulated, by policy that fits. bound_s: of `optimal`'s own chunk size.
+    micro_batches: of `batch` sequences each."""
 
     machine: str
     model: str
     batch: int
+    micro_batches: int
     seconds: dict[str, float] = field(default_factory=dict)
     bound_s: float | None = None
     binding: str = ""
@@ -65,13 +71,18 @@ class Row:
         return {name: s for name, s in self.seconds.items() if s < own * (1 - WORSE)}
 
 
-def configuration(job: tuple[str, str, int, bool, bool]) -> Row:
-    machine_name, model, batch, barrier, certify = job
+def configuration(job: tuple[str, str, str, bool, bool, bool]) -> Row:
+    machine_name, model, batches, barrier, certify, alone = job
+    sequences, _, times = batches.partition("x")
+    batch, micro_batches = int(sequences), int(times or 1)
     machine = ps.machine(FROZEN / f"{machine_name}.toml")
     workload = ps.preset(model, batch=batch, seq=SEQUENCE, dtype="bf16", checkpointing=True)
+    workload = repeat_micro_batch(workload, micro_batches)
     settings = Settings(update="step", clip=True) if barrier else Settings(update="eager", clip=False)
-    row = Row(machine_name, model, batch)
+    row = Row(machine_name, model, batch, micro_batches)
     for name, policy in built_in().items():
+        if alone and name != "optimal":
+            continue
         begin_s = time.process_time()
         try:
             plan = policy(workload, machine, settings)
@@ -99,14 +110,18 @@ def configuration(job: tuple[str, str, int, bool, bool]) -> Row:
 def table(rows: Sequence[Row]) -> None:
     names = [name for name in built_in() if name != "optimal" and any(name in row.seconds for row in rows)]
     print(
-        f"{'machine':8} {'model':11} {'batch':>5} {'bound':>8} {'by':8} {'optimal':>8} {'gap':>7}  " + "  ".join(names)
+        f"{'machine':8} {'model':11} {'batch':>5} {'times':>5} {'bound':>8} {'by':8} {'optimal':>8} {'gap':>7}  "
+        + "  ".join(names)
     )
     for row in rows:
         cells = [f"{row.seconds[n]:{len(n)}.3f}" if n in row.seconds else " " * (len(n) - 1) + "-" for n in names]
         own = f"{row.seconds['optimal']:8.3f}" if "optimal" in row.seconds else "       -"
         bound = f"{row.bound_s:8.3f}" if row.bound_s is not None else "       -"
         gap = f"{row.gap:7.2%}" if row.gap is not None else "      -"
-        print(f"{row.machine:8} {row.model:11} {row.batch:5} {bound} {row.binding:8} {own} {gap}  " + "  ".join(cells))
+        print(
+            f"{row.machine:8} {row.model:11} {row.batch:5} {row.micro_batches:5} {bound} {row.binding:8} {own} {gap}  "
+            + "  ".join(cells)
+        )
 
 
 def summary(rows: Sequence[Row]) -> Mapping[str, object]:
@@ -118,7 +133,7 @@ def summary(rows: Sequence[Row]) -> Mapping[str, object]:
         "median_gap": round(statistics.median(gaps), 6) if gaps else None,
         "mean_gap": round(statistics.fmean(gaps), 6) if gaps else None,
         "max_gap": round(gaps[-1], 6) if gaps else None,
-        "max_gap_at": f"{worst.machine} {worst.model} batch {worst.batch}" if worst else None,
+        "max_gap_at": f"{worst.machine} {worst.model} batch {worst.batch} x {worst.micro_batches}" if worst else None,
         "beaten": [f"{row.machine} {row.model} batch {row.batch} by {name}" for row in rows for name in row.faster],
         "largest_cpu_s": round(max(row.cpu_s for row in rows), 2),
     }
@@ -128,18 +143,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--barrier", action="store_true", help="update=step with clipping")
     parser.add_argument("--shapes", action="store_true", help=f"{', '.join(SHAPES)} instead of the GPT models")
+    parser.add_argument("--accumulation", action="store_true", help=f"{', '.join(ACCUMULATED)} with micro-batches")
+    parser.add_argument("--alone", action="store_true", help="plan no other policy")
     parser.add_argument("--certify", action="store_true", help="the fluid bound instead of the joint one")
     parser.add_argument("--machines", nargs="+", default=MACHINES)
     parser.add_argument("--models", nargs="+")
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
+    parser.add_argument("--batches", nargs="+", metavar="B[xU]", help="sequences of a micro-batch x micro-batches")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
-    models = options.models or (SHAPES if options.shapes else MODELS)
+    usual = SHAPES if options.shapes else ACCUMULATED if options.accumulation else MODELS
+    every = ACCUMULATIONS if options.accumulation else BATCHES
     jobs = [
-        (machine, model, batch, options.barrier, options.certify)
+        (machine, model, batches, options.barrier, options.certify, options.alone)
         for machine in options.machines
-        for model in models
-        for batch in options.batches
+        for model in options.models or usual
+        for batches in options.batches or every
     ]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ProcessPoolExecutor(options.processes) as pool:
@@ -149,14 +167,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in found.items():
         print(f"{name.replace('_', ' ')}: {value}")
     setting = "barrier" if options.barrier else "eager"
-    which = "shapes" if options.shapes else "gpt"
+    which = "shapes" if options.shapes else "accumulating" if options.accumulation else "gpt"
     bound = "fluid" if options.certify else "joint LP"
     name = "optimal" + "".join(
         f"_{word}"
-        for word, on in (("barrier", options.barrier), ("shapes", options.shapes), ("certified", options.certify))
+        for word, on in (
+            ("accumulation", options.accumulation),
+            ("barrier", options.barrier),
+            ("shapes", options.shapes),
+            ("certified", options.certify),
+        )
         if on
     )
-    whole = tuple(options.machines) == MACHINES and options.models is None and tuple(options.batches) == BATCHES
+    whole = tuple(options.machines) == MACHINES and options.models is None and options.batches is None
+    whole &= options.accumulation or not options.alone
     if whole:
         path = write_result(
             name,
@@ -168,6 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         "machine": r.machine,
                         "model": r.model,
                         "batch": r.batch,
+                        "micro_batches": r.micro_batches,
                         "bound_s": r.bound_s,
                         "binding": r.binding,
                         "gap": r.gap,

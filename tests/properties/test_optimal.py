@@ -103,22 +103,24 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(ranks: int) -> N
         workload, machine, asked = drawn
         if ranks == 1 and chance.random() < 0.2:
             machine = replace(machine, ranks=(replace(machine.ranks[0], link=replace(machine.link, duplex=False)),))
-        job = Job("any", workload, machine, asked, Point(streams=True))
+        job = Job("any", workload, machine, asked, Point(streams=True, sums=True))
         order = list(job.candidates)
         chance.shuffle(order)
         pins = chance.randint(0, len(order) // 2)
         streams = chance.randint(0, len(order) - pins)
-        modes = Modes(frozenset(order[:pins]), frozenset(order[pins : pins + streams]))
+        share = chance.choice((0.0, 0.5, 1.0)) if job.may_sum else 0.0
+        summed = frozenset(c for c in order[pins:] if chance.random() < share)
+        modes = Modes(frozenset(order[:pins]), frozenset(order[pins : pins + streams]), summed)
         knobs = Knobs(
             linger=chance.random() < 0.5,
             lead_chunks=chance.randint(0, 3),
-            down=chance.choice(("edf", "fifo")),
+            down=chance.choice(("edf", "fifo", "adam")),
             stay=chance.choice((0.0, 0.25, 1.0)),
             states_first=chance.random() < 0.5,
         )
         try:
             check_gpu(job)
-            check_host(job, modes.pinned)
+            check_host(job, modes.pinned, modes.held)
         except DoesNotFit:
             return
         course = Course(job, modes, knobs)
