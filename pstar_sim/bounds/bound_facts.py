@@ -98,6 +98,13 @@ class BoundFacts:
         self.least_w, self.most_w = min(width, default=0), max(width, default=0)
         added_s = [cost.gpu_add_s[c] / max(1, cost.params[c]) for c in job.trained]
         self.gpu_add_s = min(added_s, default=0.0)  # per parameter, of all micro-batches
+        last = job.workload.micro_batches - 1
+        before_s = dict.fromkeys(job.trained, 0.0)
+        for (c, batch), at in cost.adds_s.items():
+            if batch < last and c in before_s:
+                before_s[c] += sum(at.values())
+        # the same of all micro-batches but the last
+        self.gpu_add_before_s = min((s / max(1, cost.params[c]) for c, s in before_s.items()), default=0.0)
 
     def _stashes(self, w: Workload) -> None:
         """Bytes and seconds of all stashes together; seconds of the stashes that are copied up after each moment has

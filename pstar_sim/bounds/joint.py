@@ -17,8 +17,10 @@ working list per parameter, v: bytes of the states per parameter). What any lega
   kept + frozen_kept + v x <= room.
 - the compute queue does all steps of an iteration, its updates too, before the first moment of the next. Let m be a
   moment before any gradient is final. What is read from m on, and all states of what is updated on the gpu, is there at
-  m or comes up later: T >= seconds before m + (bytes read from m on + v s - room_m) / rate. Behind a barrier the
-  updates come between two iterations. What they need and is not there at the end of the last moment comes up before the
+  m or comes up later: T >= seconds before m + (bytes read from m on + v s - room_m) / rate. If m lies between the
+  backward passes of the last two micro-batches, so are the sums of gradients (4 bytes) that add up on the gpu or that
+  Adam on the gpu needs, and the gpu's adds of the earlier micro-batches come before m. Behind a barrier the updates
+  come between two iterations. What they need and is not there at the end of the last moment comes up before the
   next iteration begins. What is then too much for the room of its first moment has gone down:
   T >= all moments + (v s + w s - room) / rate. Without a barrier this holds from the first final gradient on.
 - border windows: of the chunks J_j what is not kept goes down and comes up between the end of b_j and the next f_j:
@@ -360,10 +362,28 @@ class _JointProgram:
         needed_s = (facts.read_from() - facts.room)[:until] / job.up + facts.stash_up_from_s[:until]
         turn_s = float((facts.clock[:until] + needed_s).max())
         self.terms.append(("h2d", turn_s + job.v * self.s / job.up))
+        if len(self.spilt):
+            self._last_turn(until)
         # what then is too much for the room of the first moment has gone down since the first final gradient
         first_room = max(0.0, float(facts.room[0]))
         too_much = (job.v + job.w) * self.s - first_room
         self.terms.append(("d2h", float(facts.clock[until]) + too_much / job.down))
+
+    def _last_turn(self, until: int) -> None:
+        """Rows: in a moment between the backward passes of the last two micro-batches, sums of gradients for Adam on
+        the gpu, or that add up there, take room beside all that, or come up later. Adds of all micro-batches but the
+        last one are done. until: the first moment after a final gradient."""
+        job, facts = self.job, self.job.facts
+        low, high = facts.between(job.u - 1)
+        high = min(high, until)
+        if low >= high:
+            return
+        needed_s = (facts.read_from() - facts.room)[low:high] / job.up + facts.stash_up_from_s[low:high]
+        turn_s = float((facts.clock[low:high] + needed_s).max())
+        on_gpu = self.cpu_sum + self.gpu_sum
+        sums = self.sum_bytes * on_gpu + 4 * (self.s - self.gpu_sum)
+        added_s = on_gpu * (facts.gpu_add_before_s if job.u > 2 else 0.0)
+        self.terms.append(("h2d", turn_s + added_s + (job.v * self.s + sums) / job.up))
 
     def _barrier(self) -> None:
         """Rows: behind a barrier the updates come between two iterations."""
