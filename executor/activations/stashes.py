@@ -255,7 +255,10 @@ class ForwardSaves(BlockSaves):
         mine.saved = {
             key: ref for key, ref in self.saved.items() if key in self.inputs or self._before.get(key) is not ref
         }
-        self._session.stashes.collected(block, mine)
+        stashes = self._session.stashes
+        if not mine.saved:
+            stashes.note_unsaved(block)
+        stashes.collected(block, mine)
 
 
 def hooks_of_others() -> bool:
@@ -276,6 +279,7 @@ class Stashes:
         self._lock = threading.Lock()
         self._ahead_bytes = 0  # since the session began; see [Note: ahead of its step]
         self._rooms: dict[tuple[str, int], list[weakref.ref[_Saved]]] = {}  # (block, offset) -> whose bytes lie there
+        self._unsaved: set[str] = set()  # blocks that save nothing for their stash
         self.bind()
 
     def bind(self) -> None:
@@ -312,6 +316,16 @@ class Stashes:
         """Collect the saved tensors of one micro-batch's forward, in a relay with boundaries on the host; None under
         another plan."""
         return ForwardSaves(self) if self.session.plan.workload.boundaries_on_host else None
+
+    def note_unsaved(self, block: str) -> None:
+        """Note, once, that the plan has a stash of a block whose forward saves nothing."""
+        if block in self._unsaved or (block, self.session.clock.micro_batch) not in self._stash:
+            return
+        self._unsaved.add(block)
+        self.session.note_deviation(
+            f"{block} recomputes from what torch.utils.checkpoint does not save (keyword arguments, objects): that "
+            "stays on the accelerator; give the block its tensors as positional arguments"
+        )
 
     def collect(self, inputs: Any) -> BlockSaves:
         """Collect the saved tensors of one call of an offloaded block with these inputs."""

@@ -35,7 +35,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from executor.activations.stashes import Stashes
 from executor.capture import fake_module
@@ -163,7 +163,7 @@ class Driver:
         """Look at the model's structure before the first iteration. Raises ContractError where the order needs blocks
         and the model cannot be cut."""
         if not self._looked and self.whole is None:
-            self._look(batch, loss)
+            self._look(batch, loss, order)
         self._looked = True
         if self.whole is not None and order == "relay":
             raise ContractError(
@@ -218,8 +218,9 @@ class Driver:
 
     # -- structure ----------------------------------------------------------------------------------------------------
 
-    def _look(self, batch: Any, loss: Loss) -> None:
-        """Find out on the copy without memory whether the model can be cut; `whole` then says why not."""
+    def _look(self, batch: Any, loss: Loss, order: str) -> None:
+        """Find out on the copy without memory whether the model can be cut; `whole` then says why not. In a relay, a
+        model that asks for values of tensors (layer dropping) is looked at in each forward instead."""
         s = self.session
         skeleton = s.shapes.skeleton
         if skeleton is None:
@@ -245,6 +246,8 @@ class Driver:
         except ContractError:
             raise
         except Exception as error:  # a model may fail under fake tensors for any reason; it runs whole then
+            if order == "relay" and isinstance(error, DataDependentOutputException):
+                return
             text = " ".join(str(error).split())[:200]
             self.whole = f"its structure cannot be looked at under fake tensors: {type(error).__name__}: {text}"
         finally:
@@ -271,7 +274,7 @@ class Driver:
             value = loss(model, batch) / of
             tape.end(value)
         if tape.signature not in self._clean:
-            obstacle = _obstacle(tape)
+            obstacle = _obstacle(tape) if tape.calls else None  # it has left out all of them
             if obstacle is not None:
                 raise ContractError(
                     f"session.step cannot run this micro-batch block by block, though its structure looked as if it "

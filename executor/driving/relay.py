@@ -5,8 +5,8 @@ forward runs in a thread of its own (`forwards.py`) and is suspended before an e
 backward is run part by part (`blocks.py`) by the caller. So blocks run for all micro-batches, in one order within each
 block, and gradients are added as the usual loop adds them.
 
-A gradient that comes in several parts of a tape (tied weights) waits in its parameter until the micro-batch's last part
-of it; it is set aside while other micro-batches run.
+A gradient that comes in several parts of a tape (tied weights, a block that is called twice) waits in its parameter
+until the micro-batch's last part of it; it is set aside while other micro-batches run.
 
 Off the plan nothing says whose turn it is: the first micro-batch that is not over runs to its end, then the next.
 """

@@ -7,12 +7,14 @@ iteration stands.
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from pstar_sim.core.effects import gradient_list, needed, tide_at_cut
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = ["Timetable"]
 
@@ -42,7 +44,8 @@ class Timetable:
         chunk_of: tensor -> chunk.
         tensors_of: chunk -> tensors.
         trainable: tensors that get an update.
-        tied: those of them that other tensors are tied to.
+        tied: those of them whose gradient may come in several parts: others are tied to them, or their module is called
+            more than once.
         due: moment -> tensors whose gradient is final in it.
         early: moment -> tensors whose gradient arrives in it and again later in the micro-batch.
         goes_to: (chunk, micro-batch) -> list that gradients of the chunk go to.
@@ -63,7 +66,7 @@ class Timetable:
         self.chunk_of = layout.chunk_of
         self.tensors_of = [[s.tensor for s in c.slots] for c in layout.chunks]
         self.trainable = {t for t in self.chunk_of if not w.tensors[t].frozen}
-        self.tied = self.trainable & {t.tied_to for t in w.tensors if t.tied_to is not None}
+        self.tied = self.trainable & _read_often(w)
         self.reads = needed(layout, w)
         self.uses = _uses(self.reads, len(layout.chunks))
         self.compute, self.before, self.tail = _compute_steps(plan)
@@ -117,6 +120,14 @@ class Timetable:
             return 2 * count
         at = bisect.bisect_right(uses, position)
         return uses[at] - position if at < len(uses) else uses[0] + count - position
+
+
+def _read_often(w: Workload) -> set[int]:
+    """Tensors that several moments of one micro-batch's forward read, tied ones among them: each gives a part of the
+    gradient."""
+    ahead = [reads for m, reads in zip(w.moments, w.reads) if m.micro_batch == 0 and m.phase is Phase.FWD]
+    found = Counter(t for reads in ahead for t in reads)
+    return {t for t, count in found.items() if count > 1} | {t.tied_to for t in w.tensors if t.tied_to is not None}
 
 
 def _compute_steps(plan: Plan) -> tuple[list[int], list[list[int]], list[int]]:

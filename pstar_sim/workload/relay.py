@@ -146,6 +146,13 @@ def _stashed(made: Workload, source: Workload, parts: Sequence[BlockRun], cells:
     first = list(accumulate((len(cell) for cell in cells), initial=0))  # moment of each cell
     backward = _backward_parts(parts)
     blocks = [(n, block) for n, (block, forward, _) in enumerate(parts) if forward and block in backward]
+    names = [block for _, block in blocks]
+    twice = next((block for block in names if names.count(block) > 1), None)
+    if twice is not None:
+        raise TraceError(
+            f"workload {source.model!r} calls block {twice} more than once per micro-batch; boundaries on the host are "
+            "for one that calls each block once, boundaries on the GPU for any (l2l, tide:order=relay)"
+        )
     sizes = [
         _boundary_bytes(
             source,
