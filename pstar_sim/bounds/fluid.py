@@ -48,8 +48,8 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["fluid_bound"]
 
-MOST_POINTS = 600
-TIME_LIMIT_S = 60.0
+MOST_POINTS = 600  # of an iteration in the program; fewer give a lower bound sooner
+TIME_LIMIT_S = 60.0  # of the solver; a program that takes longer leaves the joint bound
 FAR = 20.0  # a schedule that many times longer than the joint bound is not looked at: it does not beat the bound
 
 

@@ -27,15 +27,19 @@ from pstar_sim.workload.workload import DTYPE_BYTES, UseKind, Workload
 __all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near"]
 
 ALIGN = 16  # elements: 64 bytes in fp32, what vectorised kernels and copy engines like
-GRANULE_BYTES = 2 * MIB
-SMALL_BYTES = MIB
+# What each buys: results/search_constants.json, by benchmarks/search_constants.py, in 17 plans of tide.
+GRANULE_BYTES = 2 * MIB  # chunk sizes are multiples of it; allocators hand out memory so
+SMALL_BYTES = MIB  # tensors below it stay resident
 WANTED_CHUNKS = 24  # fewer leave nothing to schedule
-MOST_WASTE = 0.018
+MOST_WASTE = 0.018  # a size that wastes more is taken only where none wastes less
 USUAL_BYTES, USUAL_PART = 128 * MIB, 32  # the largest chunk of the octave sought; that part of a smaller model
 OVERSIZE, OCTAVES, WASTE = 0.3, 0.12, 10.0  # weights of the score
 GOOD = 0.2  # score at which no finer granule is tried
-MOST_SIZES, MOST_STARTS = 96, 64  # sizes scored per granule; tensors at which a run may begin
-SMALL_PART, MOST_SMALL = 400, 0.05  # part of a model that a tensor worth moving has; share of all others together
+# Sizes scored per granule, and tensors at which a run may begin: bounds of the time of large models.
+MOST_SIZES, MOST_STARTS = 96, 64
+# Part of a model that a tensor worth moving has; share of all others together: without it the tensors of 600 thin layers
+# are all resident, and their plan does not fit.
+SMALL_PART, MOST_SMALL = 400, 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -546,7 +546,11 @@ def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) 
         raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
     if s.micro_batch == before.micro_batch:
         if (in_turn and s.gone < before.gone) or s.back >= before.back or s.needed >= before.needed:
-            raise bad(f"stashes[{i}]", s, "what is made later is gone later, and comes back and is needed earlier")
+            raise bad(
+                f"stashes[{i}]",
+                s,
+                "of two stashes, the one made later is gone later, comes back earlier and is needed earlier",
+            )
 
 
 def activations_text(w: Workload) -> str:

@@ -30,7 +30,9 @@ from pstar_sim.workload.workload import Phase
 __all__ = ["ModeFacts", "Roofline", "interleave", "mode_facts", "roofline"]
 
 Array = NDArray[np.float64]
-SHARES = 33  # of CPU Adam, at which the window that binds is sought
+# Shares of CPU Adam at which the window that binds is sought; between two of them the roofline may be a little low. 2:
+# the same plans (benchmarks/search_constants.py).
+SHARES = 33
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,20 +32,23 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["SearchResult", "own_plans", "searched"]
 
 # By [Note: what the constants buy] in search.py.
-FEWEST_CHUNKS, MOST_CHUNKS = 16, 400  # of other chunk sizes that are tried
-MOST_WASTE = 0.06  # of them
-FACTORS = (0.5, 2.0)  # other chunk sizes, of the usual one, where chunks are many; none of the four jobs needs them
-FACTORS_OF_FEW = (0.5, 0.25, 0.125)  # where they are few; none: 2.5 %, 5.2 % at most; FACTORS in their place: 1.6 %
-SECOND = 2  # searches that go on; 1: 0.81 %, 3.2 % at most
-REST = 3  # searches that go on then, while effort is left; 1: 1.3 %, 5.2 % at most
-COARSE = 100  # so few chunks or fewer are worth cutting finer; 0: 1.6 %, 5.2 % at most
-FIRST_OPS = 50_000  # effort on the usual chunk size; half: 0.28 %, 1.1 % at most
-OTHER_OPS = 30_000  # on each other size; half: the same plans by 10 % less effort
-SECOND_OPS = 40_000  # then on the best SECOND; none: 1.1 %, 4.5 % at most
-REST_OPS = 100_000  # then on the best one; none: as long, 0.2 % more bytes
-REST_OPS_OF_FEW = 150_000  # the same where chunks are few; 100,000: 0.81 %, 3.2 % at most
-WORTH_A_SIZE = 2e-2  # so far from the floor other sizes are tried; always: the same plans by 9 % more effort
-WORTH_A_SIZE_OF_FEW = 5e-3  # where chunks are few; always: the same by no more effort; never: 2.5 %, 5.2 % at most
+# Bounds of the other chunk sizes that are tried: fewer chunks leave nothing to schedule, more make a search long.
+# Without MOST_WASTE: the same plans by 3 % more effort.
+FEWEST_CHUNKS, MOST_CHUNKS = 16, 400
+MOST_WASTE = 0.06
+FACTORS = (0.5, 2.0)  # other chunk sizes, of the usual one, where chunks are many
+# Where chunks are few; none: 7.3 %, 24 % at most; FACTORS in their place: 6.4 %, 24 % at most.
+FACTORS_OF_FEW = (0.5, 0.25, 0.125)
+SECOND = 2  # searches that go on; 1: the same plans by 7 % less effort
+REST = 3  # searches that go on then, while effort is left; 1: the same plans
+COARSE = 100  # so few chunks or fewer are worth cutting finer; 0: 6.5 %, 24 % at most
+FIRST_OPS = 50_000  # effort on the usual chunk size; half: 0.41 %, 1.7 % at most
+OTHER_OPS = 30_000  # on each other size; half: the same plans by 11 % less effort
+SECOND_OPS = 40_000  # then on the best SECOND; none: 0.14 %, 0.5 % at most
+REST_OPS = 100_000  # then on the best one
+REST_OPS_OF_FEW = 150_000  # the same where chunks are few; half: 1.6 %, 5.8 % at most; twice: the same plans
+WORTH_A_SIZE = 2e-2  # so far from the floor other sizes are tried
+WORTH_A_SIZE_OF_FEW = 5e-3  # where chunks are few; always: the same plans; never: 7.3 %, 24 % at most
 
 
 COPIES_DOWN = {

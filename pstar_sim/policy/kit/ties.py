@@ -11,7 +11,9 @@ from pstar_sim.core.plan import Plan
 __all__ = ["AS_FAST", "burden", "least_of"]
 
 T = TypeVar("T")
-AS_FAST = 1e-4  # relative difference of two iterations that is not worth a byte
+# Relative difference of two iterations that is not worth a byte. 0: 1.7 % more bytes for the same seconds to 0.01 %
+# (benchmarks/search_constants.py).
+AS_FAST = 1e-4
 
 
 def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Callable[[T], tuple[int, ...]]) -> T:
