@@ -35,7 +35,9 @@ T = TypeVar("T")
 # and the most over the jobs of benchmarks/search_constants.py (results/search_constants.json), where nothing else is
 # said. "The net" are the searches of tests/golden.
 OVERHEAD_OPS = 300  # effort that an attempt costs beside its ops; 0: the same plans by 9 % more ops
-GOOD_ENOUGH = 1e-3  # distance from the floor at which nothing more is tried
+# Distance from the floor at which nothing more is tried. Never: where the GPU is busy nearly all the time, 82 % more
+# effort for plans that are no faster.
+GOOD_ENOUGH = 1e-3
 HOPELESS = 1.003  # an attempt slower than the best by this factor is not scheduled to its end; 2: 2.5 %, 9.3 % at most
 AGAIN = 1.2  # another start downhill may be slower than the best attempt by this factor; 1: 0.55 %, 1.7 % at most
 # A chunk LARGE times as large as the usual one has a mode of its own, the first MOST_LARGE of them: all combinations of
