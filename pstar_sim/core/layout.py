@@ -37,8 +37,8 @@ OVERSIZE, OCTAVES, WASTE = 0.3, 0.12, 10.0  # weights of the score
 GOOD = 0.2  # score at which no finer granule is tried
 # Sizes scored per granule, and tensors at which a run may begin: bounds of the time of large models.
 MOST_SIZES, MOST_STARTS = 96, 64
-# Part of a model that a tensor worth moving has; share of all others together. Without the share all tensors of 600 thin
-# layers are resident, and tide does not fit a GPU on which it fits now.
+# Part of a model that a tensor worth moving has; share of all others together. Without the share all tensors of 600
+# thin layers are resident, and tide does not fit a GPU on which it fits now.
 SMALL_PART, MOST_SMALL = 400, 0.05
 
 
