@@ -33,10 +33,10 @@ __all__ = ["SearchResult", "own_plans", "searched"]
 
 # By [Note: what the constants buy] in search.py.
 # Bounds of the other chunk sizes that are tried: fewer chunks leave nothing to schedule, more make a search long.
-# Without MOST_WASTE: the same plans by 3 % more effort.
+# Without MOST_WASTE: the same plans by 3 % more effort. MOST_CHUNKS 200: 18 %, 53 % at most.
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400
 MOST_WASTE = 0.06
-FACTORS = (0.5, 2.0)  # other chunk sizes, of the usual one, where chunks are many
+FACTORS = (0.5, 2.0)  # other chunk sizes, of the usual one, where chunks are many; none: 18 %, 53 % at most
 # Where chunks are few; none: 7.3 %, 24 % at most; FACTORS in their place: 6.4 %, 24 % at most.
 FACTORS_OF_FEW = (0.5, 0.25, 0.125)
 SECOND = 2  # searches that go on; 1: the same plans by 7 % less effort
