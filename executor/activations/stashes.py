@@ -12,6 +12,9 @@ recomputes (`ForwardSaves`). The stashes of all micro-batches are then on the ho
 `gone` begins, taken when moment `back` begins. The queues' threads only copy; where a copy is only issued (streams),
 what it touches is held until its event.
 
+[Note: addresses] A storage is known by its address for as long as it lives. Once a stash has left the gpu, the storage
+of another tensor may lie at that address: it is a new one.
+
 [Note: never wrong data] A tensor that is unpacked while its bytes are on the host (an iteration that left the plan) is
 copied back then and there. A room on the host is not overwritten while its bytes may still be read: the new stash then
 stays on the gpu and is counted. Bytes beyond those of the plan stay on the gpu as well.
@@ -215,7 +218,7 @@ class BlockSaves:
             key = storage_key(tensor)
             known = self.saved.get(key)
             saved = known() if known is not None else None
-            if saved is None:
+            if saved is None or saved.source is None:  # [Note: addresses]
                 saved = _Saved(tensor)
                 self.saved[key] = weakref.ref(saved)
             return saved, saved.add(tensor)
