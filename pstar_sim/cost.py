@@ -26,6 +26,11 @@ of the HBM (of operators, where it was measured). Which gradients add up on the 
 seconds are not in `moments_s`. A moment whose recorded seconds count has them already. On a layout that is sliced over
 ranks the sum is added to in a reduce_scatter; the model leaves that add out.
 
+[Note: versions of the model] A plan file says by which version its seconds and its lower bound were predicted, so that
+a figure of an earlier version is not called false (planner/stated.py). A change that predicts other seconds raises
+VERSION, and `changed_since` says for which plans. Version 1, which files do not name, took no time for adds on the GPU,
+and its bounds for several micro-batches were lower.
+
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, its part of the node's cores
 (`Machine.adam_params_per_s`) and of the node's disks, which all ranks use at the same time because they run the same
 program. For a named rank, copies run at the rate of its own link, and the simulator knows which ranks share a switch.
@@ -59,7 +64,9 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = [
     "ADAM_TRAFFIC_BYTES_PER_PARAM",
+    "VERSION",
     "CostModel",
+    "changed_since",
     "cost_of",
     "expected_link",
     "flops_rate",
@@ -71,9 +78,19 @@ _COST = ("cost",)  # of what a workload keeps (`Workload.derived`)
 ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 """Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
 
+VERSION = 2
+"""Version of the model, by [Note: versions of the model]."""
+
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
 _ON_HOST = {kind for kind, route in ROUTES.items() if route != "net"} | {Kind.CPU_ADAM, Kind.CPU_ADD}
 _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"), "fp32": ("fp32",)}
+
+
+def changed_since(version: int, plan: Plan) -> str | None:
+    """What an earlier version predicts otherwise for the plan, in words; None where it predicts the same."""
+    if version >= 2 or plan.workload.micro_batches == 1 or len(plan.machine.ranks) > 1:
+        return None
+    return "adds of gradients on the GPU take no time"
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:

@@ -17,6 +17,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import OWN_SHARES
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.cost import VERSION
 from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, PstarError
 from pstar_sim.planner.asked import OnPart, asked_policies, settings_of, teller
 from pstar_sim.planner.balance import Balanced, Cut, all_balance, balanced
@@ -103,13 +104,18 @@ class Planned:
 
     def with_predictions(self) -> Plan:
         """The plan with the figures of its line of the table (only numbers) as its predictions; its choices say where
-        the figures behind the predictions come from."""
+        the figures behind the predictions come from, and which version of the cost model predicted."""
         figures = {k: float(v) for k, v in self.row.to_json().items() if isinstance(v, int | float) and k != "fits"}
         sources = confidence(self.plan.workload, self.plan.machine)
         return replace(
             self.plan,
             predictions={**self.plan.predictions, **figures},
-            choices={**self.plan.choices, "confidence": sources, "certificate": dict(self.row.certificate or {})},
+            choices={
+                **self.plan.choices,
+                "cost_model": VERSION,
+                "confidence": sources,
+                "certificate": dict(self.row.certificate or {}),
+            },
         )
 
     @property

@@ -348,7 +348,7 @@ def _why(plan: Plan) -> list[str]:
     return [
         f"  {name.replace('_', ' ')}: {_worded(name, value)}"
         for name, value in plan.choices.items()
-        if name != "certificate"
+        if name not in ("certificate", "cost_model")
     ]
 
 

@@ -19,6 +19,7 @@ from pstar_sim.core.checker.same_job import check_machine, check_workload_of
 from pstar_sim.core.figures import byte_figures, not_checked, own_shares
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.cost import VERSION, changed_since
 from pstar_sim.errors import FalseFigures, PlanError
 from pstar_sim.planner.asked import OnPart, teller
 from pstar_sim.planner.confidence import confidence
@@ -26,6 +27,7 @@ from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import policies
 from pstar_sim.sim.play import play
+from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["SECONDS_AGREE", "Examined", "LoadedPlan", "examine", "load_plan"]
@@ -79,10 +81,10 @@ def examine(
     timeline = play(plan)
     tell("lower bound", 2, 3)
     found = certificate_of(plan, lp=lp)
-    notes = _Notes(plan)
+    notes = _Notes(plan, timeline)
     notes.bytes(report)
-    notes.seconds(timeline)
-    bound = notes.bound(found, timeline, lp=lp)
+    notes.seconds()
+    bound = notes.bound(found, lp=lp)
     notes.words(found)
     if notes.false:
         raise FalseFigures(tuple(notes.false))
@@ -94,26 +96,52 @@ def examine(
 class _Notes:
     """What was found of one plan.
 
+    earlier: why its predictions may be others than today's: an earlier version of the cost model made them; None for
+        this version, or where versions predict the same.
     checked: names of what is as stated.
     false: a sentence for each figure that is not.
     why: name -> why it was not computed again.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, timeline: Timeline) -> None:
         self.plan = plan
+        self.timeline = timeline
         self.apart = own_shares(plan)
         self.checked: list[str] = []
         self.false: list[str] = []
         self.why = dict(_BEYOND)
+        self.earlier = self._version()
+
+    def _version(self) -> str | None:
+        said = self.plan.choices.get("cost_model", 1)
+        if type(said) is not int or not 1 <= said <= VERSION:
+            self.false.append(f"cost_model is {said!r} in the plan; this pstar-sim knows versions 1 to {VERSION}")
+            return None
+        self.checked += ["cost_model"] if "cost_model" in self.plan.choices else []
+        changed = changed_since(said, self.plan)
+        if changed is None:
+            return None
+        seconds = format_s(self.timeline.iteration_s)
+        return (
+            f"predicted by version {said} of the cost model, in which {changed}; version {VERSION} predicts {seconds} "
+            "per iteration"
+        )
+
+    def _differs(self, name: str, sentence: str) -> None:
+        """Note a prediction that is not what is computed now."""
+        if self.earlier is None:
+            self.false.append(sentence)
+        else:
+            self.why[name] = self.earlier
 
     def bytes(self, report: CheckReport) -> None:
         stated = byte_figures(self.plan, report.peak_bytes)
         self.checked += stated.checked
         self.false += stated.false
 
-    def seconds(self, timeline: Timeline) -> None:
+    def seconds(self) -> None:
         """What the simulation of the plan gives: times to SECONDS_AGREE, peaks to the byte."""
-        plan = self.plan
+        plan, timeline = self.plan, self.timeline
         tokens = plan.workload.tokens * len(plan.machine.ranks)
         for name, value, tolerance in (
             ("iteration_s", timeline.iteration_s, SECONDS_AGREE),
@@ -129,12 +157,13 @@ class _Notes:
             elif abs(stated - value) <= tolerance * abs(value):
                 self.checked += [] if name in self.checked else [name]
             else:
-                self.false.append(
-                    f"{name} is {stated:.9g} in the plan, but the simulation of its steps gives {value:.9g}"
+                self._differs(
+                    name, f"{name} is {stated:.9g} in the plan, but the simulation of its steps gives {value:.9g}"
                 )
-        self._barrier(timeline)
+        self._barrier()
 
-    def _barrier(self, timeline: Timeline) -> None:
+    def _barrier(self) -> None:
+        timeline = self.timeline
         stated = self.plan.predictions.get("barrier_cost_s")
         if stated is None:
             return
@@ -145,18 +174,22 @@ class _Notes:
                 f"barrier_cost_s is {stated:.9g} in the plan, but its iteration lasts {timeline.iteration_s:.9g} s"
             )
 
-    def bound(self, found: Certificate, timeline: Timeline, *, lp: bool) -> str:
+    def bound(self, found: Certificate, *, lp: bool) -> str:
         """Compare the stated lower bound, and the gap over it, with a recomputation."""
         plan = self.plan
         try:
-            said = agree(plan, found=found)
+            said = agree(plan, found=found, earlier=self.earlier is not None)
         except PlanError as error:
             self.false.append(str(error))
             return str(error)
         stated = plan.predictions.get("lower_bound_s")
-        seconds = timeline.iteration_s if self.apart is None else plan.predictions.get("iteration_s", 0.0)
+        seconds = self.timeline.iteration_s
+        if self.apart is not None or "iteration_s" in self.why:
+            seconds = plan.predictions.get("iteration_s", 0.0)
         if stated is not None and stated > seconds * (1 + SECONDS_AGREE):
             self.false.append(f"lower_bound_s is {stated:.9g} s in the plan, but its iteration lasts {seconds:.9g} s")
+        elif stated is not None and self.earlier is not None and stated < (found.seconds or 0.0) * (1 - SECONDS_AGREE):
+            self.why["lower_bound_s"] = self.earlier
         elif stated is not None and self._method() == "fluid LP" and not lp:
             self.why["lower_bound_s"] = "of the fluid LP, which --certify solves again; not below the joint LP"
         elif stated is not None:
@@ -193,7 +226,7 @@ class _Notes:
         elif error is not None and error == known:
             self.checked.append("expected_error")
         elif error is not None:
-            self.false.append(f"expected_error is {error:.9g} in the plan, but validation found {known}")
+            self._differs("expected_error", f"expected_error is {error:.9g} in the plan, but validation found {known}")
 
     def _certificate(self, found: Certificate) -> None:
         said: object = self.plan.choices.get("certificate")
@@ -209,8 +242,9 @@ class _Notes:
         for key in keys:
             one_bound = isinstance(said.get(key), str) and {said.get(key), found.text.get(key)} <= COARSE
             if said.get(key) != found.text.get(key) and not one_bound:
-                self.false.append(
-                    f"certificate.{key} is {said.get(key)!r} in the plan, but computed again {found.text.get(key)!r}"
+                self._differs(
+                    "certificate",
+                    f"certificate.{key} is {said.get(key)!r} in the plan, but computed again {found.text.get(key)!r}",
                 )
                 return
         if "certificate" not in self.why:

@@ -22,7 +22,7 @@ from pstar_sim.errors import FalseFigures, PlanError, TraceError
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.stated import examine
 from pstar_sim.testing import chain_workload
-from pstar_sim.units import MIB
+from pstar_sim.units import MIB, format_s
 from pstar_sim.workload.trace import load_trace, save_trace
 from pstar_sim.workload.workload import Phase, Workload, repeat_micro_batch
 
@@ -322,3 +322,49 @@ def test_ranges_hold_for_plans_that_were_never_in_a_file(hand_plan: Callable[...
     ):
         with pytest.raises(PlanError, match=said):
             replace(plan, **change).check()  # type: ignore[arg-type]
+
+
+# Earlier versions of the cost model.
+
+
+def test_predictions_of_an_earlier_cost_model_are_named_and_not_called_false(values: Values, tmp_path: Path) -> None:
+    """A file that names no version is of the first, which took no time for adds on the GPU."""
+    now_s, bound_s = values["predictions"]["iteration_s"], values["predictions"]["lower_bound_s"]
+    assert values["choices"].pop("cost_model") == 2
+    values["predictions"] |= {"iteration_s": now_s * 0.99, "lower_bound_s": bound_s * 0.9}
+    values["predictions"]["tokens_per_s"] /= 0.99
+    values["predictions"]["gap"] = now_s * 0.99 / (bound_s * 0.9) - 1
+    found = examine(ps.load_plan(saved(values, tmp_path)))
+    (line,) = (line for line in found.report.not_checked if line.startswith("iteration_s"))
+    assert line.startswith(
+        "iteration_s, tokens_per_s, lower_bound_s: predicted by version 1 of the cost model, in which "
+    )
+    assert line.endswith(f"; version 2 predicts {format_s(now_s)} per iteration")
+    assert (
+        "gap" in found.report.figures and "of an earlier version of the cost model, which is still true" in found.bound
+    )
+    # Bytes, and what contradicts itself, are false in any version; so is a bound that is higher than today's.
+    for name, by in (("h2d_bytes", 2), ("gap", 2), ("lower_bound_s", 1.5)):
+        other = json.loads(json.dumps(values))
+        other["predictions"][name] *= by
+        with pytest.raises(FalseFigures, match=name):
+            examine(ps.load_plan(saved(other, tmp_path)))
+
+
+def test_a_version_that_predicts_the_same_or_is_not_known_excuses_nothing(
+    values: Values, machine: Machine, tmp_path: Path
+) -> None:
+    path = tmp_path / "one.json"
+    compare(chain_workload(6, 8 * MIB, tide_bytes=MIB, dtype="fp16"), machine, policies=["tide"])["tide"].save(path)
+    one = json.loads(path.read_text())
+    del one["choices"]["cost_model"]
+    assert "iteration_s" in examine(ps.load_plan(saved(one, tmp_path))).report.figures
+    one["predictions"]["iteration_s"] *= 0.99
+    with pytest.raises(FalseFigures, match="iteration_s"):
+        examine(ps.load_plan(saved(one, tmp_path)))
+    for version in (0, 3, True, "1"):
+        values["choices"]["cost_model"] = version
+        with pytest.raises(
+            FalseFigures, match=f"cost_model is {version!r} in the plan; this pstar-sim knows versions 1"
+        ):
+            examine(ps.load_plan(saved(values, tmp_path)))
