@@ -85,8 +85,11 @@ def _notes(ablation: Ablation) -> list[str]:
     if ablation.barrier is not None:
         notes.append(f"every line has the barrier that this setting asks for ({ablation.barrier})")
     notes += ablation.notes
-    notes += [f"{line.change}: {line.reason}" for line in (*ablation.lines, *ablation.without) if not line.fits]
-    return notes
+    reasons: dict[str | None, list[str]] = {}
+    for line in (*ablation.lines, *ablation.without):
+        if not line.fits:
+            reasons.setdefault(line.reason, []).append(line.change)
+    return notes + [f"{'; '.join(changes)}: {reason}" for reason, changes in reasons.items()]
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
