@@ -27,7 +27,7 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, Row, compare
 from pstar_sim.planner.ranks import machine_of, share_out
 from pstar_sim.policy.kit.options import options_of, show
-from pstar_sim.policy.kit.order import order_of
+from pstar_sim.policy.kit.order import ORDERS, order_of
 from pstar_sim.policy.registry import can, find_policy, named, policy_name
 from pstar_sim.renderers import render_html, render_text
 from pstar_sim.workload.workload import Workload
@@ -54,6 +54,7 @@ _VALUES: dict[str, dict[str, str]] = {
     "pins": {"0": "pins: none", "optimal": "pins: as many as pay"},
     "streams": {"off": "streams: none", "on": "streams: as many as pay"},
     "order": {"depth-first": "order: micro-batch by micro-batch", "relay": "order: layer by layer"},
+    "sums": {"off": "sums of gradients: where states are", "on": "sums of gradients: on the GPU where that pays"},
 }
 
 
@@ -172,7 +173,10 @@ def ablate(
         policy = _in_its_order(policy, each, machine, setting)
     own = settings = replace(setting, loop="own")  # each line says its order
     free = settings.barrier(share.workload.dtype) is None
-    steps, taken_out = ladder(policy, barrier=free, begin=begin), left_out(policy, barrier=free)
+    w = share.workload
+    sums = w.micro_batches > 1 and not w.layer_major and len(machine.ranks) == 1
+    steps = ladder(policy, barrier=free, begin=begin, sums=sums)
+    taken_out = left_out(policy, barrier=free, sums=sums)
     asked = steps[-1][1]
     specs = list(dict.fromkeys([asked, *(spec for _, spec in (*steps, *taken_out))]))
     rows: dict[str, Row] = {}
@@ -247,10 +251,15 @@ def _held_against(row: Row, bound_s: float | None) -> Row:
     return replace(row, lower_bound_s=bound_s, gap=gap)
 
 
-def ladder(policy: str, *, barrier: bool, begin: str = BASE) -> list[tuple[str, str]]:
-    """(change, spec) of every line, `begin` first and `policy` last. barrier: whether the setting leaves the barrier to
-    the policy. Raises PstarError for a policy that is not a point of the asynchronous family or is `begin` itself."""
-    own = _place_of(policy, barrier)
+def ladder(policy: str, *, barrier: bool, begin: str = BASE, sums: bool = False) -> list[tuple[str, str]]:
+    """(change, spec) of every line, `begin` first and `policy` last.
+
+    barrier: whether the setting leaves the barrier to the policy.
+    sums: whether the job leaves to the policy where gradients add up.
+
+    Raises PstarError for a policy that is not a point of the asynchronous family or is `begin` itself.
+    """
+    own = _place_of(policy, barrier, sums)
     able, first = can(begin.partition(":")[0].strip()), policy_name(begin)
     if first == policy_name(policy):
         raise PstarError(f"an ablation leads from one policy to another; it cannot begin with {first} and end with it")
@@ -277,10 +286,10 @@ def _between(words: Sequence[str], first: str, last: str) -> Sequence[str]:
     return [] if first == last else [last]
 
 
-def left_out(policy: str, *, barrier: bool) -> list[tuple[str, str]]:
+def left_out(policy: str, *, barrier: bool, sums: bool = False) -> list[tuple[str, str]]:
     """The policies that differ from `policy` in one coordinate, at each plainer value of it: (what the policy has
-    instead, spec)."""
-    own = _place_of(policy, barrier)
+    instead, spec). barrier, sums: as in `ladder`."""
+    own = _place_of(policy, barrier, sums)
     return [
         (_means(key, word), _spec(policy, {**own, key: word}))
         for key, values in _VALUES.items()
@@ -294,7 +303,7 @@ def _before(words: Sequence[str], own: str) -> Sequence[str]:
     return words[: words.index(own)] if own in words else words[:1]
 
 
-def _place_of(policy: str, barrier: bool) -> dict[str, str]:
+def _place_of(policy: str, barrier: bool, sums: bool) -> dict[str, str]:
     """Coordinate -> value, as texts, of the policy asked about."""
     name = policy.partition(":")[0].strip()
     found = find_policy(policy)
@@ -304,7 +313,8 @@ def _place_of(policy: str, barrier: bool) -> dict[str, str]:
         raise PstarError(f"{policy} is not a point of the asynchronous policies; ablate {', '.join(some)} or {last}")
     values = {key: show(option.default) for key, option in options.items() if key in _VALUES}
     values |= {key: show(value) for key, value in getattr(found, "values", {}).items()}
-    return {key: value for key, value in values.items() if key != "barrier" or barrier}
+    chosen = {"barrier": barrier, "sums": sums and values["order"] == ORDERS[0]}
+    return {key: value for key, value in values.items() if chosen.get(key, True)}
 
 
 def _spec(policy: str, place: dict[str, str]) -> str:

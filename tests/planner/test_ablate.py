@@ -22,6 +22,7 @@ from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 
 EAGER = Settings(update="eager", clip=False, chunk_bytes=2 * MIB)
+ON_GPU = "sums of gradients: on the GPU where that pays"
 PLAINEST = "tide:capacity=peak,eviction=lru,prefetch=none,adam=after-backward,pins=0"
 
 
@@ -243,3 +244,23 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert [line["policy"] for line in answer["lines"]][:2] == ["patrickstar", PLAINEST]
     assert main(["ablate", *flags.split(), "--policy", "zero_offload"]) == 2
     assert "not a point of the asynchronous policies" in capsys.readouterr().err
+
+
+def test_sums_of_gradients_have_a_line_where_they_are_a_choice() -> None:
+    changes = [change for change, _ in ladder("optimal", barrier=False, sums=True)]
+    assert changes == [*(change for change, _ in ladder("optimal", barrier=False)), ON_GPU]
+    assert ladder("optimal", barrier=False, sums=True)[-1][1] == "optimal"
+    assert ("sums of gradients: where states are", "optimal:sums=off") in left_out("optimal", barrier=False, sums=True)
+    # Layer by layer all of them add up on the GPU, and tide leaves them where the states are.
+    assert ladder("optimal:order=relay", barrier=False, sums=True) == ladder("optimal:order=relay", barrier=False)
+    assert [change for change, _ in ladder("tide", barrier=False, sums=True)] == [
+        change for change, _ in ladder("tide", barrier=False)
+    ]
+
+
+def test_lines_refused_for_one_reason_share_a_note(found: Ablation) -> None:
+    first, second, third, *others = found.lines
+    refused = [replace(line, fits=False, reason="one GPU only") for line in (first, third)]
+    said = ablation_text(replace(found, lines=(refused[0], second, refused[1], *others)), width=1000)
+    assert said.count("one GPU only") == 1
+    assert f"{first.change}; {third.change}: one GPU only" in said
