@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pytest
 
+from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place
 from pstar_sim.planner.explain import explain
@@ -99,3 +100,13 @@ def test_the_search_finds_them_and_explain_says_where() -> None:
     tide = find_policy("tide:sums=on")(where.workload, where.machine, where.settings)
     tide.check()
     assert "stream" not in tide.modes
+
+
+def test_on_several_gpus_the_plan_says_why_no_sum_is_on_the_gpu_alone() -> None:
+    machine = load_machine("v100-32x8", gpus=2, gpu_memory="1.1GB", host_memory="20GB")
+    workload = chain_workload(6, 8 * MIB, dtype="fp16", micro_batches=2)
+    said = {
+        spec: find_policy(spec)(workload, machine, Settings()).choices.get("sums") for spec in ("tide:sums=on", "tide")
+    }
+    assert said["tide"] is None
+    assert str(said["tide:sums=on"]).startswith("where the states are; sums on the GPU without")

@@ -202,10 +202,13 @@ def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[st
 
 def _sums(search: Search, modes: Modes) -> dict[str, object]:
     """Where gradients add up, and why, if that is a choice."""
-    if not search.job.may_sum:
+    job = search.job
+    if job.point.sums and job.several and job.ranks > 1:
+        return {"sums": "where the states are; sums on the GPU without their states are planned for one GPU only"}
+    if not job.may_sum:
         return {}
-    moving = len(search.job.candidates) - len(modes.pinned)
-    batches = search.job.workload.micro_batches
+    moving = len(job.candidates) - len(modes.pinned)
+    batches = job.workload.micro_batches
     there = len(modes.summed)
     return {
         "sums": f"of {moving} chunks whose states are not on the GPU, the gradients of {there} add up there: 4 bytes "

@@ -78,7 +78,7 @@ def point_options(base: Point) -> Mapping[str, Option]:
             "most chunks whose optimizer states stay on the GPU",
         ),
         "streams": (switch(), "optimizer states may come to the GPU for one update"),
-        "sums": (switch(), "sums of gradients may be on the GPU where states are not"),
+        "sums": (switch(), "sums of gradients may be on the GPU where states are not (one GPU)"),
         "order": (
             one_of(*ORDERS),
             "micro-batch by micro-batch, or layer by layer for all of them, with layer boundaries on the GPU or host",
