@@ -247,7 +247,7 @@ class ForwardSaves(BlockSaves):
 
     def begin(self, inputs: Any) -> None:
         """A block is called with these inputs."""
-        self.saved = {key: ref for key, ref in self.saved.items() if ref() is not None}
+        self.saved = {key: ref for key, ref in self.saved.items() if _holds_source(ref)}
         self._before = dict(self.saved)
         self.inputs = {storage_key(t) for t in tensors_of(inputs)}
 
@@ -533,6 +533,12 @@ def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], i
 
 def _alive(refs: Iterable[weakref.ref[_Saved]]) -> list[_Saved]:
     return [saved for ref in refs if (saved := ref()) is not None]
+
+
+def _holds_source(ref: weakref.ref[_Saved]) -> bool:
+    """Whether the gpu still holds the storage as the forward made it."""
+    saved = ref()
+    return saved is not None and saved.source is not None
 
 
 def _changed(view: _View) -> RuntimeError:

@@ -338,6 +338,9 @@ def test_a_boundary_at_the_address_of_one_that_is_gone(relayed: Callable[..., An
     saves.saved[storage_key(after)] = saves.saved.pop(storage_key(before))  # as if the address were the same
     kept = saves.pack(after)[0]
     assert kept is not packed[0] and kept.source.untyped_storage().data_ptr() == after.data_ptr()
+    kept.let_go()
+    saves.begin((after,))
+    assert not saves.saved
 
 
 def test_compiled_blocks_and_autocast(relayed: Callable[..., Any], kit: Any) -> None:
