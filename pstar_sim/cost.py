@@ -48,7 +48,7 @@ they share one); the model leaves out that such traffic also slows down the copi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -66,6 +66,7 @@ __all__ = [
     "ADAM_TRAFFIC_BYTES_PER_PARAM",
     "VERSION",
     "CostModel",
+    "GpuAdds",
     "changed_since",
     "cost_of",
     "expected_link",
@@ -135,6 +136,50 @@ def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
     return known
 
 
+class GpuAdds:
+    """Seconds by which adds of gradients on the GPU make moments longer ([Note: adds on the GPU]).
+
+    bytes_per_s: bandwidth of the adds. add_bytes: tensor -> GPU memory traffic of one add. free: whether adds take no
+        seconds of their own.
+    moments_s: (chunk, micro-batch) -> moment -> seconds, if the chunk's gradients add up on the GPU. A micro-batch
+        without adds is left out.
+    chunks_s: chunk -> seconds of an iteration, if its gradients add up on the GPU.
+    """
+
+    def __init__(
+        self, workload: Workload, layout: Layout, bytes_per_s: float, add_bytes: Callable[[int], int], *, free: bool
+    ) -> None:
+        self.moments_s: dict[tuple[int, int], dict[int, float]] = {}
+        self.chunks_s = [0.0] * len(layout.chunks)
+        if free or workload.micro_batches == 1 or layout.ranks > 1:
+            return
+        known: set[int] = set()
+        for (t, batch), m in sorted(_final_moments(workload).items()):
+            if t in known:  # a tensor's first gradient is copied
+                chunk = layout.chunk_of[t]
+                at = self.moments_s.setdefault((chunk, batch), {})
+                at[m] = at.get(m, 0.0) + add_bytes(t) / bytes_per_s
+            known.add(t)
+        for (chunk, _), at in self.moments_s.items():
+            self.chunks_s[chunk] += sum(at.values())
+
+    def of(self, plan: Plan) -> Mapping[int, float]:
+        """Moment -> seconds of the adds that the plan makes in it. Moments without any are left out."""
+        added: dict[int, float] = {}
+        if self.moments_s:
+            lists = gradient_list(plan)
+            for where, at in self.moments_s.items():
+                if lists[where] == "grad32":
+                    for m, seconds in at.items():
+                        added[m] = added.get(m, 0.0) + seconds
+        return added
+
+
+def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
+    """(tensor, micro-batch) -> the moment in which its gradient is final."""
+    return {(t, w.moments[m].micro_batch): m for m, tensors in enumerate(w.gradients) for t in tensors}
+
+
 class CostModel:
     """Nominal seconds of every step of a plan for `workload` (one rank's) on `machine` with `layout`.
 
@@ -167,39 +212,15 @@ class CostModel:
         return tuple(out)
 
     @cached_property
-    def adds_s(self) -> Mapping[tuple[int, int], Mapping[int, float]]:
-        """(chunk, micro-batch) -> moment -> seconds by which the chunk's adds on the GPU make the moment longer, if its
-        gradients add up there ([Note: adds on the GPU]). A micro-batch without adds is left out."""
-        w = self.workload
-        if w.micro_batches == 1 or self.layout.ranks > 1 or self._recorded:
-            return {}
-        last: dict[tuple[int, int], int] = {}  # (tensor, micro-batch) -> the moment in which its gradient is final
-        for m, tensors in enumerate(w.gradients):
-            for t in tensors:
-                last[t, w.moments[m].micro_batch] = m
-        found: dict[tuple[int, int], dict[int, float]] = {}
-        known: set[int] = set()
-        for t, batch in sorted(last):
-            if t in known:  # a tensor's first gradient is copied
-                chunk = self.layout.chunk_of[t]
-                at, m = found.setdefault((chunk, batch), {}), last[t, batch]
-                at[m] = at.get(m, 0.0) + self._add_bytes(t) / self._operator_bytes_per_s
-            known.add(t)
-        return found
+    def gpu_adds(self) -> GpuAdds:
+        """Seconds of adds of gradients on the GPU, of any plan."""
+        return GpuAdds(self.workload, self.layout, self._operator_bytes_per_s, self._add_bytes, free=self._recorded)
 
     def _add_bytes(self, tensor: int) -> int:
         """GPU memory traffic of adding a gradient to a sum in fp32, without what `gradient_traffic_bytes` counts."""
         t = self.workload.tensors[tensor]
         copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
         return 8 * t.numel + t.bytes - copied
-
-    @cached_property
-    def gpu_add_s(self) -> Sequence[float]:
-        """Chunk -> seconds of an iteration in which its gradients are added on the GPU, if they add up there."""
-        added = [0.0] * len(self.layout.chunks)
-        for (c, _), at in self.adds_s.items():
-            added[c] += sum(at.values())
-        return added
 
     @property
     def _recorded(self) -> bool:
@@ -371,7 +392,7 @@ class CostModel:
         """Seconds and traffic of each step of a plan, for `follow`."""
         slowed, steps = bool(self.machine.slowdowns), plan.steps
         seconds = [self.seconds(step) for step in steps]
-        added = self.added_in(plan)
+        added = self.gpu_adds.of(plan)
         if added:
             for i, step in enumerate(steps):
                 if step.kind is Kind.COMPUTE and step.moment is not None:
@@ -381,18 +402,6 @@ class CostModel:
             dram_bytes=[self.dram_bytes(step) for step in steps],
             duty=[self.duty(step) for step in steps] if slowed else [1.0] * len(steps),
         )
-
-    def added_in(self, plan: Plan) -> Mapping[int, float]:
-        """Moment -> seconds of the adds on the GPU that the plan makes in it ([Note: adds on the GPU]). Moments without
-        any are left out."""
-        added: dict[int, float] = {}
-        if self.adds_s:
-            lists = gradient_list(plan)
-            for where, at in self.adds_s.items():
-                if lists[where] == "grad32":
-                    for m, seconds in at.items():
-                        added[m] = added.get(m, 0.0) + seconds
-        return added
 
     def rates(self) -> Rates:
         """What the steps of one rank share, while the other ranks of its node do the same."""

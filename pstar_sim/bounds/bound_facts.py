@@ -96,15 +96,19 @@ class BoundFacts:
         self.up_s: Array = np.array([cost.transfer_s(size, "h2d") for size in payload], dtype=float)
         self.adam_s: Array = np.array([cost.cpu_adam_s(c) for c in job.trained], dtype=float)
         self.least_w, self.most_w = min(width, default=0), max(width, default=0)
-        added_s = [cost.gpu_add_s[c] / max(1, cost.params[c]) for c in job.trained]
-        self.gpu_add_s = min(added_s, default=0.0)  # per parameter, of all micro-batches
+        self._adds()
+
+    def _adds(self) -> None:
+        """Seconds per parameter of adds on the GPU, at least: of all micro-batches, and of all but the last."""
+        job, cost = self.job, self.cost
         last = job.workload.micro_batches - 1
         before_s = dict.fromkeys(job.trained, 0.0)
-        for (c, batch), at in cost.adds_s.items():
+        for (c, batch), at in cost.gpu_adds.moments_s.items():
             if batch < last and c in before_s:
                 before_s[c] += sum(at.values())
-        # the same of all micro-batches but the last
-        self.gpu_add_before_s = min((s / max(1, cost.params[c]) for c, s in before_s.items()), default=0.0)
+        params = {c: max(1, cost.params[c]) for c in job.trained}
+        self.gpu_add_s = min((cost.gpu_adds.chunks_s[c] / params[c] for c in job.trained), default=0.0)
+        self.gpu_add_before_s = min((s / params[c] for c, s in before_s.items()), default=0.0)
 
     def _stashes(self, w: Workload) -> None:
         """Bytes and seconds of all stashes together; seconds of the stashes that are copied up after each moment has

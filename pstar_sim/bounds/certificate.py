@@ -119,28 +119,32 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, ear
         own += f"; {found.note}"
     if stored is None:
         return f"lower bound, which the plan does not carry, by {own}"
+    return f"lower bound by {own}; {_verdict(stored, method, found.seconds, kind, earlier=earlier)}"
+
+
+def _verdict(stored_s: float, method: object, found_s: float, kind: str, *, earlier: bool) -> str:
+    """How the stored bound stands to the recomputed one, in words. method, kind: how each was proved. Raises PlanError
+    where they do not agree."""
     tolerance = max(AGREE[kind], AGREE.get(str(method), AGREE["joint LP"]))
-    if earlier and stored < found.seconds * (1 - tolerance):
-        verdict = f"above the stored {format_s(stored)} of an earlier version of the cost model, which is still true"
-    elif method == kind or method not in AGREE or {method, kind} <= COARSE:
-        if abs(stored - found.seconds) > tolerance * found.seconds:
+    if earlier and stored_s < found_s * (1 - tolerance):
+        return f"above the stored {format_s(stored_s)} of an earlier version of the cost model, which is still true"
+    if method == kind or method not in AGREE or {method, kind} <= COARSE:
+        if abs(stored_s - found_s) > tolerance * found_s:
             raise PlanError(
-                f"lower_bound_s is {stored:.9g} s in the plan, but the {kind} of its workload, machine, settings and "
-                f"layout is {found.seconds:.9g} s"
+                f"lower_bound_s is {stored_s:.9g} s in the plan, but the {kind} of its workload, machine, settings and "
+                f"layout is {found_s:.9g} s"
             )
-        verdict = "as stored"
-    elif method == "fluid LP":  # the program never proves less than the joint LP
-        if found.seconds > stored * (1 + tolerance):
+        return "as stored"
+    if method == "fluid LP":  # the program never proves less than the joint LP
+        if found_s > stored_s * (1 + tolerance):
             raise PlanError(
-                f"lower_bound_s is {stored:.9g} s in the plan, by the fluid LP, but the {kind}, which is never "
-                f"above it, gives {found.seconds:.9g} s"
+                f"lower_bound_s is {stored_s:.9g} s in the plan, by the fluid LP, but the {kind}, which is never "
+                f"above it, gives {found_s:.9g} s"
             )
-        verdict = f"below the stored {format_s(stored)} of the fluid LP, which --certify solves again"
-    else:
-        if found.seconds < stored * (1 - tolerance):
-            raise PlanError(
-                f"lower_bound_s is {stored:.9g} s in the plan, by the {method}, but the fluid LP, which is "
-                f"never below it, gives {found.seconds:.9g} s"
-            )
-        verdict = f"above the stored {format_s(stored)} of the {method}"
-    return f"lower bound by {own}; {verdict}"
+        return f"below the stored {format_s(stored_s)} of the fluid LP, which --certify solves again"
+    if found_s < stored_s * (1 - tolerance):
+        raise PlanError(
+            f"lower_bound_s is {stored_s:.9g} s in the plan, by the {method}, but the fluid LP, which is "
+            f"never below it, gives {found_s:.9g} s"
+        )
+    return f"above the stored {format_s(stored_s)} of the {method}"

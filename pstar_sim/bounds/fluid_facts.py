@@ -129,7 +129,7 @@ class FluidFacts:
         position = {c: n for n, c in enumerate(self.chunks)}
         self.gpu_adds = [
             ((self.interval_of_end(m), position[c]), seconds)
-            for (c, _), at in cost.adds_s.items()
+            for (c, _), at in cost.gpu_adds.moments_s.items()
             if c in position
             for m, seconds in at.items()
         ]

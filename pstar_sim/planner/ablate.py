@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import flag, function, text
@@ -24,7 +25,7 @@ from pstar_sim.errors import NothingFits, PstarError
 from pstar_sim.planner.asked import settings_of
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.collection import Collection
-from pstar_sim.planner.compare import Comparison, Row, compare
+from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.ranks import machine_of, share_out
 from pstar_sim.policy.kit.options import options_of, show
 from pstar_sim.policy.kit.order import ORDERS, order_of
@@ -171,40 +172,29 @@ def ablate(
     each = share.ranked or (share.workload,) * len(machine.ranks)
     if setting.loop == "step":
         policy = _in_its_order(policy, each, machine, setting)
-    own = settings = replace(setting, loop="own")  # each line says its order
-    free = settings.barrier(share.workload.dtype) is None
+    own = replace(setting, loop="own")  # each line says its order
+    free = own.barrier(share.workload.dtype) is None
     w = share.workload
     sums = w.micro_batches > 1 and not w.layer_major and len(machine.ranks) == 1
     steps = ladder(policy, barrier=free, begin=begin, sums=sums)
     taken_out = left_out(policy, barrier=free, sums=sums)
     asked = steps[-1][1]
     specs = list(dict.fromkeys([asked, *(spec for _, spec in (*steps, *taken_out))]))
-    rows: dict[str, Row] = {}
-    best: Comparison | None = None
-    for spec in specs:
-        if progress is not None:
-            progress(len(rows), len(specs))
+    tell = progress or _unheard
+    tell(0, len(specs))
+    alone = partial(compare, each, machine, barrier_cost=False, near=False)
+    best = alone(policies=[asked], settings=own, certify=certify)
+    if not best.rows[0].fits:
+        raise NothingFits(f"there is nothing to lead up to: {best.rows[0].reason}")
+    settings = replace(own, chunk_bytes=best[asked].plan.layout.chunk_bytes)
+    rows = {asked: best.rows[0]}
+    for spec in specs[1:]:
+        tell(len(rows), len(specs))
         used = own if _has_own_chunks(spec, machine) else settings
-        found = compare(
-            each,
-            machine,
-            policies=[spec],
-            settings=used,
-            barrier_cost=False,
-            near=False,
-            certify=certify and best is None,
-        )
-        rows[spec] = found.rows[0]
-        if best is None:
-            best = found
-            if not found.rows[0].fits:
-                raise NothingFits(f"there is nothing to lead up to: {found.rows[0].reason}")
-            settings = replace(settings, chunk_bytes=found[asked].plan.layout.chunk_bytes)
-        elif certify and used is settings:  # the same job, chunks and all: what was proved once holds for it
-            rows[spec] = _held_against(rows[spec], rows[asked].lower_bound_s)
-    assert best is not None
-    if progress is not None:
-        progress(len(specs), len(specs))
+        row = alone(policies=[spec], settings=used).rows[0]
+        # The same job, chunks and all: what was proved once holds for it.
+        rows[spec] = _held_against(row, best.rows[0].lower_bound_s) if certify and used is settings else row
+    tell(len(specs), len(specs))
     without = [_line(change, rows[spec], rows[asked], None) for change, spec in taken_out]
     return Ablation(
         workload=best.workload,
@@ -216,6 +206,10 @@ def ablate(
         without=tuple(without),
         notes=best.notes,
     )
+
+
+def _unheard(done: int, count: int) -> None:
+    """Progress that nobody asked for."""
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:

@@ -299,20 +299,8 @@ def _lines_of_sums(plan: Plan) -> list[str]:
     batches, layout = plan.workload.micro_batches, plan.layout
     if batches == 1 or layout.ranks > 1:
         return []
-    lists = gradient_list(plan)
-    stays = {r.chunk for r in plan.initial if r.list == "grad32" and r.place is Place.GPU}
-    sent = {s.chunk for s in plan.steps if s.kind is Kind.WRITEBACK and s.list == "grad32"}
-    on_gpu = {chunk for (chunk, _), name in lists.items() if name == "grad32"}
     groups: dict[str, list[int]] = {}
-    for chunk in sorted({chunk for chunk, _ in lists}):
-        if chunk in stays:
-            where = "on the GPU, beside their states"
-        elif chunk in on_gpu and chunk in sent:
-            where = "on the GPU, and go to the host once, for the update"
-        elif chunk in on_gpu:
-            where = "on the GPU, and wait there for their states"
-        else:
-            where = f"on the host, to which each goes down ({batches} times), and which adds them"
+    for chunk, where in _places_of_sums(plan).items():
         groups.setdefault(where, []).append(chunk)
     lines = [f"  gradients of {_micro_batches(batches)} add up"]
     for where, chunks in groups.items():
@@ -320,6 +308,26 @@ def _lines_of_sums(plan: Plan) -> list[str]:
         count = "1 chunk" if len(chunks) == 1 else f"{len(chunks)} chunks"
         lines.append(f"    of {count} ({size} as a sum) {where}")
     return lines
+
+
+def _places_of_sums(plan: Plan) -> dict[int, str]:
+    """Chunk -> where its gradients add up, in words."""
+    lists = gradient_list(plan)
+    stays = {r.chunk for r in plan.initial if r.list == "grad32" and r.place is Place.GPU}
+    sent = {s.chunk for s in plan.steps if s.kind is Kind.WRITEBACK and s.list == "grad32"}
+    on_gpu = {chunk for (chunk, _), name in lists.items() if name == "grad32"}
+    words = {}
+    for chunk in sorted({chunk for chunk, _ in lists}):
+        if chunk in stays:
+            words[chunk] = "on the GPU, beside their states"
+        elif chunk in on_gpu and chunk in sent:
+            words[chunk] = "on the GPU, and go to the host once, for the update"
+        elif chunk in on_gpu:
+            words[chunk] = "on the GPU, and wait there for their states"
+        else:
+            times = plan.workload.micro_batches
+            words[chunk] = f"on the host, to which each goes down ({times} times), and which adds them"
+    return words
 
 
 def _line_of_stashes(w: Workload) -> str:

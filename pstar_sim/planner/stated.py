@@ -194,7 +194,11 @@ class _Notes:
             self.why["lower_bound_s"] = "of the fluid LP, which --certify solves again; not below the joint LP"
         elif stated is not None:
             self.checked.append("lower_bound_s")
-        gap = plan.predictions.get("gap")
+        self._gap(stated, seconds)
+        return said
+
+    def _gap(self, stated: float | None, seconds: float) -> None:
+        gap = self.plan.predictions.get("gap")
         if gap is not None and not stated:
             self.false.append(f"gap is {gap:.9g} in the plan, which states no lower_bound_s")
         elif gap is not None and stated:
@@ -205,7 +209,6 @@ class _Notes:
                 self.false.append(
                     f"gap is {gap:.9g} in the plan, but {seconds:.9g} s is {value:.9g} over its lower_bound_s"
                 )
-        return said
 
     def _method(self) -> object:
         said = self.plan.choices.get("certificate")

@@ -74,25 +74,29 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
     if not found:
         assert reason is not None
         raise reason
-    own = min((f.seconds for f in found if f.of == "optimal"), default=None)
     best = least_of(found, seconds=lambda f: f.seconds, burden=lambda f: (f.plan.workload.layer_major, *burden(f.plan)))
     choices = dict(best.plan.choices)
+    rivals = {f.of: format_s(f.seconds) for f in found if f.of != "optimal"}
     if best.of != "optimal":
-        choices["schedule"] = f"that of {best.of}: " + (
-            f"its own modes do not fit ({reason})"
-            if own is None
-            else f"faster than its own best, {format_s(own)}"
-            if best.seconds < own
-            else f"as fast as its own best, {format_s(own)}, and moves less"
-        )
-    elif len(found) > 1:
-        rivals = {f.of: format_s(f.seconds) for f in found if f.of != "optimal"}
-        if rivals:
-            choices["others"] = rivals
+        choices["schedule"] = _schedule_words(best, found, reason)
+    elif rivals:
+        choices["others"] = rivals
     if len(orders) > 1:
         choices["order"] = _order_words(found, best, orders)
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
     return replace(best.plan, policy="optimal", choices=choices, predictions=predictions)
+
+
+def _schedule_words(best: SearchResult, found: Sequence[SearchResult], reason: DoesNotFit | None) -> str:
+    """Whose schedule was taken, and why. reason: why a plan of optimal's own does not fit."""
+    own_s = min((f.seconds for f in found if f.of == "optimal"), default=None)
+    if own_s is None:
+        why = f"its own modes do not fit ({reason})"
+    elif best.seconds < own_s:
+        why = f"faster than its own best, {format_s(own_s)}"
+    else:
+        why = f"as fast as its own best, {format_s(own_s)}, and moves less"
+    return f"that of {best.of}: {why}"
 
 
 def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[str]:

@@ -116,10 +116,10 @@ def test_adds_on_the_gpu_make_the_moments_of_later_micro_batches_longer() -> Non
     plan = find_policy("all_on_gpu")(w, machine, Settings(update="eager", clip=False))
     cost = CostModel(w, machine, plan.layout)
     add_s = 10 * MPARAM / 28e6
-    assert cost.gpu_add_s == [pytest.approx(2 * add_s)]
+    assert cost.gpu_adds.chunks_s == [pytest.approx(2 * add_s)]
     computed = zip(plan.steps, cost.step_costs(plan).seconds)
     assert [s for step, s in computed if step.kind is Kind.COMPUTE] == pytest.approx(
         [0.5, 1.0, 0.5, 1.0 + add_s, 0.5, 1.0 + add_s, 0.0]
     )
     recorded = chain_workload(1, MPARAM, dtype="fp16", micro_batches=3, forward_s=7.0)
-    assert CostModel(recorded, replace(machine, name="virtual"), plan.layout).gpu_add_s == [0.0]
+    assert CostModel(recorded, replace(machine, name="virtual"), plan.layout).gpu_adds.chunks_s == [0.0]

@@ -155,7 +155,7 @@ def pin_facts(job: Job) -> PinFacts:
         adam_s=[cost.cpu_adam_s(c) for c in order],
         gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
         add_s=[cost.cpu_add_s(c) * job.host_adds for c in order],
-        gpu_add_s=[cost.gpu_add_s[c] for c in order],
+        gpu_add_s=[cost.gpu_adds.chunks_s[c] for c in order],
         down_s=[job.down[c, down][1] for c in order],
         up_s=[cost.transfer_s(job.sizes[c], "h2d") for c in order],
         moments_s=cost.moments_s,

@@ -80,12 +80,7 @@ class Job:
         self.charges = charges_of(self.cost)
         self.several = workload.micro_batches > 1
         self.barrier = settings.barrier(workload.dtype) or ("barrier=on" if point.barrier else None)
-        self.sums_on_gpu = workload.layer_major
-        self.add_last = self.several and settings.clip and not self.sums_on_gpu
-        self.host_adds = 0
-        if self.several and not self.sums_on_gpu:
-            self.host_adds = workload.micro_batches - (0 if self.add_last else 1)
-        self.may_sum = point.sums and self.several and not self.sums_on_gpu and self.ranks == 1
+        self._place_sums()
         self.follow_tide = point.capacity == "tide"
         self.tide = uses.tide if self.follow_tide else (max(uses.tide),) * len(uses.tide)
         self.stash_bytes = sum(size for _, size in workload.stash_room)
@@ -96,6 +91,15 @@ class Job:
         ranks = len(self.machine.ranks)
         if self.workload.layer_major and ranks > 1:
             raise CannotPlan(f"{self.name}: a layer-major workload runs on one GPU, not on {ranks}")
+
+    def _place_sums(self) -> None:
+        """Where the gradients of several micro-batches may add up."""
+        w = self.workload
+        self.sums_on_gpu = w.layer_major
+        on_host = self.several and not self.sums_on_gpu
+        self.add_last = on_host and self.settings.clip
+        self.host_adds = w.micro_batches - (0 if self.add_last else 1) if on_host else 0
+        self.may_sum = on_host and self.point.sums and self.ranks == 1
 
     def _weigh_chunks(self) -> None:
         """Which chunks move, and bytes of each."""

@@ -42,7 +42,7 @@ def adds_s(job: Job, modes: Modes) -> list[float]:
     """Block -> seconds in which gradients are added on the GPU to those of earlier micro-batches."""
     seconds = [0.0] * len(job.blocks)
     there = job.small | modes.pinned | modes.summed
-    for (c, _), at in job.cost.adds_s.items():
+    for (c, _), at in job.cost.gpu_adds.moments_s.items():
         if job.sums_on_gpu or c in there:
             for moment, took_s in at.items():
                 seconds[job.block_of[moment]] += took_s
