@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue, Step
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.cost import CostModel
+from pstar_sim.cost import CostModel, GpuAdds
 from pstar_sim.errors import PlanError
 from pstar_sim.sim.play import play
 
@@ -31,6 +32,11 @@ class _OneSecond(CostModel):
 
     def dram_bytes(self, step: Step) -> int:
         return 0
+
+    @cached_property
+    def gpu_adds(self) -> GpuAdds:
+        """None: the seconds of a moment have them already."""
+        return GpuAdds(self.workload, self.layout, 1.0, lambda tensor: 0, free=True)
 
 
 def retime(plan: Plan, measured: Timeline) -> float:
