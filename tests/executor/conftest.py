@@ -80,6 +80,20 @@ def mlp(checkpointing: bool) -> tuple[nn.Module, Callable[[torch.Generator], Any
     return model, batch
 
 
+class Switch(nn.Module):
+    """Layers whose order, and use, a loop can change from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+        self.order = list(range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in self.order:
+            x = torch.tanh(self.layers[i](x)) + x
+        return (x**2).mean()
+
+
 class Experts(nn.Module):
     """Four experts; `route` has the number of the one that each row goes to. One that gets no row is not called."""
 

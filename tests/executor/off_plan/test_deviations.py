@@ -11,27 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import executor
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit
-
-
-class Switch(nn.Module):
-    """Layers whose order, and use, a loop can change from step to step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
-        self.order = list(range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i in self.order:
-            x = torch.tanh(self.layers[i](x)) + x
-        return (x**2).mean()
-
 
 PLANNED: dict[tuple[Any, ...], Plan] = {}
 """What `switch` planned, by what it depends on."""
@@ -45,7 +29,7 @@ def switch(kit: Any) -> Iterator[Callable[..., Any]]:
         policy: str = "tide", *, update: str = "step", clip: float | None = 0.5, micro_batches: int = 1, **options: Any
     ) -> Any:
         torch.manual_seed(0)
-        model = Switch()
+        model = kit.Switch()
         twin = copy.deepcopy(model)
         x = torch.randn(3, 48)
         key = (policy, update, clip is not None, micro_batches)

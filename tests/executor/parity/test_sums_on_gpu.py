@@ -22,20 +22,6 @@ from pstar_sim.policy.kit.schedule import Modes
 MICRO_BATCHES = 3
 
 
-class Layers(nn.Module):
-    """Six layers, of which a loop can leave some out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
-        self.order = list(range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i in self.order:
-            x = torch.tanh(self.layers[i](x)) + x
-        return (x**2).mean()
-
-
 def mixed_plan(kit: Any, model: nn.Module, update: str, clip: bool) -> Plan:
     """Of six chunks in the order of use: pinned, sum on the GPU for CPU Adam, sum on the GPU for a streamed update, sum
     on the host for either, sum on the GPU for CPU Adam."""
@@ -60,7 +46,7 @@ def trained(kit: Any) -> Iterator[Callable[..., Any]]:
 
     def make(update: str, clip: float | None, dtype: torch.dtype) -> Any:
         torch.manual_seed(0)
-        model = Layers().to(dtype)
+        model = kit.Switch().to(dtype)
         twin = copy.deepcopy(model)
         plan = mixed_plan(kit, model, update, clip is not None)
         spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=clip, eager=update == "eager")
