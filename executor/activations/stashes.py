@@ -43,11 +43,11 @@ from executor.memory.arena import Arena
 from executor.moments.hooks import MomentClock, tensors_of
 from executor.moments.unseen import unseen
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.slabs import ALIGN_BYTES, stash_key
+from pstar_sim.core.slabs import stash_key
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.errors import ContractError
 from pstar_sim.policy.kit.stashes import StashMoves
-from pstar_sim.workload.workload import Stash, Workload
+from pstar_sim.workload.workload import Stash
 
 if TYPE_CHECKING:
     from executor.devices.backend import StreamBackend
@@ -289,7 +289,7 @@ class Stashes:
         """Take over the session's new plan."""
         w = self.session.plan.workload
         self._moves = StashMoves(w)
-        self._offsets = _offsets(w)
+        self._offsets = w.stash_offsets
         self._stash: dict[tuple[str, int], int] = {(s.block, s.micro_batch): n for n, s in enumerate(w.stashes)}
         self._chosen: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what goes, in the current iteration
         self._out: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what has gone
@@ -406,7 +406,8 @@ class Stashes:
     def _send(self, n: int) -> list[torch.Tensor]:
         """Copy a storage to the host. Returns the memory on the gpu that is read."""
         stash = self.planned[n]
-        place = stash.block, self._offsets[n]
+        offset = self._offsets[n]
+        place = stash.block, offset
         if any(saved.only_on_host for saved in _alive(self._rooms.get(place, ()))):
             self.session.note_deviation(
                 f"the stash of {stash.block} stays on the accelerator: the host's room still holds an earlier one's"
@@ -414,7 +415,6 @@ class Stashes:
             self._out[n] = []
             return []
         self._count_ahead(n)  # of an iteration that left the plan
-        offset = self._offsets[n]
         room = self.session.arena.slabs.first_bytes(stash_key(stash.block), offset + stash.bytes)
         gone: list[weakref.ref[_Saved]] = []
         touched: list[torch.Tensor] = []
@@ -506,18 +506,6 @@ class Stashes:
                 cast("StreamBackend", self.session.backend).wait_event(Queue.COMPUTE, saved.arrival)
             made = torch.empty(0, dtype=view.dtype, device=saved.returned.device)
             return made.set_(saved.returned.untyped_storage(), view.offset, view.size, view.stride)
-
-
-def _offsets(w: Workload) -> list[int]:
-    """Of each stash, where it begins in its block's room on the host (`Workload.stash_room`): depth-first, a
-    micro-batch's stash is used up before the next one's is made; in a relay they are there together."""
-    ends: dict[str, int] = {}
-    offsets: list[int] = []
-    for stash in w.stashes:
-        begin = ends.get(stash.block, 0) if w.layer_major else 0
-        offsets.append(begin)
-        ends[stash.block] = begin + -(-stash.bytes // ALIGN_BYTES) * ALIGN_BYTES
-    return offsets
 
 
 def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], int]:

@@ -275,9 +275,19 @@ class Workload:
         there: dict[str, list[tuple[int, int]]] = {}  # block -> (needed, bytes) of stashes not used up
         for stash in self.stashes:
             mine = [(needed, size) for needed, size in there.get(stash.block, ()) if needed > stash.made]
-            there[stash.block] = mine = [*mine, (stash.needed, -(-stash.bytes // 256) * 256)]
+            there[stash.block] = mine = [*mine, (stash.needed, _in_room(stash))]
             sizes[stash.block] = max(sizes.get(stash.block, 0), sum(size for _, size in mine))
         return tuple(sizes.items())
+
+    @cached_property
+    def stash_offsets(self) -> tuple[int, ...]:
+        """Of each stash, where it begins in the `stash_room` of its block, in bytes."""
+        ends: dict[str, int] = {}
+        offsets = []
+        for stash in self.stashes:
+            offsets.append(ends.get(stash.block, 0) if self.layer_major else 0)
+            ends[stash.block] = offsets[-1] + _in_room(stash)
+        return tuple(offsets)
 
     @cached_property
     def layer_major(self) -> bool:
@@ -442,6 +452,11 @@ def _check_order(w: Workload, bad: _Bad) -> None:
     if odd is not None:
         want = "where micro-batches run side by side, each has the same moments as micro-batch 0"
         raise bad("moments[].micro_batch", odd, want)
+
+
+def _in_room(stash: Stash) -> int:
+    """Bytes of host memory that a stash takes: whole blocks of 256 bytes."""
+    return -(-stash.bytes // 256) * 256
 
 
 def odd_micro_batch(w: Workload) -> int | None:
