@@ -1,92 +1,264 @@
-"""CPU seconds of `optimal` with its certificate: GPT 18B on one GPU of four kinds, eager and behind the
-barrier (limit 3 s), and GPT 175B on 64 GPUs, eight nodes of eight (limit 10 s).
+"""CPU seconds of planning, each case in a process of its own, beside an earlier checkout where one is given.
 
-Sequence 1024, checkpointing, bf16; batch 4, 8 and 16 a GPU (175B: 4). Imports are not counted. On several ranks there
-is no bound, and the row says so. Prints a row a case, writes results/planning_speed.json, fails above a limit.
+Groups of cases (sequence 1024, checkpointing and bf16 unless the case says otherwise; imports are not counted):
+
+- one gpu: `optimal` with its certificate of GPT 18B on one GPU of four kinds, eager and behind the barrier
+- accumulation: the same with 8 micro-batches of one sequence
+- ranks: GPT 175B on 64 GPUs, eight nodes of eight
+- global batch: `pstar plan --global-batch 16` of 4B, for a loop of the user's own and for session.step
+- certify: `optimal` of 8B and 12B with 32 micro-batches and the bound of `--certify`
+- layers: 10,000 layers with a chunk each, planned by `optimal`, with bound, simulation and proof
+- check: `pstar check` of a plan of 94,000 steps
+
+Prints a row per case, writes results/planning_speed.json, fails above a limit. `--cases` takes groups or parts of a
+case's name; the other rows of the file stay as they are. `--beside FOLDER` runs every case that the checkout in FOLDER
+knows with that package too, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
 
-from _results import write_result
+from _results import RESULTS, ROOT, write_result
 
 import pstar_sim as ps
-from pstar_sim.bounds.bounds import bound_reason, lower_bound
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.cli import main as pstar
+from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.policy.optimal import optimal
-from pstar_sim.sim.play import play
+from pstar_sim.testing import chain_workload
+from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload
 
 MACHINES = ("v100-32", "a100-80", "rtx4090", "h100-80")
 LARGE = (("a100-80x8", 8), ("h100-80x8", 8))
-LIMIT_S, LARGE_LIMIT_S = 3.0, 10.0
 SETTINGS = {"eager": Settings(update="eager", clip=False), "barrier": Settings(update="step", clip=True)}
+LIMITS_S = {
+    "one gpu": 2.0, "accumulation": 4.0, "ranks": 4.0, "global batch": 6.0, "certify": 20.0, "layers": 30.0,
+    "check": 8.0,
+}  # fmt: skip
+LAYERS, LAYER_PARAMS = 10_000, 2**20
+MANY_STEPS = ("tide", "18B", "v100-32", 32)  # policy, model, machine, micro-batches of the plan that is checked
 
 
-def certified(workload: Workload, machine: Machine, settings: Settings) -> tuple[float, Plan, float | None]:
-    """CPU seconds, the plan and its bound (None on several ranks). Raises DoesNotFit."""
-    begin_s = time.process_time()
-    plan = optimal(workload, machine, settings)
-    none = bound_reason(workload, machine) is not None
-    bound_s = None if none else lower_bound(workload, machine, settings, plan.layout).seconds
-    return time.process_time() - begin_s, plan, bound_s
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """prepare: what is done before the clock starts.
+    run: what is timed; it is given what `prepare` returned, and returns figures of the answer."""
+
+    group: str
+    name: str
+    prepare: Callable[[], Any]
+    run: Callable[[Any], dict[str, object]]
+    gpus: int = 1
+
+    @property
+    def limit_s(self) -> float:
+        return LIMITS_S[self.group]
 
 
-def cases() -> list[tuple[str, Machine, str, int, float]]:
-    """Model, machine, settings, batch, limit in seconds."""
-    one = [
-        ("18B", ps.machine(name), settings, batch, LIMIT_S)
-        for name in MACHINES
-        for settings in SETTINGS
-        for batch in (4, 8, 16)
-    ]
-    many = [
-        ("175B", with_nodes(ps.machine(name), nodes), settings, 4, LARGE_LIMIT_S)
-        for name, nodes in LARGE
-        for settings in SETTINGS
-    ]
-    return one + many
+def cases() -> Iterator[Case]:
+    for name, word, (batch, micro) in product(MACHINES, SETTINGS, ((4, 1), (8, 1), (16, 1), (1, 8))):
+        yield Case(
+            group="one gpu" if micro == 1 else "accumulation",
+            name=f"18B, {name}, {word}, {batch} x {micro}",
+            prepare=partial(gpt, "18B", name, word, batch, micro),
+            run=planned,
+        )
+    for (name, nodes), word in product(LARGE, SETTINGS):
+        yield Case(
+            group="ranks",
+            name=f"175B, {nodes} x {name}, {word}, 4 x 1",
+            prepare=partial(gpt, "175B", name, word, 4, nodes=nodes),
+            run=planned,
+            gpus=8 * nodes,
+        )
+    for loop, name in product(("own", "step"), ("v100-32", "rtx4090")):
+        yield Case(
+            group="global batch",
+            name=f"4B, {name}, 16 sequences, loop {loop}",
+            prepare=partial(global_batch, "4B", name, loop),
+            run=among_ways,
+        )
+    for model, name in (("8B", "h100-80"), ("12B", "rtx4090")):
+        yield Case(
+            group="certify",
+            name=f"{model}, {name}, eager, 1 x 32",
+            prepare=partial(gpt, model, name, "eager", 1, 32),
+            run=partial(planned, certify=True),
+        )
+    for word in SETTINGS:
+        yield Case(
+            group="layers",
+            name=f"{LAYERS} layers, rtx4090, {word}",
+            prepare=partial(thin, word),
+            run=partial(planned, prove=True),
+        )
+    policy, model, name, micro = MANY_STEPS
+    yield Case(group="check", name=f"{model}, {name}, barrier, 1 x {micro}, {policy}", prepare=many_steps, run=checked)
+
+
+Job = tuple[Workload, Machine, Settings]
+
+
+def gpt(model: str, machine: str, word: str, batch: int, micro_batches: int = 1, *, nodes: int = 1) -> Job:
+    """batch: sequences per GPU and micro-batch."""
+    on = ps.machine(machine) if nodes == 1 else with_nodes(ps.machine(machine), nodes)
+    whole = batch * len(on.ranks)
+    w = ps.preset(model, batch=whole, seq=1024, dtype="bf16", checkpointing=True, micro_batches=micro_batches)
+    return w, on, SETTINGS[word]
+
+
+def thin(word: str) -> Job:
+    w = chain_workload(LAYERS, LAYER_PARAMS, tide_bytes=8 * MIB, flops=10**11)
+    return w, ps.machine("rtx4090"), replace(SETTINGS[word], chunk_bytes=2 * LAYER_PARAMS)
+
+
+def planned(job: Job, *, policy: str = "optimal", certify: bool = False, prove: bool = False) -> dict[str, object]:
+    workload, machine, settings = job
+    found = ps.compare(
+        workload, machine, policies=[policy], settings=settings, barrier_cost=False, near=False, certify=certify
+    )
+    row = found.rows[0]
+    figures: dict[str, object] = {"iteration_s": row.iteration_s, "bound_s": row.lower_bound_s}
+    if prove:
+        figures["steps"] = found.best().plan.check().steps
+    return figures
+
+
+def global_batch(model: str, machine: str, loop: str) -> list[str]:
+    asked = ["plan", "--model", model, "--seq", "1024", "--machine", machine, "--global-batch", "16"]
+    return asked if loop == "own" else [*asked, "--loop", loop]  # an earlier version has no other loop
+
+
+def among_ways(asked: list[str]) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        _pstar([*asked, "--policy", "optimal", "-o", str(path)])
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    seconds, choices = plan["predictions"]["iteration_s"], plan["choices"]
+    return {"iteration_s": seconds, "way": choices["variant"], "ways": len(choices["variants_tried"])}
+
+
+def many_steps() -> tuple[Path, int]:
+    """A plan file, and its number of steps."""
+    policy, model, name, micro = MANY_STEPS
+    path = Path(tempfile.mkdtemp()) / "plan.json"
+    workload, machine, settings = gpt(model, name, "barrier", 1, micro)
+    found = ps.compare(workload, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)
+    found.best().save(path)
+    return path, len(found.best().plan.steps)
+
+
+def checked(file: tuple[Path, int]) -> dict[str, object]:
+    path, steps = file
+    _pstar(["check", str(path)])
+    path.unlink()
+    path.parent.rmdir()
+    return {"steps": steps}
+
+
+def _pstar(asked: list[str]) -> None:
+    status = pstar(asked)
+    if status:
+        raise LookupError(f"pstar {asked[0]} ended with status {status}")
+
+
+def work(case: Case) -> dict[str, object]:
+    """What one process measures: CPU seconds and the figures of the answer, or why there is none."""
+    warm = ps.preset("1B", batch=1, seq=1024, dtype="bf16")
+    ps.compare(warm, ps.machine("v100-32"), policies=["optimal"], barrier_cost=False)  # imports are not the planner's
+    try:
+        prepared = case.prepare()
+        begin_s = time.process_time()
+        figures = case.run(prepared)
+    except (DoesNotFit, LookupError) as reason:
+        return {"refused": str(reason)}
+    return {"cpu_s": time.process_time() - begin_s, **figures}
+
+
+def measured(case: Case, package: Path) -> dict[str, Any]:
+    """The case in a process that imports the package of that checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, __file__, "--worker", case.name],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        return {"refused": done.stderr.strip().splitlines()[-1]}
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def row_of(case: Case, beside: Path | None, repeats: int) -> dict[str, Any]:
+    """The case's figures, CPU seconds by median, of this checkout and of `beside`."""
+    runs: dict[str, list[dict[str, Any]]] = {"": [], "before": []}
+    for _ in range(repeats):
+        for key, package in (("", ROOT), ("before", beside)):
+            if package is not None and not any("refused" in one for one in runs[key]):
+                runs[key].append(measured(case, package))
+    row: dict[str, Any] = {"group": case.group, "case": case.name, "gpus": case.gpus, "limit_s": case.limit_s}
+    for key, found in runs.items():
+        if found:
+            answer = dict(found[0])
+            if "cpu_s" in answer:
+                answer["cpu_s"] = statistics.median(one["cpu_s"] for one in found)
+            row.update(answer if not key else {key: answer})
+    return row
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3, help="of each case; the median is given")
+    parser.add_argument("--cases", action="append", metavar="WORD", help="a group, or a part of a case's name")
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="an earlier checkout to run beside this one")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    warm = ps.preset("1B", batch=1, seq=1024, dtype="bf16")
-    certified(warm, ps.machine("v100-32"), SETTINGS["eager"])  # what the first call imports is not the planner's
-
-    rows: list[dict[str, object]] = []
+    known = list(cases())
+    if args.worker is not None:
+        answer = work(next(case for case in known if case.name == args.worker))
+        print(f"\n{json.dumps(answer)}")
+        return 0
+    wanted = [c for c in known if not args.cases or any(w == c.group or w in c.name for w in args.cases)]
+    path = RESULTS / "planning_speed.json"
+    earlier = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    rows = {row["case"]: row for row in earlier if row.get("case") in {c.name for c in known}}
     over = 0
-    print("| model | machine | GPUs | batch a GPU | update | iteration | over bound | CPU | limit |")
-    print("|---|---|---:|---:|---|---:|---:|---:|---:|")
-    for model, machine, setting, batch, limit_s in cases():
-        workload = ps.preset(model, batch=batch, seq=1024, dtype="bf16", checkpointing=True)
-        label = f"| {model} | {machine.name} | {len(machine.ranks)} | {batch} | {setting} |"
-        try:
-            took = [certified(workload, machine, SETTINGS[setting]) for _ in range(args.repeats)]
-        except DoesNotFit as reason:
-            print(f"{label} does not fit: {reason} |")
+    print("| group | case | iteration | over bound | CPU before | CPU | limit |")
+    print("|---|---|---:|---:|---:|---:|---:|")
+    for case in wanted:
+        row = rows[case.name] = row_of(case, args.beside, args.repeats)
+        if "refused" in row:
+            over += 1
+            print(f"| {case.group} | {case.name} | {row['refused']} |", flush=True)
             continue
-        cpu_s = statistics.median(seconds for seconds, _, _ in took)
-        _, plan, bound_s = took[0]
-        iteration_s = play(plan).iteration_s
-        gap = None if bound_s is None else iteration_s / bound_s - 1
-        over += cpu_s > limit_s
-        shown = "no bound" if gap is None else f"{gap:.2%}"
-        print(f"{label} {iteration_s:.3f} s | {shown} | {cpu_s:.2f} s | {limit_s:g} s |", flush=True)
-        rows.append({"model": model, "machine": machine.name, "gpus": len(machine.ranks), "batch": batch,
-                     "update": setting, "iteration_s": iteration_s, "bound_s": bound_s, "cpu_s": cpu_s,
-                     "limit_s": limit_s})  # fmt: skip
-    print(
-        f"\n{over} of {len(rows)} cases over their limit; written to {write_result('planning_speed', {'rows': rows})}"
-    )
+        over += row["cpu_s"] > case.limit_s
+        before = row.get("before", {})
+        cells = [
+            f"{row['iteration_s']:.3f} s" if "iteration_s" in row else "",
+            f"{row['iteration_s'] / row['bound_s'] - 1:.2%}" if row.get("bound_s") else "",
+            f"{before['cpu_s']:.2f} s" if "cpu_s" in before else "",
+            f"{row['cpu_s']:.2f} s",
+            f"{case.limit_s:g} s",
+        ]
+        print(f"| {case.group} | {case.name} | {' | '.join(cells)} |", flush=True)
+    ordered = [rows[case.name] for case in known if case.name in rows]
+    said = write_result("planning_speed", {"rows": ordered})
+    print(f"\n{over} of {len(wanted)} cases over their limit; written to {said}")
     return 1 if over else 0
 
 

@@ -56,6 +56,7 @@ from pstar_sim.bounds.linear import Expression, LinearProgram
 from pstar_sim.bounds.windows import barrier_windows, update_windows
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
+from pstar_sim.policy.kit.windows import Inside
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["joint_bound"]
@@ -393,8 +394,9 @@ class _JointProgram:
             self.terms.append(("barrier", compute_s + ((job.v + job.w) * self.s - room) / rate))
         # of the chunks first read up to f_j: seconds from f_j to the end of the iteration, bytes and parameters. What
         # is not on the gpu at the end, beside pinned states, comes up before the next f_j, and so do streamed states
-        inside = facts.first[None, :] <= facts.first[:, None]
-        span_s, size, params = compute_s - facts.clock[facts.first], inside @ facts.bytes, inside @ facts.params
+        inside = Inside(facts.first)
+        span_s = compute_s - facts.clock[facts.first]
+        size, params = inside.sums(facts.bytes), inside.sums(facts.params)
         comes_s = float((span_s + (size - job.end_room) / job.up).max())
         self.terms.append(("barrier", comes_s + job.v * self.x / job.up))
         others_s = float((span_s + (size - job.end_room - job.v * (job.total - params)) / job.up).max())

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.bounds.bound_facts import Array, BoundFacts
+from pstar_sim.policy.kit.windows import Inside
 
 __all__ = ["Windows", "barrier_windows", "update_windows"]
 
@@ -51,17 +52,15 @@ def update_windows(facts: BoundFacts) -> Iterator[Windows]:
     """From the last gradient of each chunk to its next first read: of all chunks, and of all but the small ones."""
     for members in _groups(facts):
         first, final = facts.first[members], facts.final[members]
-        inside = (first[None, :] <= first[:, None]) & (final[None, :] >= final[:, None])  # [j, i]: i is in J_j
         span_s = np.maximum(0.0, facts.clock[final + 1] - facts.clock[first])
-        yield _windows(facts, members, inside, span_s, behind_barrier=False)
+        yield _windows(facts, members, Inside(first, final), span_s, behind_barrier=False)
 
 
 def barrier_windows(facts: BoundFacts) -> Iterator[Windows]:
     """From the end of the last moment to the next first read of each chunk."""
     for members in _groups(facts):
         first = facts.first[members]
-        inside = first[None, :] <= first[:, None]
-        yield _windows(facts, members, inside, facts.clock[-1] - facts.clock[first], behind_barrier=True)
+        yield _windows(facts, members, Inside(first), facts.clock[-1] - facts.clock[first], behind_barrier=True)
 
 
 def _groups(facts: BoundFacts) -> list[NDArray[np.bool_]]:
@@ -74,16 +73,13 @@ def _groups(facts: BoundFacts) -> list[NDArray[np.bool_]]:
 
 
 def _windows(
-    facts: BoundFacts, members: NDArray[np.bool_], inside: NDArray[np.bool_], span_s: Array, *, behind_barrier: bool
+    facts: BoundFacts, members: NDArray[np.bool_], inside: Inside, span_s: Array, *, behind_barrier: bool
 ) -> Windows:
-    down_s, up_s, adam_s = (
-        np.where(inside, seconds[members][None, :], np.inf).min(axis=1)
-        for seconds in (facts.down_s, facts.up_s, facts.adam_s)
-    )
+    down_s, up_s, adam_s = (inside.least(seconds[members]) for seconds in (facts.down_s, facts.up_s, facts.adam_s))
     return Windows(
         span_s=span_s,
-        params=inside @ facts.params[members],
-        bytes=inside @ facts.bytes[members],
+        params=inside.sums(facts.params[members]),
+        bytes=inside.sums(facts.bytes[members]),
         down_s=down_s,
         up_s=up_s,
         adam_s=adam_s,

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from pstar_sim.policy.family.pins import PinFacts, pin_facts
 from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.windows import Inside
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["ModeFacts", "Roofline", "interleave", "mode_facts", "roofline"]
@@ -219,13 +220,11 @@ def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
     if not len(first):
         return []
     adam, down, up = np.asarray(f.adam_s), np.asarray(f.down_s), np.asarray(f.up_s)
-    inside = first[None, :] <= first[:, None]
     if f.barrier:
         span = float(clock[-1]) - clock[first]
     else:
-        inside &= final[None, :] >= final[:, None]
         span = np.maximum(0.0, clock[final + 1] - clock[first])
-    adams = inside @ adam
+    adams = Inside(first, None if f.barrier else final).sums(adam)
     copies = up + (0.0 if f.barrier else down)
     value = span + copies
     chosen: set[int] = {int(np.argmax(value + share * adams)) for share in np.linspace(0.0, 1.0, SHARES)}

@@ -63,30 +63,20 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
     first, final = np.asarray(facts.first), np.asarray(facts.final)
     adam, down, up = np.asarray(facts.adam_s), np.asarray(facts.down_s), np.asarray(facts.up_s)
     total = float(clock[-1])
-    inside = first[None, :] <= first[:, None]  # [j, i]: chunk i's update has to happen in window j
-    if facts.barrier:
-        span = total - clock[first]
-    else:
-        inside &= final[None, :] >= final[:, None]
-        span = np.maximum(0.0, clock[final + 1] - clock[first])
-
-    def later(row: Array) -> Array:
-        """[j, p]: sum of row over the chunks of window j that are not among the first p."""
-        table = np.zeros((count, count + 1))
-        table[:, :count] = np.cumsum((inside * row[None, :])[:, ::-1], axis=1)[:, ::-1]
-        return table
+    barrier = facts.barrier
+    span = total - clock[first] if barrier else np.maximum(0.0, clock[final + 1] - clock[first])
+    border = 0.0 if barrier else down
+    rows = [(adam, up + border), (up, adam + border)]  # what works one chunk after another, and the copies around it
+    if not barrier:
+        rows.append((down, adam + up))
+    work, around = (np.array(row) for row in zip(*rows))
+    windows = _windows(first, None if barrier else final, span, work, around)
 
     def suffix(row: Array) -> Array:
         return np.concatenate((np.cumsum(row[::-1])[::-1], [0.0]))
 
-    border = 0.0 if facts.barrier else down
-    value = span[:, None] + later(adam) + (up + border)[:, None]
-    np.maximum(value, span[:, None] + later(up) + (adam + border)[:, None], out=value)
-    if not facts.barrier:
-        np.maximum(value, span[:, None] + later(down) + (adam + up)[:, None], out=value)
-    value[np.arange(count)[:, None] < np.arange(count + 1)[None, :]] = 0.0  # j itself is pinned: no window
     pinned_adam = np.concatenate(([0.0], np.cumsum(np.add(facts.gpu_adam_s, facts.gpu_add_s))))
-    bounds = np.maximum(value.max(axis=0), total + pinned_adam)
+    bounds = np.maximum(windows, total + pinned_adam)
     np.maximum(bounds, suffix(adam + np.asarray(facts.add_s)), out=bounds)
     # Copies up: each unpinned chunk once, and again over every gap it cannot be kept.
     working, pinned = np.asarray(facts.working_bytes, float), np.asarray(facts.pinned_bytes, float)
@@ -96,6 +86,26 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
     refetched = np.maximum(0.0, moving - np.maximum(0.0, left)) * facts.gaps
     np.maximum(bounds, (moving + refetched) * rate, out=bounds)
     return np.asarray(bounds[: most + 1], dtype=np.float64)
+
+
+def _windows(
+    first: NDArray[np.int64], final: NDArray[np.int64] | None, span: Array, work: Array, around: Array
+) -> Array:
+    """[p]: seconds of the longest window if the first p chunks are pinned; 0 for all of them.
+
+    work, around: of each resource and chunk the seconds that are serial in a window, and those around them. No table of
+        all pairs of chunks is made.
+    """
+    count = len(first)
+    inside = np.zeros_like(work)  # [resource, j]: work of the chunks of window j that are not pinned
+    longest = np.zeros(count + 1)
+    begin = np.searchsorted(first, first)  # the windows from here on have an opening that late
+    for p in range(count - 1, -1, -1):
+        rest = slice(begin[p], None)
+        mine = work[:, p : p + 1]
+        inside[:, rest] += mine if final is None else np.where(final[rest] <= final[p], mine, 0.0)
+        longest[p] = (span[p:] + inside[:, p:] + around[:, p:]).max()
+    return longest
 
 
 def most_pins(
