@@ -9,12 +9,15 @@ falls.
 
 Prints a row per change and keeps it at once in results/search_constants.json, beside the rows that are there if nothing
 that plans depend on has changed since; otherwise the file begins anew. --missing measures only what the file lacks, so
-that a run that was cut off goes on. About 15 minutes of CPU time.
+that a run that was cut off goes on. At the end it names the constants that have no row here, and those that have one
+and are gone: exit status 1. `.ci/refresh_readme.py` writes the table of docs/results/search-constants.md from the file.
+About 10 minutes of CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import importlib.util
 import json
@@ -24,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from _results import PLANNED, RESULTS, ROOT, changes_since, write_result
@@ -43,95 +47,123 @@ from pstar_sim.policy.family.searched import own_plans
 from pstar_sim.policy.family.tide import tide
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import burden, least_of
+from pstar_sim.policy.optimal import POINT
 from pstar_sim.policy.systems import karma
 from pstar_sim.policy.systems.stronghold import stronghold
 from pstar_sim.testing import chain_workload, round_machine
-from pstar_sim.units import MIB
+from pstar_sim.units import MIB, format_bytes
 from pstar_sim.workload.workload import Workload
 
 EAGER, BARRIER = Settings(update="eager", clip=False), Settings(update="step", clip=True)
-FAMILY, CORE, PLANNER = "pstar_sim.policy.family", "pstar_sim.core", "pstar_sim.planner"
-KIT = "pstar_sim.policy.kit"
 
 Job = tuple[Workload, Machine, Settings]
-Change = tuple[str, str, str, Any]
 
-SEARCH: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    (f"{FAMILY}.search", "HOPELESS", (1.0, 2.0)),
-    (f"{FAMILY}.search", "AGAIN", (1.0, 2.0)),
-    (f"{FAMILY}.search", "LARGE", (1e9,)),
-    (f"{FAMILY}.search", "OVERHEAD_OPS", (0,)),
-    (f"{FAMILY}.search", "TURNS", ((),)),
-    (f"{FAMILY}.search", "FRONT", (0, 1)),
-    (f"{FAMILY}.search", "USUAL", (Knobs(lead_chunks=1), Knobs(lead_chunks=3), Knobs(stay=0.0))),
-    (f"{FAMILY}.search", "FIRST_STEP", (10**6,)),
-    (f"{FAMILY}.search", "ALL_AT_ONCE", (Knobs(),)),
-    (f"{FAMILY}.search", "POINTS", (11,)),
-    (f"{FAMILY}.search", "SUMS", (5,)),
-    (f"{FAMILY}.search", "SUMS_OF_A_PIN", (1, 9)),
-    (f"{FAMILY}.searched", "FIRST_OPS", (25_000,)),
-    (f"{FAMILY}.searched", "OTHER_OPS", (15_000,)),
-    (f"{FAMILY}.searched", "SECOND_OPS", (0,)),
-    (f"{FAMILY}.searched", "REST_OPS_OF_FEW", (75_000, 300_000)),
-    (f"{FAMILY}.searched", "SECOND", (1,)),
-    (f"{FAMILY}.searched", "REST", (1,)),
-    (f"{FAMILY}.searched", "FACTORS_OF_FEW", ((), (0.5, 2.0))),
-    (f"{FAMILY}.searched", "WORTH_A_SIZE_OF_FEW", (0.0, 1.0)),
-    (f"{FAMILY}.searched", "COARSE", (0, 200)),
-    (f"{FAMILY}.searched", "MOST_WASTE", (1.0,)),
-    (f"{FAMILY}.modes", "SHARES", (2, 9)),
-    (f"{FAMILY}.course", "LINGER_COPIES", (0, 1, 4)),
-    (f"{KIT}.ties", "AS_FAST", (0.0, 1e-3)),
-    (f"{CORE}.choose", "MOST_WINDOWS", (3, 12)),
-)
-# Measured also on the searches of the net.
-OF_NET = ("HOPELESS", "AGAIN", "TURNS", "FRONT", "USUAL", "SHARES", "LINGER_COPIES",
-          "AS_FAST", "MOST_WINDOWS")  # fmt: skip
 
-# (group, module, constant, what is put in its place)
-CHANGES: tuple[tuple[str, str, str, tuple[Any, ...]], ...] = (
-    *(("search", *change) for change in SEARCH),
-    *(("net", *change) for change in SEARCH if change[1] in OF_NET),
-    ("plenty", f"{FAMILY}.search", "GOOD_ENOUGH", (-1.0, 1e-2)),
-    ("few chunks", f"{FAMILY}.searched", "FEWEST_CHUNKS", (1, 32)),
-    ("few chunks", f"{FAMILY}.course", "SHORT", (0, 6)),
-    ("few chunks", f"{FAMILY}.searched", "MOST_WASTE", (0.03, 1.0)),
-    ("many chunks", f"{FAMILY}.search", "LARGE", (1e9,)),
-    ("many chunks", f"{FAMILY}.search", "MOST_LARGE", (1, 1000)),
-    ("many chunks", f"{FAMILY}.searched", "FACTORS", ((), (0.5,), (2.0,))),
-    ("many chunks", f"{FAMILY}.searched", "MOST_CHUNKS", (200, 10**6)),
-    ("many chunks", f"{FAMILY}.searched", "WORTH_A_SIZE", (0.0, 1.0)),
-    ("many chunks", f"{FAMILY}.searched", "REST_OPS", (0, 50_000)),
-    ("ranks", f"{KIT}.job", "SUMS_TAKE", (0.0, 1.0, 3.0)),
-    ("lru", f"{FAMILY}.eviction", "LAPS", (1, 8)),
-    ("tide", f"{FAMILY}.asynchronous", "CLOSE_TO_BOUND", (0.0, 1.0)),
-    ("tide", f"{FAMILY}.asynchronous", "NEIGHBOURS", (0, 2, 8)),
-    ("tide", f"{FAMILY}.asynchronous", "MORE_THAN_STATIC", (0, 4)),
-    ("tide", f"{KIT}.ties", "AS_FAST", (0.0, 1e-3)),
-    ("tide", f"{CORE}.layout", "GRANULE_BYTES", (MIB, 4 * MIB)),
-    ("tide", f"{CORE}.layout", "WANTED_CHUNKS", (12, 48)),
-    ("tide", f"{CORE}.layout", "MOST_WASTE", (0.009, 0.036)),
-    ("tide", f"{CORE}.layout", "USUAL_BYTES", (64 * MIB, 256 * MIB)),
-    ("tide", f"{CORE}.layout", "USUAL_PART", (16, 64)),
-    ("tide", f"{CORE}.layout", "OVERSIZE", (0.0, 0.6)),
-    ("tide", f"{CORE}.layout", "OCTAVES", (0.0, 0.24)),
-    ("tide", f"{CORE}.layout", "WASTE", (0.0, 20.0)),
-    ("tide", f"{CORE}.layout", "GOOD", (0.0, 0.1, 1.0)),
-    ("tide", f"{CORE}.layout", "MOST_SIZES", (24, 384)),
-    ("tide", f"{CORE}.layout", "MOST_STARTS", (8, 512)),
-    ("tide", f"{CORE}.layout", "SMALL_BYTES", (0, 16 * MIB)),
-    ("tide", f"{CORE}.layout", "SMALL_PART", (10**9, 40)),
-    ("tide", f"{CORE}.layout", "MOST_SMALL", (1.0,)),
-    ("stronghold", "pstar_sim.policy.systems.stronghold", "AS_FAST", (0.0, 1e-2)),
-    ("karma", "pstar_sim.policy.systems.karma", "INTERLEAVES", (
-        ((0.0, 0),), ((0.0, 0), (1.0, 0)), tuple(dict.fromkeys((*karma.INTERLEAVES[::2], karma.INTERLEAVES[-1]))),
-        karma.INTERLEAVES[:-1],
-    )),
-    ("variants", f"{PLANNER}.variants", "SEARCHED", (3, 10)),
-    ("variants", f"{PLANNER}.variants", "ALIKE", (1, 10)),
-    ("fluid", "pstar_sim.bounds.fluid", "MOST_POINTS", (75, 1200)),
-    ("fluid", "pstar_sim.bounds.fluid", "FAR", (2.0, 200.0)),
+class Change(NamedTuple):
+    """A constant, and what is put in its place on the jobs of a group. words: for a value that is not a number."""
+
+    group: str
+    module: str
+    name: str
+    value: Any
+    words: str = ""
+
+    @property
+    def becomes(self) -> str:
+        return self.words or in_words(self.name, self.value)
+
+
+def in_words(name: str, value: Any) -> str:
+    if name.endswith("_BYTES"):
+        return format_bytes(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def instead(groups: str, constant: str, *values: Any, **worded: Any) -> Iterator[Change]:
+    """Changes of one constant, MODULE.NAME without "pstar_sim.", in each of the groups. worded: values with words for
+    them, "_" for a blank."""
+    module, _, name = constant.rpartition(".")
+    for group in groups.split(", "):
+        for value in values:
+            yield Change(group, f"pstar_sim.{module}", name, value)
+        for words, value in worded.items():
+            yield Change(group, f"pstar_sim.{module}", name, value, words.replace("_", " "))
+
+
+CHANGES: tuple[Change, ...] = (
+    *instead("search, sums, net", "policy.family.search.HOPELESS", 1.0, 2.0),
+    *instead("search, sums", "policy.family.search.AGAIN", 1.0, 2.0),
+    *instead("search, sums", "policy.family.search.OVERHEAD_OPS", 0),
+    *instead("search, sums, net", "policy.family.search.TURNS", none=()),
+    *instead("search, sums, net", "policy.family.search.FRONT", 0, 1),
+    *instead("search, sums", "policy.family.search.USUAL", a_lead_of_1_chunk=Knobs(lead_chunks=1),
+             a_lead_of_3_chunks=Knobs(lead_chunks=3), nothing_stays=Knobs(stay=0.0)),
+    *instead("search, sums", "policy.family.search.FIRST_STEP", 10**6),
+    *instead("sums", "policy.family.search.ALL_AT_ONCE", as_usual=Knobs()),
+    *instead("sums", "policy.family.search.POINTS", 11),
+    *instead("sums", "policy.family.search.SUMS", 5),
+    *instead("sums", "policy.family.search.SUMS_OF_A_PIN", 1, 9),
+    *instead("plenty", "policy.family.search.GOOD_ENOUGH", -1.0, 1e-2),
+    *instead("search, many chunks", "policy.family.search.LARGE", 1e9),
+    *instead("many chunks", "policy.family.search.MOST_LARGE", 1, 1000),
+    *instead("search", "policy.family.searched.FIRST_OPS", 25_000),
+    *instead("search", "policy.family.searched.OTHER_OPS", 15_000),
+    *instead("search", "policy.family.searched.SECOND_OPS", 0),
+    *instead("search, sums", "policy.family.searched.SECOND", 1),
+    *instead("search, sums", "policy.family.searched.REST", 1),
+    *instead("search", "policy.family.searched.REST_OPS_OF_FEW", 75_000, 300_000),
+    *instead("many chunks", "policy.family.searched.REST_OPS", 0, 50_000),
+    *instead("search", "policy.family.searched.FACTORS_OF_FEW", (0.5, 2.0), none=()),
+    *instead("many chunks", "policy.family.searched.FACTORS", (0.5,), (2.0,), none=()),
+    *instead("search", "policy.family.searched.WORTH_A_SIZE_OF_FEW", 0.0, 1.0),
+    *instead("many chunks", "policy.family.searched.WORTH_A_SIZE", 0.0, 1.0),
+    *instead("search", "policy.family.searched.COARSE", 0, 200),
+    *instead("few chunks", "policy.family.searched.FEWEST_CHUNKS", 1, 32),
+    *instead("many chunks", "policy.family.searched.MOST_CHUNKS", 200, 10**6),
+    *instead("search, few chunks", "policy.family.searched.MOST_WASTE", 1.0),
+    *instead("few chunks", "policy.family.course.SHORT", 0, 6),
+    *instead("search, sums, net", "policy.family.course.LINGER_COPIES", 0, 1, 4),
+    *instead("search, sums, tide", "policy.kit.ties.AS_FAST", 0.0, 1e-3),
+    *instead("search, sums", "core.choose.MOST_WINDOWS", 3, 12),
+    *instead("ranks", "policy.kit.job.SUMS_TAKE", 0.0, 1.0, 3.0),
+    *instead("lru", "policy.family.eviction.LAPS", 1, 8),
+    *instead("tide", "policy.family.asynchronous.CLOSE_TO_BOUND", 0.0, 1.0),
+    *instead("tide", "policy.family.asynchronous.NEIGHBOURS", 0, 2, 8),
+    *instead("tide", "policy.family.asynchronous.MORE_THAN_STATIC", 0, 4),
+    *instead("tide", "core.layout.GRANULE_BYTES", MIB, 4 * MIB),
+    *instead("tide", "core.layout.WANTED_CHUNKS", 12, 48),
+    *instead("tide", "core.layout.MOST_WASTE", 0.009, 0.036),
+    *instead("tide", "core.layout.USUAL_BYTES", 64 * MIB, 256 * MIB),
+    *instead("tide", "core.layout.USUAL_PART", 16, 64),
+    *instead("tide", "core.layout.OVERSIZE", 0.0, 0.6),
+    *instead("tide", "core.layout.OCTAVES", 0.0, 0.24),
+    *instead("tide", "core.layout.WASTE", 0.0, 20.0),
+    *instead("tide", "core.layout.GOOD", 0.0, 1.0),
+    *instead("tide", "core.layout.MOST_SIZES", 24, 384),
+    *instead("tide", "core.layout.MOST_STARTS", 8, 512),
+    *instead("tide", "core.layout.SMALL_BYTES", 0, 16 * MIB),
+    *instead("tide", "core.layout.SMALL_PART", 40, 10**9),
+    *instead("tide", "core.layout.MOST_SMALL", 1.0),
+    *instead("stronghold", "policy.systems.stronghold.AS_FAST", 0.0, 1e-2),
+    *instead("karma", "policy.systems.karma.INTERLEAVES", none_interleaved=((0.0, 0),),
+             all_or_none=((0.0, 0), (1.0, 0)), every_other=(*karma.INTERLEAVES[:-1:2], karma.INTERLEAVES[-1]),
+             without_the_last=karma.INTERLEAVES[:-1]),
+    *instead("variants", "planner.variants.SEARCHED", 3, 10),
+    *instead("variants", "planner.variants.ALIKE", 1, 10),
+    *instead("fluid", "bounds.fluid.MOST_POINTS", 75, 1200),
+    *instead("fluid", "bounds.fluid.FAR", 2.0, 200.0),
 )  # fmt: skip
+
+# Where constants of a search or a heuristic stand, and the numbers there that are none.
+SEARCHES = ("policy/family", "policy/kit", "policy/systems/karma.py", "policy/systems/stronghold.py", "core/layout.py",
+            "core/choose.py", "bounds", "planner/variants.py")  # fmt: skip
+OTHER_NUMBERS = {
+    "ALIGN": "alignment of tensors",
+    "ROUNDING": "rounding of seconds",
+    "TIME_LIMIT_S": "patience with the solver",
+    "MOST_MICRO_BATCHES": "a limit of the question",
+    "MOST_SPLITS_NAMED": "length of a message",
+}
 
 
 class Planned(NamedTuple):
@@ -157,7 +189,6 @@ def jobs() -> dict[str, Job]:
     """One job of each kind of bottleneck."""
     return {
         "1B, 5 GB, eager": (gpt("1B", 4), ps.machine("rtx4090", gpu_memory="5GB"), EAGER),
-        "1B, 6 GB, 3 micro-batches": (gpt("1B", 2, 3), ps.machine("rtx4090", gpu_memory="6GB"), BARRIER),
         "12B, v100-32": (gpt("12B", 8), ps.machine("v100-32"), BARRIER),
         "llama-3-8b, h100-80, eager": (gpt("llama-3-8b", 1), ps.machine("h100-80"), EAGER),
     }
@@ -205,6 +236,14 @@ def of_net() -> dict[str, Any]:
     return {name: (find_policy(j.policy), (j.workload, j.machine, j.settings)) for name, j in made.items()}
 
 
+def of_sums() -> dict[str, Job]:
+    """Several micro-batches, where it matters on which side the gradients add up."""
+    return {
+        "1B, 6 GB, 3 micro-batches": (gpt("1B", 2, 3), ps.machine("rtx4090", gpu_memory="6GB"), BARRIER),
+        "llama-3-8b, h100-80, 4 micro-batches, eager": (gpt("llama-3-8b", 1, 4), ps.machine("h100-80"), EAGER),
+    }  # fmt: skip
+
+
 def of_ranks() -> dict[str, Job]:
     eight = ps.machine("v100-32x8", gpu_memory="4GB")
     return {
@@ -226,7 +265,7 @@ def of_tide() -> dict[str, Job]:
         for model, machine, memory in (
             ("1B", "rtx4090", "5GB"), ("1B", "rtx4090", "10GB"), ("4B", "rtx4090", "23GB"), ("12B", "v100-32", "31GB"),
         )
-        for micro in (1, 3)
+        for micro in ((1,) if model == "12B" else (1, 3))
         for word, settings in (("eager", EAGER), ("barrier", BARRIER))
     }  # fmt: skip
 
@@ -303,13 +342,14 @@ def bounded(job: Job) -> tuple[float, int]:
 
 # group -> its jobs, and what is done with one
 GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tuple[float, int]]]] = {
-    "search": (jobs, lambda job: own(job, Point(streams=True))),
-    "many chunks": (of_many_chunks, lambda job: own(job, Point(streams=True))),
-    "few chunks": (of_few_chunks, lambda job: own(job, Point(streams=True))),
-    "plenty": (of_plenty, lambda job: own(job, Point(streams=True))),
+    "search": (jobs, lambda job: own(job, POINT)),
+    "sums": (of_sums, lambda job: own(job, POINT)),
+    "many chunks": (of_many_chunks, lambda job: own(job, POINT)),
+    "few chunks": (of_few_chunks, lambda job: own(job, POINT)),
+    "plenty": (of_plenty, lambda job: own(job, POINT)),
     "net": (of_net, lambda job: by_policy(*job)),
-    "ranks": (of_ranks, lambda job: own(job, Point(streams=True))),
-    "lru": (jobs, lambda job: own(job, Point(streams=True, eviction="lru"))),
+    "ranks": (of_ranks, lambda job: own(job, POINT)),
+    "lru": (jobs, lambda job: own(job, replace(POINT, eviction="lru"))),
     "tide": (of_tide, lambda job: by_policy(tide, job)),
     "stronghold": (of_stronghold, lambda job: by_policy(stronghold, job)),
     "karma": (of_karma, of_ways),
@@ -375,9 +415,8 @@ def planned(group: str) -> list[Planned]:
 
 def measured(change: Change) -> list[Planned]:
     """Of every job of the group, with a constant changed."""
-    group, module, name, value = change
-    with changed(module, name, value):
-        return planned(group)
+    with changed(change.module, change.name, change.value):
+        return planned(change.group)
 
 
 def figures(now: list[Planned], usual: list[Planned]) -> dict[str, float]:
@@ -416,30 +455,60 @@ def row_key(row: Mapping[str, Any]) -> tuple[str, ...]:
     return row["group"], row["module"], row["constant"], row["is"], row["becomes"]
 
 
+def unmeasured() -> list[str]:
+    """MODULE.NAME of each number of SEARCHES that no change names, and of each change whose constant is gone."""
+    package = ROOT / "pstar_sim"
+    files = [file for place in SEARCHES for file in (sorted((package / place).glob("**/*.py")) or [package / place])]
+    there = {
+        f"pstar_sim.{'.'.join(file.relative_to(package).with_suffix('').parts)}.{name}"
+        for file in files
+        for name in numbers(file.read_text(encoding="utf-8"))
+    }
+    named = {f"{change.module}.{change.name}" for change in CHANGES}
+    without = sorted(path for path in there - named if path.rpartition(".")[2] not in OTHER_NUMBERS)
+    gone = sorted({f"{c.module}.{c.name}" for c in CHANGES if not hasattr(importlib.import_module(c.module), c.name)})
+    return [*(f"{path} has no row" for path in without), *(f"{path} is gone" for path in gone)]
+
+
+def numbers(source: str) -> Iterator[str]:
+    """Names of the module's constants whose values are numbers, or tuples of numbers."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple):
+            targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else node.targets
+            plain = all(isinstance(n, NUMBERS) for n in ast.walk(node.value))
+            text = any(
+                isinstance(n, ast.Constant) and not isinstance(n.value, int | float) for n in ast.walk(node.value)
+            )
+            yield from (t.id for t in targets if isinstance(t, ast.Name) and t.id.isupper() and plain and not text)
+
+
+NUMBERS = (ast.Constant, ast.Tuple, ast.BinOp, ast.UnaryOp, ast.Name, ast.operator, ast.unaryop, ast.expr_context)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", metavar="NAME", help="constants of these names")
     parser.add_argument("--missing", action="store_true", help="rows that the file lacks")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=1, help="processes")
     args = parser.parse_args()
     groups, rows = kept()
-    changes: dict[tuple[str, ...], Change] = {}
-    for group, module, name, values in CHANGES:
-        was = getattr(importlib.import_module(module), name)
-        for value in values:
-            changes[group, module, name, str(was), str(value)] = (group, module, name, value)
+    changes = {
+        (c.group, c.module, c.name, in_words(c.name, getattr(importlib.import_module(c.module), c.name)), c.becomes): c
+        for c in CHANGES
+        if hasattr(importlib.import_module(c.module), c.name)
+    }
     known = {row_key(row): row for row in rows if row_key(row) in changes}
     todo = {
         key: change
         for key, change in changes.items()
-        if (not args.only or change[2] in args.only) and not (args.missing and key in known)
+        if (not args.only or change.name in args.only) and not (args.missing and key in known)
     }
     print(
         "| constant | is | becomes | group | longer | most | shorter | lost | bytes | rows | sizes | CPU s |\n"
         "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
     with ProcessPoolExecutor(args.workers) as pool:
-        needed = sorted({change[0] for change in todo.values()})
+        needed = sorted({change.group for change in todo.values()})
         usual = dict(zip(needed, pool.map(planned, needed)))
         for group, found in usual.items():
             groups[group] = {
@@ -461,7 +530,9 @@ def main() -> int:
                 flush=True,
             )
     print(f"{len(known)} of {len(changes)} rows are in the file")
-    return 0
+    found = unmeasured()
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

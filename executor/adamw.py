@@ -93,7 +93,7 @@ class AdamW:
 
 
 def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
-    """The same as tuples."""
+    """The argument, with iterators and lists of parameters made tuples, so that they can be read twice."""
 
     def group(row: Any) -> Any:
         if not isinstance(row, Mapping) or isinstance(row.get("params"), torch.Tensor) or "params" not in row:

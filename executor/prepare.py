@@ -320,8 +320,8 @@ def _given_back_on_error(
     """On an error inside, give back everything taken for the run, which does not begin.
 
     backend: None where the caller made it.
-    sessions: the run's, once there is one; it gives the backend back itself.
-    source: of the model's values.
+    sessions: holds the run's session once there is one; the session gives the backend back itself.
+    source: where the model's values come from.
     """
     try:
         yield

@@ -55,15 +55,15 @@ def chain_workload(
     forward_s: float | None = None,
 ) -> Workload:
     """A chain of equal layers: each has one FWD and one BWD moment (with checkpointing a RECOMPUTE moment before it);
-    the step is last.
+    the optimizer step is last.
 
     params_per_layer is spread over `tensors_per_layer` equal tensors of shape (n,), all read in each moment of their
     layer; every gradient arrives in the layer's BWD moment.
 
-    flops: flops of one FWD or RECOMPUTE moment (BWD twice that, the step none).
+    flops: flops of one FWD or RECOMPUTE moment (BWD twice that, the optimizer step none).
     forward_s: the same for measured seconds; the workload then counts as recorded (on "virtual").
-    tide_bytes: non-model peak of every moment, or one figure per moment of one micro-batch and a last one for the step
-        (2 layers + 1 figures, with checkpointing 3 layers + 1).
+    tide_bytes: non-model peak of every moment, or one figure per moment of one micro-batch and a last one for the
+        optimizer step (2 layers + 1 figures, with checkpointing 3 layers + 1).
 
     Raises ValueError for a parameter count that the tensors do not divide or a tide of another length.
     """
@@ -201,7 +201,7 @@ def round_machine(
 
 
 def _opened(layers: int, checkpointing: bool) -> list[tuple[str, Phase, int]]:
-    """What opens each moment of a chain but the step: (event, phase, layer)."""
+    """What opens each moment of a chain but the optimizer step: (event, phase, layer)."""
     opened: list[tuple[str, Phase, int]] = [("begin", Phase.FWD, i) for i in range(layers)]
     for i in reversed(range(layers)):
         if checkpointing:
@@ -364,7 +364,8 @@ def _random_table(
 def _random_moments(
     rng: random.Random, table: Sequence[_Opened], tensors: Sequence[Tensor]
 ) -> tuple[list[Moment], list[Use]]:
-    """The moments and the step, and their uses. The tide rises over FWD and falls over BWD, with spikes."""
+    """The moments, the optimizer step among them, and their uses. The tide rises over FWD and falls over BWD, with
+    spikes."""
     base = rng.choice((0, rng.randint(0, MIB)))
     per_layer = rng.randint(0, 4 * MIB) if rng.random() < 0.8 else rng.randint(0, 32 * MIB)
     level = base

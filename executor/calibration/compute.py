@@ -34,8 +34,8 @@ _COPY_BYTES = {"virtual": 64 << 20, "cuda": 512 << 20}
 
 
 def product(device: Device, n: int, dtype: torch.dtype) -> tuple[int, Callable[[], object]]:
-    """(flops of one product, an action that does one and the two of its backward); [Note: a product as training has
-    it]."""
+    """(flops of one product, an action that does this product and the two of its backward), by [Note: a product as
+    training has it]."""
     rows = max(1, n // 4)
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (n * n * dtype.itemsize)))
     weights = cycle([torch.full((n, n), 0.5 / n, dtype=dtype, device=device.device) for _ in range(count)])
@@ -65,9 +65,9 @@ def matmul_rates(
 
 
 def between_products(device: Device, rows: int) -> tuple[int, Callable[[], object]]:
-    """(bytes that its operators read and write, an action): [Note: the operators between products] of one block on
-    [rows, 1024] fp32, four times as wide for the activation function. The bytes are counted as a capture counts
-    them."""
+    """(bytes, an action): the action runs [Note: the operators between products] of one block on [rows, 1024] fp32,
+    four times as wide for the activation function; the bytes are what these operators read and write, counted as a
+    capture counts them."""
     generator = torch.Generator().manual_seed(0)
     count = max(1, min(_MOST_INPUTS, _COLD_BYTES // (rows * 5 * _WIDTH * 4)))
     inputs = cycle(

@@ -153,7 +153,7 @@ class VirtualDevice:
 
 
 class CudaCopies:
-    """Copies over the real link: pinned slabs, a persistent stream a direction, non-blocking copies, counted.
+    """Copies over the real link: pinned slabs, one persistent stream per direction, non-blocking copies, counted.
 
     Only what calibration needs: `fence` blocks the host, and copies are ordered against nothing else, since nobody
     reads what they bring. It runs no plan.

@@ -6,8 +6,8 @@ host memory, its links are copies that last as long as the link's bandwidth says
 queues.
 
 [Note: glibc and eviction] glibc gives big blocks back to the system at every eviction and the next refill pays for
-fresh pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once a process, to
-keep them, and to use one arena so that what one queue's thread frees another can use.
+fresh pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once per process,
+to keep them, and to use one arena so that what one queue's thread frees another can use.
 """
 
 from __future__ import annotations

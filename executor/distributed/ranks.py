@@ -2,7 +2,7 @@
 
 Three process groups of the run's own, so that nothing of the user's comes between: `wire` for the plan's collectives
 (the net queue's thread), `_meeting` for what the ranks tell each other between steps of the plan (the user's thread)
-and `_sums` for what they agree on once an iteration (the thread of the first Adam step). The last two are gloo, of a
+and `_sums` for what they agree on once per iteration (the thread of the first Adam step). The last two are gloo, of a
 few bytes, also where the plan's own is NCCL.
 
 [Note: all ranks at once] A rank holds a part of each parameter. So whatever needs whole ones needs every rank:
@@ -10,14 +10,14 @@ training, reading a parameter or `state_dict()`, saving and loading are done by 
 loop, between `optimizer.step()` and the next forward. An iteration keeps to its plan (`cannot_leave`).
 
 [Note: evaluations that differ] Between two iterations each rank may call what it likes without gradients: other modules
-than the others (routed experts), more batches, or nothing. A rank that wants a chunk asks, and so has every rank come
-to a meeting: one that wants another chunk, or one that waits for the others before its next micro-batch, its next
-checkpoint or a parameter it reads. Where all want the same chunk it is gathered as the plan would. Else each chunk that
-is wanted is served in turn: every rank gives its slice, through host memory, those who asked take all of them, and all
-meet again, until nobody wants a chunk. A meeting ends with one rank at least that has what it wanted, and nothing is
-updated meanwhile, so every rank gets what it would get in one process. A meeting ends with an error that says why where
-a rank has left, and after timeout_s where a rank waits for this one elsewhere (in an all_reduce of the loop's own,
-before the others are done).
+than the others (routed experts), more batches, or nothing. A rank that wants a chunk comes to a meeting, and the
+meeting begins when all ranks have come: the others come because they want a chunk too, or because they have reached
+their next micro-batch, their next checkpoint or a parameter that they read. If all ranks want the same chunk, it is
+gathered as the plan would gather it. Otherwise the wanted chunks are served one after the other: every rank gives its
+slice, through host memory, and the ranks that want the chunk take all slices. Then all meet again, until no rank wants
+a chunk. Each meeting serves at least one rank, and nothing is updated meanwhile, so every rank gets what it would get
+in one process. A meeting ends with an error that says why where a rank has left, and after timeout_s where a rank waits
+for this one elsewhere (in an all_reduce of the loop's own, before the others are done).
 
 [Note: the weight of a rank] The loss of each rank has to be a mean over its batch (a rank that has more sequences has
 the larger share). Rank r with b_r of the B = b_0 + b_1 + ... sequences of a micro-batch has its gradient multiplied by

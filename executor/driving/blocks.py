@@ -148,8 +148,8 @@ class _Known:
     """A border, noted on one of its two tensors.
 
     node: autograd node of that tensor when it was cut; a tensor that was changed in place since has another one.
-    other: the other tensor: of a block's argument, what the block got instead; of what the consumers of a block got,
-        what the block gave.
+    other: the tensor on the other side of the cut: for an argument of a block, the tensor that the block got in its
+        place; for a tensor that consumers of a block got, the tensor that the block gave.
     part: the part that ends at the border.
     sink: where the gradient arrives.
     """

@@ -1,4 +1,4 @@
-"""Ending: the run is over: by `close()`, by an interruption that cannot be mended, or with the process.
+"""Ending: how a run ends, by `close()`, by an interruption that cannot be mended, or with the process.
 
 Three lists say what there is to undo. `Session.hooks`: hooks on the model's modules and parameters. `Session.on_close`:
 what else was changed on the model. `Holdings.at_end`: what was changed in the process; it holds no session, and is also

@@ -6,7 +6,7 @@ that the tide needs, and nobody notices before memory runs out. So the first ite
 plan's batch, is counted operator by operator (`moments/live_bytes.py`, as recordings are), on every device. Where a
 moment holds more than the plan has for it, the session goes on under a new plan, made by the same policy from the tide
 that was measured, and the iteration after that is counted as well. Counting changes no result and costs some
-microseconds an operator, in that iteration alone.
+microseconds per operator, in that iteration alone.
 
 [Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB.
 The tolerance is a share of the highest tide because that tide takes its part of the budget. A loop's own variables (a
@@ -193,7 +193,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
     @property
     def _watches(self) -> bool:
         """Watch operators from the first forward to the end of the last backward. What a loop does between a backward
-        and the next forward or the step does not count as the model's (as in `off_plan/guard.py`)."""
+        and the next forward or the optimizer step does not count as the model's (as in `off_plan/guard.py`)."""
         s = self._keeper()
         if s is None or self._done or s.closed or s.cursor.moment < 0 or s.cursor.off_plan or s.cursor.visiting:
             return False

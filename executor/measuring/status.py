@@ -30,8 +30,8 @@ __all__ = ["LinkUse", "Status"]
 class LinkUse:
     """One direction of the link.
 
-    iteration: the newest iteration whose copies have all ended; the first one, as far as it has come, while its copies
-        run.
+    iteration: the newest iteration whose copies have all ended; before there is one, the first iteration, with what it
+        has copied so far.
     moved_bytes: bytes that it copied, on plan or off; on plan the plan's bytes.
     bytes_per_s: over its wall time.
     link_bytes_per_s: rate of the link (None: as fast as memory).

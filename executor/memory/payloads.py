@@ -18,7 +18,7 @@ from pstar_sim.errors import DoesNotFit
 __all__ = ["DTYPES", "STATE_DTYPES", "GpuPayloads", "HostSlabs", "dtype_of"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by bytes an element
+STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by bytes per element
 
 
 def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:

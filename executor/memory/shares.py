@@ -41,8 +41,8 @@ class Shares:
         return "param" if has(HOST, chunk, "param") and has(HOST, chunk, "param32") else None
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """A gradient (any shape) that left autograd: to the sums on the gpu where the chunk has them there, else to the
-        host; adds to what the tensor has."""
+        """Take a gradient (any shape) that left autograd. It is added to what the tensor has: in the sum on the gpu if
+        the chunk has its sum there, else on the host."""
         contents, flat = self.contents, gradient.reshape(-1)
         chunk = contents.slots.chunk_of(tensor)
         if contents.arena.has(GPU, chunk, "grad32"):

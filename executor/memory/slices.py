@@ -58,8 +58,8 @@ def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> S
 
 
 class Steady:
-    """Of one chunk: inside, its own slices stay where they are, and what the queues issue follows in the order in which
-    they came here. See [Note: slices on streams]. May be entered again by the thread that is inside."""
+    """A lock per chunk: inside, the chunk's own slices stay where they are, and what the queues issue follows in the
+    order in which they came here. See [Note: slices on streams]. May be entered again by the thread that is inside."""
 
     def __init__(self, backend: Backend) -> None:
         self._lock = threading.RLock()

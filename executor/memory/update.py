@@ -39,8 +39,9 @@ class Update:
     unused: tensors that no rank had a gradient of, where it was taken for zero; they are left as they are.
     agree: turns the norm of the gradients that this rank holds into the norm over all ranks; None where this rank holds
         all gradients.
-    streams: the accelerator where work is issued ahead, else None. Then a coefficient that a host queue's thread worked
-        out is a number on the host, and whoever takes one that is on the gpu to the host waits for the event behind it.
+    streams: the accelerator, if work is issued to it ahead of time; else None. With `streams`, a coefficient from a
+        host queue's thread is a number on the host, and code that copies one from the gpu waits for the event behind
+        it.
     """
 
     hyper: list[Hyper]

@@ -44,7 +44,7 @@ class InUse:
         self._recomputed = set()
 
     def see(self, event: ModuleEvent) -> None:
-        """See an event: a module begins or ends, or a step of the backward begins."""
+        """See an event: a module begins or ends, or backward reaches the output of a module."""
         if event.kind == "begin":
             if event.phase is Phase.RECOMPUTE and self._in_backward:
                 self._recomputed = set()

@@ -131,7 +131,7 @@ def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _counted(session: Session, iteration: Callable[[], None]) -> MomentRecorder:
-    """One iteration in which every operator is seen. Twice if some gradient fires more than once a micro-batch: only
+    """One iteration in which every operator is seen. Twice if some gradient fires more than once per micro-batch: only
     then is it known when it is final."""
     firings: dict[int, int] = {}
     while True:

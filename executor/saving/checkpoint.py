@@ -240,8 +240,8 @@ def _finish(work: _Writing, folder: Path, temporary: Path, count: int) -> None:
     files = {p.name: p.stat().st_size for p in sorted(temporary.iterdir()) if _OURS.fullmatch(p.name)}
     if len(files) != count:
         raise CheckpointError(
-            f"checkpoint {folder} is not written: {count} files were, {len(files)} are there; save to a folder that "
-            "all ranks see"
+            f"checkpoint {folder} is not written: the ranks wrote {count} files, and the first rank sees {len(files)}; "
+            "save to a folder that all ranks see"
         )
     _write_text(temporary / MANIFEST, json.dumps({**work.manifest, "files": files}, indent=1) + "\n")
     ours = {entry.name for entry in folder.iterdir() if _OURS.fullmatch(entry.name)} if folder.is_dir() else ()

@@ -185,15 +185,15 @@ def _check_model(opened: _SoundCheckpoint, session: Session) -> None:
     where = f"checkpoint {opened.folder} is of another model ({opened.manifest.get('model')!r})"
     only_there, only_here = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
     if only_there or only_here:
-        parts = [f"only it has {some(only_there)}"] if only_there else []
+        parts = [f"only the checkpoint has {some(only_there)}"] if only_there else []
         parts += [f"only the model has {some(only_here)}"] if only_here else []
         raise CheckpointError(f"{where}: {'; '.join(parts)}; build the model it was saved from")
     for name, row in mine.items():
         for what in ("shape", "frozen", "tied_to"):
             if row[what] != theirs[name][what]:
                 raise CheckpointError(
-                    f"{where}: {what} of {name!r} is {theirs[name][what]} in it and {row[what]} in the model; build "
-                    "the model as it was when it was saved"
+                    f"{where}: {what} of {name!r} is {theirs[name][what]} in the checkpoint and {row[what]} in the "
+                    "model; build the model as it was when it was saved"
                 )
 
 

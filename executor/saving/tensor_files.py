@@ -176,10 +176,10 @@ class TensorFile:
         if entry.dtype is None:
             raise WeightsError(f"{self.path}: tensor {name!r} is in {entry.code}, which this version cannot read")
         width = entry.dtype.itemsize
-        step = buffer.numel() // width
+        most = buffer.numel() // width
         last = entry.numel if stop is None else stop
-        for first in range(start, last, step):
-            count = min(step, last - first)
+        for first in range(start, last, most):
+            count = min(most, last - first)
             piece = buffer[: count * width]
             self._read(descriptor, bytes_of(piece), entry.start + first * width)
             yield first, piece.view(entry.dtype)
@@ -265,9 +265,9 @@ def write_tensor_file(
 
 def _write_elements(descriptor: int, tensor: torch.Tensor, dtype: torch.dtype, buffer: torch.Tensor) -> None:
     flat = tensor.detach().reshape(-1)
-    step = buffer.numel() // dtype.itemsize
-    for start in range(0, flat.numel(), step):
-        part = flat[start : start + step]
+    most = buffer.numel() // dtype.itemsize
+    for start in range(0, flat.numel(), most):
+        part = flat[start : start + most]
         piece = buffer[: part.numel() * dtype.itemsize]
         piece.view(dtype).copy_(part)
         _write(descriptor, bytes_of(piece))

@@ -1,4 +1,4 @@
-"""A folder written atomically: beside its place first, then moved there in one step.
+"""A folder written atomically: beside its place first, then renamed.
 
 A reader of the folder, also after a SIGKILL at any moment, finds what was there before or what was written, never a
 mixture. `begin` gives a temporary folder on the same disk, `finish` puts it in place (on Linux two

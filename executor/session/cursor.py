@@ -155,8 +155,8 @@ class Fact(_Word):
 
 
 class FactSource(Protocol):
-    """Facts of one act, each found out only where a row needs it. The words that `refusals.TEXTS` fills in are
-    attributes."""
+    """Facts of one act, each found out only where a row needs it. Its attributes are the words that the texts of
+    refusals (`refusals.TEXTS`) fill in."""
 
     @property
     def asks(self) -> Mapping[Fact, Callable[[Any], bool]]:

@@ -43,7 +43,7 @@ class PlanHost(Protocol):
 
 
 class BytesHost(PlanHost, Protocol):
-    """In addition, the parts that move bytes."""
+    """`PlanHost`, and the parts of the session that move bytes."""
 
     @property
     def arena(self) -> Arena: ...
@@ -54,7 +54,7 @@ class BytesHost(PlanHost, Protocol):
 
 
 class LoopHost(PlanHost, Protocol):
-    """In addition, the parts that the training loop meets.
+    """`BytesHost`, and the parts of the session that the training loop meets.
 
     ranks: None if this is the only one.
     """

@@ -123,8 +123,8 @@ class Timetable:
 
 
 def _read_often(w: Workload) -> set[int]:
-    """Tensors that several moments of one micro-batch's forward read, tied ones among them: each gives a part of the
-    gradient."""
+    """Tensors that several moments of one micro-batch's forward read, tied ones among them: each of these moments
+    gives a part of the gradient."""
     ahead = [reads for m, reads in zip(w.moments, w.reads) if m.micro_batch == 0 and m.phase is Phase.FWD]
     found = Counter(t for reads in ahead for t in reads)
     return {t for t, count in found.items() if count > 1} | {t.tied_to for t in w.tensors if t.tied_to is not None}

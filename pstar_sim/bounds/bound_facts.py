@@ -177,25 +177,25 @@ class BoundFacts:
 
     def read_from(self) -> Array:
         """For each moment m: bytes of the chunks read at m or later (before they are final, where they are)."""
-        steps = np.zeros(self.moments + 1)
+        changes = np.zeros(self.moments + 1)
         for size, moments, final in self.seen:
             before = [m for m in moments if final < 0 or m <= final]
             if before:
-                steps[0] += size
-                steps[before[-1] + 1] -= size
-        return np.cumsum(steps)[:-1]
+                changes[0] += size
+                changes[before[-1] + 1] -= size
+        return np.cumsum(changes)[:-1]
 
     def _read_again(self, end: int) -> Array:
         """For each moment m: bytes of the chunks read first at or before m and again in (m, end] (before they are
         final, where they have a gradient)."""
-        steps = np.zeros(self.moments + 1)
+        changes = np.zeros(self.moments + 1)
         for size, moments, final in self.seen:
             until = end if final < 0 else min(end, final)
             again = [m for m in moments if m <= until]
             if again and again[-1] > moments[0]:
-                steps[moments[0]] += size
-                steps[again[-1]] -= size
-        return np.cumsum(steps)[:-1]
+                changes[moments[0]] += size
+                changes[again[-1]] -= size
+        return np.cumsum(changes)[:-1]
 
 
 def _gradient_spans(w: Workload) -> dict[int, tuple[int, int]]:

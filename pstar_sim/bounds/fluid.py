@@ -171,8 +171,8 @@ class _FluidProgram:
         return running
 
     def _there(self, points: Index, of_chunk: Sequence[Sequence[int]], units: Expression, most: float) -> Expression:
-        """Variables of the units that are there at each of `points`, which follow one another. of_chunk: at which of
-        them a chunk is there; units: how many units it has."""
+        """Variables: the units that are there at each of the successive `points`. of_chunk: at which points each chunk
+        is there; units: the units of each chunk."""
         there = np.zeros((len(points) + 1, len(of_chunk)), dtype=int)  # a row of zeros before the first point
         for c, at in enumerate(of_chunk):
             there[np.asarray(at, dtype=np.intp) - points[0] + 1, c] = 1

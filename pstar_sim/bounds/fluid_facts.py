@@ -66,8 +66,8 @@ class FluidFacts:
         points = sorted(set(points))
         if len(points) > most:
             top = max(points, key=lambda i: w.moments[i].peak_bytes)
-            step = -(-len(points) // most)
-            points = sorted({0, top, *points[::step]})
+            stride = -(-len(points) // most)
+            points = sorted({0, top, *points[::stride]})
         self.points = points
         self.end = len(points)
         self.intervals = len(points) + 1

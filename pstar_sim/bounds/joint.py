@@ -97,7 +97,7 @@ class _Solved:
 
     @property
     def on_gpu(self) -> float:
-        """s = x + y."""
+        """s = x + y of [Note: the joint bound]: parameters that are updated on the gpu."""
         return self.pinned + self.streamed
 
 

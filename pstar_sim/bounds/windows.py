@@ -1,4 +1,4 @@
-"""Update windows, of which both bounds without time are made ([Note: the bound] of pinned.py)."""
+"""Update windows, for the closed form and the joint bound ([Note: the bound] of pinned.py)."""
 
 from __future__ import annotations
 

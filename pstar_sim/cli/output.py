@@ -58,7 +58,8 @@ def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
 
 
 def picture_kind(path: Path) -> str:
-    """What `save_picture` will write there. Raises PstarError for an ending that matplotlib does not know."""
+    """The kind of picture that `save_picture` will write there. Raises PstarError for an ending that matplotlib does
+    not know."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     kind = path.suffix.removeprefix(".") or "png"

@@ -297,7 +297,7 @@ commands.add_typer(plot, name="plot")
 
 @dataclass(frozen=True, kw_only=True)
 class _Form:
-    """What a timeline is written as: one of two."""
+    """The kind of file that a timeline is written as; one of the two flags says which."""
 
     perfetto: Annotated[
         bool, typer.Option("--perfetto", help="Chrome trace JSON: a lane per queue, counters of memory")

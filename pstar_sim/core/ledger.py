@@ -112,7 +112,7 @@ def _category(list_name: str) -> int:
 
 
 def _spread(first: _Ints, counts: _Ints) -> _Ints:
-    """first, first + 1, ... one behind the other, each as often as `counts` says."""
+    """For each pair of `first` and `counts` the numbers first, first + 1, ..., first + count - 1, pair after pair."""
     spread: _Ints = np.repeat(first - (np.cumsum(counts, dtype=counts.dtype) - counts), counts)
     spread += np.arange(len(spread), dtype=spread.dtype)
     return spread

@@ -185,7 +185,7 @@ def ablate(
     alone = partial(compare, each, machine, barrier_cost=False, near=False)
     best = alone(policies=[asked], settings=own, certify=certify)
     if not best.rows[0].fits:
-        raise NothingFits(f"there is nothing to lead up to: {best.rows[0].reason}")
+        raise NothingFits(f"{asked} does not fit, so there is nothing to ablate: {best.rows[0].reason}")
     settings = replace(own, chunk_bytes=best[asked].plan.layout.chunk_bytes)
     rows = {asked: best.rows[0]}
     for spec in specs[1:]:
@@ -223,7 +223,7 @@ def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, setti
 
 
 def _has_own_chunks(spec: str, machine: Machine) -> bool:
-    """Whether chunks that are not sliced have a size of their own on several ranks."""
+    """Whether the policy keeps a chunk size of its own: on several ranks patrickstar does, whose chunks are whole."""
     return spec == BASE and len(machine.ranks) > 1
 
 

@@ -249,7 +249,7 @@ class _CheapestJob:
 
 
 def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str] | str:
-    """(USD per hour of one node, what that is the price of); what to do about it if the price is unknown."""
+    """(USD per hour of one node, the offer or source of this price); for an unknown price a text: how to give one."""
     price = prices.get(machine.name)
     if price is not None and (price.own or machine.price_usd_per_hour is None):
         when = "" if price.as_of is None else f", {price.as_of}"
@@ -322,7 +322,7 @@ def _offer(
 
 def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
     if machine.network is None:
-        return "no network joins several of it"
+        return "no network joins several nodes of it"
     if batch // machine.local_ranks <= most_nodes:
         return f"more GPUs cannot share {batch} sequences"
     return f"more than {most_nodes} nodes were not tried"

@@ -298,8 +298,8 @@ class _Asked:
         return {"layers": layers, "params": params, "more_layers": more, "largest_policy": policy}
 
     def _deepest(self, where: Machine, policies: Sequence[str], near: Mapping[str, int]) -> _Deepest | None:
-        """None where it is not asked for. near: see `max_model`; a tenth more of a part moves the limit little, or not
-        at all."""
+        """The largest model that `where` can train; None where that is not asked. near: see `max_model` (a tenth more
+        of a part moves the limit little, or not at all)."""
         if not self.largest:
             return None
         ranked, workload = self.share.ranked, self.share.workload

@@ -94,13 +94,13 @@ def examine(
 
 
 class _Notes:
-    """What was found of one plan.
+    """What examining one plan found.
 
-    earlier: why its predictions may be others than today's: an earlier version of the cost model made them; None for
-        this version, or where versions predict the same.
-    checked: names of what is as stated.
+    earlier: that an earlier version of the cost model made the plan's predictions, and how it differs, in words; None
+        where this version made them, or predicts the same.
+    checked: names of the figures that are as the plan states them.
     false: a sentence for each figure that is not.
-    why: name -> why it was not computed again.
+    why: name of a figure that was not computed again -> the reason.
     """
 
     def __init__(self, plan: Plan, timeline: Timeline) -> None:

@@ -18,11 +18,10 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.policy.kit.options import split_spec
 
 __all__ = [
-    "ANY", "FILE", "NOT_VALIDATED", "ExpectedError", "Trust", "class_name", "class_of", "expected_error", "trust",
+    "ANY", "FILE", "ExpectedError", "Trust", "class_name", "class_of", "expected_error", "trust",
 ]  # fmt: skip
 
 FILE = files("pstar_sim.catalog") / "expected_errors.json"
-NOT_VALIDATED = "not validated on this class"
 ANY = "any policy"
 FEWEST_ROWS = 4  # fewer say nothing
 
@@ -55,7 +54,7 @@ class ExpectedError:
 
     @property
     def label(self) -> str:
-        """± 12 % (18 rows, class h100 node)"""
+        """For example "± 12 % (18 rows, class h100 node)"."""
         who = "" if self.policy != ANY else ", other policies"
         return f"± {self.median:.0%} ({self.rows} rows, class {self.machine_class}{who})".replace("%", " %")
 
@@ -89,7 +88,14 @@ def expected_error(machine: Machine, policy: str) -> ExpectedError | None:
 def trust(machine: Machine, policy: str) -> Trust:
     """What validation found for this class of machine and this policy, or for the class with other policies."""
     found = expected_error(machine, policy)
-    return Trust(None, NOT_VALIDATED) if found is None else Trust(found.median, found.label)
+    if found is not None:
+        return Trust(found.median, found.label)
+    name = class_of(machine)
+    known = int(_shipped().get(name, {}).get(ANY, (0.0, 0.0, 0))[2])
+    return Trust(
+        None,
+        f"not validated for class {name} ({known or 'no'} published runs of it are known, {FEWEST_ROWS} are needed)",
+    )
 
 
 @cache

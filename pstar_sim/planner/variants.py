@@ -356,7 +356,7 @@ class _Race:
         return seconds < self.best_s
 
     def _bound_s(self, w: Workload, *, stream: bool = True) -> float:
-        """No plan with the usual chunks is faster (stream=False: none that streams no chunk)."""
+        """Seconds that no plan with the usual chunks goes below; stream=False: no such plan that streams nothing."""
         key = (id(w), stream)
         if key not in self.bounds_s:
             self.bounds_s[key] = self.least_s[id(w)]

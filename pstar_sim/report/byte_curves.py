@@ -25,7 +25,7 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Bytes of each category at one place as step functions: values[c][i] holds in [edges[i], edges[i + 1]).
+    """Bytes of each category at one place, constant between changes: values[c][i] holds in [edges[i], edges[i + 1]).
 
     edges: n + 1 positions (seconds, or moment numbers), ascending.
     values: category -> n bytes.
@@ -91,7 +91,7 @@ def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray
 
 
 def byte_curves(timeline: Timeline, *, x: str = "time", place: str = "gpu") -> Curves:
-    """Step functions of every category's bytes.
+    """The curve of every category's bytes.
 
     x = "time": all changes, in seconds. x = "moment": one value per moment: the value at the instant within the moment
     (from its start until the next one's) at which the total is largest. Raises PstarError for another x and for a

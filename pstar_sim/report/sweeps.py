@@ -13,6 +13,7 @@ import numpy as np
 
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.sweep import COLUMNS
 from pstar_sim.report.tables import BINDS_NAMES
 from pstar_sim.units import GB
 
@@ -168,7 +169,11 @@ def _over(frame: pandas.DataFrame, axes: Sequence[str]) -> pandas.DataFrame:
         if name not in frame:
             raise PstarError(f"the frame has no column {name!r}, only {', '.join(map(str, frame.columns))}")
     if frame.duplicated([*axes, "policy"]).any():
-        raise PstarError(f"another axis than {' and '.join(axes)} varies in this frame; choose one value of it")
+        axes_of_frame = [name for name in frame if name not in (*COLUMNS, *axes, "policy")]
+        others = [str(name) for name in axes_of_frame if frame[name].nunique() > 1]
+        raise PstarError(
+            f"the frame varies in {', '.join(others)} beside {' and '.join(axes)}; choose one value of {others[0]}"
+        )
     return frame.assign(at=[_number(value) for value in frame[axes[0]]])
 
 

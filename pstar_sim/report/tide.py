@@ -151,10 +151,10 @@ def _capacity(timeline: Timeline, place: str) -> int:
     return known if known else int(byte_curves(timeline, place=place).total.max())
 
 
-def _steps(
+def _polyline(
     curves: Curves, values: np.ndarray[Any, Any], unit: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The step function as a polyline: x and y (in units of `unit` bytes) of its corners."""
+    """The curve, constant between its edges, as a polyline: x and y (in units of `unit` bytes) of its corners."""
     return np.repeat(curves.edges, 2)[1:-1], np.repeat(values, 2) / unit
 
 
@@ -165,21 +165,21 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
     for category, values in curves.values.items():
         if category == "non-model" or not values.any():
             continue
-        xs, low = _steps(curves, floor, unit)
-        _, high = _steps(curves, floor + values, unit)
+        xs, low = _polyline(curves, floor, unit)
+        _, high = _polyline(curves, floor + values, unit)
         colour = COLOURS.get(category, COLOURS["buffer"])
         handles[NAMES.get(category, category)] = ax.fill_between(xs, low, high, color=colour, linewidth=0)
         floor = floor + values
     line = capacity - curves.tide
-    xs, tide_line = _steps(curves, line, unit)
+    xs, tide_line = _polyline(curves, line, unit)
     handles[NAMES["non-model"]] = ax.fill_between(
         xs, tide_line, capacity / unit, color=COLOURS["non-model"], linewidth=0, alpha=0.85
     )
     constant = int(line.min())
     # Only where no model data stands: what static leaves empty at low tide.
     reachable = np.maximum(floor, constant)
-    _, low = _steps(curves, reachable, unit)
-    _, high = _steps(curves, np.maximum(line, reachable), unit)
+    _, low = _polyline(curves, reachable, unit)
+    _, high = _polyline(curves, np.maximum(line, reachable), unit)
     if hatch and (line > constant).any():
         handles[_WASTE] = ax.fill_between(
             xs, low, high, facecolor="none", edgecolor="#555555", hatch="////", linewidth=0, zorder=1.5
@@ -229,8 +229,8 @@ def _overlay(
 ) -> None:
     curves = byte_curves(measured, x=x, place=place)
     capacity = _capacity(predicted, place)
-    xs, model = _steps(curves, curves.model_data, unit)
-    _, line = _steps(curves, capacity - curves.tide, unit)
+    xs, model = _polyline(curves, curves.model_data, unit)
+    _, line = _polyline(curves, capacity - curves.tide, unit)
     (handles["measured model data"],) = ax.plot(xs, model, color="black", linewidth=1.3, zorder=6)
     (handles["measured tide line"],) = ax.plot(xs, line, color="#D55E00", linewidth=1.3, linestyle="--", zorder=6)
     left, right = ax.get_xlim()

@@ -1,5 +1,5 @@
-"""The waterfall of an ablation: seconds per iteration from the first line to the last, each change a step down (or up),
-and beside it the bytes that each line copies.
+"""The waterfall of an ablation: seconds per iteration from the first line to the last, each change a
+floating bar, and beside it the bytes that each line copies.
 
 Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `Ablation`; plans nothing.
 """
@@ -24,7 +24,7 @@ __all__ = ["plot_waterfall", "waterfall_figure"]
 # Okabe and Ito's palette, as in the tide picture.
 WHOLE, BETTER, WORSE, UP, DOWN = "#999999", "#009E73", "#D55E00", "#0072B2", "#56B4E9"
 NOTHING_S = 0.005  # a change that rounds to 0.00 s
-LEGIBLE = 0.004  # share of the width of the picture under which a step is a mark and not a bar
+LEGIBLE = 0.004  # share of the width of the picture under which a change is a mark and not a bar
 
 
 def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) -> Any:

@@ -224,7 +224,7 @@ def _dos_model(row: PublishedRow) -> ModelEntry:
 
 
 def _dos_policy(system: str) -> str:
-    """The spec of a system as these logs name it."""
+    """The spec of the policy that stands for a system, as the logs of Deep Optimizer States name it."""
     options: list[str] = ["subgroup=100000000"]
     if match := re.search(r"ratio([\d.]+)", system):
         options.append(f"ratio={float(match[1]):g}")
@@ -350,7 +350,7 @@ _VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
 
 
 def _vm_policy(system: str) -> str:
-    """The spec of a system of these logs."""
+    """The spec of the policy that stands for a system, as STRONGHOLD's logs name it."""
     if match := _VM_WINDOW.fullmatch(system):
         return "stronghold" + (f":window={match[1]}" if match[1] else "")
     return _VM_POLICIES[system]

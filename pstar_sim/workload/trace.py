@@ -63,7 +63,7 @@ _CHOSEN = ("activations", "stashes")  # only in files in which some variant has 
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:
-    """Write one workload or several variants to `path` (Parquet, zstd); an existing file is replaced in one step.
+    """Write one workload or several variants to `path` (Parquet, zstd); an existing file is replaced atomically.
 
     Raises TraceError if there is nothing to write, a value does not fit the format (an integer over 64 bits, text that
     is not Unicode), two variants cannot be told apart, or the file cannot be written.

@@ -409,7 +409,7 @@ def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
 
 
 def _check_indices(w: Workload, bad: _Bad) -> None:
-    """Check that each use names a moment before the step, and a tensor that can be used so."""
+    """Check that each use names a moment before the optimizer step, and a tensor that can be used so."""
     tied = {i for i, t in enumerate(w.tensors) if t.tied_to is not None}
     frozen = {i for i, t in enumerate(w.tensors) if t.frozen}
     last, count = len(w.moments), len(w.tensors)
@@ -428,8 +428,9 @@ _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOM
 
 def _check_order(w: Workload, bad: _Bad) -> None:
     """Check that time goes forward: micro-batches begin one after the other, each runs forward and then backward, the
-    step comes last; and a moment opens with the bytes that the one before it closed with. (Between two micro-batches of
-    which the first is over, the batch is replaced.) An iteration that is not known yet has no moment but the step."""
+    optimizer step comes last; and a moment opens with the bytes that the one before it closed with. (Between two
+    micro-batches of which the first is over, the batch is replaced.) An iteration that is not known yet has no moment
+    but the optimizer step."""
     first, last = w.moments[0], w.moments[-1]
     if (first.micro_batch and first is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"
@@ -493,7 +494,8 @@ def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
 
 
 def _check_uses(w: Workload, bad: _Bad) -> None:
-    """Check that the step reads nothing, and that a gradient arrives in the backward pass, behind the first read."""
+    """Check that the optimizer step reads nothing, and that a gradient arrives in the backward pass, behind the first
+    read."""
     phases = [m.phase for m in w.moments]
     base = [m.micro_batch * len(w.tensors) for m in w.moments]
     first: dict[int, int] = {}  # base + tensor -> moment
@@ -589,8 +591,8 @@ def activations_text(w: Workload) -> str:
 
 def _spans(numbers: Sequence[int]) -> str:
     """ "0-3, 7" for 0, 1, 2, 3, 7; "0, 2 ... 8" for every second one."""
-    steps = {b - a for a, b in pairwise(numbers)}
-    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
+    strides = {b - a for a, b in pairwise(numbers)}
+    if len(numbers) > 3 and len(strides) == 1 and strides != {1}:
         return f"{numbers[0]}, {numbers[1]} ... {numbers[-1]}"
     out: list[list[int]] = []
     for n in numbers:

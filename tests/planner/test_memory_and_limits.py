@@ -430,9 +430,10 @@ def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_i
     assert known.trust is not None and "class v100 one GPU" in known.trust
     unknown = fits(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
     assert unknown.iteration_s is not None
-    assert (unknown.error, unknown.trust) == (None, "not validated on this class")
+    label = "not validated for class l4 one GPU (no published runs of it are known, 4 are needed)"
+    assert (unknown.error, unknown.trust) == (None, label)
     row = ps.compare(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
-    assert (row.expected_error, row.trust) == (None, "not validated on this class")
+    assert (row.expected_error, row.trust) == (None, label)
 
 
 def test_the_limit_of_optimal_is_the_furthest_of_all() -> None:

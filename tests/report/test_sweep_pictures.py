@@ -53,7 +53,7 @@ def test_an_axis_of_numbers_and_no_bound() -> None:
 
 
 def test_what_else_varies_has_to_be_chosen() -> None:
-    with pytest.raises(PstarError, match=r"another axis than set\.gpu\.memory varies"):
+    with pytest.raises(PstarError, match=r"varies in batch beside set\.gpu\.memory; choose"):
         plot_times(frame(), "set.gpu.memory", Figure().subplots())
     with pytest.raises(PstarError, match="no column 'link'"):
         plot_times(frame(), "link", Figure().subplots())

@@ -142,15 +142,17 @@ def _check_update(plan: Plan, step: Step) -> None:
     if step.kind is Kind.CPU_ADD:
         each = _SUM_BYTES + DTYPE_BYTES[chunk.dtype]
         if step.list not in (None, "grad", "param"):
-            raise PlanError(f"{label(step)} has list={step.list}; it adds grad, or the gradient in param")
+            raise PlanError(
+                f"{label(step)} has list={step.list}; list= must be grad, or param where the gradient lies there"
+            )
     else:
         each = w.optimizer.dram_bytes_per_param
         if step.list is not None:
             raise PlanError(f"{label(step)} has list={step.list}; an update works on all lists of its chunk")
     if step.bytes != params * each:
         raise PlanError(
-            f"{label(step)} has bytes={step.bytes}; it needs its memory traffic, {each} bytes of each of {params} "
-            f"parameters, {params * each} bytes"
+            f"{label(step)} has bytes={step.bytes}; bytes= must be its memory traffic, {params * each} ({params} "
+            f"parameters, {each} bytes each)"
         )
 
 

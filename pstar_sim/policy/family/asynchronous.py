@@ -118,9 +118,9 @@ class Asynchronous:
             attempt(most)
         attempt(0)
         if not attempts or min(a.window.iteration_s for a in attempts.values()) > bound_s * (1 + CLOSE_TO_BOUND):
-            for step in range(1, NEIGHBOURS + 1):
-                attempt(best - step)
-                attempt(best + step)
+            for distance in range(1, NEIGHBOURS + 1):
+                attempt(best - distance)
+                attempt(best + distance)
         if not attempts:
             attempt(most)
         if not attempts:

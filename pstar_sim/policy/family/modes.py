@@ -17,7 +17,7 @@ adds them; the sum of a streamed chunk then comes up with its states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,9 +31,6 @@ from pstar_sim.workload.workload import Phase
 __all__ = ["ModeFacts", "Roofline", "interleave", "mode_facts", "roofline"]
 
 Array = NDArray[np.float64]
-# Shares of CPU Adam at which the window that binds is sought; between two of them the roofline may be a little low. 2:
-# the same plans (benchmarks/search_constants.py).
-SHARES = 33
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +199,9 @@ def roofline(
 
 
 def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, beside: Array, x: Array) -> Array:
-    """Seconds of the copies down from the last turn on that have no room on the GPU any more when the first micro-batch
-    of the next iteration ends: gradients and sums of chunks that CPU Adam updates, states and parameters of streamed
-    ones."""
+    """Seconds of the copies down that have to end by the end of the next iteration's first micro-batch, because what
+    they copy has no room on the GPU beside the chunks then. Copied down from the last turn on: gradients and sums of
+    chunks that CPU Adam updates, states and parameters of streamed chunks."""
     f = facts.pins
     working, states, sums = (float(np.sum(size)) for size in (f.working_bytes, facts.states_bytes, facts.sum_bytes))
     size = (cpu - summed_cpu + z) * working + summed_cpu * sums + z * states
@@ -227,9 +224,21 @@ def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
     adams = Inside(first, None if f.barrier else final).sums(adam)
     copies = up + (0.0 if f.barrier else down)
     value = span + copies
-    chosen: set[int] = {int(np.argmax(value + share * adams)) for share in np.linspace(0.0, 1.0, SHARES)}
-    chosen.add(len(first) - 1)
+    chosen = {*_highest(value, adams), len(first) - 1}
     return [(float(span[j]), float(adams[j]), float(copies[j])) for j in sorted(chosen)]
+
+
+def _highest(value: Array, slope: Array) -> Iterator[int]:
+    """Numbers of the lines value + share * slope of which each is the highest one at some share from 0 to 1."""
+    j = int(np.lexsort((slope, value))[-1])
+    yield j
+    while len(steeper := np.flatnonzero(slope > slope[j])):
+        shares = (value[j] - value[steeper]) / (slope[steeper] - slope[j])  # from which on these lines are higher
+        k = int(np.lexsort((-slope[steeper], shares))[0])
+        if shares[k] > 1.0:
+            return
+        j = int(steeper[k])
+        yield j
 
 
 def interleave(

@@ -32,7 +32,7 @@ def blocks_of(
     Chunks that are permanent residents are left out. Two neighbours become one block if they need the same chunks; a
     moment that needs nothing joins the block before it if its tide is no higher and it takes no time (or stands
     between two moments that need the same), so the room a block needs is the room its worst moment needs.
-    cuts: moments that have to open a block. The last moment (the step) is always alone.
+    cuts: moments that have to open a block. The last moment (the optimizer step) is always alone.
     """
     count = len(uses.by_moment)
     needs = [tuple(c for c in row if c not in permanent) for row in uses.by_moment]

@@ -138,7 +138,7 @@ class Facts:
         return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
     def updated(self, chunk: int) -> bool:
-        """Whether a parameter of the chunk gets a gradient, so that the chunk has an Adam step."""
+        """Whether a parameter of the chunk gets a gradient, so that Adam updates the chunk."""
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:

@@ -39,7 +39,7 @@ class Job:
     several: whether there are several micro-batches.
     barrier: why no Adam runs before the optimizer step; None where Adam may run earlier.
     sums_on_gpu: whether every chunk's gradients of all micro-batches are added up on the GPU and go to the host once.
-        They follow one another in a layer-major workload.
+        In a layer-major workload the gradients of a chunk follow one another.
     add_last: whether a last gradient without a sum on the GPU is added to the others before the update, because the
         norm is that of their sum.
     host_adds: adds on the host per iteration of a chunk without a sum on the GPU.

@@ -137,7 +137,7 @@ class Builder:
         return number
 
     def compute(self, moment: int, after: After = ()) -> int:
-        """Add a moment, and the copies of stashes that begin behind it."""
+        """Add a moment, and the copies of stashes that begin when it ends."""
         moves = self._stash_moves
         if moves is None:
             return self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=after)

@@ -74,7 +74,7 @@ def deep_optimizer_states(
     b.choices["moves"] = o.sharded.describe_moves()
     b.choices["flush"] = "gradients go to pinned host memory as fp32, beside the backward pass"
     b.choices["adam"] = (
-        f"after the barrier, {len(o.groups)} sub-groups: states of {staged} of them (every {every}.) are staged up, "
+        f"after the barrier, {len(o.groups)} sub-groups: states of {staged} of them (one in {every}) are staged up, "
         "updated on the GPU and sent down while the CPU updates the others"
     )
     return b.plan(predict=True)

@@ -106,8 +106,8 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
 
 
 def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> Layout:
-    """The layout. On several ranks the unit is a group of one chunk per rank (msc: a chunk). Raises CannotPlan if there
-    are too few chunks."""
+    """The layout. On several ranks a unit of it is a group of one chunk per rank, or with `msc` one chunk. Raises
+    CannotPlan if there are too few chunks."""
     single = build_layout(workload, chunk_bytes=settings.chunk_bytes)
     if ranks == 1:
         return single
@@ -257,7 +257,9 @@ class _Iteration:
         b.wait(b.steps[0].id, Ref(memory.last, 1))
         b.choices.update(_choices(b, homes, memory.unit))
         if rounds > MOST_ITERATIONS:
-            b.choices["cycle"] = "its residents repeat only after several iterations; moved back at the end of each one"
+            b.choices["cycle"] = (
+                "the chunks on the GPU repeat only after several iterations; each iteration ends by moving them back"
+            )
         plan = b.plan()
         seconds = zip(plan.steps, b.cost.step_costs(plan).seconds)
         alone_s = sum(took_s for step, took_s in seconds if step.stash is None)
@@ -274,7 +276,9 @@ def _choices(b: Builder, homes: Homes, unit: str) -> dict[str, object]:
         "moves": "on demand and synchronous; evicted chunks are written back, clean ones too",
     }
     if b.ranks > 1:
-        size = "single chunks (memory saving communication)" if unit == "chunk" else f"of {b.ranks} chunks, one a rank"
+        size = (
+            "single chunks (memory saving communication)" if unit == "chunk" else f"of {b.ranks} chunks, one per rank"
+        )
         choices["groups"] = f"{size}, gathered for use and given up when all their tensors were used"
     choices["adam"] = "after backward, in chunk order; nothing overlaps it"
     if b.workload.micro_batches > 1:

@@ -227,7 +227,7 @@ class Offloaded:
         where = "the GPU" if self.sharded.shards.scheme.home is Place.GPU else "the host"
         return (
             f"parameters live on {where}; {share:.0%} of the optimizer on the host, "
-            f"{format_bytes(b.held_bytes(Place.HOST))} a rank with its buffers"
+            f"{format_bytes(b.held_bytes(Place.HOST))} per rank with its buffers"
         )
 
 

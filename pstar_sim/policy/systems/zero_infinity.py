@@ -89,7 +89,7 @@ def zero_infinity(
     s.hold_bucket()
     b.choices["capacity"] = (
         f"parameters live on {_where(scheme.home)}, optimizer states and gradients on {_where(scheme.states)}: "
-        f"{format_bytes(b.held_bytes(Place.HOST))} of host memory a rank between iterations"
+        f"{format_bytes(b.held_bytes(Place.HOST))} of host memory per rank between iterations"
     )
     b.choices["moves"] = s.describe_moves() + (
         "; an operator ahead gathered, two fetched, three read" if overlap else "; on demand"
