@@ -389,6 +389,42 @@ def calibrated() -> str:
     )
 
 
+def search_constants() -> str:
+    """A row per constant and value in its place, over the jobs of all groups that it was measured on."""
+    found = result("search_constants")
+    lines = [
+        "| constant | is | in its place | jobs | longer, mean | least | most | no longer fit | bytes | effort |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    changes: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        name = f"{row['module'].removeprefix('pstar_sim.')}.{row['constant']}"
+        changes.setdefault((name, row["is"], row["becomes"]), []).append(row)
+    for change, rows in sorted(changes.items()):
+        jobs = {row["group"]: len(found["groups"][row["group"]]["jobs"]) for row in rows}
+        all_jobs = sum(jobs.values())
+        lost = sum(row["no_longer_fit"] for row in rows)
+        effort = {row["group"]: found["groups"][row["group"]]["rows"] for row in rows}
+        cells = (
+            _change(sum(row["mean_longer"] * jobs[row["group"]] for row in rows) / all_jobs),
+            _change(-max(row["most_shorter"] for row in rows)),
+            _change(max(row["most_longer"] for row in rows)),
+            str(lost or ""),
+            _change(sum(row["moved"] * jobs[row["group"]] for row in rows) / all_jobs - 1),
+            _change(
+                sum(row["rows"] * effort[row["group"]] for row in rows) / (sum(effort.values()) or 1) - 1, digits=0
+            ),
+        )
+        lines.append(f"| {' | '.join((f'`{change[0]}`', *change[1:], str(all_jobs), *cells))} |")
+    return "\n".join(lines)
+
+
+def _change(part: float, digits: int = 2) -> str:
+    """A relative change with its sign; nothing where it rounds to 0."""
+    text = f"{100 * part:+.{digits}f} %"
+    return "" if float(text[1:-2]) == 0 else text
+
+
 # What stands between two markers of its name.
 PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
@@ -398,6 +434,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     )
 } | {
     "demo-taken": lambda: link("demo"),
+    "search-constants-taken": lambda: link("search_constants"),
     "table-taken": lambda: link("table_policies"),
     "validation-taken": lambda: link("validation"),
     "patrickstar-node-taken": lambda: link("patrickstar_node"),
@@ -410,6 +447,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "gaps": gaps_table,
     "peers": peers_resident,
     "peers-away": peers_away,
+    "search-constants": search_constants,
     "table": policies_table,
     "validation": validation_summary,
     "whale-predicted": whale_predicted,

@@ -343,7 +343,11 @@ def test_gradients_are_accumulated_over_micro_batches(two: MakePlan):
         ("2 compute alloc chunk=0 list=grad place=gpu moment=1 bytes=2048\n", "", "which is not there|overwritten"),
         ("5 d2h free chunk=0 list=grad place=gpu bytes=2048\n", "", "left over"),
         # 8 bytes of grad32 and 2 of the gradient, of each of 1,024 parameters
-        ("moment=1 bytes=10240", "moment=1 bytes=8192", "step 6 .* has bytes=8192; .* 10240 .1024 parameters, 10 bytes"),
+        (
+            "moment=1 bytes=10240",
+            "moment=1 bytes=8192",
+            "step 6 .* has bytes=8192; .* 10240 .1024 parameters, 10 bytes",
+        ),
         (
             "cpu_add chunk=0 list=grad",
             "cpu_add chunk=0 list=momentum",
