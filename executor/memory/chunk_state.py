@@ -30,7 +30,8 @@ class ChunkState:
     """Facts about the lists of one chunk.
 
     current: places whose copy of the working list holds the current values.
-    ahead: state lists that were updated on the gpu while the host holds the older ones.
+    ahead: lists that changed on the gpu while the host holds older ones: updated states, sums that gradients were added
+        to.
     whole: whether the gpu has the other ranks' slices of the working list as well.
     gradients: see [Note: where a gradient is].
     adding, updating, hollow: see [Note: between two lines].

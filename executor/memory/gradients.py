@@ -50,6 +50,8 @@ class ChunkGradients:
             self.put(chunk, mine, tensor, target, gradient if same else gradient.reshape(target.shape))
         if list_name == "param":
             self.values.changed(chunk, (tensor,))
+        elif list_name == "grad32":
+            self.chunks[chunk].ahead.add("grad32")
 
     def _slot(self, tensor: int, list_name: str) -> torch.Tensor:
         """The slot on the gpu in the shape of the tensor, made once: views stay valid whether the payload has memory or
@@ -77,11 +79,12 @@ class ChunkGradients:
         gradient or has it in two parts.
 
         A sum on its way to the gpu for an update there is read on the host, which still has it, because the reader is
-        not ordered after the queue that copies the sum.
+        not ordered after the queue that copies the sum. (A sum to which a moment has added since is on the gpu alone.)
         """
         chunk = self.slots.chunk_of(tensor)
-        parts = {where for where, mine in list(self.chunks[chunk].gradients.items()) if tensor in mine}
-        if (GPU, "grad32") in parts and self.arena.has(HOST, chunk, "grad32"):
+        state = self.chunks[chunk]
+        parts = {where for where, mine in list(state.gradients.items()) if tensor in mine}
+        if (GPU, "grad32") in parts and "grad32" not in state.ahead and self.arena.has(HOST, chunk, "grad32"):
             parts = parts - {(GPU, "grad32")} | {(HOST, "grad32")}
         if len(parts) > 1:
             raise PlanError(f"the norm of tensor {tensor}'s gradient is asked for before its parts {parts} are added")

@@ -315,11 +315,14 @@ def _places_of_sums(plan: Plan) -> dict[int, str]:
     lists = gradient_list(plan)
     stays = {r.chunk for r in plan.initial if r.list == "grad32" and r.place is Place.GPU}
     sent = {s.chunk for s in plan.steps if s.kind is Kind.WRITEBACK and s.list == "grad32"}
+    back = {s.chunk for s in plan.steps if s.kind is Kind.FETCH and s.list == "grad32"}
     on_gpu = {chunk for (chunk, _), name in lists.items() if name == "grad32"}
     words = {}
     for chunk in sorted({chunk for chunk, _ in lists}):
         if chunk in stays:
             words[chunk] = "on the GPU, beside their states"
+        elif chunk in on_gpu and chunk in back:
+            words[chunk] = "on the GPU, and are on the host in between where other lists need the room"
         elif chunk in on_gpu and chunk in sent:
             words[chunk] = "on the GPU, and go to the host once, for the update"
         elif chunk in on_gpu:

@@ -117,10 +117,11 @@ def test_any_choice_of_modes_that_has_room_makes_a_correct_plan(ranks: int) -> N
             down=chance.choice(("edf", "fifo", "adam")),
             stay=chance.choice((0.0, 0.25, 1.0)),
             states_first=chance.random() < 0.5,
+            spill=chance.random() < 0.5,
         )
         try:
             check_gpu(job)
-            check_host(job, modes.pinned, modes.held)
+            check_host(job, modes.pinned, frozenset() if knobs.spill else modes.summed & modes.streamed)
         except DoesNotFit:
             return
         course = Course(job, modes, knobs)

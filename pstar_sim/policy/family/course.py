@@ -39,6 +39,8 @@ class Knobs:
         positions, and always for three positions.
     states_first: whether states go down before parameters that stay, because states take room. The parameters are then
         given up later.
+    spill: whether sums of gradients on the GPU go to the host between two micro-batches where other lists need the
+        room more.
     """
 
     linger: bool = True
@@ -46,12 +48,13 @@ class Knobs:
     down: str = "edf"
     stay: float = 0.25
     states_first: bool = False
+    spill: bool = False
 
 
 class Course:
     """One choice of modes, laid out along the compute queue.
 
-    positions, at, updates, stays, room: as in `Schedule`.
+    positions, at, updates, sums, stays, room: as in `Schedule`.
     touched: chunk that is not resident -> positions that need its working list.
     kept: gaps over which a chunk stays.
     needed_whole: on several ranks, chunk -> stretches of positions that need the chunk whole, resident chunks included.
@@ -70,11 +73,11 @@ class Course:
         self.moving = [c for c in job.moving if c not in modes.pinned and job.touched[c]]
         self.positions, self.at, self.updates = self._lay_out()
         self.touched, self.needed_whole = self._needs()
+        self.sums = {c: self._sum_stretches(c) for c in sorted(modes.summed)}
         self.room = self._needed_room()
         self._take(self._leaving() if knobs.linger else [0] * len(self.room))
         self.least_room_bytes = min(self.room)
         self.kept = self._keep() if blocks is None else set()
-        self.room = [room - held for room, held in zip(self.room, held_over(self.kept, job.sizes, len(self.room)))]
         self.stays = frozenset(c for c in self.moving if self._stays(c))
         self.kept_whole = self._keep_whole() if blocks is None else set()
 
@@ -89,6 +92,7 @@ class Course:
             updates=self.updates,
             visits={c: _joined(c, _stretches(self.touched[c]), self.kept) for c in self.moving},
             whole={c: _joined(c, stretches, self.kept_whole) for c, stretches in self.needed_whole.items()},
+            sums=self.sums,
             stays=self.stays,
             room=self.room,
             resident_bytes=self.resident_bytes,
@@ -138,8 +142,18 @@ class Course:
             for n in mine:
                 room[n] -= size
         others = collectives.room(job, self.needed_whole, len(room))
-        sums = gradients.held(job, self.modes, self.at, self.updates, len(room))
+        sums = gradients.held(job, self.sums, len(room))
         return [left - other - held for left, other, held in zip(room, others, sums)]
+
+    def _sum_stretches(self, c: int) -> list[Stretch]:
+        """Stretches of positions that need the chunk's sum of gradients on the GPU. Without spilling, one."""
+        job, update = self.job, self.updates.get(c)
+        ends = [(self.at[job.block_of[first]], self.at[job.block_of[last]]) for _, first, last in job.uses.spans[c]]
+        if update is not None:
+            ends.append((update if job.barrier is not None else ends[-1][1] + 1, update))
+        if not self.knobs.spill:
+            return [Stretch(ends[0][0], ends[-1][1])]
+        return _stretches([n for first, last in ends for n in range(first, last + 1)])
 
     def _beside(self, position: Position) -> int:
         """Bytes that a position needs beside working lists."""
@@ -148,7 +162,8 @@ class Course:
         return gradients.room(self.job, position.block, self.modes.pinned | self.modes.summed)
 
     def _keep(self) -> set[UseGap]:
-        """Gaps over which a chunk stays, where there is room for it."""
+        """Gaps over which a chunk stays, where there is room for it. Sums of gradients stay beside working lists by the
+        same rule: the sum of a chunk counts as one more chunk."""
         job, knobs = self.job, self.knobs
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
         for c in self.moving:
@@ -158,7 +173,16 @@ class Course:
                 gaps.append(border)
         room = [left - arriving for left, arriving in zip(self.room, self._arriving())]
         first = [self.touched[c][0] if c in self.touched else 0 for c in range(len(job.sizes))]
-        return keep_set(job.point.eviction, gaps, job.sizes, room, first)
+        sizes, sum_of = list(job.sizes), {}
+        for c, stretches in self.sums.items():
+            sum_of[c] = len(sizes)
+            gaps += [UseGap(end, begin, sum_of[c]) for (_, end), (begin, _) in pairwise(stretches)]
+            sizes.append(job.layout.payload_bytes(c, "grad32"))
+            first.append(stretches[0].first)
+        kept = keep_set(job.point.eviction, gaps, sizes, room, first)
+        self.sums = {c: _joined(sum_of[c], stretches, kept) for c, stretches in self.sums.items()}
+        self.room = [left - held for left, held in zip(self.room, held_over(kept, sizes, len(self.room)))]
+        return {gap for gap in kept if gap.chunk < len(job.sizes)}
 
     def _keep_whole(self) -> set[UseGap]:
         """The other ranks' slices stay where room is left beside this rank's own slices and beside gathers ahead."""
@@ -246,7 +270,7 @@ class Course:
         rows = [0] * len(positions)
         for c, update in self.updates.items():
             ahead_s = 0.0
-            for name in reversed(job.visiting(held=c in self.modes.held)):
+            for name in reversed(job.visiting(held=c in self.modes.summed)):
                 size, seconds = job.up[c, name]
                 ahead_s += seconds
                 left_s, n = ahead_s, update - 1

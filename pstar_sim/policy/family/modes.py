@@ -11,8 +11,10 @@ forward: the part of their states that did not fit on the GPU before arrives whi
 ranks numbers of chunks and proves nothing.
 
 With several micro-batches, the gradients of a share of the chunks that are not pinned add up on the GPU, of streamed
-chunks first. Their sums take room there, and the GPU adds. All other gradients go down in each micro-batch and the host
-adds them; the sum of a streamed chunk then comes up with its states.
+chunks first. Their sums take room there, and the GPU adds. Where sums may spill, those that have no room beside the
+working lists go down and come up between two micro-batches: that frees their room at two turns, and to give up working
+lists instead would cost the way up twice. All other gradients go down in each micro-batch and the host adds them; the
+sum of a streamed chunk then comes up with its states.
 """
 
 from __future__ import annotations
@@ -130,9 +132,14 @@ class Roofline:
 
 
 def roofline(
-    facts: ModeFacts, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float] = (0.0,)
+    facts: ModeFacts,
+    pins: Sequence[int],
+    shares: Sequence[float],
+    sums: Sequence[float] = (0.0,),
+    *,
+    spill: bool = False,
 ) -> Roofline:
-    """The closed form of [Note: the roofline]."""
+    """The closed form of [Note: the roofline]. spill: whether sums may go to the host between two micro-batches."""
     f = facts.pins
     total_s = float(np.sum(f.moments_s))
     working, pinned = np.asarray(f.working_bytes, float), np.asarray(f.pinned_bytes, float)
@@ -150,29 +157,36 @@ def roofline(
     up, down = float(np.sum(f.up_s)), float(np.sum(f.down_s))
     states, sum_bytes = float(np.sum(facts.states_bytes)), float(np.sum(facts.sum_bytes))
     visiting = z * states + (z - summed_z) * sum_bytes  # bytes
+    # Room behind a barrier, and the sums that have none there.
+    last = facts.last_room_bytes - x * pinned.sum() - z * everything - summed_z * sum_bytes
+    visiting = visiting + (np.clip(-last, 0.0, summed_z * sum_bytes) if spill and f.barrier else 0.0)
     # Copies up: each unpinned chunk once, and again over every gap it cannot be kept.
     passing = np.where(z > 0, float(facts.passing_bytes), 0.0)
     beside = f.room_bytes - x * pinned.sum() - summed * sum_bytes
+    spilt = np.clip((1 - x) * everything - beside, 0.0, summed * sum_bytes) if spill else np.zeros_like(beside)
+    beside = beside + spilt
     left = np.maximum(0.0, beside - passing)  # at the last turn, when states pass; at the others there is more
     again = np.maximum(0.0, (1 - x) * everything - left)
     if f.gaps > 1:
         again = again + np.maximum(0.0, (1 - x) * everything - np.maximum(0.0, beside)) * (f.gaps - 1)
     again = again / everything * up
-    h2d = (1 - x) * up + visiting / facts.h2d_bytes_per_s + again
+    times = facts.lists - 1  # that a sum is spilt
+    h2d = (1 - x) * up + (visiting + times * spilt) / facts.h2d_bytes_per_s + again
     held = np.maximum(0.0, beside)
     adds_s = (x + summed) * gpu_add  # on the compute queue, in every micro-batch but the first
     adds_before_s = adds_s * facts.adds_before
     backward = (
-        facts.turn_s + adds_before_s + np.maximum(0.0, (1 - x) * everything + visiting - held) / facts.h2d_bytes_per_s
+        facts.turn_s
+        + adds_before_s
+        + np.maximum(0.0, (1 - x) * everything + visiting + spilt - held) / facts.h2d_bytes_per_s
     )
-    d2h = (1 - x) * down + z * states / facts.d2h_bytes_per_s
+    d2h = (1 - x) * down + (visiting - (z - summed_z) * sum_bytes + times * spilt) / facts.d2h_bytes_per_s
     d2h = d2h + ((cpu - summed_cpu) * (facts.lists - 1) + (z - summed_z) * facts.lists_streamed) * down
     d2h = d2h + summed_cpu * (sum_bytes / facts.d2h_bytes_per_s - down)
     traffic = h2d * facts.h2d_bytes_per_s + d2h * facts.d2h_bytes_per_s
     traffic = traffic + cpu * float(np.sum(facts.dram_adam_bytes)) + added * float(np.sum(facts.dram_add_bytes))
     wait = np.zeros_like(z)
     if f.barrier:
-        last = facts.last_room_bytes - x * pinned.sum() - z * everything - summed_z * sum_bytes
         wait = np.maximum(0.0, (visiting - np.maximum(0.0, last)) / facts.h2d_bytes_per_s - z * gpu_adam)
     computed = total_s + (x + z) * gpu_adam + adds_s + wait
     terms = [computed, cpu * adam + added * add, traffic / facts.dram_bytes_per_s]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -93,6 +93,16 @@ class Trial:
     knobs: Knobs = USUAL
 
 
+class _Start(NamedTuple):
+    """The best trial by the roofline, where sums may spill or not, and its seconds."""
+
+    seconds: float
+    pins: int
+    streams: int
+    hosts: int
+    spill: bool
+
+
 class Search:
     """The search in one job.
 
@@ -101,7 +111,7 @@ class Search:
     fastest: at most two attempts that fit. The first has the least burden among equally fast attempts (ties.py).
     best: seconds and trial of the fastest attempt.
     here: seconds and trial from which the search goes downhill.
-    start: numbers of pins and streams that are best by the roofline.
+    starts: what is best by the roofline, with and without sums that spill where that is a choice; the best one first.
     """
 
     def __init__(self, job: Job, effort_ops: int) -> None:
@@ -131,17 +141,21 @@ class Search:
         sums = np.linspace(0.0, 1.0, SUMS if job.may_sum else 1).tolist()
         if job.may_sum:
             pins, shares = _coarse(pins), _coarse(shares)
-        roof = roofline(self.facts, pins, shares, sums)
-        p, z, g = np.unravel_index(int(roof.seconds.argmin()), roof.seconds.shape)
-        best = pins[p]
-        hosts = round((1 - sums[g]) * (self.count - best)) if job.may_sum else 0
-        self.start = best, round(shares[z] * (self.count - best)), hosts
+        self.starts: list[_Start] = []
+        self.floor_s = math.inf
+        for spill in (True, False) if job.may_sum else (False,):
+            roof = roofline(self.facts, pins, shares, sums, spill=spill)
+            p, z, g = np.unravel_index(int(roof.seconds.argmin()), roof.seconds.shape)
+            best = pins[p]
+            hosts = round((1 - sums[g]) * (self.count - best)) if job.may_sum else 0
+            streams = round(shares[z] * (self.count - best))
+            self.starts.append(_Start(float(roof.seconds[p, z, g]), best, streams, hosts, spill))
+            self.floor_s = min(self.floor_s, float(roof.floor_s.min()))
+        self.starts.sort(key=lambda start: start.seconds)
         # The best without sums on the GPU: its seconds, pins and streams.
         p, z = np.unravel_index(int(roof.seconds[..., 0].argmin()), roof.seconds.shape[:2])
         self.without_sums = float(roof.seconds[p, z, 0]), pins[p], round(shares[z] * (self.count - pins[p]))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
-        self.roofline_s = float(roof.seconds.min())
-        self.floor_s = float(roof.floor_s.min())
 
     def _most(self) -> int:
         """The most chunks of the usual size that could be pinned anywhere."""
@@ -224,7 +238,7 @@ class Search:
 
     def _fit(self, modes: Modes, knobs: Knobs) -> Attempt | None:
         try:
-            check_host(self.job, modes.pinned, modes.held)
+            check_host(self.job, modes.pinned, frozenset() if knobs.spill else modes.summed & modes.streamed)
         except DoesNotFit as reason:
             self.reason = self.reason or reason
             return None
@@ -312,10 +326,20 @@ class Search:
             knobs = replace(USUAL, linger=False, states_first=True)
         elif self.job.may_sum:
             knobs = ALL_AT_ONCE
-        pins, streams, hosts = self.start
-        yield Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), hosts=hosts, knobs=knobs)
+        for number, (_, pins, streams, hosts, spill) in enumerate(self.starts):
+            if number:
+                self.here = None  # so that the next one is not given up early
+            yield Trial(
+                pins=pins,
+                streams=streams,
+                head=0,
+                front=min(FRONT, streams),
+                hosts=hosts,
+                knobs=replace(knobs, spill=spill),
+            )
+        knobs = self.best[1].knobs if self.best is not None else knobs
         if self.best is not None and self.best[1].streams:
-            yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
+            yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger, spill=knobs.spill))
             yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
             yield replace(self.best[1], head=0)
             yield replace(self.best[1], head=self.best[1].pins // 2)
@@ -332,6 +356,7 @@ class Search:
                 if self.large and modes != best.large:
                     yield self._beside(best, modes)
         if self.job.may_sum:
+            yield replace(best, knobs=replace(knobs, spill=not knobs.spill))
             yield replace(best, hosts=self.count)
             yield replace(best, hosts=0)
             _, pins, streams = self.without_sums

@@ -23,7 +23,6 @@ from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.order import in_order
 from pstar_sim.policy.kit.points import Point
-from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.passes.feasibility import check_gpu
 from pstar_sim.units import format_bytes, format_s
@@ -189,7 +188,7 @@ def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[st
         if search.job.follow_tide
         else "GPU budget less the highest non-model bytes of any moment",
         "modes": f"of {count} chunks {len(modes.pinned)} pinned, {len(modes.streamed)} streamed, {cpu} by CPU Adam",
-        **_sums(search, modes),
+        **_sums(search, attempt),
         "pins": f"{len(modes.pinned)} of {count} chunks ({search.most} would fit)",
         "tried": len(search.tried),
         "chunk_sizes": sizes,
@@ -200,9 +199,9 @@ def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[st
     }
 
 
-def _sums(search: Search, modes: Modes) -> dict[str, object]:
+def _sums(search: Search, attempt: Attempt) -> dict[str, object]:
     """Where gradients add up, and why, if that is a choice."""
-    job = search.job
+    job, modes = search.job, attempt.modes
     if job.point.sums and job.several and job.ranks > 1:
         return {"sums": "where the states are; sums on the GPU without their states are planned for one GPU only"}
     if not job.may_sum:
@@ -210,8 +209,15 @@ def _sums(search: Search, modes: Modes) -> dict[str, object]:
     moving = len(job.candidates) - len(modes.pinned)
     batches = job.workload.micro_batches
     there = len(modes.summed)
+    trips = [len(stretches) - 1 for stretches in attempt.schedule.sums.values()]
+    spilt = (
+        f"; {sum(map(bool, trips))} of the sums on the GPU make room for other lists: {sum(trips)} times one goes to "
+        "the host and comes back"
+        if any(trips)
+        else ""
+    )
     return {
         "sums": f"of {moving} chunks whose states are not on the GPU, the gradients of {there} add up there: 4 bytes "
         f"of the GPU per parameter instead of {batches} copies to the host and an add there for each; those of "
-        f"{moving - there} on the host, which leaves room for pins and copies ahead"
+        f"{moving - there} on the host, which leaves room for pins and copies ahead{spilt}"
     }

@@ -20,18 +20,13 @@ class Modes:
 
     pinned: chunks whose states stay on the GPU; their gradients add up there.
     streamed: chunks whose states come for one update. CPU Adam updates all others.
-    summed: chunks whose gradients of all micro-batches add up on the GPU although their states live elsewhere. The sum
-        of a streamed chunk waits there for the update; any other goes down once.
+    summed: chunks whose gradients of all micro-batches add up on the GPU although their states live elsewhere.
+        `Schedule.sums` says when their sums are there.
     """
 
     pinned: frozenset[int]
     streamed: frozenset[int] = frozenset()
     summed: frozenset[int] = frozenset()
-
-    @property
-    def held(self) -> frozenset[int]:
-        """Chunks whose sum of gradients is never on the host, although their states live there."""
-        return self.summed & self.streamed
 
 
 class Position(NamedTuple):
@@ -63,6 +58,9 @@ class Schedule:
     updates: streamed chunk -> position of its update.
     visits: chunk that is not resident -> stretches over which its working list is on the GPU, ascending.
     whole: on several ranks, chunk -> stretches over which the others' slices are there, resident chunks included.
+    sums: chunk in `Modes.summed` -> stretches over which its sum of gradients is on the GPU, ascending. Between two of
+        them the sum is on the host. The last stretch of a streamed chunk ends with its update; behind that of any other
+        chunk the sum goes down.
     stays: chunks whose working list is also on the GPU between the last stretch and the first of the next iteration.
     room: bytes at each position that are not known to be needed.
     resident_bytes: bytes that small and pinned chunks hold on the GPU for ever.
@@ -82,6 +80,7 @@ class Schedule:
     updates: Mapping[int, int]
     visits: Mapping[int, Sequence[Stretch]]
     whole: Mapping[int, Sequence[Stretch]]
+    sums: Mapping[int, Sequence[Stretch]]
     stays: frozenset[int]
     room: Sequence[int]
     resident_bytes: int
@@ -112,6 +111,15 @@ class Schedule:
         """Whether the whole gradient of a chunk that is not resident is in grad32 when the chunk is updated, and none
         of it in the working list."""
         return self.job.add_last or self.sums_on_gpu(chunk)
+
+    def sum_waits(self, chunk: int) -> bool:
+        """Whether the sum of a streamed chunk's gradients is on the GPU before the states come for the update."""
+        return chunk in self.sums and chunk in self.updates and self.sums[chunk][-1].first != self.updates[chunk]
+
+    @property
+    def held(self) -> frozenset[int]:
+        """Chunks whose sum of gradients is never on the host, although their states live there."""
+        return frozenset(c for c, stretches in self.sums.items() if c in self.updates and len(stretches) == 1)
 
     def is_resident(self, chunk: int) -> bool:
         """Whether the chunk's working list and states are always on the GPU."""

@@ -38,6 +38,8 @@ class Floors:
         served = {(n, c) for c, n in schedule.updates.items()}
         for c in schedule.visits:
             served.update((stretch.first, c) for stretch in schedule.fetched(c))
+        for c, stretches in schedule.sums.items():
+            served.update((stretch.first, c) for stretch in stretches[1:])
         for c, stretches in schedule.whole.items():
             served.update((stretch.first, c) for stretch in stretches)
         order = sorted(served)

@@ -1,20 +1,22 @@
 """Gradients. In all micro-batches but the last, a gradient has a list of its own, which opens, is summed over the
 ranks, goes down and is added. In the last micro-batch it overwrites the working list and goes down in it. In a
-layer-major workload, and where a mode says so (`Modes.summed`), one list takes the gradients of all micro-batches. It
-goes down once, or waits on the GPU for the update of a streamed chunk."""
+layer-major workload, and where a mode says so (`Modes.summed`), one list takes the gradients of all micro-batches.
+Between two micro-batches this list may go down and come up again (`Schedule.sums`). In the end it goes down, or waits
+on the GPU for the update of a streamed chunk."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.kit.schedule import Modes, Stretch
 from pstar_sim.policy.passes.collectives import reduce
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
+from pstar_sim.policy.passes.working_lists import WorkingLists
 
 __all__ = ["GradientRows", "adds_s", "held", "room"]
 
@@ -26,15 +28,14 @@ def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
     return sum(size for c, size in lists if job.ranks > 1 or c not in summed) if lists else 0
 
 
-def held(job: Job, modes: Modes, at: Sequence[int], updates: Mapping[int, int], count: int) -> list[int]:
-    """Bytes at each of `count` positions of the sums that modes ask for: from a chunk's first gradient to its last one,
-    of a streamed chunk to its update. at, updates: as in `Schedule`."""
+def held(job: Job, sums: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
+    """Bytes at each of `count` positions of the sums that modes ask for. sums: as in `Schedule`."""
     change = [0] * (count + 1)
-    for c in modes.summed:
-        ((first, last),) = job.lists_of(c, summed=True)
+    for c, stretches in sums.items():
         size = job.layout.payload_bytes(c, "grad32")
-        change[at[job.block_of[first]]] += size
-        change[updates.get(c, at[job.block_of[last]]) + 1] -= size
+        for stretch in stretches:
+            change[stretch.first] += size
+            change[stretch.last + 1] -= size
     return list(accumulate(change[:count]))
 
 
@@ -52,12 +53,15 @@ def adds_s(job: Job, modes: Modes) -> list[float]:
 class GradientRows:
     """The pass that moves the gradients of all chunks that are updated, wherever Adam runs."""
 
-    def __init__(self, rows: DraftRows) -> None:
+    def __init__(self, rows: DraftRows, working: WorkingLists) -> None:
         self._rows = rows
+        self._working = working
         self._freed: dict[int, int] = {}  # chunk -> row that freed its gradient list on the GPU
         self._opened: list[tuple[int, int]] = []  # (chunk, first row that opens a list of it), in order
         self._opens: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # position -> (chunk, its micro-batch)
         self._closes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._comes_before: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks whose sum comes up
+        self._goes_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks whose sum goes down
         self._sends_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks updated on the CPU
         self._parks_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that wait on the host
         self._adds_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that stay
@@ -80,6 +84,10 @@ class GradientRows:
     def _plan_lists(self, c: int) -> None:
         schedule = self._rows.schedule
         job, at = schedule.job, schedule.at
+        for stretch, following in pairwise(schedule.sums.get(c, ())):
+            if following.first != schedule.updates.get(c):  # otherwise it comes with the states
+                self._goes_behind[stretch.last].append(c)
+                self._comes_before[following.first].append(c)
         for number, (first, last) in enumerate(self._lists_of(c)):
             self._opens[at[job.block_of[first]]].append((c, number))
             self._closes[at[job.block_of[last]]].append((c, number))
@@ -96,15 +104,18 @@ class GradientRows:
             self._opened.append((c, len(rows.rows)))
             for name in schedule.job.gradient_names(summed=schedule.sums_on_gpu(c)):
                 rows.add(Queue.COMPUTE, Kind.ALLOC, c, name, self._lists_of(c)[number][0], after=after)
-        return ()
+        return [self._working.fetch(c, n, "grad32") for c in self._comes_before.get(n, ())]
 
     def behind(self, n: int, here: int) -> None:
         schedule = self._rows.schedule
         for c, number in self._closes.get(n, ()):
             if not schedule.sums_on_gpu(c):
                 self._close_list(c, number, n, here)
-            elif c not in schedule.modes.held:
+            elif not schedule.sum_waits(c):
                 self._send_sum(c, here)
+        for c in self._goes_behind.get(n, ()):
+            moment, key = schedule.job.blocks[schedule.positions[n].block].last, (0.0, self._rows.next_number())
+            self._rows.writeback(c, "grad32", moment, ((here, 0),), key, drop=True)
         for c in self._sends_behind.get(n, ()):
             self._rows.send_of[c] = self._leave(c, here)
         for c in self._parks_behind.get(n, ()):

@@ -32,7 +32,7 @@ def draft_of(schedule: Schedule) -> Draft:
     rows = DraftRows(schedule)
     floors = Floors(rows)
     working, collectives = WorkingLists(rows, floors), Collectives(rows, floors)
-    stashes, gradients, updates = StashCopies(rows), GradientRows(rows), UpdateRows(rows, working)
+    stashes, gradients, updates = StashCopies(rows), GradientRows(rows, working), UpdateRows(rows, working)
     idle = {collectives: not schedule.whole, stashes: not schedule.job.workload.stashes}
     before: list[Pass] = [one for one in (working, collectives, gradients, stashes, updates) if not idle.get(one)]
     behind: list[Pass] = [one for one in (stashes, collectives, working, gradients, updates) if not idle.get(one)]
@@ -78,7 +78,7 @@ def _draft(rows: DraftRows) -> Draft:
     return Draft(
         rows=rows.rows,
         gpu_free_bytes=gpu_free - tide_at_cut([block.tide_bytes for block in job.blocks]),
-        host_free_bytes=machine.host_budget_bytes - held_on_host(job, modes.pinned, modes.held),
+        host_free_bytes=machine.host_budget_bytes - held_on_host(job, modes.pinned, schedule.held),
         room=schedule.room,
         lead_bytes=schedule.lead_bytes,
         rates=Rates(dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks, duplex=machine.link.duplex),

@@ -17,9 +17,9 @@ __all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "room"]
 
 
 def room(job: Job, position: Position, modes: Modes) -> int:
-    """Bytes that come to the GPU for the update at a position."""
+    """Bytes that come to the GPU for the update at a position, without a sum that a mode asks for."""
     c = position.chunk
-    return job.visiting_bytes(c, held=c in modes.held) if c >= 0 else 0
+    return job.visiting_bytes(c, held=c in modes.summed) if c >= 0 else 0
 
 
 def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
@@ -60,7 +60,7 @@ class UpdateRows:
         if c < 0:
             return ()
         added: After = ((rows.add_of[c], 0),) if c in rows.add_of else ()
-        lists = job.visiting(held=c in schedule.modes.held)
+        lists = job.visiting(held=schedule.sum_waits(c))
         arriving = [self._working.fetch(c, n, name, added if name == "grad32" else ()) for name in lists]
         if (
             schedule.all_in_grad32(c) and schedule.visits[c][-1].first == n

@@ -34,7 +34,7 @@ def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[s
 
 def _residents(b: Builder, schedule: Schedule) -> None:
     """Note in which place each chunk's lists are at the cut."""
-    job, modes = schedule.job, schedule.modes
+    job, modes, held = schedule.job, schedule.modes, schedule.held
     for c in (*job.small, *modes.pinned):
         b.live(c, Place.GPU)
         if job.ranks > 1 and c not in schedule.whole:  # a small one that never changes is whole for ever
@@ -43,7 +43,7 @@ def _residents(b: Builder, schedule: Schedule) -> None:
         if c in modes.pinned:
             continue
         b.live(c, Place.HOST)
-        if c in modes.held:
+        if c in held:
             b.initial.discard(Resident(c, "grad32", Place.HOST))
         if c in modes.streamed:
             b.modes[c] = "stream"
