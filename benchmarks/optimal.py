@@ -5,7 +5,8 @@ The machines are those of machines/, whose constants stay as they are when the c
 commits are comparable.
 Prints a row a configuration, median and largest gap, and every case in which another policy is faster than `optimal`
 (there must be none: exit 1). --barrier: update=step with clipping. --shapes: models with large vocabularies instead.
---accumulation: 7 to 12B models with several micro-batches. --alone: no other policy is planned.
+--accumulation: 7 to 12B models with several micro-batches. --ranks: 4 to 18B models on nodes of eight GPUs, batch per
+GPU. --alone: no other policy is planned.
 --certify: gaps to the fluid bound (seconds a configuration) instead of the joint one. Writes results/optimal.json.
 """
 
@@ -34,6 +35,7 @@ from pstar_sim.workload.workload import repeat_micro_batch
 
 FROZEN = Path(__file__).with_name("machines")
 MACHINES = ("v100-32", "a100-80", "rtx4090", "h100-80")
+NODES = ("v100-32x8", "a100-80x8", "h100-80x8")
 MODELS = ("1B", "4B", "8B", "12B", "15B", "18B")
 SHAPES = ("llama-3-8b", "qwen2.5-7b", "qwen2.5-32b")
 ACCUMULATED = ("8B", "12B", "llama-3-8b", "qwen2.5-7b")
@@ -102,8 +104,7 @@ def configuration(job: tuple[str, str, str, bool, bool, bool]) -> Row:
                 bound = fluid_bound(workload, machine, settings, plan.layout)
             else:
                 bound = lower_bound(workload, machine, settings, plan.layout)
-            if bound is not None:
-                row.bound_s, row.binding = bound.seconds, bound.binding
+            row.bound_s, row.binding = bound.seconds, bound.binding
     return row
 
 
@@ -144,18 +145,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--barrier", action="store_true", help="update=step with clipping")
     parser.add_argument("--shapes", action="store_true", help=f"{', '.join(SHAPES)} instead of the GPT models")
     parser.add_argument("--accumulation", action="store_true", help=f"{', '.join(ACCUMULATED)} with micro-batches")
+    parser.add_argument("--ranks", action="store_true", help=f"nodes of eight GPUs: {', '.join(NODES)}")
     parser.add_argument("--alone", action="store_true", help="plan no other policy")
     parser.add_argument("--certify", action="store_true", help="the fluid bound instead of the joint one")
-    parser.add_argument("--machines", nargs="+", default=MACHINES)
+    parser.add_argument("--machines", nargs="+", help="of machines/")
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--batches", nargs="+", metavar="B[xU]", help="sequences of a micro-batch x micro-batches")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
     usual = SHAPES if options.shapes else ACCUMULATED if options.accumulation else MODELS
+    usual = MODELS[1:] if options.ranks and usual == MODELS else usual
     every = ACCUMULATIONS if options.accumulation else BATCHES
     jobs = [
         (machine, model, batches, options.barrier, options.certify, options.alone)
-        for machine in options.machines
+        for machine in options.machines or (NODES if options.ranks else MACHINES)
         for model in options.models or usual
         for batches in options.batches or every
     ]
@@ -168,10 +171,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name.replace('_', ' ')}: {value}")
     setting = "barrier" if options.barrier else "eager"
     which = "shapes" if options.shapes else "accumulating" if options.accumulation else "gpt"
+    where = ", eight GPUs" if options.ranks else ""
     bound = "fluid" if options.certify else "joint LP"
     name = "optimal" + "".join(
         f"_{word}"
         for word, on in (
+            ("ranks", options.ranks),
             ("accumulation", options.accumulation),
             ("barrier", options.barrier),
             ("shapes", options.shapes),
@@ -179,13 +184,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if on
     )
-    whole = tuple(options.machines) == MACHINES and options.models is None and options.batches is None
-    whole &= options.accumulation or not options.alone
+    whole = options.machines is None and options.models is None and options.batches is None
+    whole &= options.accumulation or options.ranks or not options.alone
     if whole:
         path = write_result(
             name,
             {
-                "what": f"{which} models, {setting}, gap to the {bound} bound",
+                "what": f"{which} models{where}, {setting}, gap to the {bound} bound",
                 "summary": found,
                 "rows": [
                     {

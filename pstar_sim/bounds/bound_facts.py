@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pstar_sim.bounds.ranks import NetFacts, own_params
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["NAMES", "Array", "Bound", "BoundFacts", "rate_with_latency"]
+__all__ = ["NAMES", "Array", "Bound", "BoundFacts", "Turn", "rate_with_latency"]
 
 Array = NDArray[np.float64]
 
-NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram")
+NAMES = ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,8 @@ class Bound:
     """A lower bound on the seconds of an iteration.
 
     seconds: no schedule of this setting is faster.
-    binding: its largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "stashes"; a tie goes to the
-        first of these).
+    binding: its largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net", "stashes"; a tie goes
+        to the first of these).
     terms: every term at the best numbers of parameters whose states stay on the gpu (`pinned_params`) or visit it
         (`streamed_params`).
     max_pinned_params: number of parameters whose states would have room on the gpu.
@@ -50,6 +52,21 @@ def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> fl
     return 1 / (1 / rate + latency_s / largest_bytes) if largest_bytes > 0 else rate
 
 
+class Turn(NamedTuple):
+    """A cut of an iteration.
+
+    bytes: bytes of the chunks read up to the cut and again before the next cut, of all ranks' slices.
+    others: the part of them that the other ranks' slices have.
+    room: room beside the tide in the moment before the cut.
+    moment: that moment.
+    """
+
+    bytes: float
+    others: float
+    room: float
+    moment: int
+
+
 class BoundFacts:
     """The quantities of the notes. `job` has the facts that policies use, too. The rest is what only a bound needs:
     arrays with an entry per chunk that gets gradients (`job.trained`) or per moment, seconds of its copies and its
@@ -58,6 +75,8 @@ class BoundFacts:
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
         self.machine, self.cost = machine, cost
         self.job = job = facts_of(workload, layout)
+        self.net = net = NetFacts(job, cost)
+        self.dram_bytes_per_s = machine.host.dram_bytes_per_s / machine.local_ranks
         w, reads = workload, job.reads
         self.moments = len(w.moments)
         self.room: Array = machine.gpu_budget_bytes - np.array([m.peak_bytes for m in w.moments], dtype=float)
@@ -65,7 +84,7 @@ class BoundFacts:
         self.phases = [m.phase for m in w.moments]
         # between two micro-batches an iteration turns; a layer-major one turns once
         self.micro_batch = [0 if w.layer_major else m.micro_batch for m in w.moments]
-        self.read_bytes: Array = np.array(job.read_bytes, dtype=float)
+        self.read_bytes: Array = np.array(job.read_bytes, dtype=float) * layout.ranks
         held_sums = w.micro_batches > 1 and not w.layer_major  # a layer-major sum comes and goes with its backward
         self.states = w.optimizer.states_bytes_per_param + (4 if held_sums else 0)
         self.traffic = w.optimizer.dram_bytes_per_param
@@ -74,10 +93,11 @@ class BoundFacts:
         self.late = (
             max([-1, *ends, *(job.last_gradient(c) for c in range(len(reads)))]) + 1
         )  # nothing happens from here
-        bare = {c: sum(s.numel for s in layout.chunks[c].slots) * job.width(c) for c, row in enumerate(reads) if row}
+        bare = {c: own_params(layout, c) * job.width(c) for c, row in enumerate(reads) if row}
         self.frozen_bytes = float(sum(bare[c] for c in job.only_read))
-        # every chunk that is read, as the turns see it: bytes, moments, and the last moment at which a read counts
-        self.seen = [(size, reads[c], job.last_gradient(c)) for c, size in bare.items()]
+        # every chunk that is read, as the turns see it: bytes of this rank's slice and of the others', moments, and the
+        # last moment at which a read counts
+        self.seen = [(size, net.others[c], reads[c], job.last_gradient(c)) for c, size in bare.items()]
         self._trained(layout)
         self._stashes(w)
 
@@ -123,6 +143,16 @@ class BoundFacts:
             behind[stash.back + 1] -= cost.transfer_s(stash.bytes, "h2d")
         self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
 
+    def barrier_s(self, *, clip: bool) -> float:
+        """Seconds from the start of an iteration to its barrier, at least. clip: whether the gradients of all chunks
+        are summed over the ranks before."""
+        end_s = float(self.clock[-1])
+        if not (clip and len(self.final)):
+            return end_s
+        order = np.argsort(-self.final, kind="stable")  # sums of gradients that arrive late follow one another
+        last_s = self.clock[self.final[order] + 1] + np.cumsum(self.net.reduce_s[order])
+        return max(end_s, float(last_s.max()))
+
     def between(self, batch: int) -> tuple[int, int]:
         """Moments [low, high) from the last gradient of the micro-batch before `batch` to the first of `batch`."""
         return self.spans[batch - 1][1] + 1, self.spans[batch][0]
@@ -136,9 +166,9 @@ class BoundFacts:
         alone = self.room / (self.states + self.least_w)
         return float(np.clip(min(beside.min(), alone.min()), 0.0, total))
 
-    def turns(self) -> list[tuple[float, float, int]]:
-        """(S_k, room, moment) for one cut per turn of the iteration. Any cuts give a valid bound; the cuts tried are
-        the turns themselves, and the moments with the largest S_k + tide, near the turns or anywhere."""
+    def turns(self) -> list[Turn]:
+        """One cut per turn of the iteration. Any cuts give a valid bound; the cuts tried are the turns themselves, and
+        the moments with the largest S_k + tide, near the turns or anywhere."""
         last = max(self.micro_batch)
         begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
         bwd = [
@@ -157,45 +187,54 @@ class BoundFacts:
             self._cut([(t, max(low, t - near), min(high, t + near)) for t, low, high in regions]),
             self._cut([(t, t, t) for t, _, _ in regions]),
         ]
-        return max(choices, key=lambda turns: sum(max(0.0, size - room) for size, room, _ in turns))
+        return max(choices, key=lambda turns: sum(max(0.0, turn.bytes - turn.room) for turn in turns))
 
-    def _cut(self, regions: list[tuple[int, int, int]]) -> list[tuple[float, float, int]]:
+    def _cut(self, regions: list[tuple[int, int, int]]) -> list[Turn]:
         """One cut per region. Cuts are chosen from the last region back, because what is read between a cut and the
         next cut decides S_k; of equal cuts the latest."""
-        turns: list[tuple[float, float, int]] = []
+        turns: list[Turn] = []
         end = self.moments - 1
         for _, low, high in regions:
             high = min(high, end - 1)
             if not 0 <= low <= high:
                 continue
-            size = self._read_again(end)
+            own, others = self._read_again(end)
+            size = own + others
             wanted = (size - self.room)[low : high + 1]
             m = high - int(np.argmax(wanted[::-1]))
-            turns.append((float(size[m]), float(self.room[m]), m))
+            turns.append(Turn(float(size[m]), float(others[m]), float(self.room[m]), m))
             end = m
         return turns
 
-    def read_from(self) -> Array:
-        """For each moment m: bytes of the chunks read at m or later (before they are final, where they are)."""
-        changes = np.zeros(self.moments + 1)
-        for size, moments, final in self.seen:
+    def read_from(self) -> tuple[Array, Array]:
+        """For each moment m: bytes of the chunks read at m or later (before they are final, where they are), of this
+        rank's slices and of the others'."""
+        lasts = []
+        for own, others, moments, final in self.seen:
             before = [m for m in moments if final < 0 or m <= final]
             if before:
-                changes[0] += size
-                changes[before[-1] + 1] -= size
-        return np.cumsum(changes)[:-1]
+                lasts.append((0, before[-1] + 1, own, others))
+        return self._between_moments(lasts)
 
-    def _read_again(self, end: int) -> Array:
+    def _read_again(self, end: int) -> tuple[Array, Array]:
         """For each moment m: bytes of the chunks read first at or before m and again in (m, end] (before they are
-        final, where they have a gradient)."""
-        changes = np.zeros(self.moments + 1)
-        for size, moments, final in self.seen:
+        final, where they have a gradient), of this rank's slices and of the others'."""
+        spans = []
+        for own, others, moments, final in self.seen:
             until = end if final < 0 else min(end, final)
             again = [m for m in moments if m <= until]
             if again and again[-1] > moments[0]:
-                changes[moments[0]] += size
-                changes[again[-1]] -= size
-        return np.cumsum(changes)[:-1]
+                spans.append((moments[0], again[-1], own, others))
+        return self._between_moments(spans)
+
+    def _between_moments(self, spans: list[tuple[int, int, int, int]]) -> tuple[Array, Array]:
+        """(own, others) at each moment: sums over the spans (begin, end, own, others) with begin <= moment < end."""
+        changes = np.zeros((2, self.moments + 1))
+        for begin, end, own, others in spans:
+            changes[:, begin] += own, others
+            changes[:, end] -= own, others
+        own_bytes, others_bytes = np.cumsum(changes, axis=1)[:, :-1]
+        return own_bytes, others_bytes
 
 
 def _gradient_spans(w: Workload) -> dict[int, tuple[int, int]]:

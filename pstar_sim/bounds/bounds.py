@@ -3,11 +3,12 @@
 Knows workload, machine, settings and layout; knows no plan. Update windows, room and bytes for chunks of unequal size,
 several micro-batches in either order, frozen parameters, a barrier and shared DRAM. pinned.py is the closed form where
 no chunk is streamed (`stream=False`); joint.py adds streaming to it and is a small linear program; fluid.py is the
-finer one, in time; stashes.py is the bound of offloaded activations alone.
+finer one, in time; ranks.py says what several ranks add; stashes.py is the bound of offloaded activations alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,16 +17,16 @@ from pstar_sim.bounds.bound_facts import Bound, BoundFacts
 from pstar_sim.bounds.joint import joint_bound
 from pstar_sim.bounds.linear import Unsolved
 from pstar_sim.bounds.pinned import pinned_bound
+from pstar_sim.bounds.ranks import costs_of_ranks
 from pstar_sim.bounds.stashes import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
-from pstar_sim.cost import CostModel, cost_of
-from pstar_sim.errors import PlanError
+from pstar_sim.cost import CostModel
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload, activations_text
 
-__all__ = ["bound_reason", "lower_bound", "relative_to"]
+__all__ = ["lower_bound", "relative_to"]
 
 STASHES = "stashes"
 
@@ -38,21 +39,35 @@ def lower_bound(
     *,
     max_pinned: int | None = None,
     stream: bool = True,
-    cost: CostModel | None = None,
+    ranked: Sequence[Workload] | None = None,
 ) -> Bound:
-    """The bound for every legal schedule, by [Note: the joint bound] of joint.py.
+    """The bound for every legal schedule, by [Note: the joint bound] of joint.py; on several ranks the bound of the
+    ranks that it is largest for ([Note: the bound of several ranks]).
 
     stream: False for schedules that stream no chunk, by [Note: the bound].
     max_pinned: the most parameters, small chunks not counted, whose states may stay on the gpu for ever (0 with
         stream=False: "everything by CPU Adam").
+    ranked: each rank's own workload, where they differ (`workload` is then as hard as the hardest).
 
-    A workload that does not fit still gets a bound: that of pinning nothing. Raises PlanError, with `bound_reason`,
-    where there is no bound.
+    A workload that does not fit still gets a bound: that of pinning nothing.
     """
-    reason = bound_reason(workload, machine)
-    if reason is not None:
-        raise PlanError(reason)
-    cost = cost or cost_of(workload, machine, layout)
+    costs = costs_of_ranks(workload, machine, layout, ranked)
+    bounds = [
+        _of_rank(workload, machine, settings, layout, cost, max_pinned=max_pinned, stream=stream) for cost in costs
+    ]
+    return max(bounds, key=lambda bound: bound.seconds)
+
+
+def _of_rank(
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    layout: Layout,
+    cost: CostModel,
+    *,
+    max_pinned: int | None,
+    stream: bool,
+) -> Bound:
     bound = _without_stashes(workload, machine, settings, layout, cost, max_pinned=max_pinned, stream=stream)
     if workload.stashes:
         seconds = stash_bound_s(workload, cost)
@@ -78,7 +93,7 @@ def _without_stashes(
     barrier = settings.barrier(workload.dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
     if not stream:
-        return pinned_bound(facts, barrier, limit)
+        return pinned_bound(facts, barrier, limit, clip=settings.clip)
     try:
         return joint_bound(workload, layout, facts, cost, barrier=barrier, clip=settings.clip, x_limit=limit)
     except Unsolved as error:
@@ -90,14 +105,6 @@ def _without_stashes(
         )  # fmt: skip
 
 
-def bound_reason(workload: Workload, machine: Machine) -> str | None:
-    """Why there is no bound for this job; None where there is one."""
-    count = len(machine.ranks)
-    if count == 1:
-        return None
-    return f"{machine.name} has {count} GPUs; what collectives and shared parts cost at least is not in the bound"
-
-
 def relative_to(workload: Workload, machine: Machine, settings: Settings, layout: Layout) -> str:
     """The setting for which a bound holds, in words; it claims nothing for another cost model, chunk size and so on."""
     w = workload
@@ -105,7 +112,7 @@ def relative_to(workload: Workload, machine: Machine, settings: Settings, layout
     return ", ".join(
         (
             f"cost model of {machine.name} ({machine.confidence})",
-            f"chunks of {format_bytes(layout.chunk_bytes)}",
+            f"chunks of {format_bytes(layout.chunk_bytes)}" + _held_by(machine, layout),
             activations_text(w) if w.activations else f"checkpointing {'on' if w.checkpointing else 'off'}",
             f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
             + (", layer by layer" if w.layer_major else ""),
@@ -113,3 +120,10 @@ def relative_to(workload: Workload, machine: Machine, settings: Settings, layout
             "modes cpu, pin and stream",
         )
     )
+
+
+def _held_by(machine: Machine, layout: Layout) -> str:
+    count = len(machine.ranks)
+    if count == 1:
+        return ""
+    return f" sliced over {count} GPUs" if layout.ranks > 1 else f" whole on each of {count} GPUs"

@@ -5,12 +5,13 @@ A bound belongs to a workload, a machine, settings and a chunk layout, to no pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pstar_sim.bounds.bound_facts import Bound
-from pstar_sim.bounds.bounds import bound_reason, lower_bound, relative_to
+from pstar_sim.bounds.bounds import lower_bound, relative_to
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.figures import own_shares
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PlanError
@@ -29,13 +30,12 @@ COARSE = frozenset({"closed form", "joint LP"})
 class Certificate:
     """The lower bound of a plan, and what it rests on.
 
-    seconds: no schedule is faster; None where no bound exists.
-    text: entries for a plan's choices and for a row of a comparison. "bound" is "joint LP", "fluid LP", "closed form"
-        or None. Where there is a bound, "binding" and "relative_to" say more, and "note" says what went wrong, if
-        anything; where there is none, "reason" says why.
+    seconds: no schedule is faster.
+    text: entries for a plan's choices and for a row of a comparison. "bound" is "joint LP", "fluid LP" or "closed
+        form", "binding" and "relative_to" say more, and "note" says what went wrong, if anything.
     """
 
-    seconds: float | None
+    seconds: float
     text: Mapping[str, object]
 
     @property
@@ -50,16 +50,23 @@ class Certifier:
     lp: also the fluid linear program (seconds instead of milliseconds, and tighter).
     """
 
-    def __init__(self, workload: Workload, machine: Machine, settings: Settings, *, lp: bool = False) -> None:
-        self.workload, self.machine, self.settings, self.lp = workload, machine, settings, lp
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        settings: Settings,
+        *,
+        lp: bool = False,
+        ranked: Sequence[Workload] | None = None,
+    ) -> None:
+        """ranked: each rank's own workload, where they differ."""
+        self.workload, self.machine, self.settings, self.lp, self.ranked = workload, machine, settings, lp, ranked
         self._known: list[tuple[Layout, Certificate]] = []
 
     def usual(self) -> Certificate:
         """The certificate of the layout that a policy starts from."""
-        reason = bound_reason(self.workload, self.machine)
-        if reason is not None:
-            return Certificate(seconds=None, text={"bound": None, "reason": reason})
-        return self.of(build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes))
+        ranks = len(self.machine.ranks)
+        return self.of(build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks))
 
     def of(self, layout: Layout) -> Certificate:
         """The certificate of every plan with this layout."""
@@ -71,9 +78,6 @@ class Certifier:
         return certificate
 
     def _make(self, layout: Layout) -> Certificate:
-        reason = bound_reason(self.workload, self.machine)
-        if reason is not None:
-            return Certificate(seconds=None, text={"bound": None, "reason": reason})
         bound = self._bound(layout)
         text: dict[str, object] = {
             "bound": bound.method,
@@ -88,8 +92,8 @@ class Certifier:
         if self.lp:
             from pstar_sim.bounds.fluid import fluid_bound
 
-            return fluid_bound(self.workload, self.machine, self.settings, layout)
-        return lower_bound(self.workload, self.machine, self.settings, layout)
+            return fluid_bound(self.workload, self.machine, self.settings, layout, ranked=self.ranked)
+        return lower_bound(self.workload, self.machine, self.settings, layout, ranked=self.ranked)
 
 
 def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
@@ -99,9 +103,9 @@ def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
 
 def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, earlier: bool = False) -> str:
     """Compare the figures that the plan carries with a recomputation from workload, machine, settings and layout alone.
-    Returns a sentence if the figures agree, or if the plan carries no such figures. lp: solve the fluid program again,
-    too. found: the recomputation. earlier: whether an earlier version of the cost model predicted the plan's figures;
-    its bound may be lower.
+    Returns a sentence if the figures agree, or if the plan carries no such figures, or such as were predicted with
+    workloads of the ranks' own. lp: solve the fluid program again, too. found: the recomputation. earlier: whether an
+    earlier version of the cost model predicted the plan's figures; its bound may be lower.
 
     Raises PlanError naming the stored and the recomputed figure where they do not agree.
     """
@@ -109,16 +113,15 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, ear
     said = plan.choices.get("certificate")
     method = said.get("bound") if isinstance(said, Mapping) else None
     found = found or certificate_of(plan, lp=lp)
-    if found.seconds is None:
-        if stored is not None:
-            raise PlanError(f"lower_bound_s is {stored:.9g} s, but there is no bound: {found.text['reason']}")
-        return f"no lower bound: {found.text['reason']}"
     kind = str(found.text["bound"])
     own = f"{kind}: {format_s(found.seconds)}, {found.text['binding']} binds; relative to {found.text['relative_to']}"
     if found.note is not None:
         own += f"; {found.note}"
     if stored is None:
         return f"lower bound, which the plan does not carry, by {own}"
+    apart = own_shares(plan)
+    if apart is not None:
+        return f"lower bound by {own}; the stored {format_s(stored)} is {apart}"
     return f"lower bound by {own}; {_verdict(stored, method, found.seconds, kind, earlier=earlier)}"
 
 

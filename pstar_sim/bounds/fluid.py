@@ -40,10 +40,10 @@ from pstar_sim.bounds.bound_facts import Array, Bound
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid_facts import FluidFacts
 from pstar_sim.bounds.linear import Expression, Index, LinearProgram, Solution, Unsolved
+from pstar_sim.bounds.ranks import costs_of_ranks
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
-from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["fluid_bound"]
@@ -59,35 +59,30 @@ def fluid_bound(
     settings: Settings,
     layout: Layout,
     *,
-    cost: CostModel | None = None,
+    ranked: Sequence[Workload] | None = None,
     most_points: int = MOST_POINTS,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Bound:
     """The larger of joint bound and [Note: the fluid program]; `method` says which program was solved. If HiGHS does
-    not solve it, the joint bound, and `notes` say so. Raises PlanError for a machine of several gpus."""
-    cost = cost or cost_of(workload, machine, layout)
-    joint = lower_bound(workload, machine, settings, layout, cost=cost)
-    try:
-        facts = FluidFacts(workload, machine, layout, cost, most_points=most_points)
-        fluid = _FluidProgram(facts, settings, far_s=FAR * joint.seconds)
-        found = fluid.lp.solve(method="ipx", time_limit_s=time_limit_s)
-    except Unsolved as error:
-        note = f"the fluid linear program did not solve ({error}); the bound is the joint LP"
-        return replace(joint, notes=(*joint.notes, note))
-    seconds = min(facts.compute_s + found.proved, FAR * joint.seconds)
-    if seconds <= joint.seconds:
-        return replace(joint, method="fluid LP")
-    terms = {**joint.terms, **fluid.busy(found)}
-    binding = joint.binding if fluid.barrier and joint.binding == "barrier" else fluid.binding(found, terms)
-    return replace(
-        joint,
-        seconds=seconds,
-        binding=binding,
-        terms=terms,
-        pinned_params=int(fluid.params(found, fluid.p)),
-        streamed_params=int(fluid.params(found, fluid.q)),
-        method="fluid LP",
-    )
+    not solve it, the joint bound, and `notes` say so. On several ranks the program of the ranks that it is largest for;
+    collectives count in the joint bound alone. ranked: as for `lower_bound`."""
+    joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
+    costs = costs_of_ranks(workload, machine, layout, ranked)
+    # ranks that differ may be at different parts of an iteration, and leave one another more than their part of DRAM
+    dram = machine.host.dram_bytes_per_s / (machine.local_ranks if len(costs) == 1 else 1)
+    best = replace(joint, method="fluid LP")
+    for cost in costs:
+        try:
+            facts = FluidFacts(workload, machine, layout, cost, dram_bytes_per_s=dram, most_points=most_points)
+            fluid = _FluidProgram(facts, settings, far_s=FAR * joint.seconds)
+            found = fluid.lp.solve(method="ipx", time_limit_s=time_limit_s)
+        except Unsolved as error:
+            note = f"the fluid linear program did not solve ({error}); the bound is the joint LP"
+            return replace(joint, notes=(*joint.notes, note))
+        seconds = min(facts.compute_s + found.proved, FAR * joint.seconds)
+        if seconds > best.seconds:
+            best = fluid.bound(joint, found, seconds)
+    return best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,6 +410,20 @@ class _FluidProgram:
         lp.add((self.on_cpu * adam_s).sum() + self.adds.sum() <= seconds)
 
     # -- the answer --
+
+    def bound(self, joint: Bound, found: Solution, seconds: float) -> Bound:
+        """The bound of these seconds, with the terms of this program beside those of the joint one."""
+        terms = {**joint.terms, **self.busy(found)}
+        binding = joint.binding if self.barrier and joint.binding == "barrier" else self.binding(found, terms)
+        return replace(
+            joint,
+            seconds=seconds,
+            binding=binding,
+            terms=terms,
+            pinned_params=int(self.params(found, self.p)),
+            streamed_params=int(self.params(found, self.q)),
+            method="fluid LP",
+        )
 
     def params(self, found: Solution, parts: Expression) -> float:
         """Parameters in these parts of the chunks."""

@@ -43,8 +43,16 @@ class FluidFacts:
     """
 
     def __init__(
-        self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel, *, most_points: int
+        self,
+        workload: Workload,
+        machine: Machine,
+        layout: Layout,
+        cost: CostModel,
+        *,
+        dram_bytes_per_s: float,
+        most_points: int,
     ) -> None:
+        """dram_bytes_per_s: what the rank may use of host DRAM at any time."""
         self.workload, self.layout, self.cost = workload, layout, cost
         self.job = job = facts_of(workload, layout)
         self.chunks = sorted(job.trained, key=lambda c: (job.reads[c][0], c))
@@ -52,7 +60,7 @@ class FluidFacts:
         self._points(most_points)
         self._sizes(machine)
         self._lives()
-        self._speeds(machine)
+        self._speeds(dram_bytes_per_s)
 
     def _points(self, most: int) -> None:
         """One point for each run of moments that read the same chunks: the moment with the highest tide. Where these
@@ -103,20 +111,21 @@ class FluidFacts:
         self.read_at = {c: job.reads_until_final(c) or job.reads[c][:1] for c in (*chunks, *job.only_read)}
         self.read: Array = np.zeros(self.intervals)  # units that the moment of each point reads
         for k, m in enumerate(self.points):
-            self.read[k] = sum(size for c, size in self.payload.items() if c in job.read_in[m])
+            own = sum(size for c, size in self.payload.items() if c in job.read_in[m])
+            self.read[k] = own * self.layout.ranks  # a moment reads all slices
 
-    def _speeds(self, machine: Machine) -> None:
+    def _speeds(self, dram_bytes_per_s: float) -> None:
         """Units per second of the link (with the latency of the largest list) and of host DRAM; what an update
         costs."""
         w, cost, link = self.workload, self.cost, self.cost.link
         self.duplex = link.duplex
-        largest_state = max([self.layout.chunks[c].numel * 4.0 for c in self.chunks], default=self.largest_bytes)
+        largest_state = max([self.layout.slice_numel(c) * 4.0 for c in self.chunks], default=self.largest_bytes)
         self.up, self.up_states, self.down, self.down_states = (
             rate_with_latency(rate, link.latency_s, size) / self.unit
             for rate in (link.h2d_bytes_per_s, link.d2h_bytes_per_s)
             for size in (self.largest_bytes, largest_state)
         )
-        self.dram = machine.host.dram_bytes_per_s / self.unit
+        self.dram = dram_bytes_per_s / self.unit
         widths = (self.size / np.maximum(self.params, 1.0))[self.params > 0]
         least, most = float(min(widths, default=1.0)), float(max(widths, default=1.0))
         traffic = w.optimizer.dram_bytes_per_param

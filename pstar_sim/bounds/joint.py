@@ -163,7 +163,7 @@ class _Job:
     add_bytes: DRAM traffic of adding a parameter.
     gpu_add_s: seconds of all adds of a parameter on the gpu, at least.
     late_room, end_room: from where nothing is read any more, and at the end.
-    turns: (bytes, room, moment).
+    turns: cuts of the iteration.
     families: windows by slope.
     ends: all values of s at which one of them ends.
     scale: about how long an iteration takes, in seconds.
@@ -188,7 +188,7 @@ class _Job:
         self.frozen = facts.frozen_bytes
         link = cost.link
         width = max([self.most_w, 4.0, *(float(each) for _, each in layout.state_bytes)])
-        largest = max((c.numel for c in layout.chunks), default=0) * width
+        largest = max((layout.slice_numel(c.index) for c in layout.chunks), default=0) * width
         self.up = rate_with_latency(link.h2d_bytes_per_s, link.latency_s, largest)
         self.down = rate_with_latency(link.d2h_bytes_per_s, link.latency_s, largest)
         self.per_param_s = facts.traffic / cost.adam_bytes_per_s
@@ -199,7 +199,7 @@ class _Job:
         self.x_max = float(np.clip(min(fits, x_limit), 0.0, self.total))
         self.late_room = max(0.0, float(facts.room[facts.late :].min())) if facts.late < facts.moments else np.inf
         self.end_room = max(0.0, float(facts.room[-1]))
-        self.turns = [(size, room, at) for size, room, at in facts.turns() if size > 0]
+        self.turns = [turn for turn in facts.turns() if turn.bytes > 0]
         self.families = self._families() if self.total else []
         ends = [f.ends[np.isfinite(f.ends)] for f in self.families]
         self.ends: Array = np.unique(np.concatenate([[0.0], *ends]))
@@ -212,15 +212,21 @@ class _Job:
 
     def _families(self) -> list[_Family]:
         facts = self.facts
+        gpu_s = facts.traffic / self.cost.gpu.hbm_bytes_per_s
         slopes = {"adam": self.per_param_s, "h2d": self.most_w / self.up, "d2h": self.most_w / self.down}
         rows: dict[tuple[str, str, float], list[tuple[Array, Array]]] = {}  # ends and values
-        for windows in (*update_windows(facts), *(barrier_windows(facts) if self.barrier else ())):
+        for windows in (*update_windows(facts), *(barrier_windows(facts, clip=self.clip) if self.barrier else ())):
             seconds = windows.seconds(adam_s=self.per_param_s, up=self.up, down=self.down)
             for resource, values in seconds.items():
                 name = "barrier" if windows.behind_barrier else resource
                 rows.setdefault((name, "s", slopes[resource]), []).append((windows.params, values))
+            endless = np.full(len(windows.span_s), np.inf)
+            if facts.net.updates_s:  # of chunks updated anywhere, and of those updated on the gpu
+                on_gpu_s = windows.gpu_s(gpu_s) - self.total * gpu_s
+                name = "barrier" if windows.behind_barrier else "net"
+                rows.setdefault((name, "s", 0.0), []).append((endless, windows.span_s + windows.net_s))
+                rows.setdefault((name, "s", -gpu_s), []).append((endless, on_gpu_s))
             if not windows.behind_barrier:  # the border windows
-                endless = np.full(len(windows.span_s), np.inf)
                 for name, rate in (("h2d", self.up), ("d2h", self.down)):
                     values = windows.span_s + windows.bytes / rate
                     rows.setdefault((name, "kept", 1 / rate), []).append((endless, values))
@@ -251,18 +257,21 @@ class _JointProgram:
         self.x = self._params(job.x_max)
         self.y = self._params(job.total)
         self.s = self.x + self.y
-        # bytes: on the gpu over the border, of what is updated there and of frozen chunks
+        # bytes: on the gpu over the border, of what is updated there and of frozen chunks, the others' slices apart
         self.kept = self._bytes(min(job.bytes, job.late_room))
         self.frozen_kept = self._bytes(min(job.frozen, job.late_room))
+        self.others_kept = self._bytes(min(job.facts.net.frozen_bytes, job.late_room))
         # parameters of several micro-batches: sums on the gpu whose Adam is the CPU's, or the gpu's; and sums that are
         # sent down and up before micro-batch 1, 2, ...
         several = job.u > 1 and job.total > 0
         self.cpu_sum, self.gpu_sum = (self._params(job.total) if several else Expression.zero(1) for _ in range(2))
         self.spilt = self._params(job.total, count=job.u - 1 if several else 0)
         self.sum_bytes = 4.0 if job.u > 2 else min(job.w, 4.0)  # of a held sum, per parameter
-        # bytes that each turn cannot keep
-        most = [size + abs(room) + (job.v + 8) * self.all_params for size, room, _ in job.turns]
+        # bytes that each turn cannot keep: of this rank's slices, and of the others'
+        most = [turn.bytes + abs(turn.room) + (job.v + 8) * self.all_params for turn in job.turns]
         self.again = lp.variables(len(most), most=np.array(most) / self.all_bytes) * self.all_bytes
+        others = np.array([turn.others for turn in job.turns if turn.others]) / self.all_bytes
+        self.gathered = lp.variables(len(others), most=others) * self.all_bytes
         # bytes of what is updated on the gpu that go down and come up over the border
         self.gone = self._bytes(job.bytes)
 
@@ -281,6 +290,8 @@ class _JointProgram:
             if job.barrier:
                 self._barrier()
         self._copies()
+        if job.facts.net.byte_s or job.facts.net.updates_s:
+            self._collectives()
 
     def _params(self, most: float, *, count: int = 1) -> Expression:
         return self.lp.variables(count, most=most / self.all_params) * self.all_params
@@ -295,7 +306,8 @@ class _JointProgram:
         lp, job = self.lp, self.job
         lp.add(self.kept <= job.most_w * self.s)
         if np.isfinite(job.late_room):
-            lp.add(self.kept + self.frozen_kept + job.v * self.x <= job.late_room, unit=self.all_bytes)
+            frozen = self.frozen_kept + self.others_kept
+            lp.add(self.kept + frozen + job.v * self.x <= job.late_room, unit=self.all_bytes)
 
     def _sums(self) -> None:
         """Rows: gradients of several micro-batches each go down, or add up on the gpu. Held sums have room from one
@@ -318,13 +330,18 @@ class _JointProgram:
     def _turns(self) -> None:
         """Rows: what is read behind a turn and was read before it stays beside states and sums, or comes up again."""
         job = self.job
-        for turn, (size, room, at) in enumerate(job.turns):
+        others = 0
+        for number, turn in enumerate(job.turns):
             held = job.v * self.x
             for batch in range(1, len(self.spilt) + 1):
                 low, high = job.facts.between(batch)
-                if low <= at < high:
+                if low <= turn.moment < high:
                     held += self._held_sums(batch)
-            self.lp.add(size + held - room <= self.again[turn], unit=self.all_bytes)
+            again = self.again[number]
+            if turn.others:
+                again += self.gathered[others]
+                others += 1
+            self.lp.add(turn.bytes + held - turn.room <= again, unit=self.all_bytes)
 
     # -- seconds --
 
@@ -360,7 +377,8 @@ class _JointProgram:
         everything read from a moment on (before any gradient is final), are there at that moment or come up later."""
         job, facts = self.job, self.job.facts
         until = int(facts.final.min()) + 1
-        needed_s = (facts.read_from() - facts.room)[:until] / job.up + facts.stash_up_from_s[:until]
+        own, _ = facts.read_from()
+        needed_s = (own - facts.room)[:until] / job.up + facts.stash_up_from_s[:until]
         turn_s = float((facts.clock[:until] + needed_s).max())
         self.terms.append(("h2d", turn_s + job.v * self.s / job.up))
         if len(self.spilt):
@@ -379,7 +397,8 @@ class _JointProgram:
         high = min(high, until)
         if low >= high:
             return
-        needed_s = (facts.read_from() - facts.room)[low:high] / job.up + facts.stash_up_from_s[low:high]
+        own, _ = facts.read_from()
+        needed_s = (own - facts.room)[low:high] / job.up + facts.stash_up_from_s[low:high]
         turn_s = float((facts.clock[low:high] + needed_s).max())
         on_gpu = self.cpu_sum + self.gpu_sum
         sums = self.sum_bytes * on_gpu + 4 * (self.s - self.gpu_sum)
@@ -411,7 +430,7 @@ class _JointProgram:
         if not cost.link.duplex:
             self.terms.append(("link", up_s + down_s))
         moved = up + down + (job.total - self.s) * facts.traffic + self._added() * job.add_bytes + 2 * facts.stash_bytes
-        self.terms.append(("dram", moved / cost.machine.host.dram_bytes_per_s))
+        self.terms.append(("dram", moved / facts.dram_bytes_per_s))
 
     def _up(self) -> Expression:
         """Bytes that come up: chunks updated on the CPU, what is not kept over the border, what turns cannot keep,
@@ -432,6 +451,16 @@ class _JointProgram:
             down += (4 - u * job.most_w) * self.cpu_sum
             down += self.sum_bytes * self.spilt.sum() + (u - 2) * job.w * (self.s - self.gpu_sum)
         return down
+
+    def _collectives(self) -> None:
+        """Rows: all collectives follow one another ([Note: the bound of several ranks]). With clipping no update comes
+        before the last sum."""
+        job, facts, net = self.job, self.job.facts, self.job.facts.net
+        again = self.gathered.sum() + net.frozen_bytes - self.others_kept
+        self.terms.append(("net", net.updates_s + again * net.byte_s))
+        if job.barrier:
+            hbm = job.cost.gpu.hbm_bytes_per_s
+            self.terms.append(("barrier", facts.barrier_s(clip=job.clip) + self.s * (facts.traffic / hbm)))
 
     # -- the answer --
 

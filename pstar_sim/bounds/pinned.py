@@ -64,9 +64,9 @@ class _Line:
     until_x: float = np.inf
 
 
-def pinned_bound(facts: BoundFacts, barrier: bool, limit: float) -> Bound:
+def pinned_bound(facts: BoundFacts, barrier: bool, limit: float, *, clip: bool) -> Bound:
     x_max = min(facts.most_pinned(), limit)
-    lines = _lines(facts, barrier, x_max)
+    lines = _lines(facts, barrier, x_max, clip=clip)
     x, seconds = _least_maximum(lines, x_max)
     terms = {name: 0.0 for name in NAMES if any(line.name == name for line in lines)}
     for line in lines:
@@ -76,35 +76,49 @@ def pinned_bound(facts: BoundFacts, barrier: bool, limit: float) -> Bound:
     return Bound(seconds=seconds, binding=binding, terms=terms, pinned_params=int(x), max_pinned_params=int(x_max))
 
 
-def _lines(facts: BoundFacts, barrier: bool, x_max: float) -> list[_Line]:
+def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> list[_Line]:
     """Every term of the note."""
-    lines = [_Line("compute", float(facts.clock[-1]), facts.traffic / facts.machine.gpu.hbm_bytes_per_s)]
+    gpu_s = facts.traffic / facts.cost.gpu.hbm_bytes_per_s
+    lines = [_Line("compute", float(facts.clock[-1]), gpu_s)]
+    if barrier and facts.net.updates_s:
+        lines.append(_Line("barrier", facts.barrier_s(clip=clip), gpu_s))
     if facts.params.sum():
-        lines += _update_lines(facts, barrier)
+        lines += _update_lines(facts, barrier, clip=clip)
     return lines + _byte_lines(facts, x_max)
 
 
-def _update_lines(facts: BoundFacts, barrier: bool) -> list[_Line]:
+def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_Line]:
     """Adam of all parameters that are not pinned, and the windows of all chunks and of all but the small ones."""
     per_param_s = facts.traffic / facts.cost.adam_bytes_per_s
+    gpu_s = facts.traffic / facts.cost.gpu.hbm_bytes_per_s
     lines = [_Line("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
-    windows = [*update_windows(facts), *(barrier_windows(facts) if barrier else ())]
+    windows = [*update_windows(facts), *(barrier_windows(facts, clip=clip) if barrier else ())]
     for each in windows:
         lines += _window_lines(facts, each, per_param_s)
+        if facts.net.updates_s:  # wherever the chunks are updated, and of those updated on the GPU
+            name = "barrier" if each.behind_barrier else "net"
+            on_gpu_s = each.gpu_s(gpu_s) - float(facts.params.sum()) * gpu_s
+            lines += [
+                _Line(name, float((each.span_s + each.net_s).max()), 0.0),
+                _Line(name, float(on_gpu_s.max()), gpu_s),
+            ]
     return lines
 
 
 def _byte_lines(facts: BoundFacts, x_max: float) -> list[_Line]:
-    """What moves: sums of hinges max(0, S + v x - room), linear between the points where a hinge opens."""
-    link, host = facts.machine.link, facts.machine.host
+    """What moves: sums of hinges max(0, S + v x - room), linear between the points where a hinge opens. What the other
+    ranks' slices take at a turn is given up first."""
+    link = facts.cost.link
     total, total_bytes = float(facts.params.sum()), float(facts.bytes.sum())
-    turns = [(size, room) for size, room, _ in facts.turns()]
+    turns = [(turn.bytes - turn.others, turn.room) for turn in facts.turns()]
     grows = facts.states + facts.least_w - facts.most_w
     opens = [(room - size) / grows if grows > 0 else np.inf if size <= room else -np.inf for size, room in turns]
     cuts = sorted({0.0, *(x for x in opens if 0 < x < x_max)})
-    rate_h2d, rate_d2h, dram = link.h2d_bytes_per_s, link.d2h_bytes_per_s, host.dram_bytes_per_s
+    rate_h2d, rate_d2h, dram = link.h2d_bytes_per_s, link.d2h_bytes_per_s, facts.dram_bytes_per_s
     pinned_w = float(facts.most_w)
     lines = [_Line("d2h", total_bytes / rate_d2h + facts.stash_down_s, -pinned_w / rate_d2h)]
+    if facts.net.updates_s:
+        lines.append(_Line("net", facts.net.updates_s, 0.0))
     for k, begin in enumerate(cuts):
         end = cuts[k + 1] if k + 1 < len(cuts) else np.inf
         begin = -np.inf if k == 0 else begin
@@ -125,7 +139,7 @@ def _byte_lines(facts: BoundFacts, x_max: float) -> list[_Line]:
 def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> list[_Line]:
     """All windows of a resource have lines of the same slope, and a line ends where its window is pinned entirely. So
     one line per different end is enough: the largest of those that end there or later."""
-    link, w = facts.machine.link, float(facts.most_w)
+    link, w = facts.cost.link, float(facts.most_w)
     slopes = {"adam": -per_param_s, "h2d": -w / link.h2d_bytes_per_s, "d2h": -w / link.d2h_bytes_per_s}
     order = np.argsort(windows.params, kind="stable")
     ends = windows.params[order]

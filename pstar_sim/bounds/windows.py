@@ -21,6 +21,8 @@ class Windows:
     span_s: seconds of the iteration outside of the window.
     params, bytes: parameters and bytes of all chunks of J_j.
     down_s, up_s, adam_s: the shortest copy down, copy up and CPU Adam of any chunk of J_j.
+    reduce_s, gather_s: the shortest last sum over the ranks, and the shortest gather, of any chunk of J_j.
+    net_s: all of these sums and gathers, one after the other.
     behind_barrier: whether copies down may lie outside the window.
     """
 
@@ -30,6 +32,9 @@ class Windows:
     down_s: Array
     up_s: Array
     adam_s: Array
+    reduce_s: Array
+    gather_s: Array
+    net_s: Array
     behind_barrier: bool
 
     def seconds(self, *, adam_s: float, up: float, down: float) -> Mapping[str, Array]:
@@ -37,15 +42,23 @@ class Windows:
         "h2d", "d2h") an entry per window. adam_s: per parameter; up, down: bytes per second.
 
         At least the shortest work of another resource comes before the resource's first work in the window, and after
-        its last."""
-        before_s = np.zeros(len(self.span_s)) if self.behind_barrier else self.down_s
+        its last; on several ranks also the shortest sum over the ranks, and the shortest gather."""
+        none = np.zeros(len(self.span_s))
+        before_s, sum_s = (none, none) if self.behind_barrier else (self.down_s, self.reduce_s)
+        span_s = self.span_s + sum_s + self.gather_s
         found = {
-            "adam": self.span_s + self.params * adam_s + before_s + self.up_s,
-            "h2d": self.span_s + self.bytes / up + before_s + self.adam_s,
+            "adam": span_s + self.params * adam_s + before_s + self.up_s,
+            "h2d": span_s + self.bytes / up + before_s + self.adam_s,
         }
         if not self.behind_barrier:
-            found["d2h"] = self.span_s + self.bytes / down + self.adam_s + self.up_s
+            found["d2h"] = span_s + self.bytes / down + self.adam_s + self.up_s
         return found
+
+    def gpu_s(self, adam_s: float) -> Array:
+        """Least seconds of an iteration if all of J_j is updated on the GPU: an entry per window. adam_s: per
+        parameter."""
+        sum_s = np.zeros(len(self.span_s)) if self.behind_barrier else self.reduce_s
+        return self.span_s + sum_s + self.params * adam_s + self.gather_s
 
 
 def update_windows(facts: BoundFacts) -> Iterator[Windows]:
@@ -56,11 +69,13 @@ def update_windows(facts: BoundFacts) -> Iterator[Windows]:
         yield _windows(facts, members, Inside(first, final), span_s, behind_barrier=False)
 
 
-def barrier_windows(facts: BoundFacts) -> Iterator[Windows]:
-    """From the end of the last moment to the next first read of each chunk."""
+def barrier_windows(facts: BoundFacts, *, clip: bool) -> Iterator[Windows]:
+    """From the end of the last moment to the next first read of each chunk. clip: on several ranks, from the last sum
+    over the ranks."""
+    begin_s = facts.barrier_s(clip=clip)
     for members in _groups(facts):
         first = facts.first[members]
-        yield _windows(facts, members, Inside(first), facts.clock[-1] - facts.clock[first], behind_barrier=True)
+        yield _windows(facts, members, Inside(first), begin_s - facts.clock[first], behind_barrier=True)
 
 
 def _groups(facts: BoundFacts) -> list[NDArray[np.bool_]]:
@@ -75,7 +90,12 @@ def _groups(facts: BoundFacts) -> list[NDArray[np.bool_]]:
 def _windows(
     facts: BoundFacts, members: NDArray[np.bool_], inside: Inside, span_s: Array, *, behind_barrier: bool
 ) -> Windows:
-    down_s, up_s, adam_s = (inside.least(seconds[members]) for seconds in (facts.down_s, facts.up_s, facts.adam_s))
+    net = facts.net
+    down_s, up_s, adam_s, reduce_s, gather_s = (
+        inside.least(seconds[members])
+        for seconds in (facts.down_s, facts.up_s, facts.adam_s, net.reduce_s, net.gather_s)
+    )
+    collectives_s = net.gather_s if behind_barrier else net.reduce_s + net.gather_s
     return Windows(
         span_s=span_s,
         params=inside.sums(facts.params[members]),
@@ -83,5 +103,8 @@ def _windows(
         down_s=down_s,
         up_s=up_s,
         adam_s=adam_s,
+        reduce_s=reduce_s,
+        gather_s=gather_s,
+        net_s=inside.sums(collectives_s[members]),
         behind_barrier=behind_barrier,
     )

@@ -92,7 +92,7 @@ class Catalog:
                 rates[dtype] = rate * TERA
         if not card.context_gb < usable <= card.memory_gb:
             raise e.refuse("usable_gb", "more than context_gb and at most memory_gb, calibrated or not")
-        launch = None if measured is None else measured.launch_us
+        launch = card.launch_us if measured is None else measured.launch_us
         operators = None if measured is None else measured.operators_gb_per_s
         tables = {dtype: _curve(e, f"{dtype}_table", f"{dtype}_tflops", 1e9, TERA) for dtype in _DTYPES}
         return Gpu(

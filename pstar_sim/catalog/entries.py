@@ -81,6 +81,9 @@ class GpuEntry(_Origin, frozen=True, kw_only=True):
     bf16_tflops: Annotated[_Tflops | None, says("peak of the tensor cores; left out where the card has no bf16")] = None
     fp32_efficiency: Annotated[_Efficiency, says("effective fp32 rate over the peak")]
     tensor_core_efficiency: Annotated[_Efficiency, says("effective 16-bit rate over the peak")]
+    launch_us: Annotated[
+        _Latency | None, says("kernels and hooks of one moment; given, rates are those of kernels, not of iterations")
+    ] = None
     device_names: Annotated[tuple[Text, ...], says("what nvidia-smi calls the card")] = ()
     calibrated: Annotated[CalibratedGpu | None, says("effective values; they are used as they are")] = None
 

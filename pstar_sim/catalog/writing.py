@@ -74,7 +74,7 @@ def _gpu_part(gpu: Gpu) -> _Part:
     }
     return _Part(
         name=f"gpus.{_key(gpu.name)}",
-        values={**fixed, **hbm, **rates},
+        values={**fixed, **hbm, **rates, **({} if gpu.measured else _launch(gpu))},
         measured=gpu.measured,
         source=gpu.source,
         calibrated={**hbm, **rates, **_gpu_curves(gpu)},
@@ -175,11 +175,14 @@ def _gpu_curves(gpu: Gpu) -> dict[str, object]:
         for dtype, curve in gpu.matmul_tables.items()
         if gpu.flops_per_s[dtype] <= best_rate(curve)
     }
-    if gpu.launch_s is not None:
-        found["launch_us"] = gpu.launch_s * 1e6
+    found |= _launch(gpu)
     if gpu.operator_bytes_per_s is not None:
         found["operators_gb_per_s"] = gpu.operator_bytes_per_s / GB
     return found
+
+
+def _launch(gpu: Gpu) -> dict[str, object]:
+    return {} if gpu.launch_s is None else {"launch_us": gpu.launch_s * 1e6}
 
 
 def _link_curves(link: Link) -> dict[str, object]:

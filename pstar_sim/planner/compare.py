@@ -283,7 +283,7 @@ def _compare(
     named: bool,
 ) -> Comparison:
     workload = share.workload
-    certifier = Certifier(workload, machine, settings, lp=certify)
+    certifier = Certifier(workload, machine, settings, lp=certify, ranked=share.ranked)
     tell("lower bound", 0, len(asked))
     usual = certifier.usual()
     found = _Found()
@@ -373,7 +373,7 @@ class _Found:
             gain = _gain(policy, own, settings, timeline.iteration_s)
             plan = replace(plan, choices={**plan.choices, "balance": gain})
             self.gains.append(f"{name}: {gain}")
-            certifier = Certifier(job.share.workload, job.machine, settings, lp=certify)
+            certifier = Certifier(job.share.workload, job.machine, settings, lp=certify, ranked=job.share.ranked)
         peaks = timeline.peak_bytes if job.share.ranked is None else play(plan).peak_bytes
         row = _figures(name, machine, timeline, peaks, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
         self.planned[name] = Planned(row=row, plan=plan, timeline=timeline)
@@ -581,7 +581,7 @@ def _figures(
         iteration_s=timeline.iteration_s,
         tokens_per_s=tokens / timeline.iteration_s,
         lower_bound_s=bound_s,
-        gap=None if bound_s is None else timeline.iteration_s / bound_s - 1,
+        gap=timeline.iteration_s / bound_s - 1,
         bound_by=bound_by(timeline, barrier_cost_s=barrier_cost_s),
         peak_gpu_bytes=peaks["gpu"],
         peak_host_bytes=peaks["host"],

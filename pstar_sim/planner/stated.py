@@ -188,7 +188,9 @@ class _Notes:
             seconds = plan.predictions.get("iteration_s", 0.0)
         if stated is not None and stated > seconds * (1 + SECONDS_AGREE):
             self.false.append(f"lower_bound_s is {stated:.9g} s in the plan, but its iteration lasts {seconds:.9g} s")
-        elif stated is not None and self.earlier is not None and stated < (found.seconds or 0.0) * (1 - SECONDS_AGREE):
+        elif stated is not None and self.apart is not None:
+            self.why["lower_bound_s"] = self.apart
+        elif stated is not None and self.earlier is not None and stated < found.seconds * (1 - SECONDS_AGREE):
             self.why["lower_bound_s"] = self.earlier
         elif stated is not None and self._method() == "fluid LP" and not lp:
             self.why["lower_bound_s"] = "of the fluid LP, which --certify solves again; not below the joint LP"
@@ -238,8 +240,14 @@ class _Notes:
         if not isinstance(said, Mapping):
             self.false.append(f"certificate is {said!r} in the plan; it names the kind of bound and what binds it")
             return
-        keys = ["bound", "binding", "relative_to", "reason"]
-        if "fluid LP" in (said.get("bound"), found.text["bound"]) and found.seconds is not None:
+        if said.get("bound") is None and "lower_bound_s" not in self.plan.predictions:
+            self.why["certificate"] = "it states no lower bound; plans for several GPUs once had none"
+            return
+        keys = ["bound", "binding", "relative_to"]
+        if self.apart is not None:
+            self.why["certificate"] = self.apart
+            keys = ["relative_to"]
+        elif "fluid LP" in (said.get("bound"), found.text["bound"]):
             self.why["certificate"] = "the solver of a linear program decides which resource binds it"
             keys = ["relative_to"]
         for key in keys:

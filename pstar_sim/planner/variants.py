@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from pstar_sim.bounds.bounds import bound_reason, lower_bound
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.stashes import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
@@ -360,9 +360,11 @@ class _Race:
         key = (id(w), stream)
         if key not in self.bounds_s:
             self.bounds_s[key] = self.least_s[id(w)]
-            if not self.reorders and bound_reason(w, self.machine) is None:
-                bound = lower_bound(w, self.machine, self.usual, self.layouts[id(w)], stream=stream)
-                self.bounds_s[key] = max(self.bounds_s[key], bound.seconds)
+            if not self.reorders:
+                # on several GPUs chunks are sliced, or whole on each
+                layouts = {self.layouts[id(w)], build_layout(w, chunk_bytes=self.usual.chunk_bytes)}
+                bounds = [lower_bound(w, self.machine, self.usual, layout, stream=stream) for layout in layouts]
+                self.bounds_s[key] = max(self.bounds_s[key], min(bound.seconds for bound in bounds))
         return self.bounds_s[key]
 
     def _words(self, w: Workload) -> str:

@@ -219,12 +219,12 @@ def test_it_draws_on_axes_of_ones_own(found: Ablation) -> None:
 
 
 def test_the_command_on_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    """--batch is that of all ranks; there is no bound, so no gap; every rank's bytes are one rank's."""
+    """--batch is that of all ranks; every rank's bytes are one rank's."""
     flags = "--model 1B --seq 1024 --machine v100-32x8 --chunk 256MiB --policy tide --json"
     assert main(["ablate", *flags.split(), "--batch", "32"]) == 0
     answer = json.loads(capsys.readouterr().out)
     lines = answer["lines"]
-    assert all(line["fits"] and line["gap"] is None for line in lines)
+    assert all(line["fits"] and line["gap"] >= 0 for line in lines)
     assert lines[-1]["total_s"] == pytest.approx(lines[0]["iteration_s"] - lines[-1]["iteration_s"])
     assert main(["ablate", *flags.split(), "--batch", "12"]) == 2
     assert "8" in capsys.readouterr().err

@@ -101,6 +101,8 @@ def test_nodes_of_the_catalog_are_written_and_read_again(tmp_path: Path) -> None
         assert again.host_budget_bytes == m.host_budget_bytes
         assert again.nvme_budget_bytes == m.nvme_budget_bytes
         assert again.price_usd_per_hour == pytest.approx(10.0)
+        assert again.gpu.measured == m.gpu.measured
+        assert again.gpu.launch_s == (None if m.gpu.launch_s is None else pytest.approx(m.gpu.launch_s))
         for mine, its in ((m.peer, again.peer), (m.network, again.network)):
             assert (mine is None) == (its is None)
             if mine is not None and its is not None:
@@ -129,7 +131,8 @@ def test_compare_on_a_node(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert f"note: {UNMODELLED}" in printed.err
     rows = json.loads(printed.out)
-    assert all(row["fits"] and row["lower_bound_s"] is None and row["gap"] is None for row in rows)
+    assert all(row["fits"] and 0 < row["lower_bound_s"] <= row["iteration_s"] for row in rows)
+    assert "sliced over 8 GPUs" in said
     # All ranks' tokens: 16 sequences of 256.
     assert rows[0]["tokens_per_s"] == pytest.approx(16 * 256 / rows[0]["iteration_s"])
 

@@ -1,0 +1,89 @@
+"""What a bound knows of several ranks: the seconds of each kind of rank, and the collectives of one rank.
+
+[Note: the bound of several ranks] All ranks run the same steps, so the bound is that of one rank: the largest over the
+kinds of ranks (GPU, link and workload). A rank's lists are its slices, 1/P of each chunk. Its CPU Adam, its copies and
+its states are those of the slices. Its part of the cores and of host DRAM is 1/L, with L ranks per node. Where all
+ranks do the same at the same time, a PCIe switch passes each of them an equal part; otherwise the link counts as if
+nobody shared it. Every row of pinned.py, joint.py and fluid.py holds for the slices. What is added:
+
+- A moment reads whole chunks. So K_t and what is read again behind a turn count all slices. At a turn, what has no room
+  is this rank's slice (copied up again) or the slices of the others (gathered again).
+- Each updated chunk is gathered once per iteration, behind its update and before its first read. The gradients of each
+  micro-batch are summed over the ranks once (a reduce-scatter). The checker accepts no plan that does less. The slices
+  of frozen chunks are gathered where they are not kept over the border.
+- net: all of these follow one another on one queue. Each takes what the cost model says, `CostModel.collective_s`.
+- windows: the updates of the chunks J_j lie between the last sum and the first gather. So the shortest sum comes before
+  the first copy down, and the shortest gather after the last copy up. Also, whatever updates the chunks: all their last
+  sums and all their gathers follow one another in the window; and an update on the GPU comes after the shortest sum and
+  before the shortest gather.
+- clipping: no update begins before all sums.
+
+The plans meant are all that the checker accepts for the layout: those of every policy that slices its chunks, whether
+it gathers a chunk once (chunks in data parallelism) or for each visit (ZeRO-3). A layout that is not sliced (plain data
+parallelism) has no gathers of parameters. There each last gradient is summed and gathered, once per iteration at
+least, and a rank updates whole chunks. What the model leaves out, so does the bound: collectives slow down no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import Layout
+from pstar_sim.cost import CostModel, cost_of
+from pstar_sim.policy.kit.facts import Facts
+from pstar_sim.sim.ranks import classes_of
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["NetFacts", "costs_of_ranks"]
+
+Array = NDArray[np.float64]
+
+
+def costs_of_ranks(
+    workload: Workload, machine: Machine, layout: Layout, ranked: Sequence[Workload] | None = None
+) -> list[CostModel]:
+    """The cost model of each kind of rank. ranked: each rank's own workload, where they differ."""
+    classes = classes_of(machine, ranked)
+    if len(set(classes)) == 1:
+        return [cost_of(workload if ranked is None else ranked[0], machine, layout)]
+    first = [classes.index(kind) for kind in sorted(set(classes))]
+    return [CostModel(workload if ranked is None else ranked[r], machine, layout, rank=r) for r in first]
+
+
+class NetFacts:
+    """Collectives of one rank, at least; all zero on a machine of one.
+
+    reduce_s, gather_s: of each chunk in `job.trained`, seconds of the last sum of its gradient before the update, and
+        of the gather of its parameters after it.
+    updates_s: seconds of the collectives of all updated chunks in an iteration.
+    byte_s: seconds per byte of the others' slices that are gathered once more.
+    others: chunk -> bytes of the others' slices, padding left out.
+    most_others: the largest share that the others' slices have of a chunk.
+    frozen_bytes: bytes of the others' slices of all chunks that are only read.
+    """
+
+    def __init__(self, job: Facts, cost: CostModel) -> None:
+        layout = job.layout
+        chunks = [*job.trained, *job.only_read]
+        whole = {c: layout.chunks[c].params * job.width(c) for c in chunks}
+        self.others = {c: whole[c] - own_params(layout, c) * job.width(c) for c in chunks}
+        self.frozen_bytes = float(sum(self.others[c] for c in job.only_read))
+        self.most_others = max((self.others[c] / whole[c] for c in chunks if whole[c]), default=0.0)
+        together = len(cost.machine.ranks) > 1
+        once_s = {c: cost.collective_s(layout.whole_bytes(c)) if together else 0.0 for c in chunks}
+        sliced = layout.ranks > 1
+        each = np.array([once_s[c] for c in job.trained], dtype=float)
+        self.reduce_s: Array = each if sliced else 2 * each
+        self.gather_s: Array = each if sliced else 0 * each
+        times = [len(job.spans[c]) if sliced else 1 for c in job.trained]
+        self.updates_s = float((self.reduce_s * np.array(times, dtype=float) + self.gather_s).sum())
+        self.byte_s = min((once_s[c] / size for c, size in self.others.items() if size), default=0.0)
+
+
+def own_params(layout: Layout, chunk: int) -> int:
+    """Parameters of a rank's slice of a chunk, padding left out."""
+    return -(-layout.chunks[chunk].params // layout.ranks)

@@ -1,0 +1,118 @@
+"""The bound of several ranks: figures worked out by hand, and no policy ever under it."""
+
+from dataclasses import replace
+from functools import partial
+from random import Random
+
+import hypothesis
+import pytest
+from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned
+from hypothesis import given
+
+from pstar_sim.bounds.bounds import lower_bound, relative_to
+from pstar_sim.bounds.fluid import fluid_bound
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan import Settings
+from pstar_sim.policy import find_policy
+from pstar_sim.sim.play import play
+from pstar_sim.testing import chain_workload, round_machine
+from pstar_sim.units import MIB
+
+EAGER, CLIP = Settings(update="eager", clip=False), Settings(update="step", clip=True)
+pytestmark = TIME_TO_SHRINK
+
+two = partial(round_machine, ranks=2, gpu_memory_bytes=2**40, host_memory_bytes=2**40, adam_params_per_s=1e4)
+"""Two GPUs with room for everything, and a CPU that is too slow for any Adam."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "peer_s", "seconds", "binding"),
+    [(EAGER, 0.1, 10.5, "compute"), (EAGER, 1, 11.5, "net"), (CLIP, 1, 11.5, "barrier")],
+)
+def test_three_layers_that_fit(settings: Settings, peer_s: float, seconds: float, binding: str) -> None:
+    """3 layers of 2 MiB: moments of 3 * 1 + 3 * 2 = 9 s, and Adam of the slices on the GPU, 3 * 0.5 s: 10.5 s. With
+    collectives of 1 s the first layer's gradient, final after 9 s, is summed, updated and gathered before the next
+    iteration: 9 + 1 + 0.5 + 1 = 11.5 s. With clipping no update comes before 10 s: 10 + 0.5 + 1 and 10 + 3 * 0.5."""
+    w = chain_workload(3, MIB, forward_s=1.0)
+    m = two(peer_bytes_per_s=MIB / peer_s)
+    layout = build_layout(w, ranks=2)
+    for bound in (lower_bound(w, m, settings, layout), lower_bound(w, m, settings, layout, stream=False)):
+        assert (bound.seconds, bound.binding) == (pytest.approx(seconds, rel=1e-6), binding)
+        assert bound.terms["net"] >= 6 * peer_s * (1 - 1e-9)
+    assert "sliced over 2 GPUs" in relative_to(w, m, settings, layout)
+
+
+def test_whole_chunks_on_each_rank() -> None:
+    """Plain data parallelism: the last gradient is summed and gathered in 2 s, and the update takes 1 s: 12 s."""
+    w = chain_workload(3, MIB, forward_s=1.0)
+    m = two(peer_bytes_per_s=float(MIB))
+    plan = find_policy("all_on_gpu")(w, m, EAGER)
+    assert lower_bound(w, m, EAGER, plan.layout).seconds == pytest.approx(12.0)
+    assert play(plan).iteration_s >= 12.0
+    assert "whole on each of 2 GPUs" in relative_to(w, m, EAGER, plan.layout)
+
+
+def test_two_micro_batches_are_summed_twice() -> None:
+    """6 layers of 2 MiB that are computed in no time: 6 gathers and 2 * 6 sums of 1 s."""
+    w = chain_workload(6, MIB, forward_s=1e-6, micro_batches=2)
+    assert lower_bound(w, two(peer_bytes_per_s=float(MIB)), EAGER, build_layout(w, ranks=2)).terms[
+        "net"
+    ] == pytest.approx(18.0, rel=1e-3)
+
+
+def test_what_a_turn_cannot_keep_is_copied_or_gathered_again() -> None:
+    """6 layers of 2 MiB and room for 8 MiB: 4 MiB come again behind the turn. The others' slices, 1 MiB of each layer,
+    come again in 1 s each: 12 + 4 s of collectives and 6 s of copies of 1 s."""
+    w = chain_workload(6, MIB, forward_s=1e-6)
+    m = two(gpu_memory_bytes=8 * MIB, peer_bytes_per_s=float(MIB), adam_params_per_s=1e15)
+    bound = lower_bound(w, m, EAGER, build_layout(w, ranks=2))
+    assert bound.terms["net"] + bound.terms["h2d"] == pytest.approx(12 + 4 + 6, rel=1e-3)
+
+
+def _with(machine: Machine, *slower: float) -> Machine:
+    """The machine with GPUs that are slower by these factors."""
+    ranks = [
+        replace(r, gpu=replace(r.gpu, flops_per_s={d: rate / by for d, rate in r.gpu.flops_per_s.items()}))
+        for r, by in zip(machine.ranks, slower, strict=True)
+    ]
+    return replace(machine, ranks=tuple(ranks))
+
+
+def test_the_slowest_rank_decides() -> None:
+    w = chain_workload(3, MIB, flops=10**12)
+    hardly = chain_workload(3, MIB, flops=10**10)
+    m, layout = two(peer_bytes_per_s=float(MIB)), build_layout(w, ranks=2)
+    mixed = _with(m, 1.0, 3.0)
+    alone = [lower_bound(w, _with(m, by, by), EAGER, layout).seconds for by in (1.0, 3.0)]
+    assert alone[0] < alone[1] == lower_bound(w, mixed, EAGER, layout).seconds
+    # the slow rank has next to nothing to do
+    assert lower_bound(w, mixed, EAGER, layout, ranked=(w, hardly)).seconds == pytest.approx(alone[0], rel=0.01)
+
+
+def test_no_plan_is_faster() -> None:
+    """Equal ranks and ranks that differ, on switches, with and without a peer link, on one node and two."""
+    played = 0
+
+    @hypothesis.settings(max_examples=8)
+    @given(jobs(ranks=(2, 3, 4), layers=2), chances())
+    def holds(job: Drawn, chance: Random) -> None:
+        nonlocal played
+        if chance.random() < 0.4:
+            job = job._replace(machine=_with(job.machine, *(chance.choice((1.0, 2.0)) for _ in job.machine.ranks)))
+        for policy in ("tide:streams=on", "all_on_gpu", "zero_offload", "zero3_offload", "zero3_resident"):
+            plan = planned(find_policy(policy), job)
+            if plan is None:
+                continue
+            own = (plan.workload, plan.machine, plan.settings, plan.layout)
+            bounds = [lower_bound(*own), fluid_bound(*own)]
+            if "stream" not in plan.modes:
+                bounds.append(lower_bound(*own, stream=False))
+            seconds = play(plan).iteration_s
+            played += 1
+            for bound in bounds:
+                assert seconds >= bound.seconds * (1 - 1e-9), (policy, bound)
+                assert not bound.notes
+
+    holds()
+    assert played >= 8
