@@ -103,6 +103,12 @@ class Schedule:
         stretches = self.visits[chunk]
         return stretches[1:] if chunk in self.stays else stretches
 
+    def never_leaves(self, chunk: int) -> bool:
+        """Whether the working list of a streamed chunk is on the GPU alone, all the time: no gradient goes through the
+        list on the host either."""
+        alone = chunk in self.updates and chunk in self.stays and len(self.visits[chunk]) == 1
+        return alone and (self.sums_on_gpu(chunk) or not self.job.add_last)
+
     def sums_on_gpu(self, chunk: int) -> bool:
         """Whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""
         return self.job.sums_on_gpu or chunk in self.modes.summed

@@ -93,7 +93,8 @@ class UpdateRows:
             self._residents_behind_barrier(len(self._residents))
 
     def _send_states(self, c: int, here: int) -> None:
-        """Write the copies of updated states down again; the list of accumulated gradients is given up."""
+        """Write the copies of updated states down again, and of the parameters unless they never leave the GPU; the
+        list of accumulated gradients is given up."""
         rows, schedule = self._rows, self._rows.schedule
         job = schedule.job
         moment = job.uses.last_gradient(c)
@@ -102,6 +103,8 @@ class UpdateRows:
         key, ready = rows.down_key(c), ((here, 0),)
         for number, name in enumerate(job.layout.state_lists):
             rows.writeback(c, name, moment, ready, (*key, 1.0 + number), drop=True)
+        if schedule.never_leaves(c):
+            return
         stays = c in schedule.stays
         late = stays and schedule.states_first
         first_use = float(job.uses.first_use(c))

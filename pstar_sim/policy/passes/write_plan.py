@@ -49,6 +49,8 @@ def _residents(b: Builder, schedule: Schedule) -> None:
             b.modes[c] = "stream"
         if c in schedule.stays:
             b.resident(c, Place.GPU, "param")
+            if schedule.never_leaves(c):
+                b.initial.discard(Resident(c, "param", Place.HOST))
 
 
 def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list[tuple[int, int]]:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from pstar_sim.core.step import Kind
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Kind, Place
+from pstar_sim.policy import find_policy
 
 RELATIVE = 1e-6
 STEPS = 4
@@ -44,3 +47,42 @@ def test_equals_plain_adamw_while_states_come_and_go(
     values = run.model.state_dict()
     for name, parameter in run.reference.model.named_parameters():
         assert kit.distance(values[name], parameter.detach()) <= RELATIVE, name
+
+
+@pytest.mark.parametrize(("update", "micro_batches", "clip"), [("eager", 1, None), ("step", 3, 0.5)])
+def test_parameters_that_never_leave_have_no_list_on_the_host(
+    kit: Any,
+    start: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    update: str,
+    micro_batches: int,
+    clip: float | None,
+) -> None:
+    """Every second chunk is streamed and stays on the GPU. Evaluation between the iterations and an iteration off the
+    plan find the values all the same."""
+
+    def every_second(order: Sequence[int], *_: object) -> tuple[list[int], list[int]]:
+        return [], list(order[::2])
+
+    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.family.search"), "interleave", every_second)
+    model, draw = kit.build("mlp")
+    w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)), micro_batches=micro_batches, name="mlp")
+    where = kit.small_machine(w.peak_non_model_bytes + 6 * sum(t.bytes for t in w.tensors))
+    plan: Plan = find_policy("tide:streams=on,sums=on")(w, where, Settings(update=update, clip=clip is not None))
+    plan.check()
+    on_host = {r.chunk for r in plan.initial if r.list == "param" and r.place is Place.HOST}
+    assert {c for c, mode in enumerate(plan.modes) if mode == "stream"} - on_host
+    run = start("mlp", "tide", update=update, micro_batches=micro_batches, clip=clip, plan=plan, replan_after=0)
+    for off_plan in (False, True, False):
+        mine, theirs = kit.train_both(
+            run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=micro_batches
+        )
+        assert mine == pytest.approx(theirs, rel=RELATIVE, abs=0)
+        values = run.model.state_dict()
+        for name, parameter in run.reference.model.named_parameters():
+            assert kit.distance(values[name], parameter.detach()) <= RELATIVE, name
+        if off_plan:
+            for _ in range(micro_batches):
+                batch = next(run.batches)
+                kit.loss_of(run.model, batch)  # a forward without a backward: the rest of the iteration is off the plan
+    assert run.session.deviations
