@@ -34,6 +34,7 @@ EXECUTED = (*PLANNED, "executor/**")
 DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "accuracy": EXECUTED,
     "activations": PLANNED,
+    "bounds": (*PLANNED, "tests/helpers/**"),
     "calibrated": EXECUTED,
     "capture": (
         "executor/capture.py", "executor/models.py", "executor/moments/**", "pstar_sim/workload/**",

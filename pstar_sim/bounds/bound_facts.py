@@ -85,8 +85,7 @@ class BoundFacts:
         # between two micro-batches an iteration turns; a layer-major one turns once
         self.micro_batch = [0 if w.layer_major else m.micro_batch for m in w.moments]
         self.read_bytes: Array = np.array(job.read_bytes, dtype=float) * layout.ranks
-        held_sums = w.micro_batches > 1 and not w.layer_major  # a layer-major sum comes and goes with its backward
-        self.states = w.optimizer.states_bytes_per_param + (4 if held_sums else 0)
+        self.states = w.optimizer.states_bytes_per_param
         self.traffic = w.optimizer.dram_bytes_per_param
         self.spans = _gradient_spans(w)
         ends = [moments[-1] for moments in reads if moments]

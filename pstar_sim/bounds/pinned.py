@@ -3,8 +3,8 @@
 [Note: the bound] Let x be the trainable parameters whose optimizer states stay on the gpu ("pinned"; their Adam runs
 there and their working list stays too), relaxed to a real number 0 <= x <= x_max. Every other trainable parameter that
 gets a gradient has, each iteration, one copy down, one CPU Adam and one copy up. With E such parameters in all, w bytes
-each in the working list, v bytes of states (plus 4 for the accumulated gradient when there are several micro-batches),
-C the gpu budget, n_t the tide and K_t the payload bytes that moment t reads:
+each in the working list, v bytes of states, C the gpu budget, n_t the tide and K_t the payload bytes that moment t
+reads:
 
 - x_max: at every moment v x + max(w x, K_t) <= C - n_t.
 - compute: all moments, plus the gpu's Adam: sum c_t + x * traffic / HBM.
@@ -31,9 +31,11 @@ C the gpu budget, n_t the tide and K_t the payload bytes that moment t reads:
 - dram: the copies' bytes and the CPU Adam's traffic over the host's DRAM bandwidth.
 
 [Note: layer-major] All of this holds in any order of the moments: it speaks of first reads, last gradients and cuts,
-not of micro-batches. Two things are read off the order. A layer-major iteration turns once, from its last forward to
-its first backward. And what a block's gradients add up to is on the gpu only while its backward passes follow one
-another, so v does not count it.
+not of micro-batches. One thing is read off the order: a layer-major iteration turns once, from its last forward to its
+first backward.
+
+[Note: sums are not held] v does not count the sum of several micro-batches' gradients. A pinned chunk's sum need not
+stay on the gpu: it may go down and come up between two backward passes, or be made on the host.
 
 The bound is the least over x of the largest term; all terms are linear in x between the points where a window is
 pinned entirely or a turn begins to overflow, so it is found exactly. What it leaves out (latencies except in "shortest

@@ -1,16 +1,12 @@
-"""Lower bounds against the exact optimum of tiny instances, worked figures with streamed states, and what a certificate
-says when things go wrong."""
+"""Worked figures with streamed states, and what a certificate says when things go wrong."""
 
-import importlib.util
-import random
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 import hypothesis
 import pytest
-from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned
+from drawn import TIME_TO_SHRINK, Drawn, jobs, planned
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,33 +15,19 @@ from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.certificate import Certifier, agree
 from pstar_sim.bounds.fluid import fluid_bound
 from pstar_sim.bounds.linear import LinearProgram, Solution, Unsolved
-from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli import main
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings, load_plan
-from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError
+from pstar_sim.errors import PlanError
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.stated import examine
 from pstar_sim.policy.registry import policies
 from pstar_sim.sim import play
 from pstar_sim.testing import chain_workload, random_workload, round_machine
 from pstar_sim.units import MIB
-from pstar_sim.workload.workload import OptimizerSpec, Workload
-
-_spec = importlib.util.spec_from_file_location("exact_optimum", Path(__file__).parent / "exact_optimum.py")
-assert _spec is not None and _spec.loader is not None
-exact = importlib.util.module_from_spec(_spec)
-import sys  # noqa: E402
-
-sys.modules["exact_optimum"] = exact  # dataclasses look their module up
-_spec.loader.exec_module(exact)
 
 EAGER, STEP = Settings(update="eager", clip=False), Settings(update="step", clip=False)
 MPARAM = 2**20
-LAYER = 2 * MPARAM  # parameters
-LIST = 4 * LAYER  # bytes of each list: fp32, one state
-ONE_STATE = OptimizerSpec(name="momentum", state_bytes=(("momentum", 4),), dram_bytes_per_param=28)
-
 
 pytestmark = TIME_TO_SHRINK
 
@@ -59,98 +41,6 @@ machine = partial(
     adam_params_per_s=1e9,
     dram_bytes_per_s=1e15,
 )
-
-
-def as_job(t: "exact.Tiny") -> tuple[Workload, Machine, Settings]:
-    """The same instance as a workload: a unit is a second, a slot a list of 8 MiB."""
-    tide = [level * LIST for level in t.tide] + [0]
-    w = chain_workload(t.layers, LAYER, dtype="fp32", forward_s=float(t.forward), tide_bytes=tide)
-    m = machine(
-        gpu_memory_bytes=t.slots * LIST,
-        h2d_bytes_per_s=LIST / t.up,
-        d2h_bytes_per_s=LIST / t.down,
-        adam_params_per_s=LAYER / t.cpu_adam,
-        hbm_bytes_per_s=28 * LAYER / t.gpu_adam,
-    )
-    return replace(w, optimizer=ONE_STATE), m, STEP if t.barrier else EAGER
-
-
-def random_tiny(rng: random.Random, layers: int = 2) -> "exact.Tiny":
-    return exact.Tiny(
-        layers=layers,
-        slots=rng.randint(2, 3 + layers),
-        forward=rng.choice((1, 1, 2)),
-        up=rng.choice((1, 1, 1, 2)),
-        down=rng.choice((1, 1, 1, 2)),
-        cpu_adam=rng.choice((1, 2, 3)),
-        gpu_adam=1,
-        tide=tuple(rng.choice((0, 0, 1)) for _ in range(2 * layers)),
-        barrier=rng.random() < 0.5,
-    )
-
-
-def held_against(t: "exact.Tiny", *, simulate: bool) -> tuple[float, float] | None:
-    """(joint LP, fluid bound) over the exact optimum; None where nothing fits. Asserts the order of all of them."""
-    w, m, settings = as_job(t)
-    best = exact.exact_optimum(t)
-    layout = build_layout(w)
-    assert [c.numel for c in layout.chunks] == [LAYER] * t.layers
-    closed, finer = lower_bound(w, m, settings, layout), fluid_bound(w, m, settings, layout)
-    fitting: dict[str, float] = {}
-    if simulate:
-        for name, policy in policies().items():
-            try:
-                plan = policy(w, m, settings)
-            except (DoesNotFit, CannotPlan):
-                continue
-            if [c.numel for c in plan.layout.chunks] == [LAYER] * t.layers and not plan.workload.layer_major:
-                fitting[name] = play(plan).iteration_s
-    if best is None:
-        assert not fitting, (t, fitting)
-        return None
-    assert closed.seconds <= finer.seconds * (1 + 1e-12), t
-    assert finer.seconds <= float(best) * (1 + 1e-7), (t, finer, best)
-    for name, seconds in fitting.items():
-        assert float(best) <= seconds * (1 + 1e-9), (t, name, seconds, best)
-    return closed.seconds / float(best), finer.seconds / float(best)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("barrier", [False, True])
-def test_bounds_are_below_the_exact_optimum_of_tiny_instances(barrier: bool, whole: bool) -> None:
-    """2 x 150 random instances of two layers (75 but for --whole): joint LP <= fluid bound <= exact optimum; about
-    every fifth also <= every policy's simulation."""
-    instances = 150 if whole else 75
-    known: list[tuple[float, float]] = []
-
-    @hypothesis.settings(max_examples=instances)
-    @given(chances())
-    def holds(chance: random.Random) -> None:
-        tiny = replace(random_tiny(chance), barrier=barrier)
-        if (ratios := held_against(tiny, simulate=chance.random() < 0.2)) is not None:
-            known.append(ratios)
-
-    holds()
-    assert len(known) >= 0.8 * instances
-    assert sum(r[1] for r in known) / len(known) > 0.75, "the bound says next to nothing"
-
-
-@pytest.mark.slow
-def test_bounds_are_below_the_exact_optimum_of_three_layers() -> None:
-    rng = random.Random(77)
-    tiny = [replace(random_tiny(rng, 3), forward=1, up=1, down=1, cpu_adam=1) for _ in range(2)]
-    ratios = [held_against(t, simulate=True) for t in tiny]
-    assert any(r is not None for r in ratios), "nothing was compared"
-
-
-def test_exact_optimum_by_hand() -> None:
-    """Two layers, forward 1, backward 2 units: compute 6. With room for all (2 lists a layer) and Adam on the gpu of 1
-    unit each: 8. With CPU Adam of 1 unit and copies of 1, layer 1 alone must go round the border: 6 + 3, unless it is
-    updated on the gpu: 6 + 1, while the other's copies and Adam overlap with it."""
-    t = exact.Tiny(layers=2, slots=4, forward=1, up=1, down=1, cpu_adam=1, gpu_adam=1, tide=(0,) * 4, barrier=False)
-    assert exact.exact_optimum(t, modes=[(True, True)]) == 8
-    assert exact.exact_optimum(t, modes=[(False, False)]) == 9
-    assert exact.exact_optimum(t) == Fraction(7)
 
 
 def test_streams_by_hand() -> None:

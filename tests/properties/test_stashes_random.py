@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from bounded import offloaded_chain
 from drawn import TIME_TO_SHRINK, Drawn, chances, planned, seeds
 from hypothesis import given, settings
 
@@ -16,40 +17,21 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.errors import PlanError, TraceError
+from pstar_sim.errors import PlanError
 from pstar_sim.policy.registry import built_in
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, random_jitter, random_machine
 from pstar_sim.units import KIB
-from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
+from pstar_sim.workload.mixing import block_names, offload_blocks
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 pytestmark = TIME_TO_SHRINK
 
 
-def random_choice(rng: random.Random) -> Workload:
-    """A chain whose layers leave random bytes behind, some recomputed, some offloaded, in one to three
-    micro-batches."""
-    layers = rng.randint(4, 9)
-    left = [rng.randrange(1, 64) * KIB for _ in range(layers)]
-    up = [sum(left[: n + 1]) for n in range(layers)]
-    kept = chain_workload(layers, 4096, tide_bytes=[*up, *up[::-1], 0])
-    recomputed = chain_workload(layers, 4096, tide_bytes=64 * KIB, checkpointing=True)
-    blocks = block_names(kept)
-    keep = [block for block in blocks if rng.random() < 0.7]
-    mixed = mix_blocks(recomputed, kept, keep)
-    offload = [block for block in keep if rng.random() < 0.6]
-    while True:
-        try:
-            return repeat_micro_batch(offload_blocks(mixed, offload), rng.randint(1, 3))
-        except TraceError:  # the last of them is needed again at once
-            offload = offload[:-1]
-
-
 @settings(max_examples=12)
 @given(chances(), seeds())
 def test_every_policy_on_random_choices(chance: random.Random, shake: random.Random) -> None:
-    w = random_choice(chance)
+    w = offloaded_chain(chance)
     machine: Machine = random_machine(chance, w)
     asked = Settings(update=chance.choice(("step", "eager")), clip=chance.random() < 0.5)
     checked = 0

@@ -1,0 +1,136 @@
+"""Bounds and plans against the exact optimum of tiny instances, and bounds against random plans: thin samples of
+benchmarks/bounds.py."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+from itertools import product
+
+import hypothesis
+import pytest
+from bounded import hold, random_job, random_spec
+from drawn import TIME_TO_SHRINK, chances
+from exact_optimum import Tiny, Way, exact_optimum
+from hypothesis import given
+from tiny import compare_tiny, layer_major, random_tiny
+
+from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.policy.registry import find_policy
+
+pytestmark = TIME_TO_SHRINK
+
+ON_CPU, ON_GPU = Way(on_gpu=False), Way(on_gpu=True)
+ON_CPU_SUMMED, ON_GPU_SUMMED = Way(on_gpu=False, summed=True), Way(on_gpu=True, summed=True)
+MOST_STATES = 20_000
+
+
+def tiny(**changed: object) -> Tiny:
+    """Two layers, forward 1 unit, backward 2, everything else 1, no tide."""
+    plain = Tiny(
+        layers=2, slots=4, forward=1, up=1, down=1, cpu_adam=1, gpu_adam=1, tide=(0,) * 4, barrier=False
+    )  # fmt: skip
+    return replace(plain, **changed)  # type: ignore[arg-type]
+
+
+def test_one_micro_batch_by_hand() -> None:
+    """Compute 6. With room for all (2 lists a layer) and Adam on the gpu of 1 unit each: 8. With CPU Adam of 1 unit and
+    copies of 1, layer 1 alone must go round the border: 6 + 3, unless it is updated on the gpu: 6 + 1, while the
+    other's copies and Adam overlap with it."""
+    t = tiny()
+    assert exact_optimum(t, ways=[(ON_GPU, ON_GPU)]) == 8
+    assert exact_optimum(t, ways=[(ON_CPU, ON_CPU)]) == 9
+    assert exact_optimum(t) == Fraction(7)
+
+
+def test_where_gradients_of_two_micro_batches_live_by_hand() -> None:
+    """One layer, compute 2 x 3. Updated on the CPU its border is down, Adam, up beside all of compute: 9 for a list of
+    its own that overwrites the parameters, and 9 for a sum as wide as that list; 10 where a sum is twice as wide, and
+    11 where the GPU takes a unit to add the second gradient to it. On the GPU, with room: 6 and Adam."""
+    one = tiny(layers=1, tide=(0, 0), micro_batches=2)
+    assert [exact_optimum(one, ways=[(way,)]) for way in (ON_CPU, ON_CPU_SUMMED)] == [9, 9]
+    wide = replace(one, wide=2, slots=6)
+    assert [exact_optimum(wide, ways=[(way,)]) for way in (ON_CPU, ON_CPU_SUMMED)] == [9, 10]
+    slow = replace(wide, gpu_add=1)
+    assert [exact_optimum(slow, ways=[(way,)]) for way in (ON_CPU_SUMMED, ON_GPU_SUMMED, ON_GPU)] == [11, 8, 7]
+
+
+def test_a_sum_goes_down_and_comes_up_where_two_have_no_room() -> None:
+    """One layer: parameters and a sum fill both slots, and the forward pass has a tide of one slot. So the sum goes
+    down before the second forward pass and comes up behind it: two units more than the 6 of compute and 3 round the
+    border, which are all without a tide."""
+    t = tiny(layers=1, slots=2, tide=(0, 0), micro_batches=2)
+    assert exact_optimum(t, ways=[(ON_CPU_SUMMED,)]) == 9
+    assert exact_optimum(replace(t, tide=(1, 0)), ways=[(ON_CPU_SUMMED,)]) == 11
+
+
+def test_clipping_has_the_host_add_every_gradient() -> None:
+    """One layer, two micro-batches, CPU Adam of 1 unit, adds of 3: without clipping both gradients go down and nothing
+    is added. With it the last of two adds and Adam stand between the last gradient and the next forward pass."""
+    t = tiny(layers=1, tide=(0, 0), micro_batches=2, cpu_add=3)
+    assert exact_optimum(t, ways=[(ON_CPU,)]) == 9
+    assert exact_optimum(replace(t, clip=True), ways=[(ON_CPU,)]) == 9 + 3
+
+
+def test_without_streams_states_stay() -> None:
+    """Two layers with one slot beside what a moment reads: states visit it, or nothing is updated on the GPU."""
+    t = tiny(slots=3, cpu_adam=9)
+    everything_on_cpu = exact_optimum(t, ways=[(ON_CPU, ON_CPU)])
+    best, resident = exact_optimum(t), exact_optimum(t, streams=False)
+    assert best is not None and resident is not None and everything_on_cpu is not None
+    assert best < resident < everything_on_cpu
+
+
+def test_a_search_that_grows_too_large_is_given_up() -> None:
+    with pytest.raises(MemoryError, match="more than 10 states"):
+        exact_optimum(tiny(), most_states=10)
+
+
+def test_pruned_ways_are_no_better() -> None:
+    """Every choice of ways, searched by itself: the least is what the search finds that leaves out most of them."""
+    t = tiny(slots=4, micro_batches=2, cpu_adam=2, gpu_add=1)
+    each = [exact_optimum(t, ways=[ways]) for ways in product(t.ways, repeat=2)]
+    assert min(found for found in each if found is not None) == exact_optimum(t)
+
+
+@pytest.mark.parametrize("order", ["depth-first", "layer-major"])
+def test_bounds_are_below_the_exact_optimum_and_plans_above_it(order: str, whole: bool) -> None:
+    """Random instances: closed form, joint and fluid program <= exact optimum <= plans."""
+    compared: list[float] = []
+
+    @hypothesis.settings(max_examples=(100 if whole else 4) * (2 if order == "depth-first" else 1))
+    @given(chances())
+    def holds(chance: random.Random) -> None:
+        t = random_tiny(chance)
+        if order == "layer-major":
+            t = layer_major(t)
+        try:
+            found = compare_tiny(t, ("tide:sums=on", "optimal", "stronghold", "zero_offload"), most_states=MOST_STATES)
+        except MemoryError:
+            return
+        assert not found.wrong, found
+        if found.best is not None:
+            compared.append(found.best / found.fluid)
+
+    holds()
+    assert len(compared) >= 2
+
+
+def test_no_random_plan_is_below_any_bound(whole: bool) -> None:
+    held = 0
+
+    @hypothesis.settings(max_examples=600 if whole else 12)
+    @given(chances())
+    def holds(chance: random.Random) -> None:
+        nonlocal held
+        job, spec = random_job(chance), random_spec(chance)
+        try:
+            plan = find_policy(spec)(*job)
+        except (DoesNotFit, CannotPlan):
+            return
+        assert not hold(plan).wrong, (spec, hold(plan))
+        held += 1
+
+    holds()
+    assert held >= 5

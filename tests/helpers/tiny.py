@@ -1,0 +1,175 @@
+"""Tiny instances as jobs: the same chain of layers for exact_optimum.py and for the product, a unit a second."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from exact_optimum import Tiny, exact_optimum
+
+from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.bounds.fluid import fluid_bound
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.sim.play import play
+from pstar_sim.testing import chain_workload, round_machine
+from pstar_sim.workload.relay import relay
+from pstar_sim.workload.workload import OptimizerSpec, Phase, Workload
+
+__all__ = ["LAYER", "Compared", "as_job", "compare_tiny", "layer_major", "random_tiny"]
+
+LAYER = 2**21
+"""Parameters of a layer."""
+BY_ROUNDING = 1e-7
+"""Relative difference of two figures that are the same."""
+_FLOPS_PER_S = 1e12
+
+
+def as_job(t: Tiny) -> tuple[Workload, Machine, Settings]:
+    """The instance as a job: a unit is a second, a slot the working list of a layer."""
+    width = 4 // t.wide
+    slot = width * LAYER
+    # of a micro-batch; `Tiny.order` gives the order of all moments, and the tide in it
+    tide = [level * slot for level in t.tide] if t.order is None else [0] * (2 * t.layers)
+    w = chain_workload(
+        t.layers,
+        LAYER,
+        dtype="fp32" if width == 4 else "bf16",
+        flops=int(t.forward * _FLOPS_PER_S),
+        tide_bytes=[*tide, 0],
+        micro_batches=t.micro_batches,
+    )
+    if t.order is not None:
+        w = relay(w)
+        assert _order(w) == t.order
+        levels = [*t.levels, 0]
+        moments = tuple(
+            replace(
+                m,
+                start_bytes=min(levels[n - 1], levels[n]) * slot,
+                peak_bytes=levels[n] * slot,
+                end_bytes=min(levels[n], levels[(n + 1) % len(levels)]) * slot,
+            )
+            for n, m in enumerate(w.moments)
+        )
+        w = replace(w, moments=moments)
+    traffic, rest = divmod((8 + width) * t.cpu_adam, t.cpu_add)  # an add on the host moves 8 + width bytes
+    assert not rest, t
+    optimizer = OptimizerSpec(name="momentum", state_bytes=(("momentum", 4),), dram_bytes_per_param=traffic)
+    m = round_machine(
+        gpu_memory_bytes=t.slots * slot,
+        host_memory_bytes=2**40,
+        h2d_bytes_per_s=slot / t.up,
+        d2h_bytes_per_s=slot / t.down,
+        hbm_bytes_per_s=traffic * LAYER / t.gpu_adam,
+        flops_per_s=_FLOPS_PER_S,
+        dram_bytes_per_s=1e18,
+        adam_params_per_s=traffic * LAYER / t.cpu_adam / 28,  # quoted for 28 bytes per parameter
+    )
+    # what an add on the GPU moves, beside copying the gradient
+    adds_per_s = (8 - width) * LAYER / t.gpu_add if t.gpu_add else 1e18
+    rank = replace(m.ranks[0], gpu=replace(m.gpu, operator_bytes_per_s=adds_per_s))
+    asked = Settings(update="step" if t.barrier else "eager", clip=t.clip, chunk_bytes=slot)
+    return replace(w, optimizer=optimizer), replace(m, ranks=(rank,)), asked
+
+
+def _order(w: Workload) -> tuple[tuple[int, bool, int], ...]:
+    return tuple(
+        (int(m.module.rpartition(".")[2]), m.phase is Phase.BWD, m.micro_batch) for m in w.moments if m.flops > 0
+    )
+
+
+def layer_major(t: Tiny) -> Tiny:
+    """The same instance in layer-major order, with the tide of its first micro-batch throughout."""
+    w = relay(chain_workload(t.layers, LAYER, micro_batches=t.micro_batches))
+    order = _order(w)
+    tide = tuple(t.tide[layer if not back else 2 * t.layers - 1 - layer] for layer, back, _ in order)
+    return replace(t, order=order, tide=tide)
+
+
+def random_tiny(rng: random.Random, *, layers: int = 2, micro_batches: int | None = None) -> Tiny:
+    """An instance on which compute, a copy direction, CPU Adam, adds on the host or room binds, as chance has it."""
+    count = rng.choice((1, 2, 2, 3, 3, 4)) if micro_batches is None else micro_batches
+    wide = rng.choice((1, 2))
+    cpu_add = rng.choice((1, 1, 2))
+    whole = [k for k in (1, 2, 3, 4, 6) if (8 + 4 // wide) * k % cpu_add == 0]
+    least = 1 + wide
+    return Tiny(
+        layers=layers,
+        slots=least + rng.randint(0, layers * (1 + 2 * wide)),
+        forward=rng.choice((1, 1, 2)),
+        up=rng.choice((1, 1, 1, 2, 3)),
+        down=rng.choice((1, 1, 1, 2, 3)),
+        cpu_adam=rng.choice(whole),
+        gpu_adam=rng.choice((1, 1, 2)),
+        tide=tuple(rng.choice((0, 0, 1)) for _ in range(2 * layers)),
+        barrier=rng.random() < 0.4,
+        micro_batches=count,
+        clip=rng.random() < 0.3,
+        wide=wide,
+        cpu_add=cpu_add,
+        gpu_add=rng.choice((0, 0, 1)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """Seconds of an instance, a unit each. None where nothing fits, or where the search was given up.
+
+    best, best_resident: the exact optimum, and that of schedules that stream no states.
+    closed, joint, fluid: the lower bounds. binding: what the fluid bound says binds.
+    plans: spec of a policy -> seconds of its plan in the instance's chunks and order.
+    wrong: what contradicts "bounds <= optimum <= plans", in words.
+    """
+
+    tiny: Tiny
+    best: float | None
+    best_resident: float | None
+    closed: float
+    joint: float
+    fluid: float
+    binding: str
+    plans: Mapping[str, float]
+    wrong: tuple[str, ...]
+
+
+def compare_tiny(t: Tiny, specs: Sequence[str] = (), *, most_states: int | None = None) -> Compared:
+    """Hold bounds and plans against the exact optimum. Raises MemoryError where it takes more than `most_states`."""
+    w, machine, settings = as_job(t)
+    layout = build_layout(w, chunk_bytes=settings.chunk_bytes)
+    assert [c.numel for c in layout.chunks] == [LAYER] * t.layers
+    best, resident = (exact_optimum(t, streams=streams, most_states=most_states) for streams in (True, False))
+    fluid = fluid_bound(w, machine, settings, layout)
+    bounds = {
+        "closed": lower_bound(w, machine, settings, layout, stream=False).seconds,
+        "joint": lower_bound(w, machine, settings, layout).seconds,
+        "fluid": fluid.seconds,
+    }
+    plans: dict[str, float] = {}
+    for spec in specs:
+        try:
+            plan = find_policy(spec)(w, machine, settings)
+        except (DoesNotFit, CannotPlan):
+            continue
+        if plan.layout == layout and plan.workload.layer_major == w.layer_major:
+            plans[spec] = play(plan).iteration_s
+    wrong = [f"{name} bound {s} > {b}" for name, s, b in (
+        ("closed", bounds["closed"], resident), ("joint", bounds["joint"], best), ("fluid", bounds["fluid"], best)
+    ) if b is not None and s > float(b) * (1 + BY_ROUNDING)]  # fmt: skip
+    wrong += [f"joint {bounds['joint']} > fluid {bounds['fluid']}"] * (bounds["joint"] > bounds["fluid"] * (1 + 1e-12))
+    for spec, seconds in plans.items():
+        if best is None or seconds < float(best) * (1 - BY_ROUNDING):
+            wrong.append(f"{spec} takes {seconds}, the optimum is {best}")
+    return Compared(
+        tiny=t,
+        best=None if best is None else float(best),
+        best_resident=None if resident is None else float(resident),
+        **bounds,
+        binding=fluid.binding,
+        plans=plans,
+        wrong=tuple(wrong),
+    )
