@@ -229,7 +229,8 @@ def unmodelled_notes(
 ) -> tuple[str, ...]:
     """What an answer for several GPUs leaves out, and where that is the likely winner.
 
-    timelines: timelines of the policies that fit, by name. short_of_gpu: whether some policy does not fit the GPU.
+    timelines: timelines of the policies that fit, by name. short_of_gpu: whether every policy that does not fit is
+        short of GPU memory.
     """
     if len(machine.ranks) == 1:
         return ()

@@ -82,8 +82,8 @@ def fits_text(answer: Fits, *, width: int | None = None) -> str:
     lines.append(table_text(columns, [_fit_cells(row) for row in answer.rows], width=width).rstrip())
     lines += _notes(trust_lines([(row.policy, row.trust) for row in answer.rows if row.fits]), width)
     lines += _notes([row.reason for row in answer.rows if row.reason is not None], width)
-    short = any(row.short_of == "gpu" for row in answer.rows)
-    notes = unmodelled_notes(w, m, {}, short_of_gpu=short and not answer.any)
+    short = {row.short_of for row in answer.rows if row.short_of is not None}
+    notes = unmodelled_notes(w, m, {}, short_of_gpu=short == {"gpu"} and not answer.any)
     lines += _notes([f"note: {note}" for note in notes], width)
     return "\n".join(lines) + "\n"
 
@@ -142,7 +142,11 @@ def _changes(answer: Fits) -> list[str]:
     elif answer.near:
         said.append("No change that was tried makes it fit.")
     if answer.workload.source == "preset" and adapter_of(answer.workload) is None:
-        said.append("Not tried: LoRA (--lora r=16). Frozen parameters need no gradients and no optimizer states.")
+        lora = "LoRA (--lora r=16), in which frozen parameters need no gradients and no optimizer states"
+        moments = (
+            "; 16-bit moments (--optimizer adamw-bf16-states)" if answer.workload.optimizer.name == "adamw" else ""
+        )
+        said.append(f"Not tried: {lora}{moments}.")
     return said
 
 

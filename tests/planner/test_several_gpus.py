@@ -173,6 +173,13 @@ def test_where_what_is_not_modelled_may_win() -> None:
     assert unmodelled_notes(w, node, {}, short_of_gpu=False) == (UNMODELLED,)
 
 
+def test_gpus_are_not_to_blame_where_a_policy_lacks_host_memory_alone() -> None:
+    machine = load_machine("rtx3090-64gb", gpus=2, host_memory="16GB")
+    found = compare(preset("4B", batch=2, seq=128), machine, policies=["all_on_gpu", "tide"], near=False)
+    assert [row.short_of for row in found.rows] == ["gpu", "host"]
+    assert found.notes == (UNMODELLED,)
+
+
 def test_what_does_not_fit_is_answered_for_as_many_gpus() -> None:
     """What is suggested has eight GPUs too, and the batch of all of them."""
     workload = preset("8B", batch=128, seq=1024, dtype="fp16")

@@ -68,7 +68,7 @@ def test_every_plan_is_correct_and_one_rank_stands_for_all(policy: str) -> None:
 
 
 def mixed(*gpus: str, switches: bool = False) -> Machine:
-    """A100 and V100 ranks, each with its own link, two a PCIe switch or on ports of their own."""
+    """A100 and V100 ranks, each with its own link, two per PCIe switch or on ports of their own."""
     catalog = load_catalog()
     links = {"a100-40": "pcie4-x16", "v100-32": "pcie3-x16"}
     total = sum(2 if name == "a100-40" else 1 for name in gpus)
