@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import torch
+
+from executor.devices.backend import Backend
 from executor.moments.hooks import ModuleEvent
 from executor.moments.live_bytes import LiveStorages
 from executor.moments.recorder import MomentRecorder
@@ -24,6 +27,8 @@ class OnDemand(Protocol):
 
     def ensure(self, chunks: set[int]) -> None: ...
 
+    def accept(self, tensor: int, grad: torch.Tensor) -> None: ...
+
 
 class Host(Protocol):
     """The part of the session that this file uses."""
@@ -34,6 +39,8 @@ class Host(Protocol):
     def reader(self) -> Reader: ...
     @property
     def demand(self) -> OnDemand: ...
+    @property
+    def backend(self) -> Backend: ...
 
 
 class WarmUp:
@@ -41,7 +48,8 @@ class WarmUp:
 
     With a recorder (and its live storages): it gets every event and gradient first. With a script ((chunks read,
     non-model peak) of each moment): the chunks are fetched before the moment begins, and each moment's seconds without
-    that go to `durations`, read from `clock`.
+    that go to `durations`, read from `clock`. Copies of gradients to the host do not count either: a plan copies a
+    gradient into its chunk's list on the device, and such a copy is made and counted instead.
 
     firings: gradients a tensor gets in one micro-batch, where more than one.
     """
@@ -66,6 +74,11 @@ class WarmUp:
         self._fired: Counter[tuple[int, int]] = Counter()
         self._micro_batch = 0
         self._begun_s: float | None = None
+        largest = max((p.numel() for p in session.reader.parameters), default=0)
+        # In place of a chunk's list; zeros, so that its pages are there before a moment begins.
+        self._list = (
+            None if script is None else torch.zeros(largest, dtype=torch.float32, device=session.backend.device)
+        )
 
     def on_event(self, event: ModuleEvent, found: Answer) -> None:
         self.close()
@@ -89,6 +102,17 @@ class WarmUp:
         if self._begun_s is not None:
             self.durations.append(self._clock() - self._begun_s)
             self._begun_s = None
+
+    def accept(self, tensor: int, gradient: torch.Tensor) -> None:
+        """Take a gradient that is final to the host. A copy on the device counts for the moment's seconds, the copy to
+        the host does not."""
+        if self._list is not None:
+            flat = gradient.reshape(-1)
+            self._list.view(flat.dtype)[: flat.numel()].copy_(flat)
+        begun_s = self._clock()
+        self._session.demand.accept(tensor, gradient)
+        if self._begun_s is not None:
+            self._begun_s += self._clock() - begun_s
 
     def gradient_is_final(self, tensor: int) -> bool:
         """Called when a gradient was accumulated. Returns whether it is the tensor's last one in this micro-batch."""

@@ -65,6 +65,8 @@ class First(Protocol):
 class WarmUp(Protocol):
     """The part of a warm-up that this file uses."""
 
+    def accept(self, tensor: int, gradient: torch.Tensor) -> None: ...
+
     def gradient_is_final(self, tensor: int) -> bool: ...
 
 
@@ -309,7 +311,10 @@ class Following:
         if host.cursor.off_plan:
             if self.takes_norms:
                 torch.linalg.vector_norm(grad, dtype=torch.float32)
-            host.demand.accept(tensor, grad)
+            if host.warming is None:
+                host.demand.accept(tensor, grad)
+            else:
+                host.warming.accept(tensor, grad)
         else:
             self._accept(tensor, grad)
         if host.scaling is not None:

@@ -255,6 +255,10 @@ def _job(plan: Plan) -> list[str]:
     ]
 
 
+def _chunks(count: int) -> str:
+    return "1 chunk" if count == 1 else f"{count} chunks"
+
+
 def _micro_batches(count: int) -> str:
     return "1 micro-batch" if count == 1 else f"{count} micro-batches"
 
@@ -289,8 +293,9 @@ def _lines_of_modes(plan: Plan) -> list[str]:
         size = sum(plan.layout.payload_bytes(c.index, "param") for c in chunks)
         small = sum(c.small for c in chunks)
         note = f", {small} of them small ones that are not worth moving" if small else ""
-        count = "1 chunk" if len(chunks) == 1 else f"{len(chunks)} chunks"
-        lines.append(f"  {mode}: {count}, {format_bytes(size)} of parameters{note}: {_MODES.get(mode, mode)}")
+        lines.append(
+            f"  {mode}: {_chunks(len(chunks))}, {format_bytes(size)} of parameters{note}: {_MODES.get(mode, mode)}"
+        )
     return lines
 
 
@@ -305,8 +310,7 @@ def _lines_of_sums(plan: Plan) -> list[str]:
     lines = [f"  gradients of {_micro_batches(batches)} add up"]
     for where, chunks in groups.items():
         size = format_bytes(sum(layout.payload_bytes(c, "grad32") for c in chunks))
-        count = "1 chunk" if len(chunks) == 1 else f"{len(chunks)} chunks"
-        lines.append(f"    of {count} ({size} as a sum) {where}")
+        lines.append(f"    of {_chunks(len(chunks))} ({size} as a sum) {where}")
     return lines
 
 
