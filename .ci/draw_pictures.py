@@ -20,7 +20,8 @@ from PIL import Image, PngImagePlugin
 
 import pstar_sim as ps
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.planner.variants import candidates, choose
+from pstar_sim.planner.variants import choose
+from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.policy.registry import can
 from pstar_sim.report.tide import tide_figure
 from pstar_sim.testing import chain_workload
@@ -74,7 +75,7 @@ def job() -> Workload:
     )
 
 
-def ways() -> Sequence[Workload]:
+def ways() -> Sequence[Way]:
     """The ways to run the same layers with more activations than fit: all recomputed, all kept."""
     kept = [SAVED_BYTES * (layer + 1) for layer in range(LAYERS)]
     forward = [BOUNDARY_BYTES * (layer + 1) for layer in range(LAYERS)]

@@ -20,8 +20,9 @@ import pstar_sim as ps
 from pstar_sim.cli.inputs import default_dtype
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
-from pstar_sim.planner.variants import Chosen, candidates, choose
-from pstar_sim.workload.workload import Workload, activations_text
+from pstar_sim.planner.variants import Chosen, choose
+from pstar_sim.planner.ways import Way, candidates
+from pstar_sim.workload.workload import activations_text
 
 CASES = (
     ("llama-3-8b", 8192, 2, "a100-80"),
@@ -79,7 +80,7 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _chosen(among: list[Workload], machine: ps.Machine, settings: Settings) -> Chosen | None:
+def _chosen(among: list[Way], machine: ps.Machine, settings: Settings) -> Chosen | None:
     try:
         return choose(among, machine, settings)
     except DoesNotFit:

@@ -40,6 +40,7 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner import variants
+from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.family.course import Knobs
 from pstar_sim.policy.family.pace import period_s
@@ -270,16 +271,16 @@ def of_tide() -> dict[str, Job]:
     }  # fmt: skip
 
 
-def of_variants() -> dict[str, tuple[Sequence[Workload], Machine]]:
+def of_variants() -> dict[str, tuple[Sequence[Way], Machine]]:
     """Candidates of a batch."""
 
-    def among(model: str, batch: int) -> Sequence[Workload]:
+    def among(model: str, batch: int) -> Sequence[Way]:
         plain = [
             ps.preset(model, batch=size, seq=1024, dtype="bf16", checkpointing=how)
             for size in (batch // 4, batch // 2, batch)
             for how in (True, False)
         ]
-        return variants.candidates(plain, batch)
+        return candidates(plain, batch)
 
     return {
         "1B, batch 8, 5 GB": (among("1B", 8), ps.machine("rtx4090", gpu_memory="5GB")),
@@ -322,7 +323,7 @@ def by_policy(policy: Callable[..., Plan], job: Job) -> tuple[float, int]:
     return period_s(plan) if seconds is None else float(str(seconds)), sum(plan.moved_bytes.values())
 
 
-def of_race(job: tuple[Sequence[Workload], Machine]) -> tuple[float, int]:
+def of_race(job: tuple[Sequence[Way], Machine]) -> tuple[float, int]:
     chosen = variants.choose(*job, EAGER)
     return chosen.iteration_s, sum(chosen.plan.moved_bytes.values())
 

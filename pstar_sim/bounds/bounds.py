@@ -40,6 +40,7 @@ def lower_bound(
     max_pinned: int | None = None,
     stream: bool = True,
     ranked: Sequence[Workload] | None = None,
+    costs: Sequence[CostModel] | None = None,
 ) -> Bound:
     """The bound for every legal schedule, by [Note: the joint bound] of joint.py; on several ranks the bound of the
     ranks that it is largest for ([Note: the bound of several ranks]).
@@ -48,12 +49,13 @@ def lower_bound(
     max_pinned: the most parameters, small chunks not counted, whose states may stay on the gpu for ever (0 with
         stream=False: "everything by CPU Adam").
     ranked: each rank's own workload, where they differ (`workload` is then as hard as the hardest).
+    costs: the cost model of each kind of rank; None: those of the workload and the machine.
 
     A workload that does not fit still gets a bound: that of pinning nothing.
     """
-    costs = costs_of_ranks(workload, machine, layout, ranked)
     bounds = [
-        _of_rank(workload, machine, settings, layout, cost, max_pinned=max_pinned, stream=stream) for cost in costs
+        _of_rank(workload, machine, settings, layout, cost, max_pinned=max_pinned, stream=stream)
+        for cost in costs or costs_of_ranks(workload, machine, layout, ranked)
     ]
     return max(bounds, key=lambda bound: bound.seconds)
 

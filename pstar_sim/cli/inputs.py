@@ -12,7 +12,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.planner.ranks import share_out, shares_of_batch
-from pstar_sim.planner.variants import candidates
+from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.units import MIB
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import with_optimizer
@@ -89,9 +89,9 @@ def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Work
     return None if job.trace is None else partial(_one_workload, job, machine)
 
 
-def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine) -> tuple[Workload, ...]:
-    """One rank's workloads, one for each way to run --global-batch that --trace holds and the other flags allow, or
-    that the preset --model gives in SPLITS micro-batches.
+def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine) -> tuple[Way, ...]:
+    """The ways of one rank to run --global-batch that --trace holds and the other flags allow, or that the preset
+    --model gives in SPLITS micro-batches.
 
     Raises PstarError for flags that leave none, and for ranks that take different shares.
     """
@@ -121,7 +121,7 @@ def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
     return job.dtype is None or w.dtype == job.dtype or (job.dtype in ("bf16", "fp16") and w.dtype != "fp32")
 
 
-def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Workload, ...]:
+def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Way, ...]:
     """The preset in some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and
     what becomes of these block by block."""
     choices = (True, False) if job.checkpointing is None else (job.checkpointing,)

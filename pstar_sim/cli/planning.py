@@ -403,7 +403,7 @@ def _among_variants(
             note = f"global batch {global_batch}: none of {len(ways)} ways fits; the heading describes the first one"
             row = unfit_row(policy_name(policy), error)
             return Comparison(
-                workload=ways[0],
+                workload=ways[0].workload,
                 machine=machine,
                 settings=settings,
                 batch=ways[0].batch * len(machine.ranks),

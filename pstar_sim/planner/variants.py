@@ -6,20 +6,15 @@ does the same work, so the shortest iteration wins. Block by block (workload/mix
 recomputed (where the batch is there with and without recomputation) or offloaded to the host and fetched back (where it
 is there without).
 
-[Note: which blocks] The last blocks keep (their backward pass comes first), the first ones recompute or are offloaded
-(theirs comes last, so there is most time): a quarter, half or three quarters of them, for offloading also all but the
-last two. Or every second, fourth or eighth block is offloaded, which gives each of them the time of two, four or eight
-blocks on the link. Of the other blocks none, the first half or all recompute. The very first block is not offloaded: a
-model's forward often holds on to what it gives that block (the embeddings), so that the bytes would not go.
-
-[Note: what is planned] Candidates are looked at in the order of what they promise: the larger of their lower bound (at
-the usual chunk size) and of what computing and stashes take with the link to themselves. A candidate is planned only if
-its promise is below the best so far. `optimal` searches long, so at first it plans at most SEARCHED
-candidates, at most ALIKE of them with the same number of micro-batches, and leaves out candidates for which tide would
-have no room. Then the other policies, which are quick, are asked about every candidate left over, where their bound
-(for most policies the bound of plans that stream nothing) is below the best so far. Wherever one of them is faster,
-`optimal` plans that candidate too. So `optimal` is as fast as what another policy would have chosen
-(policy/kit/ties.py).
+[Note: what is planned] Candidates (ways.py) are looked at in the order of what they promise, which is a lower bound on
+their plans. At first that is what computing and stashes take with the link to themselves, then the lower bound at the
+usual chunk size, of stand-ins with fewer micro-batches before that of all. A bound is computed, and a workload made,
+only when the candidate's turn comes while its promise is below the best so far; only then is it planned. `optimal`
+searches long, so at first it plans at most SEARCHED candidates, at most ALIKE of them with the same number of
+micro-batches, and leaves out candidates for which tide would have no room. Then the other policies, which are quick,
+are asked about every candidate left over, where their bound (for most policies the bound of plans that stream nothing)
+is below the best so far. Wherever one of them is faster, `optimal` plans that candidate too. So `optimal` is as fast as
+what another policy would have chosen (policy/kit/ties.py).
 
 Where `session.step` runs the iterations (`Settings.loop`), `optimal` also races the candidates of several micro-batches
 in layer-major order, with caps of their own.
@@ -30,37 +25,31 @@ variants that differ in recomputation alone; only these ways are raced.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from pstar_sim.bounds.bounds import lower_bound
-from pstar_sim.bounds.stashes import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
+from pstar_sim.planner.ways import Way, layer_major_ways, words
 from pstar_sim.policy.kit.collector import without_garbage_collection
-from pstar_sim.policy.kit.order import ORDERS, in_order
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, named, policy_at, reorders
-from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
-from pstar_sim.workload.workload import Workload, activations_text, repeat_micro_batch
+from pstar_sim.workload.workload import Workload
 
-__all__ = ["MOST_MICRO_BATCHES", "Chosen", "candidates", "choose", "words"]
+__all__ = ["Chosen", "choose"]
 
-MOST_MICRO_BATCHES = 256  # more make plans of hundreds of thousands of steps
 SEARCHED, ALIKE = 5, 2  # candidates that the policy that takes long plans, and of one number of micro-batches
 (SEARCHING,) = named(lambda able: able.tries_others)  # that policy
 MOST_SPLITS_NAMED = 8  # numbers of micro-batches that were left out
@@ -94,136 +83,47 @@ class Chosen:
         return {"variant": self.words, "variants_tried": tried, "not_considered": self.left_out}
 
 
-def words(w: Workload, among: Sequence[Workload] = ()) -> str:
-    """A variant in words: "2 micro-batches of 8, activations recomputed"; with the attention kernel where the
-    candidates differ in it: "..., flash attention"."""
-    batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
-    kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
-    order = ", layer by layer" if w.layer_major else ""
-    if w.boundaries_on_host:
-        order += " with the boundaries on the host"
-    return f"{batches}{order}, {activations_text(w)}{kernel}"
-
-
-@without_garbage_collection()
-def candidates(variants: Sequence[Workload], share: int) -> tuple[Workload, ...]:
-    """One rank's workloads of `share` sequences per iteration that the variants of one model lead to, no two alike.
-
-    A variant with one micro-batch is repeated; one with several is taken as it is. Raises TraceError where none
-    divides the share (naming the batches there are), and for variants of different models, types or sequence lengths.
-    """
-    if not variants:
-        raise TraceError("there are no variants to choose from")
-    first = variants[0]
-    for w in variants:
-        if (w.fingerprint, w.sequence) != (first.fingerprint, first.sequence):
-            raise TraceError(
-                f"variants are of {first.model} ({first.dtype}, sequence {first.sequence}) and {w.model} ({w.dtype}, "
-                f"sequence {w.sequence}); a global batch is of one of the two: choose it with --dtype or --seq"
-            )
-    found: dict[tuple[object, ...], Workload] = {}
-    for w in (*variants, *_block_by_block(variants)):
-        repeats, rest = divmod(share, w.batch * w.micro_batches)
-        if rest or not repeats or (w.micro_batches > 1 and repeats > 1):
-            continue
-        if repeats * w.micro_batches <= MOST_MICRO_BATCHES:
-            made = repeat_micro_batch(w, repeats) if repeats > 1 else w
-            key = (made.batch, made.micro_batches, made.checkpointing, made.attention, made.activations)
-            found.setdefault(key, made)
-    if not found:
-        sizes = sorted({w.batch * w.micro_batches for w in variants})
-        raise TraceError(
-            f"a rank's share of the global batch is {share} sequences; the trace holds micro-batches of "
-            f"{', '.join(map(str, sizes))}, none of which divides it (in at most {MOST_MICRO_BATCHES} micro-batches)"
-        )
-    return tuple(found.values())
-
-
-def _block_by_block(variants: Sequence[Workload]) -> Iterator[Workload]:
-    """The workloads that [Note: which blocks] makes of the variants with one micro-batch in which no block was chosen
-    yet."""
-    plain = [w for w in variants if w.micro_batches == 1 and not w.activations]
-    recomputing = {(w.batch, w.attention, w.dtype): w for w in reversed(plain) if w.checkpointing}
-    seen: set[tuple[int, str, str]] = set()
-    for kept in plain:
-        same = (kept.batch, kept.attention, kept.dtype)
-        if kept.checkpointing or same in seen:
-            continue
-        seen.add(same)
-        blocks = block_names(kept)
-        count = len(blocks)
-        parts = sorted({count * quarters // 4 for quarters in (1, 2, 3)} - {0, count})
-        recomputed = recomputing.get(same)
-        # A model that is not a stack of equal blocks has nothing to mix; a block that leaves nothing, nothing to
-        # offload.
-        if recomputed is not None:
-            with contextlib.suppress(TraceError):
-                for n in parts:
-                    yield mix_blocks(recomputed, kept, blocks[count - n :])
-        for offloaded, recomputing_too in _offload_sets(blocks):
-            with contextlib.suppress(TraceError):
-                if not recomputing_too:
-                    yield offload_blocks(kept, offloaded)
-                elif recomputed is not None:
-                    rest = set(blocks) - set(recomputing_too)
-                    yield offload_blocks(mix_blocks(recomputed, kept, rest), offloaded)
-
-
-def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """(blocks that are offloaded, blocks that recompute), by [Note: which blocks]."""
-    count = len(blocks)
-    ends = (1 + count // 4, 1 + count // 2, 1 + count * 3 // 4, count - 2)
-    firsts = [blocks[1:n] for n in ends if 1 < n <= count - 2]
-    strides = [blocks[1 : count - 2 : k] for k in (2, 4, 8) if k < count - 3]
-    seen: set[tuple[tuple[str, ...], int]] = set()
-    for offloaded in (*firsts, *strides):
-        others = [block for block in blocks if block not in set(offloaded)]
-        for n in (0, len(others)) if offloaded in firsts else (0, len(others) // 2, len(others)):
-            if (tuple(offloaded), n) not in seen:
-                seen.add((tuple(offloaded), n))
-                yield offloaded, others[:n]
-
-
 @without_garbage_collection()
 def choose(
-    workloads: Sequence[Workload],
+    among: Sequence[Way | Workload],
     machine: Machine,
     settings: Settings,
     *,
     policy: str = SEARCHING,
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
-    """The fastest of `workloads` (each one rank's whole share of the same batch) by `policy`. [Note: what is planned]
-    says which of them are planned.
+    """The fastest of the ways, or workloads, each one rank's whole share of the same batch, by `policy`. [Note: what is
+    planned] says which of them are planned.
 
     on_way: called with the work in hand, the number of ways done and the number of all ways. Raises DoesNotFit, of
     the candidate that lacks least, if none fits; CannotPlan if the policy can plan none; TraceError if they are not
     the same work.
     """
-    if len({w.batch * w.micro_batches for w in workloads}) != 1:
+    ways: Sequence[Way] = [one if isinstance(one, Way) else Way(one) for one in among]
+    if len({way.batch * way.micro_batches for way in ways}) != 1:
         raise TraceError("the workloads are of different global batches; their iterations cannot be compared")
     refuse_balance([policy], machine)
     if settings.loop == "step" and can(policy).tries_others:
-        workloads = (*workloads, *_layer_major(workloads, policy))
-    own = _own_ways(workloads, machine, settings, policy)
-    left_out = (*_splits_left_out(workloads), _OWN_RULE.format(policy)) if own else _left_out(workloads)
-    workloads = own or workloads
+        ways = (*ways, *layer_major_ways(ways, policy))
+    own = _own_ways(ways, machine, settings, policy)
+    left_out = (*_splits_left_out(ways), _OWN_RULE.format(policy)) if own else _left_out(ways)
+    ways = own or ways
     # each candidate in its own order
-    race = _Race(workloads, machine, replace(settings, loop="own"), policy, on_way)
+    race = _Race(ways, machine, replace(settings, loop="own"), policy, on_way)
     later = race.run_all()
     if race.searching:
         race.ask_others()
-    for w in later:
+    for way in later:
         if race.best is None:
-            race.run(w)
+            race.run(way)
     if race.best is None:
         raise race.refusal(left_out) if race.shortest is not None else race.unable[0]
     if race.unable:
-        left_out = (*left_out, f"{len(race.unable)} of {len(workloads)} ways: {race.unable[0]}")
+        left_out = (*left_out, f"{len(race.unable)} of {len(ways)} ways: {race.unable[0]}")
     plan, timeline = replace(race.best[0], settings=settings), race.best[1]
     chosen = Chosen(
         workload=plan.workload,
-        words=words(plan.workload, workloads),
+        words=words(plan.workload, ways),
         policy=policy,
         plan=plan,
         timeline=timeline,
@@ -234,30 +134,22 @@ def choose(
     return replace(chosen, plan=replace(plan, choices={**plan.choices, **chosen.choices()}))
 
 
-def _layer_major(workloads: Sequence[Workload], policy: str) -> Iterator[Workload]:
-    """The workloads of several micro-batches in the layer-major orders that they have."""
-    for w, order in product(workloads, ORDERS[1:]):
-        if w.micro_batches > 1 and not w.relayed:
-            with contextlib.suppress(CannotPlan):
-                yield in_order(policy, w, order)
-
-
-def _own_ways(workloads: Sequence[Workload], machine: Machine, settings: Settings, policy: str) -> list[Workload]:
-    """The ways that the policy's own rule makes of the workloads in which no block was chosen yet; none where it has no
-    such rule, or where the workloads are of one kind only."""
+def _own_ways(ways: Sequence[Way], machine: Machine, settings: Settings, policy: str) -> list[Way]:
+    """The ways that the policy's own rule makes of those in which no block was chosen yet; none where it has no such
+    rule, or where the ways are of one kind only."""
     rule = can(policy).activations
     if rule is None:
         return []
-    plain = [w for w in workloads if not w.activations]
-    keeping = {(w.batch, w.attention, w.dtype): w for w in plain if not w.checkpointing}
-    pairs = [(w, keeping.get((w.batch, w.attention, w.dtype))) for w in plain if w.checkpointing]
-    return [way for recomputed, kept in pairs if kept for way in rule(recomputed, kept, machine, settings)]
+    plain = [way for way in ways if not way.activations]
+    keeping = {(way.batch, way.attention): way for way in plain if not way.checkpointing}
+    pairs = [(way, keeping.get((way.batch, way.attention))) for way in plain if way.checkpointing]
+    return [Way(w) for way, kept in pairs if kept for w in rule(way.workload, kept.workload, machine, settings)]
 
 
 class _Race:
     """Candidates planned one after the other by one policy.
 
-    promise_s: see [Note: what is planned], by id; at first only what computing and stashes take.
+    promise_s: see [Note: what is planned]; at first only what computing and stashes take.
     best_s: seconds of the fastest so far.
     fast: plans and timelines that are as fast as best_s.
     best: the one of them that moves and pins least.
@@ -265,123 +157,146 @@ class _Race:
     reorders: whether the policy's plans have another order than the workloads, whose bounds then do not hold.
     unable: reasons why the policy cannot plan candidates, one per candidate.
     tried: each candidate in words -> its outcome.
-    planned: ids of the candidates that were planned.
+    planned: candidates that were planned.
     """
 
     def __init__(
         self,
-        workloads: Sequence[Workload],
+        ways: Sequence[Way],
         machine: Machine,
         settings: Settings,
         policy: str,
         on_way: Callable[[str, int, int], None] | None,
     ) -> None:
         self.on_way = on_way
-        self.workloads, self.machine, self.settings, self.policy = workloads, machine, settings, policy
+        self.ways, self.machine, self.settings, self.policy = ways, machine, settings, policy
         self.function: Policy = find_policy(policy)
         self.reorders = reorders(self.function)
-        self.searching = can(policy).tries_others and len(workloads) > SEARCHED
+        self.searching = can(policy).tries_others and len(ways) > SEARCHED
         # One model's tensors: the chunk size that suits one candidate suits all.
-        usual = build_layout(workloads[0], chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks)).chunk_bytes
-        self.usual = replace(settings, chunk_bytes=usual)
-        self.layouts = {id(w): build_layout(w, chunk_bytes=usual, ranks=len(machine.ranks)) for w in workloads}
-        self.least_s = {id(w): stash_bound_s(w, CostModel(w, machine, self.layouts[id(w)])) for w in workloads}
+        first = build_layout(ways[0].source, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks))
+        self.usual = replace(settings, chunk_bytes=first.chunk_bytes)
+        self.chunk_bytes = first.chunk_bytes
+        self.least_s = {way: way.compute_s(machine, self.chunk_bytes) for way in ways}
         self.promise_s = dict(self.least_s)
-        self.bounds_s: dict[tuple[int, bool], float] = {}  # by id and whether plans may stream
-        self.planned: set[int] = set()
+        self.bounds_s: dict[tuple[Way, int, bool], float] = {}  # by micro-batches and whether plans may stream
+        self.planned: set[Way] = set()
         self.splits: Counter[tuple[bool, int]] = Counter()  # of those planned: order and number of micro-batches
         self.best: tuple[Plan, Timeline] | None = None
         self.fast: list[tuple[Plan, Timeline]] = []
         self.best_s = float("inf")
-        self.shortest: tuple[Workload, DoesNotFit] | None = None
+        self.shortest: tuple[Way, DoesNotFit] | None = None
         self.unable: list[CannotPlan] = []
         self.tried: dict[str, Tried] = {}
 
-    def run_all(self) -> list[Workload]:
-        """Plan all candidates in the order of their promises; a bound is computed only when a candidate's turn comes.
-        Returns the candidates that a policy with a long search left out because tide has no room for them."""
-        later: list[Workload] = []
+    def run_all(self) -> list[Way]:
+        """Plan all candidates in the order of their promises. Returns the candidates that a policy with a long search
+        left out because tide has no room for them."""
+        later: list[Way] = []
         # Of equal promises the one of fewer micro-batches, then the one that moves less.
-        less = [(w.micro_batches, sum(s.bytes for s in w.stashes), n) for n, w in enumerate(self.workloads)]
-        heap = [(self.promise_s[id(w)], False, rank) for w, rank in zip(self.workloads, less)]
+        less = [(way.micro_batches, way.stash_bytes, n) for n, way in enumerate(self.ways)]
+        heap = [(self.promise_s[way], 0, rank) for way, rank in zip(self.ways, less)]
         heapq.heapify(heap)
         while heap:
-            self._tell(f"planning by {self.policy}", len(self.workloads) - len(heap))
-            _, bounded, rank = heapq.heappop(heap)
-            w = self.workloads[rank[-1]]
-            if not bounded and self._hopeless(w) is None:
-                short = shortage(QUICK, w, self.machine, self.usual) if self.searching else None
-                if short is not None:
-                    self.note(w, short)
-                    later.append(w)
-                    continue
-                self.promise_s[id(w)] = self._bound_s(w)
-                heapq.heappush(heap, (self.promise_s[id(w)], True, rank))
+            self._tell(f"planning by {self.policy}", len(self.ways) - len(heap))
+            _, stage, rank = heapq.heappop(heap)
+            way = self.ways[rank[-1]]
+            counts = self._stand_ins(way)
+            if stage == len(counts) or self._hopeless(way) is not None:
+                self.run(way)
                 continue
-            self.run(w)
+            short = self._short(way, counts[stage])
+            if short is not None:
+                self.note(way, short)
+                later.append(way)
+                continue
+            self.promise_s[way] = max(self.promise_s[way], self._bound_s(way, counts[stage]))
+            heapq.heappush(heap, (self.promise_s[way], stage + 1, rank))
         return later
 
-    def run(self, w: Workload) -> None:
+    def run(self, way: Way) -> None:
         """Plan the candidate, if it is worth it."""
-        hopeless = self._hopeless(w)
+        hopeless = self._hopeless(way)
         if hopeless is not None:
-            self.tried[self._words(w)] = hopeless
+            self.tried[self._words(way)] = hopeless
         else:
-            self._plan(w)
+            self._plan(way)
 
     def ask_others(self) -> None:
         """Plan a candidate that was not planned if another policy is faster on it."""
         others = [policy for name, policy in built_in().items() if name != self.policy]
-        for number, w in enumerate(sorted(self.workloads, key=lambda w: self.promise_s[id(w)])):
+        for number, way in enumerate(sorted(self.ways, key=self.promise_s.__getitem__)):
             self._tell("asking other policies", number)
             for policy in others:
-                if id(w) in self.planned or not self._could_win(self.least_s[id(w)]):
+                if way in self.planned or not self._could_win(self.least_s[way]):
                     break
-                if not can_follow(self.settings, w, policy):
+                if not self._may_win(way, stream=can(policy).streams_states):
                     continue
-                if not self._could_win(self._bound_s(w, stream=can(policy).streams_states)):
+                if not can_follow(self.settings, way.workload, policy):
                     continue
                 try:
-                    _, timeline = plan_and_play(policy, w, self.machine, self.settings)
+                    _, timeline = plan_and_play(policy, way.workload, self.machine, self.settings)
                 except (DoesNotFit, CannotPlan):
                     continue
                 if self._could_win(timeline.iteration_s):
-                    self._plan(w)
+                    self._plan(way)
 
     def _tell(self, what: str, behind: int) -> None:
         if self.on_way is not None:
-            self.on_way(what, behind, len(self.workloads))
+            self.on_way(what, behind, len(self.ways))
 
     def _could_win(self, seconds: float) -> bool:
         return seconds < self.best_s
 
-    def _bound_s(self, w: Workload, *, stream: bool = True) -> float:
-        """Seconds that no plan with the usual chunks goes below; stream=False: no such plan that streams nothing."""
-        key = (id(w), stream)
+    def _may_win(self, way: Way, *, stream: bool) -> bool:
+        """Whether no bound of the candidate is above the best so far. stream: whether plans may stream chunks."""
+        return all(self._could_win(self._bound_s(way, count, stream=stream)) for count in self._stand_ins(way))
+
+    def _stand_ins(self, way: Way) -> tuple[int, ...]:
+        """Micro-batches of the stand-ins that are bounded, the last of them the candidate's own."""
+        return way.stand_ins() if len(self.machine.ranks) == 1 else (way.repeats,)
+
+    def _bound_s(self, way: Way, count: int, *, stream: bool = True) -> float:
+        """Seconds that no plan of the candidate with the usual chunks goes below; stream=False: no such plan that
+        streams nothing. count: micro-batches of the stand-in that is bounded."""
+        key = (way, count, stream)
         if key not in self.bounds_s:
-            self.bounds_s[key] = self.least_s[id(w)]
+            self.bounds_s[key] = self.least_s[way]
             if not self.reorders:
+                w = way.stand_in(count)
                 # on several GPUs chunks are sliced, or whole on each
-                layouts = {self.layouts[id(w)], build_layout(w, chunk_bytes=self.usual.chunk_bytes)}
-                bounds = [lower_bound(w, self.machine, self.usual, layout, stream=stream) for layout in layouts]
+                layouts = {build_layout(w, chunk_bytes=self.chunk_bytes, ranks=n) for n in (1, len(self.machine.ranks))}
+                bounds = [
+                    lower_bound(
+                        w, self.machine, self.usual, layout, stream=stream, costs=way.costs(count, self.machine, layout)
+                    )
+                    for layout in layouts
+                ]
                 self.bounds_s[key] = max(self.bounds_s[key], min(bound.seconds for bound in bounds))
         return self.bounds_s[key]
 
-    def _words(self, w: Workload) -> str:
-        return words(w, self.workloads)
+    def _short(self, way: Way, count: int) -> DoesNotFit | None:
+        """Why tide has no room for the candidate, where a policy with a long search plans. count: micro-batches of the
+        stand-in that is asked about; of one among several nothing is known."""
+        if not self.searching or (count == 1 and way.repeats > 1):
+            return None
+        return shortage(QUICK, way.stand_in(count), self.machine, self.usual)
 
-    def _plan(self, w: Workload) -> None:
-        self.planned.add(id(w))
+    def _words(self, way: Way) -> str:
+        return words(way, self.ways)
+
+    def _plan(self, way: Way) -> None:
+        self.planned.add(way)
         try:
-            plan, timeline = plan_and_play(self.function, w, self.machine, self.settings)
+            plan, timeline = plan_and_play(self.function, way.workload, self.machine, self.settings)
         except DoesNotFit as error:
-            self.note(w, error)
+            self.note(way, error)
             return
         except CannotPlan as error:
             self.unable.append(error)
             return
-        self.splits[w.layer_major, w.micro_batches] += 1
-        self.tried[self._words(w)] = Tried(outcome=WayOutcome.PLANNED, seconds=timeline.iteration_s)
+        self.splits[way.layer_major, way.micro_batches] += 1
+        self.tried[self._words(way)] = Tried(outcome=WayOutcome.PLANNED, seconds=timeline.iteration_s)
         self.best_s = min(self.best_s, timeline.iteration_s)
         limit_s = self.best_s * (1 + AS_FAST)
         self.fast = [one for one in (*self.fast, (plan, timeline)) if one[1].iteration_s <= limit_s]
@@ -391,51 +306,52 @@ class _Race:
         """Why no candidate fits: what the nearest candidate lacks, what would make it fit, and what was not tried
         (`left_out`)."""
         assert self.shortest is not None
-        w, error = self.shortest
+        way, error = self.shortest
 
         def ask(other: Workload, where: Machine, with_settings: Settings) -> DoesNotFit | None:
             return shortage(QUICK if self.searching else self.policy, other, where, with_settings)
 
-        hint = nearest(self.function, w, self.machine, self.settings, error, ask=ask)
-        ways = f"that is {self._words(w)}, which lacks least of {len(self.workloads)} tried"
+        hint = nearest(self.function, way.workload, self.machine, self.settings, error, ask=ask)
+        ways = f"that is {self._words(way)}, which lacks least of {len(self.ways)} tried"
         return error.restated(policy=self.policy, what="; ".join((error.what, ways, hint, *left_out)))
 
-    def note(self, w: Workload, error: DoesNotFit) -> None:
+    def note(self, way: Way, error: DoesNotFit) -> None:
         """Note that the candidate does not fit."""
-        self.tried[self._words(w)] = Tried(outcome=WayOutcome.NO_ROOM, place=error.place, short_bytes=error.short_bytes)
+        short = Tried(outcome=WayOutcome.NO_ROOM, place=error.place, short_bytes=error.short_bytes)
+        self.tried[self._words(way)] = short
         if self.shortest is None or error.short_bytes < self.shortest[1].short_bytes:
-            self.shortest = (w, error)
+            self.shortest = (way, error)
 
-    def _hopeless(self, w: Workload) -> Tried | None:
+    def _hopeless(self, way: Way) -> Tried | None:
         """The outcome of a candidate that need not be planned; None if it has to be planned."""
         if self.best is None:
             return None
-        least, promise = self.least_s[id(w)], self.promise_s[id(w)]
+        least, promise = self.least_s[way], self.promise_s[way]
         if least >= self.best_s:
-            return Tried(outcome=WayOutcome.COMPUTING, seconds=least, stashes=bool(w.stashes))
+            return Tried(outcome=WayOutcome.COMPUTING, seconds=least, stashes=bool(way.stash_bytes))
         if promise >= self.best_s:
-            return Tried(outcome=WayOutcome.BOUND, seconds=promise, chunk_bytes=self.layouts[id(w)].chunk_bytes)
-        if self.searching and self._enough(w):
+            return Tried(outcome=WayOutcome.BOUND, seconds=promise, chunk_bytes=self.chunk_bytes)
+        if self.searching and self._enough(way):
             return Tried(
                 outcome=WayOutcome.CAPPED, seconds=promise, cap=Cap(policy=SEARCHING, ways=SEARCHED, alike=ALIKE)
             )
         return None
 
-    def _enough(self, w: Workload) -> bool:
+    def _enough(self, way: Way) -> bool:
         """Whether as many candidates in the order of this one are planned as the policy that takes long plans."""
-        alike = self.splits[w.layer_major, w.micro_batches]
-        return alike >= ALIKE or sum(n for (order, _), n in self.splits.items() if order is w.layer_major) >= SEARCHED
+        alike = self.splits[way.layer_major, way.micro_batches]
+        return alike >= ALIKE or sum(n for (order, _), n in self.splits.items() if order is way.layer_major) >= SEARCHED
 
 
-def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:
-    known = {w.checkpointing for w in workloads if not w.activations}
-    out = _splits_left_out(workloads)
+def _left_out(ways: Sequence[Way]) -> tuple[str, ...]:
+    known = {way.checkpointing for way in ways if not way.activations}
+    out = _splits_left_out(ways)
     if known == {True}:
         out.append("activations kept or offloaded: the trace holds no variant that keeps them")
     elif known == {False}:
         out.append("activations recomputed: the trace holds no such variant")
     if False in known:
-        chosen = [how for w in workloads for _, how in w.activations]
+        chosen = [how for way in ways for _, how in way.activations]
         if not chosen:
             out.append("activations chosen block by block: the variants are not stacks of equal blocks")
         elif "offload" not in chosen:
@@ -445,10 +361,10 @@ def _left_out(workloads: Sequence[Workload]) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _splits_left_out(workloads: Sequence[Workload]) -> list[str]:
+def _splits_left_out(ways: Sequence[Way]) -> list[str]:
     """A line for the numbers of micro-batches that the batch would allow and no variant has."""
-    share = workloads[0].batch * workloads[0].micro_batches
-    splits = {w.micro_batches for w in workloads}
+    share = ways[0].batch * ways[0].micro_batches
+    splits = {way.micro_batches for way in ways}
     missing = [n for n in range(1, share + 1) if share % n == 0 and n not in splits]
     if not missing:
         return []

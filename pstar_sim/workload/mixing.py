@@ -32,6 +32,7 @@ __all__ = [
     "mix_blocks",
     "offload_blocks",
     "shifted",
+    "stashes_of",
     "without_stashed",
 ]
 
@@ -134,6 +135,20 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
     """The workload in which the blocks `offload`, which keep their activations in w, move them to the host and back
     ([Note: two stashes at a time]).
 
+    Raises TraceError as `stashes_of`.
+    """
+    stashes = stashes_of(w, offload)
+    if not stashes:
+        return w
+    usual = "recompute" if w.checkpointing else "keep"
+    before = w.activations or [(block, usual) for block in block_names(w)]
+    how = tuple((block, "offload" if block in offload else chosen) for block, chosen in before)
+    return replace(w, moments=without_stashed(w, stashes), activations=how, stashes=tuple(stashes))
+
+
+def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
+    """The stashes of the blocks `offload`, by [Note: two stashes at a time].
+
     Raises TraceError for a workload of several micro-batches or that offloads already, one that is not a stack of
     blocks, and for a block that recomputes, leaves nothing behind, or is needed again before it could be gone.
     """
@@ -157,10 +172,7 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
             raise TraceError(f"{w.model!r}: block {block} leaves no activations behind; there is nothing to offload")
         until = chosen[i + 1] if i + 1 < len(chosen) else n + (n - chosen[i - 1] if i else 1)
         stashes.append(_stash(w, stack, n, min(until, len(stack) - 1), left[block]))
-    if not stashes:
-        return w
-    how = tuple((block, "offload" if block in offload else before[block]) for block in blocks)
-    return replace(w, moments=without_stashed(w, stashes), activations=how, stashes=tuple(stashes))
+    return stashes
 
 
 def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> list[_Block]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 from pstar_sim.arguments import MOST, instance, whole
 from pstar_sim.errors import TraceError
@@ -570,7 +571,17 @@ def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) 
             )
 
 
-def activations_text(w: Workload) -> str:
+class HasActivations(Protocol):
+    """Anything of which it is known what becomes of its activations."""
+
+    @property
+    def activations(self) -> tuple[tuple[str, str], ...]: ...
+
+    @property
+    def checkpointing(self) -> bool: ...
+
+
+def activations_text(w: HasActivations) -> str:
     """What becomes of the activations, for people: "activations recomputed", or block by block "blocks 0-4 of 20
     offloaded, 5-19 kept"."""
     if not w.activations:

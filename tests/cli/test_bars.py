@@ -30,7 +30,8 @@ from pstar_sim.planner.fits import fits
 from pstar_sim.planner.limits import max_model
 from pstar_sim.planner.sensitivity import sensitivity
 from pstar_sim.planner.stated import examine
-from pstar_sim.planner.variants import candidates, choose
+from pstar_sim.planner.variants import choose
+from pstar_sim.planner.ways import candidates
 
 JOB = ["--model", "1B", "--batch", "1", "--seq", "128"]
 GRID = """

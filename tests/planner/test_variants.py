@@ -16,7 +16,8 @@ from pstar_sim.cli import main
 from pstar_sim.core.plan import Settings, load_plan
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome, tried_of, tried_text
-from pstar_sim.planner.variants import candidates, choose, words
+from pstar_sim.planner.variants import choose
+from pstar_sim.planner.ways import candidates, words
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import built_in, can_follow
 from pstar_sim.testing import chain_workload

@@ -14,7 +14,8 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import DoesNotFit, TraceError
 from pstar_sim.planner.ablate import ladder
-from pstar_sim.planner.variants import candidates, choose
+from pstar_sim.planner.variants import choose
+from pstar_sim.planner.ways import candidates
 from pstar_sim.policy.systems.karma import karma, ways
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine

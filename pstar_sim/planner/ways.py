@@ -1,0 +1,376 @@
+"""Ways: the ways to run one global batch, each known before its workload is written down.
+
+A way is one or two variants of a model, what becomes of the activations of each block, a number of micro-batches and an
+order. That is enough to say what computing and stashes take, and to bound what every plan takes. The workload, whose
+moments are those of all micro-batches, is made only when it is asked for.
+
+[Note: which blocks] The last blocks keep (their backward pass comes first), the first ones recompute or are offloaded
+(theirs comes last, so there is most time): a quarter, half or three quarters of them, for offloading also all but the
+last two. Or every second, fourth or eighth block is offloaded, which gives each of them the time of two, four or eight
+blocks on the link. Of the other blocks none, the first half or all recompute. The very first block is not offloaded: a
+model's forward often holds on to what it gives that block (the embeddings), so that the bytes would not go.
+
+[Note: stand-ins] A workload of one or three micro-batches bounds one of more. Micro-batch by micro-batch, the moment in
+which a micro-batch turns (of three the middle one does) lasts as long as the micro-batches that are left out. Their
+copies and adds are left out, and everything else is as in the whole: first reads are in the first micro-batch, last
+gradients in the last, and the room of a moment is that of the same moment. In layer-major order, one micro-batch whose
+moments all last as many times longer stands for all: a block's first read is no later and its last gradient no earlier
+in the whole, and the tide no lower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from pstar_sim.bounds.stashes import stash_bound_s
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import Layout, build_layout
+from pstar_sim.cost import CostModel
+from pstar_sim.errors import CannotPlan, TraceError
+from pstar_sim.policy.kit.collector import without_garbage_collection
+from pstar_sim.policy.kit.order import ORDERS, in_order
+from pstar_sim.workload.mixing import block_names, block_runs, mix_blocks, offload_blocks, stashes_of
+from pstar_sim.workload.workload import Phase, Stash, Workload, activations_text, repeat_micro_batch
+
+__all__ = ["MOST_MICRO_BATCHES", "Way", "candidates", "layer_major_ways", "words"]
+
+MOST_MICRO_BATCHES = 256  # more make plans of hundreds of thousands of steps
+OWN, RELAY, RELAY_HOST = ORDERS
+STAND_INS = (1, 3)  # numbers of micro-batches that stand for more of them
+
+
+class Way:
+    """One way to run a rank's share of a global batch.
+
+    micro_batches: of the way. batch: sequences of one.
+    activations, checkpointing: as in the workload.
+    stashes: stashes of one micro-batch, in moments of the variant that keeps its activations.
+    """
+
+    def __init__(
+        self,
+        one: Workload,
+        *,
+        kept: Workload | None = None,
+        keep: Sequence[str] = (),
+        stashes: Sequence[Stash] = (),
+        repeats: int = 1,
+        order: str = OWN,
+    ) -> None:
+        """one: the variant that is repeated, or whose blocks recompute. kept: the variant of which the blocks `keep`
+        are. stashes: of the blocks that are offloaded; these keep their activations in `one` or are among `keep`."""
+        self._one, self._kept, self._keep = one, kept, frozenset(keep)
+        self.stashes, self.repeats, self.order = tuple(stashes), repeats, order
+        self.batch, self.attention = one.batch, one.attention
+        self.micro_batches = one.micro_batches * repeats
+        self.layer_major = one.layer_major or order != OWN
+        self.boundaries_on_host = one.boundaries_on_host or order == RELAY_HOST
+        self._repeated: dict[int, Workload] = {}  # the micro-batch so many times
+
+    @property
+    def source(self) -> Workload:
+        """The variant, or of two the one whose blocks recompute."""
+        return self._one
+
+    @cached_property
+    def checkpointing(self) -> bool:
+        if self._kept is None:
+            return self._one.checkpointing
+        return any(block not in self._keep for block in block_names(self._one))
+
+    @cached_property
+    def activations(self) -> tuple[tuple[str, str], ...]:
+        offloaded = {stash.block for stash in self.stashes}
+        if self._kept is None and not offloaded:
+            return self._one.activations
+        usual = "recompute" if self._one.checkpointing else "keep"
+        how = {block: "keep" if block in self._keep else usual for block in _blocks(self._one)}
+        if not offloaded and len(set(how.values())) == 1:
+            return ()
+        return tuple((block, "offload" if block in offloaded else chosen) for block, chosen in how.items())
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for two ways that run the same."""
+        return (self.batch, self.micro_batches, self.checkpointing, self.attention, self.activations)
+
+    @property
+    def stash_bytes(self) -> int:
+        """Bytes of all stashes of an iteration; of boundaries on the host none are counted."""
+        if self.repeats == 1 and not self.stashes:
+            return sum(stash.bytes for stash in self._one.stashes)
+        return self.repeats * sum(stash.bytes for stash in self.stashes)
+
+    def repeated(self, repeats: int) -> Way:
+        """This way of one micro-batch, repeated. A way that is not repeated is the same way."""
+        return self if repeats == 1 else self._with(repeats, self.order)
+
+    def in_order(self, order: str) -> Way:
+        """The same way in another order."""
+        return self._with(self.repeats, order)
+
+    def _with(self, repeats: int, order: str) -> Way:
+        keep = tuple(self._keep)
+        return Way(self._one, kept=self._kept, keep=keep, stashes=self.stashes, repeats=repeats, order=order)
+
+    @cached_property
+    def micro_batch(self) -> Workload:
+        """The workload of one micro-batch."""
+        w = self._one if self._kept is None else mix_blocks(self._one, self._kept, self._keep)
+        return offload_blocks(w, [stash.block for stash in self.stashes]) if self.stashes else w
+
+    @cached_property
+    def workload(self) -> Workload:
+        """The workload of the whole share."""
+        return in_order("a way", self._of(self.repeats), self.order)
+
+    def _of(self, repeats: int) -> Workload:
+        if repeats not in self._repeated:
+            one = self.micro_batch
+            self._repeated[repeats] = repeat_micro_batch(one, repeats) if repeats > 1 else one
+        return self._repeated[repeats]
+
+    def compute_s(self, machine: Machine, chunk_bytes: int) -> float:
+        """Least seconds of computing and stashes with the link to themselves: [Note: the bound of stashes] in
+        bounds/stashes.py, run by run of moments, since all waits are at their ends. Of boundaries on the host, of
+        computing alone. chunk_bytes: size of the chunks, for the cost model."""
+        variants = tuple(_seconds_of(w, machine, chunk_bytes) for w in (self._one, self._kept or self._one))
+        if self.repeats == 1 and self._kept is None and not self.stashes:
+            return variants[0].stash_bound_s
+        runs = [
+            (block, forward, variants[block in self._keep].runs_s[n])
+            for n, (block, forward) in enumerate(variants[0].runs)
+        ]
+        step_s = variants[0].step_s
+        body_s = sum(seconds for _, _, seconds in runs) - step_s
+        if not self.stashes:
+            return self.repeats * body_s + step_s
+        until = _blocks_that_give_time(self._kept or self._one, self.stashes)
+        cost = variants[0].cost
+        copies = {s.block: (cost.transfer_s(s.bytes, "d2h"), cost.transfer_s(s.bytes, "h2d")) for s in self.stashes}
+        ends = {other: block for block, other in until.items()}  # block -> offloaded block whose time ends with it
+        clock = down = up = 0.0
+        for _ in range(self.repeats):
+            out_s: dict[str, float] = {}
+            in_s: dict[str, float] = {}
+            for n, (block, forward, seconds) in enumerate(runs):
+                before, behind = runs[n - 1][:2], runs[n + 1][:2] if n + 1 < len(runs) else (None, False)
+                if n and before[0] in ends and before[1]:
+                    clock = max(clock, out_s[ends[before[0]]])
+                if not forward and block in in_s:
+                    clock = max(clock, in_s[block])
+                clock += seconds
+                if forward and block in copies:
+                    down = out_s[block] = max(clock, down) + copies[block][0]
+                if not behind[1] and behind[0] in ends:
+                    stashed = ends[behind[0]]
+                    up = in_s[stashed] = max(clock, up, out_s[stashed]) + copies[stashed][1]
+            clock -= step_s
+        return clock + step_s
+
+    def stand_ins(self) -> tuple[int, ...]:
+        """Numbers of micro-batches that stand for the workload, ascending; the last one is its own."""
+        if self.order != OWN and self.repeats > 1:
+            return (1, self.repeats)
+        return (*(n for n in STAND_INS if n < self.repeats), self.repeats)
+
+    def stand_in(self, count: int) -> Workload:
+        """By [Note: stand-ins] the workload of so many micro-batches; of all of them the workload itself."""
+        return self.workload if count == self.repeats else self._of(count)
+
+    def costs(self, count: int, machine: Machine, layout: Layout) -> Sequence[CostModel] | None:
+        """The seconds of a stand-in on a machine of one GPU; None for the workload itself."""
+        if count == self.repeats:
+            return None
+        left_out, evenly = self.repeats - count, self.order != OWN
+        return [_Longer(self.stand_in(count), machine, layout, left_out=left_out, evenly=evenly)]
+
+
+class _Longer(CostModel):
+    """The seconds of a stand-in.
+
+    left_out: micro-batches that the stand-in does not have.
+    evenly: whether all moments last longer, and not the turn alone.
+    """
+
+    def __init__(self, workload: Workload, machine: Machine, layout: Layout, *, left_out: int, evenly: bool) -> None:
+        super().__init__(workload, machine, layout)
+        self._left_out, self._evenly = left_out, evenly
+
+    @cached_property
+    def moments_s(self) -> tuple[float, ...]:
+        seconds, moments = list(CostModel(self.workload, self.machine, self.layout).moments_s), self.workload.moments
+        if self._evenly:
+            return (*(s * (1 + self._left_out) for s in seconds[:-1]), seconds[-1])
+        middle = self.workload.micro_batches // 2
+        mine = [m for m, moment in enumerate(moments[:-1]) if moment.micro_batch == middle]
+        turn = next((m for m in mine if moments[m].phase is not Phase.FWD), mine[-1] + 1) - 1
+        seconds[turn] += self._left_out * sum(seconds[m] for m in mine)
+        return tuple(seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seconds:
+    """Seconds of a variant on a machine, run by run ([Note: which blocks])."""
+
+    cost: CostModel
+    runs: Sequence[tuple[str | None, bool]]
+    runs_s: Sequence[float]
+    step_s: float
+    stash_bound_s: float
+
+
+def _seconds_of(w: Workload, machine: Machine, chunk_bytes: int) -> _Seconds:
+    key = ("seconds of runs",)
+    known = w.derived.get(key)
+    if isinstance(known, _Seconds) and known.cost.machine is machine:
+        return known
+    cost = CostModel(w, machine, build_layout(w, chunk_bytes=chunk_bytes, ranks=len(machine.ranks)))
+    runs = block_runs(w)
+    w.derived[key] = known = _Seconds(
+        cost=cost,
+        runs=[run[:2] for run in runs],
+        runs_s=[sum(cost.moments_s[moments.start : moments.stop]) for _, _, moments in runs],
+        step_s=cost.moments_s[-1],
+        stash_bound_s=stash_bound_s(w, cost),
+    )
+    return known
+
+
+def _blocks(w: Workload) -> list[str]:
+    key = ("blocks",)
+    known = w.derived.get(key)
+    if not isinstance(known, list):
+        w.derived[key] = known = block_names(w)
+    return known
+
+
+def _blocks_that_give_time(w: Workload, stashes: Sequence[Stash]) -> Mapping[str, str]:
+    """Offloaded block -> the block behind whose forward pass its bytes are no longer counted."""
+    behind = {moments.stop: block for block, forward, moments in block_runs(w) if block is not None and forward}
+    return {stash.block: behind[stash.gone] for stash in stashes}
+
+
+def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
+    """A variant in words: "2 micro-batches of 8, activations recomputed"; with the attention kernel where the
+    candidates differ in it: "..., flash attention"."""
+    batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
+    kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
+    order = ", layer by layer" if w.layer_major else ""
+    if w.boundaries_on_host:
+        order += " with the boundaries on the host"
+    return f"{batches}{order}, {activations_text(w)}{kernel}"
+
+
+@without_garbage_collection()
+def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
+    """The ways to run one rank's `share` sequences per iteration that the variants of one model lead to, no two alike.
+
+    A variant with one micro-batch is repeated; one with several is taken as it is. Raises TraceError where none
+    divides the share (naming the batches there are), and for variants of different models, types or sequence lengths.
+    """
+    if not variants:
+        raise TraceError("there are no variants to choose from")
+    first = variants[0]
+    for w in variants:
+        if (w.fingerprint, w.sequence) != (first.fingerprint, first.sequence):
+            raise TraceError(
+                f"variants are of {first.model} ({first.dtype}, sequence {first.sequence}) and {w.model} ({w.dtype}, "
+                f"sequence {w.sequence}); a global batch is of one of the two: choose it with --dtype or --seq"
+            )
+    found: dict[tuple[object, ...], Way] = {}
+    for way in (*map(Way, variants), *_block_by_block(variants)):
+        repeats, rest = divmod(share, way.batch * way.micro_batches)
+        if rest or not repeats or (way.micro_batches > 1 and repeats > 1):
+            continue
+        if repeats * way.micro_batches <= MOST_MICRO_BATCHES:
+            made = way.repeated(repeats)
+            found.setdefault(made.key, made)
+    if not found:
+        sizes = sorted({w.batch * w.micro_batches for w in variants})
+        raise TraceError(
+            f"a rank's share of the global batch is {share} sequences; the trace holds micro-batches of "
+            f"{', '.join(map(str, sizes))}, none of which divides it (in at most {MOST_MICRO_BATCHES} micro-batches)"
+        )
+    return tuple(found.values())
+
+
+def _block_by_block(variants: Sequence[Workload]) -> Iterator[Way]:
+    """The ways that [Note: which blocks] makes of the variants with one micro-batch in which no block was chosen
+    yet."""
+    plain = [w for w in variants if w.micro_batches == 1 and not w.activations]
+    recomputing = {(w.batch, w.attention, w.dtype): w for w in reversed(plain) if w.checkpointing}
+    seen: set[tuple[int, str, str]] = set()
+    for kept in plain:
+        same = (kept.batch, kept.attention, kept.dtype)
+        if kept.checkpointing or same in seen:
+            continue
+        seen.add(same)
+        yield from _of_pair(recomputing.get(same), kept)
+
+
+def _of_pair(recomputed: Workload | None, kept: Workload) -> Iterator[Way]:
+    """The ways of one variant, or of two. A model that is not a stack of equal blocks has nothing to mix; a block that
+    leaves nothing, nothing to offload."""
+    blocks = _blocks(kept)
+    count = len(blocks)
+    if recomputed is not None and blocks:
+        try:
+            mix_blocks(recomputed, kept, blocks[-1:])
+        except TraceError:
+            recomputed = None
+    if recomputed is not None:
+        for n in sorted({count * quarters // 4 for quarters in (1, 2, 3)} - {0, count}):
+            yield Way(recomputed, kept=kept, keep=blocks[count - n :])
+    for offloaded, recomputing_too in _offload_sets(blocks):
+        with contextlib.suppress(TraceError):
+            stashes = stashes_of(kept, offloaded)
+            if not recomputing_too:
+                yield Way(kept, stashes=stashes)
+            elif recomputed is not None:
+                rest = set(blocks) - set(recomputing_too)
+                yield Way(recomputed, kept=kept, keep=tuple(rest), stashes=stashes)
+
+
+def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+    """(blocks that are offloaded, blocks that recompute), by [Note: which blocks]."""
+    count = len(blocks)
+    ends = (1 + count // 4, 1 + count // 2, 1 + count * 3 // 4, count - 2)
+    firsts = [blocks[1:n] for n in ends if 1 < n <= count - 2]
+    strides = [blocks[1 : count - 2 : k] for k in (2, 4, 8) if k < count - 3]
+    seen: set[tuple[tuple[str, ...], int]] = set()
+    for offloaded in (*firsts, *strides):
+        others = [block for block in blocks if block not in set(offloaded)]
+        for n in (0, len(others)) if offloaded in firsts else (0, len(others) // 2, len(others)):
+            if (tuple(offloaded), n) not in seen:
+                seen.add((tuple(offloaded), n))
+                yield offloaded, others[:n]
+
+
+def layer_major_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
+    """The ways of several micro-batches in the layer-major orders that they have; boundaries go to the host where all
+    blocks recompute. policy: for messages."""
+    known: dict[tuple[int, str], bool] = {}
+    for way, order in product(ways, ORDERS[1:]):
+        if way.micro_batches == 1 or way.layer_major or way.stash_bytes or way.boundaries_on_host:
+            continue
+        if order == RELAY_HOST and (way.activations or not way.checkpointing):
+            continue
+        key = (id(way.source), order)
+        if key not in known:
+            known[key] = _has_order(way.source, order, policy)
+        if known[key]:
+            yield way.in_order(order)
+
+
+def _has_order(w: Workload, order: str, policy: str) -> bool:
+    """Whether several micro-batches of the variant can be run in that order, and differ then from other orders."""
+    try:
+        made = in_order(policy, w if w.micro_batches > 1 else repeat_micro_batch(w, 2), order)
+    except CannotPlan:
+        return False
+    return made.boundaries_on_host or order != RELAY_HOST
