@@ -153,7 +153,8 @@ class Tracer:
         threading.settrace(self.on_call)
 
     def rest(self) -> None:
-        self.armed = False
+        with self._lock:  # a thread that is at a line now has raised, or never will
+            self.armed = False
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
 
@@ -178,6 +179,8 @@ class Tracer:
         thread = name.removeprefix("executor-") if name.startswith("executor-") else "user"
         key = (str(self._own[frame.f_code]), frame.f_lineno, thread)
         with self._lock:
+            if not self.armed:
+                return self.on_line
             self.hits[key] += 1
             hit, target = self.hits[key], self.target
             if target is None or key != (target.file, target.line, target.thread) or hit != target.hit:
