@@ -48,9 +48,10 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["fluid_bound"]
 
+# docs/results/search-constants.md says what each of these buys.
 MOST_POINTS = 600  # of an iteration in the program; fewer give a lower bound sooner
+FAR = 20.0  # no stall longer than so many joint bounds is looked at: every variable needs an upper bound, a small one
 TIME_LIMIT_S = 60.0  # of the solver; a program that takes longer leaves the joint bound
-FAR = 20.0  # a schedule that many times longer than the joint bound is not looked at: it does not beat the bound
 
 
 def fluid_bound(

@@ -37,8 +37,8 @@ from pstar_sim.errors import PlanError
 
 __all__ = ["Window", "choose"]
 
-# Iterations that are run until two agree. 3: 0.02 % longer and 1.7 % more bytes; 12: the same plans
-# (benchmarks/search_constants.py).
+# Iterations that are run until two agree; where none do, the last one counts. docs/results/search-constants.md says
+# what fewer cost.
 MOST_WINDOWS = 6
 ROUNDING = 1e-9  # relative, far more than the seconds of a window can be off by adding them up
 COMPUTE, H2D, D2H, ADAM, NET, NVME = range(6)
@@ -437,7 +437,8 @@ class _Chooser:
         )
 
     def _events(self, log: Sequence[int], lap: int) -> list[tuple[int, int, bool]]:
-        """Events of a stretch of the log, iterations relative to `lap`: of each op, and behind its end of its parts."""
+        """Events of a stretch of the log, iterations relative to `lap`. Behind the end of an op come the events of its
+        parts."""
         count, parts = len(self.queue_of), self.parts
         events: list[tuple[int, int, bool]] = []
         for entry in log:

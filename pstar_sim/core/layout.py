@@ -27,19 +27,22 @@ from pstar_sim.workload.workload import DTYPE_BYTES, UseKind, Workload
 __all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near"]
 
 ALIGN = 16  # elements: 64 bytes in fp32, what vectorised kernels and copy engines like
-# What each buys: results/search_constants.json, by benchmarks/search_constants.py, in 17 plans of tide.
-GRANULE_BYTES = 2 * MIB  # chunk sizes are multiples of it; allocators hand out memory so
-SMALL_BYTES = MIB  # tensors below it stay resident
-WANTED_CHUNKS = 24  # fewer leave nothing to schedule
+# docs/results/search-constants.md says what each of these buys. Plans of small models with smaller chunks are a little
+# faster in the model, which knows nothing of what a further step costs the executor.
+GRANULE_BYTES = 2 * MIB  # chunk sizes are multiples of it, as allocators hand out memory
+WANTED_CHUNKS = 24  # no size is a larger part of the model than this one: fewer chunks leave nothing to schedule
+USUAL_BYTES = 128 * MIB  # the sizes sought are this and its half: larger ones overlap less, smaller ones copy slower
+USUAL_PART = 32  # of a small model this part, and its half, instead
 MOST_WASTE = 0.018  # a size that wastes more is taken only where none wastes less
-USUAL_BYTES, USUAL_PART = 128 * MIB, 32  # the largest chunk of the octave sought; that part of a smaller model
-OVERSIZE, OCTAVES, WASTE = 0.3, 0.12, 10.0  # weights of the score
+OVERSIZE = 0.3  # in the score of a size: share of the bytes in chunks that hold one larger tensor each
+OCTAVES = 0.12  # in the score: octaves by which chunks are off the sizes sought
+WASTE = 10.0  # in the score: share of padding
 GOOD = 0.2  # score at which no finer granule is tried
-# Sizes scored per granule, and tensors at which a run may begin: bounds of the time of large models.
-MOST_SIZES, MOST_STARTS = 96, 64
-# Part of a model that a tensor worth moving has; share of all others together. Without the share all tensors of 600
-# thin layers are resident, and tide does not fit a GPU on which it fits now.
-SMALL_PART, MOST_SMALL = 400, 0.05
+MOST_SIZES = 96  # sizes that are scored per granule: bounds the time that a large model takes
+MOST_STARTS = 64  # tensors at which a run of a candidate's size may begin: the same
+SMALL_BYTES = MIB  # tensors below it stay resident
+SMALL_PART = 400  # so do, in a small model, tensors below this part of it
+MOST_SMALL = 0.05  # unless all of them are a larger share than this: 600 thin layers must not all be resident
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

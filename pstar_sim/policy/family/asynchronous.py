@@ -30,10 +30,10 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["Asynchronous"]
 
 _RIVAL = ("what static_partition chose",)
-# Measured by benchmarks/search_constants.py on 16 plans of tide.
-CLOSE_TO_BOUND = 2e-3  # so close to the closed form no other number of pins is tried; 0: a third more effort, as fast
-NEIGHBOURS = 4  # numbers of pins tried on either side of the closed form's; 0: 1.4 % more bytes, 0.03 % shorter
-MORE_THAN_STATIC = 2  # pins more than static_partition's that are tried; 0: 0.03 % longer, 1.5 % fewer bytes
+# docs/results/search-constants.md says what each of these buys.
+CLOSE_TO_BOUND = 2e-3  # so close to the closed form no other number of pins is tried: saves effort
+NEIGHBOURS = 2  # numbers of pins tried on either side of the closed form's, which is off where chunks are few
+MORE_THAN_STATIC = 2  # pins more than static_partition's that are tried: a little time for bytes that static moves too
 
 
 def _fastest(attempts: Sequence[Attempt]) -> Attempt:

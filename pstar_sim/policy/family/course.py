@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from pstar_sim.policy.family.eviction import keep_set
 from pstar_sim.policy.family.residency import UseGap, gaps_of, held_over
-from pstar_sim.policy.kit.job import SUMS_TAKE, Job
+from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, Position, Schedule, Stretch
 from pstar_sim.policy.passes import collectives, gradients, updates
 
@@ -250,7 +250,7 @@ class Course:
             if c in self.modes.pinned:
                 continue
             if job.ranks > 1:  # whole until it is summed
-                sum_s = SUMS_TAKE * job.cost.collective_s(job.whole_bytes(c))
+                sum_s = job.cost.collective_s(job.whole_bytes(c))
                 for _, _, last in job.uses.spans[c]:
                     book(job.remote[c], self.at[job.block_of[last]] + 1, sum_s)
             for last, size, down_s in job.leaving(c, streamed=c in self.updates, summed=c in self.modes.summed):

@@ -14,8 +14,8 @@ from pstar_sim.policy.family.residency import UseGap, belady
 
 __all__ = ["fifo", "keep_set", "lru"]
 
-# Iterations run where chunks may stay over the border, so that the last one begins as it ends. 1: two of 264 plans by
-# lru, fifo and l2l on the jobs of tests/golden differ; 2, 3 and 8: none.
+# Iterations run where chunks may stay over the border, so that the last one begins as it ends. In plans by lru, fifo
+# and l2l on the jobs of tests/golden it always does from the second one on; in a few it does not in the first.
 LAPS = 4
 
 

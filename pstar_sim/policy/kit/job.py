@@ -23,11 +23,7 @@ from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.stashes import stash_cuts
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["SUMS_TAKE", "Job"]
-
-SUMS_TAKE = 1.5
-"""How long a gradient's sum over the ranks is reckoned to take, in times of it running alone. 0: 0.7 % longer, 1.3 % at
-most; 1: the same plans (two jobs of 8 GPUs, benchmarks/search_constants.py)."""
+__all__ = ["Job"]
 
 
 class Job:
@@ -249,7 +245,7 @@ class Job:
         n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
         if self.ranks == 1:
             return n
-        left_s = SUMS_TAKE * self.cost.collective_s(self.whole_bytes(chunk))
+        left_s = self.cost.collective_s(self.whole_bytes(chunk))
         while left_s > 0 and n < len(self.blocks) - 1:
             n += 1
             left_s -= self.blocks[n].seconds

@@ -11,8 +11,7 @@ from pstar_sim.core.plan import Plan
 __all__ = ["AS_FAST", "burden", "least_of"]
 
 T = TypeVar("T")
-# Relative difference of two iterations that is not worth a byte. 0: 1.7 % more bytes for the same seconds to 0.01 %
-# (benchmarks/search_constants.py).
+# Relative difference of two iterations that is not worth a byte: docs/results/search-constants.md.
 AS_FAST = 1e-4
 
 
