@@ -68,8 +68,8 @@ def check_model(
 def _check_parameter(
     name: str, planned: Tensor, found: Tensor, planned_tensors: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> None:
-    """Check that one parameter of the plan is as it is in the model. planned_tensors, tensors: all of the plan and the
-    model."""
+    """Check that one parameter of the plan is as it is in the model. planned_tensors, tensors: all tensors of the
+    plan, and of the model."""
     for what in ("shape", "dtype", "frozen"):
         if getattr(found, what) != getattr(planned, what):
             raise PlanError(

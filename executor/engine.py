@@ -244,7 +244,8 @@ class Session:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the last step's gradients before clipping; None without clipping or before the first step."""
+        """Global norm of the last iteration's gradients before clipping; None without clipping or before the first
+        update."""
         return self.updates.grad_norm
 
     def timeline(self) -> Timeline:

@@ -1,7 +1,8 @@
 """Hugging Face: a prepared model in `transformers.Trainer`.
 
 `Trainer` clips gradients itself, between backward and `optimizer.step()`, through `accelerator.clip_grad_norm_`; here
-they have left for their chunks by then and are clipped inside the step, by `AdamW(max_grad_norm=)`. `connect(trainer)`
+they have left for their chunks by then and are clipped inside `optimizer.step()`, by `AdamW(max_grad_norm=)`.
+`connect(trainer)`
 joins the two: it checks that both clip at the same norm, and gives the Trainer the norm that the session knows. Without
 it `trainer.train()` stops at its first clipping with a ContractError: nothing is ever left unclipped in silence.
 `executor/examples/trainer.py` is a whole script.
@@ -78,8 +79,8 @@ def _check_arguments(args: Any, session: Session) -> None:
     if wanted != session.max_grad_norm:
         raise ContractError(
             f"TrainingArguments(max_grad_norm={args.max_grad_norm}) and AdamW(max_grad_norm={session.max_grad_norm}): "
-            "gradients are clipped inside the step, at AdamW's norm; give both the same norm (for no clipping 0.0 to "
-            "the Trainer and None to AdamW, with a plan made without clipping)"
+            "gradients are clipped inside optimizer.step(), at AdamW's norm; give both the same norm (for no clipping "
+            "0.0 to the Trainer and None to AdamW, with a plan made without clipping)"
         )
     accumulated = args.gradient_accumulation_steps
     if accumulated != w.micro_batches:
@@ -157,7 +158,8 @@ def _one_mesh(model: Any) -> bool:
 
 
 class _Norm:
-    """The global norm of the gradients, which the Trainer asks for before the step and the session knows after it."""
+    """The global norm of the gradients, which the Trainer asks for before `optimizer.step()` and the session knows
+    after it."""
 
     def __init__(self, session: Session) -> None:
         self.session = session

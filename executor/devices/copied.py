@@ -10,7 +10,7 @@ __all__ = ["Copied"]
 
 
 class Copied:
-    """Any thread may count and ask."""
+    """Bytes that crossed the link, by direction. Any thread may count, and any may ask."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -288,7 +288,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         )
 
     def _on_ranks(self) -> None:
-        """[Note: several ranks]"""
+        """Check the plan for the measured tide, where several ranks cannot plan again: [Note: several ranks]."""
         s = self._session
         assert s.ranks is not None
         workload = self._measured()

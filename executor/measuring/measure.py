@@ -149,7 +149,8 @@ class PeakMeter:
         self.peak = payload + self._tide
 
     def follow(self, changes: Sequence[ByteChange], marks: Sequence[tuple[int, str, int]], log_at: int) -> None:
-        """changes: changes of the arena's log, from its index `log_at` on. marks: the log's marks of the same time."""
+        """Add the bytes of these changes and marks, in the order in which they happened. changes: of the arena's log,
+        from its index `log_at` on. marks: the log's marks of the same time."""
         at = 0
         for i, change in enumerate(changes):
             while at < len(marks) and marks[at][0] - log_at <= i:

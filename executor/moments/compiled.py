@@ -26,8 +26,8 @@ def untraced(function: Callable[..., R]) -> Callable[..., R]:
     """`function`, with positional arguments only, which torch.compile calls and never looks into.
 
     The compiler's own wrapper sets it aside and back at every call. Where it is not at work (torch 2.9 and newer tell),
-    `function` is called as it is: a step calls hooks by the hundred, those of fixed arguments (modules' and tensors')
-    without unpacking any.
+    `function` is called as it is: an iteration calls hooks by the hundred, those of fixed arguments (modules' and
+    tensors') without unpacking any.
     """
     aside: Callable[..., R] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
     compiler = compiler_watches()

@@ -60,7 +60,7 @@ class ModuleEvent:
 
 
 class _Events(dict[int, ModuleEvent]):
-    """micro-batch -> event of one kind, module and phase. Each is made once: a step has hundreds."""
+    """micro-batch -> event of one kind, module and phase. Each is made once: an iteration has hundreds."""
 
     def __init__(self, kind: str, module: str, phase: Phase) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class MomentClock:
         self._trains = trains
         self.micro_batch = 0
         self._on_event = on_event
-        self._turns = 0  # backwards that ended since the last step
+        self._turns = 0  # backwards that ended since the last `step()`
         self._open = 0  # units whose forward is open, outside backward
         self._callback_due = False
         self._in_one = False  # several calls of autograd are one backward

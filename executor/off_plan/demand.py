@@ -1,8 +1,8 @@
 """Demand: runs an iteration on demand after it has left the plan.
 
 A parameter is fetched when it is read, and something else is dropped to make room. Nothing is overlapped, every
-update happens in `optimizer.step()`, results are those of plain torch. At the step the places are brought back to the
-plan's cut and the next iteration is on plan again.
+update happens in `optimizer.step()`, results are those of plain torch. At the optimizer step the places are brought
+back to the plan's cut and the next iteration is on plan again.
 
 The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, the places are put back as
 they were) and a warm-up, which is a session whose plan has no steps.
@@ -217,8 +217,8 @@ class Demand:
         return self._mending.half_update_error()
 
     def replan(self) -> None:
-        """Called after each step off plan. Makes the ladder's plan if memory ran out; otherwise, if the last iterations
-        were all off plan, a new plan by the same policy for what they did."""
+        """Called after each optimizer step off plan. Makes the ladder's plan if memory ran out; otherwise, if the last
+        iterations were all off plan, a new plan by the same policy for what they did."""
         s = self.session
         if s.ladder.pending:
             s.ladder.replan()

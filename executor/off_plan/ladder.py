@@ -1,7 +1,8 @@
 """Ladder: carries a session on when the accelerator refuses memory that the plan counted on.
 
 The iteration in progress is carried to its end on demand (`demand.py`): working lists that are not in use leave the
-accelerator, then optimizer states of pinned chunks, and the memory that was refused is asked for again. After the step
+accelerator, then optimizer states of pinned chunks, and the memory that was refused is asked for again. After the
+optimizer step
 the next plan is made by the first rung that fits the memory that exists: [Note: rungs] in rungs.py. Nothing is computed
 twice and nothing is lost: the updates of that iteration are those of plain torch, as of any iteration off plan.
 
@@ -280,7 +281,7 @@ class Ladder(Sequence[Rung]):
         limit = error.limit_bytes
         if limit is None:
             limit = error.payload_bytes + error.other_bytes
-        eager = "; eager updates of this step that were made already stay" if s.updates.begun else ""
+        eager = "; eager updates of this iteration that were made already stay" if s.updates.begun else ""
         return DoesNotFit(
             policy=f"{s.plan.policy} in iteration {s.iteration}",
             place="gpu",
@@ -295,7 +296,7 @@ class Ladder(Sequence[Rung]):
 
     def replan(self) -> None:
         """The next plan, from the first rung that fits. Raises DoesNotFit if none does; the session then stands between
-        two iterations with the values of the last whole step, and tries again at the next."""
+        two iterations with the values of the last whole iteration, and tries again after the next."""
         s = self.session
         assert s.cursor.moment < 0 and not s.cursor.off_plan and not s.cursor.visiting
         self.given_up = False

@@ -3,7 +3,7 @@
 [Note: interrupted] Ctrl-C may come between any two lines. Inside the engine's own work it leaves `AtWork.torn`, and
 `zero_grad()` (or whatever comes first, where no gradient is lost by it) mends that. Before `optimizer.step()` has begun
 to update, the iteration is dropped: its gradients go, values that they overwrote come back from the master copy, the
-places go back to the cut. From then on (`Cursor.committed`) the step is carried to its end instead: a chunk that has a
+places go back to the cut. From then on (`Cursor.committed`) the optimizer step is finished instead: a chunk that has a
 gradient is not updated yet. An interruption that cannot be mended (a chunk in the middle of its update, eager updates
 of half a backward) ends the run with `Interrupted`. See [Note: between two lines] in memory/chunk_state.py.
 """

@@ -12,9 +12,8 @@ class Moved:
     """[Note: whose bytes] Bytes over the link by iteration. A copy of the plan belongs to the iteration whose step it
     is, whenever it runs: fetches run ahead of their iteration, writebacks run on into the next. What is copied on
     demand belongs to the iteration in progress, what an evaluation copies to the one that follows. So the figures of
-    one iteration on plan are the plan's, and all of them together are what the backend has copied; what it has copied
-    between two points in time is neither.
-    """
+    an iteration on plan are the plan's, and those of all iterations add up to what the backend has copied. What it has
+    copied between two points in time is the figure of no iteration."""
 
     def __init__(self, already: Mapping[str, int]) -> None:
         """already: bytes copied by direction before the first iteration."""

@@ -76,7 +76,7 @@ class Answer(_Word):
     STAY: the evaluation goes on.
     END_VISIT: end the evaluation, then ask again.
     MEND: mend what the interruption left, then ask again.
-    FINISH: mend, which ends the step that was interrupted.
+    FINISH: mend, which finishes the optimizer step that was interrupted.
     NOTHING: ignore the act.
     STEP: update, as the plan has the update or on demand.
     DROP: drop the iteration's gradients, then allow.

@@ -201,8 +201,8 @@ class Loop:
 
     def _as_planned(self, event: ModuleEvent) -> bool:
         """Whether the event is the plan's next, nothing stands in its way and no counter listens: the table then
-        answers FOLLOW for every act, and nothing but following is to be done. A step has hundreds of such events. All
-        other events, those of the root and of calls included, go through the table."""
+        answers FOLLOW for every act, and nothing but following is to be done. An iteration has hundreds of such events.
+        All other events, those of the root and of calls included, go through the table."""
         host = self.host
         cursor, now, table = host.cursor, host.now, host.timetable
         return (
@@ -407,8 +407,8 @@ class Loop:
                 self.mend()
 
     def mend(self) -> None:
-        """After an interruption, drop the iteration or end the step in which it came. Raises the error that ends the
-        run where neither is possible."""
+        """After an interruption, drop the iteration or finish the optimizer step in which it came. Raises the error
+        that ends the run where neither is possible."""
         host = self.host
         with host.at_work, unseen(), torch.no_grad():
             host.following.in_parts = host.following.keeps_tied = self._standing = False

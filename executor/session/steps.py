@@ -138,7 +138,7 @@ class Steps:
         self.span_log.append(tuple.__new__(StepLog, row))  # past a constructor in Python
 
     def run_inline(self, i: int, iteration: int) -> None:
-        """A step of the compute queue that is not a moment."""
+        """Run a step of the compute queue that is not a moment, in the user's thread."""
         queues = self.host.queues
         ready_s = self._clock()
         waited_for = queues.wait(i, iteration)

@@ -146,7 +146,8 @@ class Updates:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the last step's gradients before clipping; None without clipping or before the first step."""
+        """Global norm of the last iteration's gradients before clipping; None without clipping or before the first
+        update."""
         update = self.last
         if update is None or update.max_grad_norm is None:
             return None

@@ -231,7 +231,7 @@ def _flops(dtype: str) -> _Path:
 
 
 def _cores(machine: Machine, count: float) -> Machine:
-    """[Note: cores and Adam]"""
+    """The machine with so many cores, and Adam's rate on them: [Note: cores and Adam]."""
     host = machine.host
     most = max(host.adam_params_per_s, host.dram_bytes_per_s / ADAM_BYTES_PER_PARAM)
     rate = min(host.adam_params_per_s * count / host.cores, most)
@@ -246,7 +246,7 @@ def _with_hbm(gpu: Gpu, rate: float) -> Gpu:
 
 
 def _dram(machine: Machine, rate: float) -> Machine:
-    """[Note: cores and Adam]"""
+    """The machine with another DRAM bandwidth, and Adam's rate with it: [Note: cores and Adam]."""
     host = machine.host
     most = max(rate / ADAM_BYTES_PER_PARAM, 0.0)
     adam = min(host.adam_params_per_s, most) if rate < host.dram_bytes_per_s else host.adam_params_per_s

@@ -95,7 +95,8 @@ def _to_json(plan: Plan) -> str:
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
-    """Without the loop where it is the default: files that do not need that field are as they were before it."""
+    """The settings as plain values. `loop` is left out where it has its default: such files are as they were before
+    the field existed."""
     values = dataclasses.asdict(settings)
     if values["loop"] == Settings.loop:
         del values["loop"]

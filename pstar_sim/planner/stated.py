@@ -128,7 +128,7 @@ class _Notes:
         )
 
     def _differs(self, name: str, sentence: str) -> None:
-        """Note a prediction that is not what is computed now."""
+        """Note a prediction that differs from what is computed now: as false, or as one of an earlier cost model."""
         if self.earlier is None:
             self.false.append(sentence)
         else:

@@ -114,7 +114,7 @@ def _name(span: Span, plan: Plan | None) -> str:
 def _slice(
     name: str, category: str, where: tuple[int, int, float], start_s: float, end_s: float, args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """where: process, lane, and seconds by which it is shifted."""
+    """The event of a span. where: process, lane, and seconds by which the span is shifted."""
     pid, tid, shift_s = where
     begin = _us(start_s + shift_s)
     return {

@@ -103,7 +103,7 @@ def _play_one_class(
 
 
 def _require_ends(runs: Sequence[_RankRun]) -> None:
-    """Raise PlanError for a rank that waits for ever; before that, what went wrong in a rank's memory."""
+    """Raise the error of a rank's memory where there is one, else PlanError for a rank that waits for ever."""
     stuck = next((run for run in runs if not run.stopped), None)
     if stuck is None:
         return

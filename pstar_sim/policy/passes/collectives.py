@@ -32,7 +32,8 @@ def reduce(rows: DraftRows, c: int, list_name: str, moment: int, n: int, after: 
 
 
 class Collectives:
-    """Gathers a chunk for each stretch in which it has to be whole, and sums its last gradient behind the last one."""
+    """Gathers a chunk for each stretch in which it has to be whole, and sums its last gradient behind the last
+    stretch."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows

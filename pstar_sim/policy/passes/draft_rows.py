@@ -30,7 +30,7 @@ After = tuple[tuple[int, int], ...]
 
 
 class Pass(Protocol):
-    """[Note: passes]"""
+    """The rows of one concern of an iteration: [Note: passes]."""
 
     def before(self, n: int) -> Sequence[int]: ...
 

@@ -124,7 +124,7 @@ class Sharded:
         check_beside_tide(self.b, held, f"{what}, {format_bytes(held)},")
 
     def describe_moves(self) -> str:
-        """For `choices["moves"]`."""
+        """What the ranks exchange, for `choices["moves"]`."""
         ranks = self.shards.ranks
         if ranks == 1:
             return "one rank: no collectives"

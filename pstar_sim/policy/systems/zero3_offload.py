@@ -221,7 +221,7 @@ class Offloaded:
         s.check_gpu_room(", ".join([*parts, "the gradient bucket"]))
 
     def describe(self) -> str:
-        """For `choices["capacity"]`."""
+        """Where lists live and how many bytes they take, for `choices["capacity"]`."""
         b = self.b
         share = self.offloaded_params / max(1, self.offloaded_params + self.resident_params)
         where = "the GPU" if self.sharded.shards.scheme.home is Place.GPU else "the host"

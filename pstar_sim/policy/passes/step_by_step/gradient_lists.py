@@ -118,7 +118,8 @@ class GradientLists:
         return [step]
 
     def keep(self, c: int, m: int, after: Iterable[int]) -> int:
-        """Free the list of a sum that has been added on the GPU, where it stays. Returns the step that frees it."""
+        """Free the list of a gradient whose sum is on the GPU, once it has been added there. Returns the step that
+        frees the list."""
         self.freed[c] = self._b.free(Queue.NET, c, "grad", Place.GPU, m, after)
         return self.freed[c]
 
