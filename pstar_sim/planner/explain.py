@@ -326,7 +326,7 @@ def _places_of_sums(plan: Plan) -> dict[int, str]:
         if chunk in stays:
             words[chunk] = "on the GPU, beside their states"
         elif chunk in on_gpu and chunk in back:
-            words[chunk] = "on the GPU, and are on the host in between where other lists need the room"
+            words[chunk] = "on the GPU, and are on the host between micro-batches, where other lists need the room"
         elif chunk in on_gpu and chunk in sent:
             words[chunk] = "on the GPU, and go to the host once, for the update"
         elif chunk in on_gpu:

@@ -37,6 +37,7 @@ from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.family.pins import most_pins_of
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.sim.play import play
@@ -229,7 +230,7 @@ def _job(name: str, point: Point, workload: Workload, machine: Machine, settings
     """The job of an asynchronous policy. Raises DoesNotFit where the policy would."""
     job = Job(name, workload, machine, settings, point)
     check_gpu(job)
-    check_host(job, frozenset(job.candidates[: most_pins_of(job)]))
+    check_host(job, Modes(frozenset(job.candidates[: most_pins_of(job)])))
     return job
 
 

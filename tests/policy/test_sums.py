@@ -37,9 +37,9 @@ def job(gpu_mib: int, *, clip: bool = False, layers: int = 2, forward_s: float =
     return Job("by hand", workload, machine, settings, Point(streams=True, sums=True))
 
 
-def planned(where: Job, modes: Modes, *, spill: bool = False) -> Plan:
+def planned(where: Job, modes: Modes) -> Plan:
     """The plan with these modes, proved."""
-    made = attempt(where, modes, Knobs(linger=False, spill=spill))
+    made = attempt(where, modes, Knobs(linger=False))
     assert made.window.stuck is None
     plan = made.plan()
     plan.check()
@@ -87,11 +87,13 @@ def test_a_sum_takes_its_room_from_the_first_gradient_to_the_last() -> None:
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_sums_that_have_no_room_go_down_and_come_up_between_micro_batches(clip: bool) -> None:
+def test_sums_that_spill_go_down_and_come_up_between_micro_batches(clip: bool) -> None:
     """9 MiB: a working list, a sum, and 3 MiB for nothing else. Up: parameters once (2 MiB per chunk, they stay from
     forward to backward in turn) and each sum (4 MiB) before the second and the third micro-batch. Down: each sum three
     times. With 12 MiB both sums and two working lists have room, and each sum goes down once."""
-    tight, roomy = (planned(job(gpu_mib, clip=clip), Modes(NONE, NONE, BOTH), spill=True) for gpu_mib in (9, 12))
+    tight, roomy = (
+        planned(job(mib, clip=clip), Modes(NONE, NONE, BOTH, some)) for mib, some in ((9, BOTH), (12, NONE))
+    )
     assert tight.moved_bytes["h2d"] == 2 * (2 + 2 * 4) * MIB
     assert tight.moved_bytes["d2h"] == 2 * 3 * 4 * MIB
     assert play(tight).peak_bytes["gpu"] <= 9 * MIB
@@ -100,19 +102,23 @@ def test_sums_that_have_no_room_go_down_and_come_up_between_micro_batches(clip: 
     for plan in (tight, roomy):
         assert not any(step.kind is Kind.CPU_ADD for step in plan.steps)
     text = explain(tight, play(tight), width=200)
-    assert "are on the host in between where other lists need the room" in text
+    assert "and are on the host between micro-batches" in text
 
 
 def test_behind_a_barrier_the_sum_of_a_streamed_chunk_may_wait_on_the_host() -> None:
     """20 MiB: the states of one chunk (12 MiB), its sum and its list leave no room for the other chunk's sum, so both
-    sums go down behind the last gradient and come up with the states. Eager, one goes down before the last micro-batch
-    and comes up for it."""
-    parked, eager = (planned(job(20, clip=clip), Modes(NONE, BOTH, BOTH), spill=True) for clip in (True, False))
+    sums go down behind the last gradient (moments 10 and 11) and come up with the states. Eager, no sum waits."""
+    parked = planned(job(20, clip=True), Modes(NONE, BOTH, BOTH, frozenset({1})))
+    eager = planned(job(20), Modes(NONE, BOTH, BOTH, BOTH))
     downs = [
-        sorted(step.moment for step in plan.steps if step.kind is Kind.WRITEBACK and step.list == "grad32")
+        [
+            (step.chunk, step.moment)
+            for step in sorted(plan.steps, key=lambda step: (step.chunk or 0, step.moment or 0))
+            if step.kind is Kind.WRITEBACK and step.list == "grad32"
+        ]
         for plan in (parked, eager)
     ]
-    assert downs == [[10, 11], [7]]  # the last micro-batch is moments 8 to 11
+    assert downs == [[(0, 11), (1, 2), (1, 6), (1, 10)], [(0, 3), (0, 7), (1, 2), (1, 6)]]
 
 
 def test_the_search_finds_them_and_explain_says_where() -> None:

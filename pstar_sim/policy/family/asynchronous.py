@@ -102,7 +102,7 @@ class Asynchronous:
             if not 0 <= p <= most or p in attempts:
                 return
             try:
-                check_host(g, frozenset(g.candidates[:p]))
+                check_host(g, Modes(frozenset(g.candidates[:p])))
             except DoesNotFit as reason:
                 error = error or reason
                 return

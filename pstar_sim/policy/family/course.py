@@ -39,8 +39,6 @@ class Knobs:
         positions, and always for three positions.
     states_first: whether states go down before parameters that stay, because states take room. The parameters are then
         given up later.
-    spill: whether sums of gradients on the GPU go to the host between two micro-batches where other lists need the
-        room more.
     """
 
     linger: bool = True
@@ -48,7 +46,6 @@ class Knobs:
     down: str = "edf"
     stay: float = 0.25
     states_first: bool = False
-    spill: bool = False
 
 
 class Course:
@@ -146,14 +143,17 @@ class Course:
         return [left - other - held for left, other, held in zip(room, others, sums)]
 
     def _sum_stretches(self, c: int) -> list[Stretch]:
-        """Stretches of positions that need the chunk's sum of gradients on the GPU. Without spilling, one."""
+        """Stretches of positions that need the chunk's sum of gradients on the GPU. From the last gradient to an update
+        behind the barrier the sum may be away."""
         job, update = self.job, self.updates.get(c)
-        ends = [(self.at[job.block_of[first]], self.at[job.block_of[last]]) for _, first, last in job.uses.spans[c]]
-        if update is not None:
-            ends.append((update if job.barrier is not None else ends[-1][1] + 1, update))
-        if not self.knobs.spill:
-            return [Stretch(ends[0][0], ends[-1][1])]
-        return _stretches([n for first, last in ends for n in range(first, last + 1)])
+        needed = [Stretch(self.at[job.block_of[a]], self.at[job.block_of[b]]) for _, a, b in job.uses.spans[c]]
+        if c not in self.modes.spilt:
+            needed = [Stretch(needed[0].first, needed[-1].last)]
+        if update is not None and job.barrier is not None:
+            needed.append(Stretch(update, update))
+        elif update is not None:
+            needed[-1] = Stretch(needed[-1].first, update)
+        return _stretches([n for stretch in needed for n in range(stretch.first, stretch.last + 1)])
 
     def _beside(self, position: Position) -> int:
         """Bytes that a position needs beside working lists."""
@@ -162,8 +162,8 @@ class Course:
         return gradients.room(self.job, position.block, self.modes.pinned | self.modes.summed)
 
     def _keep(self) -> set[UseGap]:
-        """Gaps over which a chunk stays, where there is room for it. Sums of gradients stay beside working lists by the
-        same rule: the sum of a chunk counts as one more chunk."""
+        """Gaps over which a chunk stays, where there is room for it. Sums of gradients that wait for their update stay
+        by the same rule: the sum of a chunk counts as one more chunk."""
         job, knobs = self.job, self.knobs
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
         for c in self.moving:
@@ -176,7 +176,8 @@ class Course:
         sizes, sum_of = list(job.sizes), {}
         for c, stretches in self.sums.items():
             sum_of[c] = len(sizes)
-            gaps += [UseGap(end, begin, sum_of[c]) for (_, end), (begin, _) in pairwise(stretches)]
+            if len(stretches) > 1 and stretches[-1].first == self.updates.get(c):
+                gaps.append(UseGap(stretches[-2].last, stretches[-1].first, sum_of[c]))
             sizes.append(job.layout.payload_bytes(c, "grad32"))
             first.append(stretches[0].first)
         kept = keep_set(job.point.eviction, gaps, sizes, room, first)
@@ -255,6 +256,10 @@ class Course:
                     book(job.remote[c], self.at[job.block_of[last]] + 1, sum_s)
             for last, size, down_s in job.leaving(c, streamed=c in self.updates, summed=c in self.modes.summed):
                 book(size, self.at[job.block_of[last]] + 1, LINGER_COPIES * down_s)
+            if c in self.modes.spilt:
+                size, down_s = job.down[c, "grad32"]
+                for _, _, last in job.uses.spans[c][:-1]:
+                    book(size, self.at[job.block_of[last]] + 1, LINGER_COPIES * down_s)
             if c in self.updates:
                 passed_s, down_s = 0.0, job.down[c, "param"][1]
                 for name in job.layout.state_lists:

@@ -52,6 +52,7 @@ class ModeFacts:
     last_room_bytes: room at the last moment, nothing pinned.
     turn_s: when the last backward pass begins.
     first_s: seconds of the first micro-batch.
+    forward_s: seconds of its forward pass.
     adds_before: share of the adds on the GPU that come before.
     net_s: least seconds of collectives.
     """
@@ -72,6 +73,7 @@ class ModeFacts:
     last_room_bytes: int
     turn_s: float
     first_s: float
+    forward_s: float
     adds_before: float
     net_s: float
 
@@ -103,6 +105,7 @@ def mode_facts(job: Job) -> ModeFacts:
         last_room_bytes=job.machine.gpu_budget_bytes - job.small_bytes - job.tide[-1],
         turn_s=sum(job.cost.moments_s[:turn]),
         first_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0),
+        forward_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0 and m.phase is Phase.FWD),
         adds_before=(last - 1) / last if last else 0.0,
         net_s=_least_net_s(job),
     )
@@ -123,12 +126,14 @@ class Roofline:
     others that is streamed, share of the others with the sum of gradients on the GPU.
 
     seconds: seconds per iteration, the largest of several terms.
+    spilt: share of the chunks whose sums spill.
     floor_s: seconds without the terms of windows, which depend on where the modes lie (except the window of the last
         chunk), and with streamed parameters that need not come up again.
     """
 
     seconds: Array
     floor_s: Array
+    spilt: Array
 
 
 def roofline(
@@ -137,9 +142,10 @@ def roofline(
     shares: Sequence[float],
     sums: Sequence[float] = (0.0,),
     *,
-    spill: bool = False,
+    spill: float = 0.0,
 ) -> Roofline:
-    """The closed form of [Note: the roofline]. spill: whether sums may go to the host between two micro-batches."""
+    """The closed form of [Note: the roofline]. spill: share of what has no room between two micro-batches for which
+    sums make room."""
     f = facts.pins
     total_s = float(np.sum(f.moments_s))
     working, pinned = np.asarray(f.working_bytes, float), np.asarray(f.pinned_bytes, float)
@@ -163,13 +169,14 @@ def roofline(
     # Copies up: each unpinned chunk once, and again over every gap it cannot be kept.
     passing = np.where(z > 0, float(facts.passing_bytes), 0.0)
     beside = f.room_bytes - x * pinned.sum() - summed * sum_bytes
-    spilt = np.clip((1 - x) * everything - beside, 0.0, summed * sum_bytes) if spill else np.zeros_like(beside)
+    spilt = np.clip(spill * ((1 - x) * everything - beside), 0.0, summed * sum_bytes)
     beside = beside + spilt
     left = np.maximum(0.0, beside - passing)  # at the last turn, when states pass; at the others there is more
     again = np.maximum(0.0, (1 - x) * everything - left)
     if f.gaps > 1:
         again = again + np.maximum(0.0, (1 - x) * everything - np.maximum(0.0, beside)) * (f.gaps - 1)
     again = again / everything * up
+    turn_up = np.maximum(0.0, (1 - x) * everything - np.maximum(0.0, beside))
     times = facts.lists - 1  # that a sum is spilt
     h2d = (1 - x) * up + (visiting + times * spilt) / facts.h2d_bytes_per_s + again
     held = np.maximum(0.0, beside)
@@ -207,9 +214,60 @@ def roofline(
     for span, adams, copies in windows:
         window = np.maximum(window, np.where(cpu > 1e-9, span + inside_s + cpu * adams + copies, 0.0))
     terms += [window, h2d if facts.duplex else h2d + d2h]
+    if facts.sums:
+        sent = z * states + (cpu - summed_cpu) * everything + summed_cpu * sum_bytes
+        added_s = adds_s / times  # on the GPU in a micro-batch
+        terms.append(
+            _in_turn_s(
+                facts,
+                computed_s=(added_s, (x + z) * gpu_adam + wait),
+                adam_s=cpu * adam,
+                up_s=tuple(size / facts.h2d_bytes_per_s for size in (turn_up, spilt, (1 - x) * everything + visiting)),
+                down_s=tuple(size / facts.d2h_bytes_per_s for size in ((1 - x - summed) * everything, spilt, sent)),
+            )
+        )
     table = np.stack(np.broadcast_arrays(*terms))
     seconds = np.where(beside < 0, np.inf, table.max(axis=0)) if len(sums) > 1 else table.max(axis=0)
-    return Roofline(np.asarray(seconds), np.asarray(floor.max(axis=0)))
+    spilt_share = np.broadcast_to(spilt / max(1.0, sum_bytes), seconds.shape)
+    return Roofline(np.asarray(seconds), np.asarray(floor.max(axis=0)), spilt_share)
+
+
+def _in_turn_s(
+    facts: ModeFacts,
+    *,
+    computed_s: tuple[Array, Array],
+    adam_s: Array,
+    up_s: tuple[Array, Array, Array],
+    down_s: tuple[Array, Array, Array],
+) -> Array:
+    """Seconds of what cannot be side by side: the micro-batches but the last one, each with the forward pass behind it,
+    and what comes between two of these runs. Eager, that is the last backward pass, all updates and the first forward
+    pass. Behind a barrier the last backward pass comes by itself.
+
+    computed_s: seconds of the compute queue beside the moments: adds in a micro-batch, updates.
+    adam_s: seconds of CPU Adam.
+    up_s: seconds of copies up: what a turn cannot keep, spilt sums of a micro-batch, all that comes for updates and for
+        the next iteration.
+    down_s: seconds of copies down: gradients of a micro-batch, its spilt sums, what leaves in the last micro-batch.
+    """
+    backward_s = facts.first_s - facts.forward_s
+    (added_s, updates_s), (turn_s, spilt_up_s, last_up_s), (lists_s, spilt_down_s, last_down_s) = (
+        computed_s,
+        up_s,
+        down_s,
+    )
+    forward_s, back_s = _most(facts.forward_s, turn_s), _most(backward_s + added_s, turn_s + spilt_up_s)
+    each_s = _most(forward_s + back_s, lists_s + spilt_down_s)
+    if facts.pins.barrier:
+        last_s = _most(backward_s + added_s, turn_s, lists_s)
+        last_s = last_s + _most(facts.forward_s + updates_s, adam_s, last_up_s)
+    else:
+        last_s = _most(facts.first_s + added_s + updates_s, adam_s, turn_s + last_up_s, last_down_s)
+    return (facts.lists - 1) * each_s + last_s
+
+
+def _most(*seconds: Array | float) -> Array:
+    return np.asarray(np.stack(np.broadcast_arrays(*seconds)).max(axis=0), dtype=np.float64)
 
 
 def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, beside: Array, x: Array) -> Array:

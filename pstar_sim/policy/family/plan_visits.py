@@ -91,7 +91,7 @@ def schedule_visits(
     _check_modes(job, modes)
     blocks = _blocks(job, modes, visits)
     check_gpu(job)
-    check_host(job, modes.pinned)
+    check_host(job, modes)
     course = Course(job, modes, Knobs(linger=False, stay=0.0), blocks)
     if course.least_room_bytes < 0:
         tightest = course.positions[course.room.index(course.least_room_bytes)]

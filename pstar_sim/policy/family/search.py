@@ -20,7 +20,7 @@ import numpy as np
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt_course, burden_of
 from pstar_sim.policy.family.course import Course, Knobs
-from pstar_sim.policy.family.modes import interleave, mode_facts, roofline
+from pstar_sim.policy.family.modes import Roofline, interleave, mode_facts, roofline
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
@@ -52,7 +52,22 @@ FRONT = 2
 ALL_AT_ONCE = Knobs(down="adam", states_first=True)
 # Points of the roofline over pins, streams and sums on the GPU, along each of them.
 POINTS, SUMS = 41, 17
+SPILLS = (0.0, 0.5, 0.75, 1.0)  # shares of what has no room between two micro-batches for which sums make room
+WORTH_A_START = 1.05  # by so much slower by the roofline another start is not tried
+FEWER_SPILLS = 0.8  # a second start has so many of the sums that the roofline would spill
+CLOSER, NEAR = 2, 9  # looks closer around the best of them, and points along each in one
 SUMS_OF_A_PIN = 3  # sums that need the room by which a pin is larger than a sum
+# Changes of (pins, sums on the host, sums that spill) that are tried downhill.
+SUMS_TURNS = (
+    (1, SUMS_OF_A_PIN, 0),
+    (-1, -SUMS_OF_A_PIN, 0),
+    (0, -1, 1),
+    (0, 1, -1),
+    (0, -1, 0),
+    (0, 1, 0),
+    (0, 0, 1),
+    (0, 0, -1),
+)
 # A lead of 3 chunks: 0.07 %, 0.3 % at most; of 1: the same plans. Nothing stays: 0.8 %, 2.8 % at most.
 USUAL = Knobs()
 # Knobs that are turned last. Without: the same seconds and 0.06 % more bytes.
@@ -70,6 +85,12 @@ def _coarse(points: Sequence[T]) -> list[T]:
     return [points[n] for n in chosen]
 
 
+def _near(points: Sequence[int] | Sequence[float], n: int) -> list[float]:
+    """NEAR points, evenly spread from the one before point n to the one behind it."""
+    spread = np.linspace(points[max(0, n - 1)], points[min(len(points) - 1, n + 1)], NEAR)
+    return [float(point) for point in spread]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """One setting of everything that the search varies.
@@ -80,6 +101,8 @@ class Trial:
     front: number of streams taken from the chunks used first, before the head.
     hosts: number of chunks whose gradients add up on the host, of those that are not pinned; streamed chunks come last.
         0 where sums on the GPU are not a choice.
+    spills: number of chunks whose sum on the GPU goes to the host between two micro-batches, spread evenly over those
+        with such a sum.
     large: mode of each chunk much larger than the usual one, "cpu", "pin" or "stream", in order of first use. A large
         chunk counts as several chunks, in proportion to its size.
     """
@@ -89,6 +112,7 @@ class Trial:
     head: int
     front: int = 0
     hosts: int = 0
+    spills: int = 0
     large: tuple[str, ...] = ()
     knobs: Knobs = USUAL
 
@@ -100,7 +124,7 @@ class _Start(NamedTuple):
     pins: int
     streams: int
     hosts: int
-    spill: bool
+    spills: int
 
 
 class Search:
@@ -143,19 +167,30 @@ class Search:
             pins, shares = _coarse(pins), _coarse(shares)
         self.starts: list[_Start] = []
         self.floor_s = math.inf
-        for spill in (True, False) if job.may_sum else (False,):
+        for spill in SPILLS if job.may_sum else (0.0,):
             roof = roofline(self.facts, pins, shares, sums, spill=spill)
-            p, z, g = np.unravel_index(int(roof.seconds.argmin()), roof.seconds.shape)
-            best = pins[p]
-            hosts = round((1 - sums[g]) * (self.count - best)) if job.may_sum else 0
-            streams = round(shares[z] * (self.count - best))
-            self.starts.append(_Start(float(roof.seconds[p, z, g]), best, streams, hosts, spill))
             self.floor_s = min(self.floor_s, float(roof.floor_s.min()))
-        self.starts.sort(key=lambda start: start.seconds)
+            self.starts.append(self._best_start(roof, pins, shares, sums, spill))
+        self.starts = sorted((min(self.starts[1:]), self.starts[0])) if job.may_sum else self.starts
         # The best without sums on the GPU: its seconds, pins and streams.
         p, z = np.unravel_index(int(roof.seconds[..., 0].argmin()), roof.seconds.shape[:2])
         self.without_sums = float(roof.seconds[p, z, 0]), pins[p], round(shares[z] * (self.count - pins[p]))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
+
+    def _best_start(
+        self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float], spill: float
+    ) -> _Start:
+        """The best trial by the roofline over these points; where sums are a choice, of points between them too."""
+        for closer in (*(True,) * CLOSER, False) if self.job.may_sum else (False,):
+            p, z, g = map(int, np.unravel_index(int(roof.seconds.argmin()), roof.seconds.shape))
+            if closer:
+                pins = sorted({round(n) for n in _near(pins, p)})
+                shares, sums = _near(shares, z), _near(sums, g)
+                roof = roofline(self.facts, pins, shares, sums, spill=spill)
+        moving = self.count - pins[p]
+        hosts = round((1 - sums[g]) * moving) if self.job.may_sum else 0
+        spills = round(float(roof.spilt[p, z, g]) * self.count)
+        return _Start(float(roof.seconds[p, z, g]), pins[p], round(shares[z] * moving), hosts, spills)
 
     def _most(self) -> int:
         """The most chunks of the usual size that could be pinned anywhere."""
@@ -224,7 +259,11 @@ class Search:
             pins, streams = max(0, pins), max(0, streams)
         pinned, streamed = interleave(order, g.sizes, pins, streams, trial.head, trial.front)
         modes = Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
-        return replace(modes, summed=self._summed(modes, trial.hosts)) if g.may_sum else modes
+        if not g.may_sum:
+            return modes
+        summed = self._summed(modes, trial.hosts)
+        spilt, _ = interleave([c for c in g.candidates if c in summed], g.sizes, min(trial.spills, len(summed)), 0)
+        return replace(modes, summed=summed, spilt=frozenset(spilt))
 
     def _summed(self, modes: Modes, hosts: int) -> frozenset[int]:
         """Chunks with the sum of their gradients on the GPU: all that are not pinned but `hosts` of them, spread evenly
@@ -238,7 +277,7 @@ class Search:
 
     def _fit(self, modes: Modes, knobs: Knobs) -> Attempt | None:
         try:
-            check_host(self.job, modes.pinned, frozenset() if knobs.spill else modes.summed & modes.streamed)
+            check_host(self.job, modes)
         except DoesNotFit as reason:
             self.reason = self.reason or reason
             return None
@@ -326,20 +365,19 @@ class Search:
             knobs = replace(USUAL, linger=False, states_first=True)
         elif self.job.may_sum:
             knobs = ALL_AT_ONCE
-        for number, (_, pins, streams, hosts, spill) in enumerate(self.starts):
+        for number, (seconds, pins, streams, hosts, spills) in enumerate(self.starts):
+            if number and seconds > self.starts[0].seconds * WORTH_A_START:
+                break
             if number:
                 self.here = None  # so that the next one is not given up early
-            yield Trial(
-                pins=pins,
-                streams=streams,
-                head=0,
-                front=min(FRONT, streams),
-                hosts=hosts,
-                knobs=replace(knobs, spill=spill),
-            )
+            start = Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), hosts=hosts, knobs=knobs)
+            if spills:  # the sums on their way need room, of which the roofline knows nothing
+                start = replace(start, spills=spills, knobs=replace(knobs, linger=True))
+                yield replace(start, spills=round(FEWER_SPILLS * spills))
+            yield start
         knobs = self.best[1].knobs if self.best is not None else knobs
         if self.best is not None and self.best[1].streams:
-            yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger, spill=knobs.spill))
+            yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
             yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
             yield replace(self.best[1], head=0)
             yield replace(self.best[1], head=self.best[1].pins // 2)
@@ -356,9 +394,9 @@ class Search:
                 if self.large and modes != best.large:
                     yield self._beside(best, modes)
         if self.job.may_sum:
-            yield replace(best, knobs=replace(knobs, spill=not knobs.spill))
             yield replace(best, hosts=self.count)
             yield replace(best, hosts=0)
+            yield replace(best, hosts=best.hosts // 2, spills=self.count - best.pins - best.hosts // 2)
             _, pins, streams = self.without_sums
             for part in (1.0, 0.8):
                 fewer = max(self.fewest, round(part * pins))
@@ -383,8 +421,8 @@ class Search:
         for pins, streams in ((-1, 1), (1, -1), (0, 1), (0, -1), (-1, 0), (1, 0)):
             while self._change(pins=pins * step, streams=streams * step):
                 improved = True
-        for pins, hosts in ((1, SUMS_OF_A_PIN), (-1, -SUMS_OF_A_PIN), (0, -1), (0, 1)) if self.job.may_sum else ():
-            while self._change(pins=pins * step, hosts=hosts * step):
+        for pins, hosts, spills in SUMS_TURNS if self.job.may_sum else ():
+            while self._change(pins=pins * step, hosts=hosts * step, spills=spills * step):
                 improved = True
         for head in (1, -1):
             while self._change(head=head * 2 * step):
@@ -400,6 +438,7 @@ class Search:
         streams: int = 0,
         head: int = 0,
         hosts: int = 0,
+        spills: int = 0,
         knobs: Mapping[str, object] | None = None,
     ) -> bool:
         assert self.here is not None
@@ -414,6 +453,7 @@ class Search:
                 head=max(0, min(now.pins + pins, now.head + head)),
                 front=min(now.front if now.streams else FRONT, max(0, now.streams + streams)),
                 hosts=max(0, min(self.count - now.pins - pins, now.hosts + hosts)),
+                spills=max(0, min(self.count - now.pins - pins - now.hosts - hosts, now.spills + spills)),
                 knobs=replace(now.knobs, **(knobs or {})),  # type: ignore[arg-type]
             )
         )

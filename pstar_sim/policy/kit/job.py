@@ -21,7 +21,7 @@ from pstar_sim.policy.kit.charges import charges_of
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.stashes import stash_cuts
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = ["Job"]
 
@@ -112,6 +112,12 @@ class Job:
         if self.ranks == 1:
             return [0] * len(self.layout.chunks)
         return [self.layout.payload_bytes(c.index, "remote") for c in self.layout.chunks]
+
+    @cached_property
+    def forward_s(self) -> float:
+        """Seconds of the forward pass of a micro-batch."""
+        w = self.workload
+        return sum(s for s, m in zip(self.cost.moments_s, w.moments) if m.micro_batch == 0 and m.phase is Phase.FWD)
 
     @cached_property
     def blocks(self) -> list[Block]:

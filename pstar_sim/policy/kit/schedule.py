@@ -22,11 +22,13 @@ class Modes:
     streamed: chunks whose states come for one update. CPU Adam updates all others.
     summed: chunks whose gradients of all micro-batches add up on the GPU although their states live elsewhere.
         `Schedule.sums` says when their sums are there.
+    spilt: those of them whose sums go to the host between two micro-batches.
     """
 
     pinned: frozenset[int]
     streamed: frozenset[int] = frozenset()
     summed: frozenset[int] = frozenset()
+    spilt: frozenset[int] = frozenset()
 
 
 class Position(NamedTuple):
@@ -124,7 +126,7 @@ class Schedule:
 
     @property
     def held(self) -> frozenset[int]:
-        """Chunks whose sum of gradients is never on the host, although their states live there."""
+        """Streamed chunks whose sum of gradients is never on the host."""
         return frozenset(c for c, stretches in self.sums.items() if c in self.updates and len(stretches) == 1)
 
     def is_resident(self, chunk: int) -> bool:

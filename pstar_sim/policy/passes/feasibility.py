@@ -7,6 +7,7 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.kit.blocks import Block
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import describe_moment
+from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes import gradients
 from pstar_sim.units import format_bytes
 
@@ -53,10 +54,12 @@ def held_on_host(job: Job, pinned: frozenset[int], held: frozenset[int] = frozen
     return job.stash_bytes + sum(job.permanent[c] for c in job.moving if c not in pinned) - sums
 
 
-def check_host(job: Job, pinned: frozenset[int], held: frozenset[int] = frozenset()) -> None:
-    """Raise DoesNotFit if the host has no room for what is not pinned and for one gradient that passes. held: as in
-    `held_on_host`."""
-    needed = held_on_host(job, pinned, held)
+def check_host(job: Job, modes: Modes) -> None:
+    """Raise DoesNotFit if the host has no room for what is not pinned and for one gradient that passes."""
+    pinned = modes.pinned
+    # Where no sum spills and no sum waits for the barrier, those of streamed chunks are never there.
+    never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
+    needed = held_on_host(job, pinned, never)
     if job.several and not job.sums_on_gpu:
         needed += max((job.layout.payload_bytes(c, "grad") for c in job.candidates if c not in pinned), default=0)
     budget = job.machine.host_budget_bytes

@@ -15,7 +15,6 @@ import executor
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place
 from pstar_sim.policy.family.attempt import attempt
-from pstar_sim.policy.family.course import Knobs
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
@@ -25,8 +24,8 @@ MICRO_BATCHES = 3
 
 def mixed_plan(kit: Any, model: nn.Module, update: str, clip: bool, *, spill: bool = False) -> Plan:
     """Of six chunks in the order of use: pinned, sum on the GPU for CPU Adam, sum on the GPU for a streamed update, sum
-    on the host for either, sum on the GPU for CPU Adam. spill: there is no room for these sums between micro-batches.
-    """
+    on the host for either, sum on the GPU for CPU Adam. spill: the sums on the GPU are on the host between
+    micro-batches, and there is no room for what waits for the barrier."""
     x = torch.randn(3, 48, dtype=next(model.parameters()).dtype)
     w = kit.workload_of(model, {"x": x}, micro_batches=MICRO_BATCHES, name="layers")
     params = sum(t.bytes for t in w.tensors)
@@ -35,8 +34,9 @@ def mixed_plan(kit: Any, model: nn.Module, update: str, clip: bool, *, spill: bo
     machine = kit.small_machine(w.peak_non_model_bytes + int(room * params))
     job = Job("by hand", w, machine, settings, Point(streams=True, sums=True))
     pinned, cpu_sum, stream_sum, stream_host, _, last = job.candidates
-    modes = Modes(frozenset({pinned}), frozenset({stream_sum, stream_host}), frozenset({cpu_sum, stream_sum, last}))
-    made = attempt(job, modes, Knobs(spill=spill))
+    summed = frozenset({cpu_sum, stream_sum, last})
+    spilt = summed if spill else frozenset[int]()
+    made = attempt(job, Modes(frozenset({pinned}), frozenset({stream_sum, stream_host}), summed, spilt))
     assert made.window.stuck is None
     plan = made.plan()
     plan.check()
