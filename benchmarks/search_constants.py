@@ -254,10 +254,12 @@ def of_tide() -> dict[str, Job]:
         f"{model}, {machine}, {memory}, {micro} micro-batches, {word}": (
             gpt(model, 4, micro), ps.machine(machine, gpu_memory=memory), settings,
         )
-        for model, machine, memory in (
-            ("1B", "rtx4090", "5GB"), ("1B", "rtx4090", "10GB"), ("4B", "rtx4090", "23GB"), ("12B", "v100-32", "31GB"),
+        for model, machine, memory, micro_batches in (
+            ("gpt2", "rtx4090", "2GB", (1, 3)), ("1B", "rtx4090", "5GB", (1, 3)), ("1B", "rtx4090", "10GB", (1, 3)),
+            ("4B", "rtx4090", "23GB", (1, 3)), ("llama-3-8b", "rtx4090", "23GB", (1,)),
+            ("12B", "v100-32", "31GB", (1, 3)), ("llama-30b", "h100-80", "79GB", (1,)),
         )
-        for micro in (1, 3)
+        for micro in micro_batches
         for word, settings in (("eager", EAGER), ("barrier", BARRIER))
         if (model, micro, word) != ("12B", 3, "barrier")  # as the eager one, and takes long
     }  # fmt: skip
