@@ -124,7 +124,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("search, few chunks", "policy.family.searched.MOST_WASTE", 1.0),
     *instead("few chunks", "policy.family.course.SHORT", 0, 6),
     *instead("search, sums, net", "policy.family.course.LINGER_COPIES", 0, 1, 4),
-    *instead("search, sums, tide", "policy.kit.ties.AS_FAST", 0.0, 1e-3),
+    *instead("search, sums, tide, stronghold", "policy.kit.ties.AS_FAST", 0.0, 1e-3),
     *instead("search, sums", "core.choose.MOST_WINDOWS", 3, 12),
     *instead("lru", "policy.family.eviction.LAPS", 1, 8),
     *instead("tide", "policy.family.asynchronous.CLOSE_TO_BOUND", 0.0, 1.0),
@@ -144,7 +144,6 @@ CHANGES: tuple[Change, ...] = (
     *instead("tide", "core.layout.SMALL_BYTES", 0, 16 * MIB),
     *instead("tide", "core.layout.SMALL_PART", 40, 10**9),
     *instead("tide", "core.layout.MOST_SMALL", 1.0),
-    *instead("stronghold", "policy.systems.stronghold.AS_FAST", 0.0, 1e-2),
     *instead("karma", "policy.systems.karma.INTERLEAVES", none_interleaved=((0.0, 0),),
              all_or_none=((0.0, 0), (1.0, 0)), every_other=(*karma.INTERLEAVES[:-1:2], karma.INTERLEAVES[-1]),
              without_the_last=karma.INTERLEAVES[:-1]),
@@ -155,7 +154,7 @@ CHANGES: tuple[Change, ...] = (
 )  # fmt: skip
 
 # Where constants of a search or a heuristic stand, and the numbers there that are none.
-SEARCHES = ("policy/family", "policy/kit", "policy/systems/karma.py", "policy/systems/stronghold.py", "core/layout.py",
+SEARCHES = ("policy/family", "policy/kit", "policy/systems/karma.py", "core/layout.py",
             "core/choose.py", "bounds", "planner/variants.py")  # fmt: skip
 OTHER_NUMBERS = {
     "ALIGN": "alignment of tensors",

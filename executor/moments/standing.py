@@ -77,8 +77,8 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         self._entered = True
 
     def end(self) -> None:
-        """No more watching. Where it cannot leave its thread's stack now (this is another thread, or the modes stand
-        aside), it does nothing there until the next one of that thread begins."""
+        """Stop counting. Where the mode cannot leave its thread's stack now (this is another thread, or the modes stand
+        aside), it stays there and does nothing until that thread's next count begins."""
         self._ours.clear()
         self._keep.clear()
         if self._entered and not (threading.get_ident() == self.thread and take_off(self)):

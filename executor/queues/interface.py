@@ -162,7 +162,8 @@ class ComputeSide(Protocol):
         ...
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
-        """Return when these steps of the iteration have ended. For a step that is being executed, in any thread."""
+        """Return when these steps of the iteration have ended. Called for a step while it is being executed, in any
+        thread."""
         ...
 
 

@@ -83,8 +83,8 @@ def deep_optimizer_states(
 def _optimizer_step(o: Offloaded) -> int:
     """All sub-groups; returns how many of them were staged.
 
-    A period is the sub-groups up to a staged one, which stands behind those that the CPU updates. Its states come up
-    before the parameters of its own period and of the one before go up.
+    A period is a run of sub-groups: those that the CPU updates, then a staged one. The states of the staged one come up
+    before the parameters of its period, and of the period before, go up.
     """
     s = o.sharded
     updated: dict[int, list[int]] = {}

@@ -30,6 +30,7 @@ from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.options import Option, either, one_of, whole_number
 from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes import gradients
 from pstar_sim.units import format_bytes, format_s
@@ -38,7 +39,6 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "stronghold"]
 
-AS_FAST = 2e-3  # relative difference of two iterations that is not worth a larger window
 CAPABILITIES = Capabilities(near=Point(capacity="peak", eviction="lru", prefetch=1, adam="fifo"))
 OPTIONS = {
     "window": Option(
