@@ -30,7 +30,7 @@ from tiny import Compared, compare_tiny, layer_major, random_tiny
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.registry import find_policy
 
-MOST_STATES = 500_000
+MOST_STATES = 120_000
 OPTIONS = (
     "optimal:sums=off", "optimal:streams=off", "tide:sums=on", "tide:streams=on,sums=on", "tide:adam=fifo",
     "static_partition:sums=on", "tide:capacity=peak,prefetch=1", "zero_infinity:overlap=off", "stronghold:window=1",
@@ -92,7 +92,7 @@ def _tiny(wanted: int, seed: int) -> Mapping[str, object]:
 
 
 def _drawn_tiny(rng: random.Random) -> Tiny:
-    many = rng.random() < 0.2
+    many = rng.random() < 0.1
     t = random_tiny(rng, layers=3 if many else 2, micro_batches=2 if many else rng.choice((2, 3, 4)))
     return layer_major(t) if rng.random() < 0.2 else t
 

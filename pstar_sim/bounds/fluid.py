@@ -25,8 +25,13 @@ tighter bound. Rows:
 - the compute queue does an iteration's updates before the first moment of the next ([Note: the cut] of core/plan.py).
 - barrier: updates only after the end of the last moment.
 
-A gradient of several micro-batches goes down each time, or adds up on the gpu (as in [Note: the joint bound]). What
-counts is what the dual solution proves (linear.py), or the joint bound (joint.py) where that is larger.
+A gradient of several micro-batches goes down each time, or adds up on the gpu (as in [Note: the joint bound]). A
+gradient that goes down waits on the gpu from the moment in which it comes until its copy. A sum on the gpu takes 4
+bytes per parameter from one backward pass to the next, and behind the last gradient until the update; for CPU Adam
+until it has gone down. Only behind its last gradient but two does a sum on the host come up for Adam on the gpu, and
+then it stays. The host adds between the first gradient and the next first read, and with clipping the last gradients
+behind the last moment that gives one: these are windows as in "identity". What counts is what the dual solution proves
+(linear.py), or the joint bound (joint.py) where that is larger.
 """
 
 from __future__ import annotations
@@ -203,26 +208,32 @@ class _FluidProgram:
         cpu = self._running(self.on_cpu * facts.size, np.cumsum(facts.size))
         streamed = self._running(self.q * facts.states, float(facts.states.sum()))
         gpu_s = self._running((self.p + self.q) * facts.gpu_adam_s, self.far_s)
-        begin = np.minimum.accumulate(facts.final_in)
-        update = np.full_like(begin, facts.end) if self.barrier else begin
-        border = np.zeros_like(begin)
-
-        def window(flow: _Flow, need: Expression, begin: Index, end: Index) -> None:
-            """need <= what flows from `begin` to the end of the iteration and up to `end` of the next one."""
-            j = end <= begin
-            lp.add(need[j] <= flow.upto[-1] - flow.upto[begin[j]] + flow.upto[end[j]])
-
-        window(self.gradients_down, cpu, begin, facts.first_at)
-        window(self.adam, cpu, update, facts.first_at)
-        window(self.params_up, cpu, update, facts.first_at)
+        begin, update, border = self._final(), self._update(), np.zeros(len(facts.chunks), dtype=np.intp)
+        self._window(self.gradients_down, cpu, begin, facts.first_at)
+        self._window(self.adam, cpu, update, facts.first_at)
+        self._window(self.params_up, cpu, update, facts.first_at)
         # the compute queue does an iteration's updates before the first moment of the next ([Note: the cut])
-        window(self.streamed_adam, streamed, update, border)
-        window(self.stall, gpu_s, update, border)
+        self._window(self.streamed_adam, streamed, update, border)
+        self._window(self.stall, gpu_s, update, border)
         # in all
         for flow in (self.gradients_down, self.adam, self.params_up):
             lp.add(flow.upto[-1] == cpu[-1])
         lp.add(self.streamed_adam.upto[-1] == streamed[-1])
         lp.add(gpu_s[-1] + self.gpu_adds.sum() <= self.stall.upto[-1])
+
+    def _final(self) -> Index:
+        """Of the chunks up to j in the order of first reads: the interval in which the earliest last gradient comes."""
+        return np.minimum.accumulate(self.facts.final_in)
+
+    def _update(self) -> Index:
+        """Of the chunks up to j: the first interval in which one of them may be updated."""
+        begin = self._final()
+        return np.full_like(begin, self.facts.end) if self.barrier else begin
+
+    def _window(self, flow: _Flow, need: Expression, begin: Index, end: Index) -> None:
+        """need <= what flows from `begin` to the end of the iteration and up to `end` of the next one."""
+        j = end <= begin
+        self.lp.add(need[j] <= flow.upto[-1] - flow.upto[begin[j]] + flow.upto[end[j]])
 
     def _updated_on_gpu(self) -> None:
         """Rows: states come -> update -> go, or are resident. Streamed Adam and adds make the interval longer."""
@@ -282,21 +293,25 @@ class _FluidProgram:
             add_s = np.array([seconds for _, seconds in facts.gpu_adds], dtype=float)
             self.gpu_adds = ((self.cpu_sum + self.gpu_sum)[chunk] * add_s).gathered(interval, facts.intervals)
         self._added_on_host(on_gpu - self.gpu_sum)
+        self._until_the_update()
 
     def _down_each_time(self) -> None:
-        """Gradients of all micro-batches but the last, where they do not add up on the gpu, wait for the link."""
+        """Gradients that do not add up on the gpu wait for the link: for CPU Adam of all micro-batches but the last,
+        for Adam on the gpu of all but the last two."""
         facts, n, before_last = self.facts, self.facts.intervals, self.facts.batches - 1
-        units = (self.on_cpu - self.cpu_sum) * facts.size
         arrives = [
-            (facts.interval_of_end(m), c)
+            (facts.interval_of_end(m), c, batch == before_last - 1)
             for c, arrivals in enumerate(facts.arrivals)
             for batch, m in arrivals.items()
             if batch < before_last
         ]
-        interval, chunk = np.array(arrives, dtype=np.intp).reshape(-1, 2).T
+        interval, chunk, may_wait = np.array(arrives, dtype=np.intp).reshape(-1, 3).T
+        units = (self.on_cpu - self.cpu_sum)[chunk] + (self.p + self.q - self.gpu_sum)[chunk] * np.where(
+            may_wait, 0.0, 1.0
+        )
         most = self.all_units * before_last
         self.early_down = self._flow(most).within
-        self.held += self._stock(most, units[chunk].gathered(interval, n) - self.early_down)
+        self.held += self._stock(most, (units * facts.size[chunk]).gathered(interval, n) - self.early_down)
 
     def _added_on_gpu(self, batch: int) -> None:
         """Sums are on the gpu from the backward pass of `batch` to the next one, or go down and up in between."""
@@ -321,21 +336,55 @@ class _FluidProgram:
         self.sums_up += up.gathered(intervals % n, n)
 
     def _added_on_host(self, summed_on_host: Expression) -> None:
-        """Sums made on the host go up for Adam on the gpu, and gradients are added on the host at any time.
-        summed_on_host: the part of each chunk that is updated on the gpu while its sum is on the host."""
-        lp, facts, batches = self.lp, self.facts, self.facts.batches
-        down = lp.variables(facts.intervals, most=self.all_units * batches)
-        up = lp.variables(facts.intervals, most=4 * self.all_units)
-        adds = lp.variables(facts.intervals, most=self.far_s)
+        """Gradients are added on the host from the first one that comes down to the next first read; with clipping the
+        last one, too, behind the last gradient. A sum for Adam on the gpu comes up behind the last gradient but two
+        and stays until the update. summed_on_host: the part of each chunk that is updated on the gpu while its sum is
+        on the host."""
+        facts, batches = self.facts, self.facts.batches
         add_s = np.array([facts.cost.cpu_add_s(c) for c in facts.chunks], dtype=float)
-        each = batches if self.clip else batches - 2
-        lp.add((summed_on_host * (facts.size * (batches - 2))).sum() <= down.sum())
-        lp.add((summed_on_host * (facts.params * (4 / facts.unit))).sum() <= up.sum())
-        added = (self.on_cpu - self.cpu_sum) * each + summed_on_host * (batches - 2)
-        lp.add((added * add_s).sum() <= adds.sum())
-        self.sums_down += down
-        self.sums_up += up
-        self.adds = adds
+        each_time = self.on_cpu - self.cpu_sum
+        added = each_time * (batches if self.clip else batches - 2) + summed_on_host * (batches - 2)
+        adds = self._flow(self.far_s)
+        first = np.array([facts.interval_of_end(arrivals[0]) for arrivals in facts.arrivals], dtype=np.intp)
+        self._window(adds, self._running(added * add_s, self.far_s), np.minimum.accumulate(first), facts.first_at)
+        if self.clip:
+            self._window(adds, self._running(each_time * add_s, self.far_s), self._final(), facts.first_at)
+        self.lp.add((added * add_s).sum() <= adds.upto[-1])
+        self.adds = adds.within
+        if batches > 2:
+            added_in = [facts.interval_of_end(arrivals[batches - 3]) for arrivals in facts.arrivals]
+            sums = summed_on_host * (facts.params * (4 / facts.unit))
+            up = self._flow(4 * self.all_units)
+            self._window(
+                up, self._running(sums, 4 * self.all_units), np.minimum.accumulate(added_in), 0 * facts.first_at
+            )
+            self.held += self._stock(4 * self.all_units, up.within - self._used(sums))
+            self.sums_up += up.within
+
+    def _used(self, units: Expression) -> Expression:
+        """Units of gradients in each interval that Adam on the gpu uses up; units: of each chunk."""
+        used, most = self._flow(4 * self.all_units), 4 * self.all_units
+        self._window(used, self._running(units, most), self._update(), 0 * self.facts.first_at)
+        self.lp.add(used.upto[-1] == units.sum())
+        return used.within
+
+    def _until_the_update(self) -> None:
+        """A sum is wider than the gradient or parameter that the other rows count behind the last gradient. For CPU
+        Adam all of it goes down. For Adam on the gpu it stays until the update, or goes down and comes up again."""
+        lp, facts, n = self.lp, self.facts, self.facts.intervals
+        wider, most = np.maximum(0.0, facts.params * (4 / facts.unit) - facts.size), 4 * self.all_units
+        units = self.cpu_sum * wider
+        down = self._flow(most)
+        self._window(down, self._running(units, most), self._final(), facts.first_at)
+        self.held += self._stock(most, units.gathered(facts.final_in, n) - down.within)
+        units = self.gpu_sum * wider
+        there = self._stock(most, units.gathered(facts.final_in, n) - self._used(units))
+        leave, back = lp.variables(n, most=most), lp.variables(n, most=most)
+        absent = self._stock(most, leave - back)
+        lp.add(absent <= there)
+        self.held += there - absent
+        self.sums_down += down.within + leave
+        self.sums_up += back
 
     # -- stashes, seconds --
 

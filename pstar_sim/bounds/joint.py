@@ -10,7 +10,8 @@ working list per parameter, v: bytes of the states per parameter). What any lega
 - room: v x <= room_t - K_t at every moment t.
 - compute: all moments + s * traffic / HBM, and adds on the gpu (below). adam: (E - s) / R, and accumulation on the host
   (below).
-- windows, eager and behind a barrier: those of pinned.py with s in place of x.
+- windows, eager and behind a barrier: those of pinned.py with s in place of x. With clipping and several micro-batches
+  the host adds the last gradients in the eager windows, too, unless they add up on the gpu.
 - the border: during the last moments every gradient is final and no parameter is read any more. A parameter that is
   updated on the gpu has w bytes then: its gradient, or its new value. They are on the gpu (`kept` bytes in all), or
   they went down before and come up after. Frozen chunks are kept (`frozen_kept`) or come up again.
@@ -21,12 +22,15 @@ working list per parameter, v: bytes of the states per parameter). What any lega
   backward passes of the last two micro-batches, so are the sums of gradients (4 bytes) that add up on the gpu or that
   Adam on the gpu needs, and the gpu's adds of the earlier micro-batches come before m. Behind a barrier the updates
   come between two iterations. What they need and is not there at the end of the last moment comes up before the
-  next iteration begins. What is then too much for the room of its first moment has gone down:
-  T >= all moments + (v s + w s - room) / rate. Without a barrier this holds from the first final gradient on.
+  next iteration begins: T >= all moments + (v s + gradients - room) / rate. Per parameter gradients are w bytes; of
+  several micro-batches a sum of 4 (or two lists of w), and where the host made the sum 4 for it and w for the last
+  gradient. What is then too much for the room of the first moment has gone down: T >= all moments +
+  (v s + w s - room) / rate. Without a barrier this holds from the first final gradient on.
 - border windows: of the chunks J_j what is not kept goes down and comes up between the end of b_j and the next f_j:
   T >= span_j + (bytes(J_j) - kept) / rate.
 - barrier, streamed: when the last moment ends at most room - v x bytes of chunks are on the gpu; of the chunks first
-  read up to moment f_j all other parameters, and the states of those streamed, come up before the next f_j.
+  read up to moment f_j all other parameters, and the states (and wider gradients, as above) of those streamed, come up
+  before the next f_j.
 - h2d: (E - s) w + (w s - kept) + frozen not kept + what each turn cannot keep + v y + gradients.
 - d2h: gradients + (w s - kept) + v y.
 - gradients of U > 1 micro-batches: the bound chooses for any share of the parameters one of two ways. On the gpu: the
@@ -193,6 +197,7 @@ class _Job:
         self.down = rate_with_latency(link.d2h_bytes_per_s, link.latency_s, largest)
         self.per_param_s = facts.traffic / cost.adam_bytes_per_s
         self.add_bytes = 8.0 + self.w
+        self.add_s = self.add_bytes / cost.adam_bytes_per_s
         self.gpu_add_s = facts.gpu_add_s if self.u > 2 else 0.0
         beside = facts.room - facts.read_bytes
         fits = float(beside.min()) / self.v if self.v else np.inf
@@ -220,6 +225,10 @@ class _Job:
             for resource, values in seconds.items():
                 name = "barrier" if windows.behind_barrier else resource
                 rows.setdefault((name, "s", slopes[resource]), []).append((windows.params, values))
+            if self.clip and self.u > 1 and not windows.behind_barrier:  # the last gradient is added in the window, too
+                each_s = self.per_param_s + self.add_s
+                values = windows.seconds(adam_s=each_s, up=self.up, down=self.down)["adam"]
+                rows.setdefault(("adam", "s, sums", each_s), []).append((windows.params, values))
             endless = np.full(len(windows.span_s), np.inf)
             if facts.net.updates_s:  # of chunks updated anywhere, and of those updated on the gpu
                 on_gpu_s = windows.gpu_s(gpu_s) - self.total * gpu_s
@@ -315,6 +324,7 @@ class _JointProgram:
         lp, job, facts = self.lp, self.job, self.job.facts
         lp.add(self.cpu_sum + self.s <= job.total, unit=self.all_params)
         lp.add(self.gpu_sum <= self.s, unit=self.all_params)
+        lp.add(self.spilt <= self.cpu_sum + self.gpu_sum, unit=self.all_params)
         if job.u == 2:
             lp.add(self.s <= self.gpu_sum, unit=self.all_params)
         for batch in range(1, job.u):
@@ -361,16 +371,18 @@ class _JointProgram:
             ("compute", float(job.facts.clock[-1]) + self.s * (traffic / cost.gpu.hbm_bytes_per_s) + adds_s)
         )
         if job.total:
-            adds_s = self._added() * (job.add_bytes / cost.adam_bytes_per_s)
+            adds_s = self._added() * job.add_s
             self.terms.append(("adam", (job.total - self.s) * job.per_param_s + adds_s))
 
     def _windows(self) -> None:
         """Windows, eager and behind a barrier, and border windows."""
+        inside = {"s": self.s, "kept": self.kept}
+        if len(self.spilt):  # parameters: seconds of an add, counted in seconds of an add and Adam
+            inside["s, sums"] = self.s + self.cpu_sum * (self.job.add_s / (self.job.add_s + self.job.per_param_s))
         for family in self.job.families:
             value = family.value(self.s_min)
             if value is not None:
-                inside = self.s if family.on == "s" else self.kept
-                self.terms.append((family.name, value - family.slope * inside))
+                self.terms.append((family.name, value - family.slope * inside[family.on]))
 
     def _compute_queue(self) -> None:
         """The compute queue does an iteration's updates before the first moment of the next one: all states, and
@@ -409,8 +421,10 @@ class _JointProgram:
         """Rows: behind a barrier the updates come between two iterations."""
         job, facts = self.job, self.job.facts
         compute_s = float(facts.clock[-1])
-        for rate, room in ((job.up, job.end_room), (job.down, max(0.0, float(facts.room[0])))):
-            self.terms.append(("barrier", compute_s + ((job.v + job.w) * self.s - room) / rate))
+        needed = job.v * self.s + self._gradients(job.w)
+        self.terms.append(("barrier", compute_s + (needed - job.end_room) / job.up))
+        new = (job.v + job.w) * self.s - max(0.0, float(facts.room[0]))
+        self.terms.append(("barrier", compute_s + new / job.down))
         # of the chunks first read up to f_j: seconds from f_j to the end of the iteration, bytes and parameters. What
         # is not on the gpu at the end, beside pinned states, comes up before the next f_j, and so do streamed states
         inside = Inside(facts.first)
@@ -420,6 +434,16 @@ class _JointProgram:
         self.terms.append(("barrier", comes_s + job.v * self.x / job.up))
         others_s = float((span_s + (size - job.end_room - job.v * (job.total - params)) / job.up).max())
         self.terms.append(("barrier", others_s + job.v * self.s / job.up))
+        if len(self.spilt):
+            wider = self._gradients(job.most_w) - job.most_w * self.s
+            others_s = float((span_s + (size - job.end_room - (job.v + 4) * (job.total - params)) / job.up).max())
+            self.terms.append(("barrier", others_s + (job.v * self.s + wider) / job.up))
+
+    def _gradients(self, width: float) -> Expression:
+        """Bytes of gradients that Adam on the gpu reads. width: of a gradient, per parameter."""
+        if not len(self.spilt):
+            return width * self.s
+        return 4 * self.gpu_sum + (4 + width) * (self.s - self.gpu_sum)
 
     def _copies(self) -> None:
         """Rows: h2d, d2h, the link where both share it, and host DRAM."""

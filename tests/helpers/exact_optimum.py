@@ -119,9 +119,11 @@ def exact_optimum(
     """Units that an iteration takes at best; None if nothing fits. ways: those of all chunks to choose from; by default
     all of them. streams: False for schedules in which states that are on the GPU once never leave it. most_states: of
     one graph; raises MemoryError where there are more."""
-    chosen = sorted((_least(tiny, each), each) for each in ways or product(tiny.ways, repeat=tiny.layers))
+    chosen = sorted(
+        (_least(tiny, each), _states(each), each) for each in ways or product(tiny.ways, repeat=tiny.layers)
+    )
     best: Fraction | None = None
-    for least, each in chosen:
+    for least, _, each in chosen:
         if best is not None and least >= best:
             break
         found = _Graph(tiny, each, streams=streams, most_states=most_states).best()
@@ -130,8 +132,14 @@ def exact_optimum(
     return best
 
 
+def _states(ways: Sequence[Way]) -> int:
+    """Grows with the number of states of these ways."""
+    return sum(way.on_gpu * (2 - way.summed) for way in ways)
+
+
 def _least(t: Tiny, ways: Sequence[Way]) -> int:
-    """Units that these ways take at least: the work of each queue, and each chunk's way around the border."""
+    """Units that these ways take at least: the work of each queue, and each chunk's way around the border. States of
+    which a moment has no room beside what it reads are away then, so they go down and come up once an iteration."""
     length = [t.forward * (1 + back) for _, back, _ in t.moments]
     wide_down = t.down * t.wide
     compute, cpu, up, down, around = sum(length), 0, 0, 0, 0
@@ -146,7 +154,9 @@ def _least(t: Tiny, ways: Sequence[Way]) -> int:
         down += wide_down if way.summed else t.micro_batches * t.down
         uses = [m for m, (layer, _, _) in enumerate(t.moments) if layer == i]
         around = max(around, sum(length[uses[0] : uses[-1] + 1]) + last_down + t.cpu_adam + t.up)
-    return max(compute, cpu, up, down, around)
+    beside = min(t.slots - level - 1 for level in t.levels) // t.wide
+    away = max(0, sum(way.on_gpu for way in ways) - beside) * t.wide
+    return max(compute, cpu, up + away * t.up, down + away * t.down, around)
 
 
 # Rows of a state: where it comes from, the moment next or running; what each queue does and units left of it.

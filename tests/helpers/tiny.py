@@ -95,24 +95,23 @@ def random_tiny(rng: random.Random, *, layers: int = 2, micro_batches: int | Non
     """An instance on which compute, a copy direction, CPU Adam, adds on the host or room binds, as chance has it."""
     count = rng.choice((1, 2, 2, 3, 3, 4)) if micro_batches is None else micro_batches
     wide = rng.choice((1, 2))
-    cpu_add = rng.choice((1, 1, 2))
-    whole = [k for k in (1, 2, 3, 4, 6) if (8 + 4 // wide) * k % cpu_add == 0]
-    least = 1 + wide
+    cpu_add = rng.choice((1, 1, 2, 3))
+    whole = [k for k in (1, 2, 3, 4, 6, 8) if (8 + 4 // wide) * k % cpu_add == 0]
     return Tiny(
         layers=layers,
-        slots=least + rng.randint(0, layers * (1 + 2 * wide)),
-        forward=rng.choice((1, 1, 2)),
-        up=rng.choice((1, 1, 1, 2, 3)),
-        down=rng.choice((1, 1, 1, 2, 3)),
+        slots=2 + wide + rng.randint(0, layers * (1 + wide)),
+        forward=rng.choice((1, 1, 1, 2)),
+        up=rng.choice((1, 1, 2, 3, 4)),
+        down=rng.choice((1, 1, 2, 3, 4)),
         cpu_adam=rng.choice(whole),
-        gpu_adam=rng.choice((1, 1, 2)),
+        gpu_adam=rng.choice((1, 2, 3, 5)),
         tide=tuple(rng.choice((0, 0, 1)) for _ in range(2 * layers)),
         barrier=rng.random() < 0.4,
         micro_batches=count,
         clip=rng.random() < 0.3,
         wide=wide,
         cpu_add=cpu_add,
-        gpu_add=rng.choice((0, 0, 1)),
+        gpu_add=rng.choice((0, 0, 1, 2)),
     )
 
 
