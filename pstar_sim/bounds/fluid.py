@@ -29,8 +29,8 @@ A gradient of several micro-batches goes down each time, or adds up on the gpu (
 gradient that goes down waits on the gpu from the moment in which it comes until its copy. A sum on the gpu takes 4
 bytes per parameter from one backward pass to the next, and behind the last gradient until the update; for CPU Adam
 until it has gone down. Only behind its last gradient but two does a sum on the host come up for Adam on the gpu, and
-then it stays. The host adds between the first gradient and the next first read, and with clipping the last gradients
-behind the last moment that gives one: these are windows as in "identity". What counts is what the dual solution proves
+then it stays. The host adds a chunk's gradients between the first of them and the chunk's next first read; with
+clipping the last one behind its moment. These are windows as in "identity". What counts is what the dual solution proves
 (linear.py), or the joint bound (joint.py) where that is larger.
 """
 
