@@ -30,8 +30,9 @@ gradient that goes down waits on the gpu from the moment in which it comes until
 bytes per parameter from one backward pass to the next, and behind the last gradient until the update; for CPU Adam
 until it has gone down. Only behind its last gradient but two does a sum on the host come up for Adam on the gpu, and
 then it stays. The host adds a chunk's gradients between the first of them and the chunk's next first read; with
-clipping the last one behind its moment. These are windows as in "identity". What counts is what the dual solution proves
-(linear.py), or the joint bound (joint.py) where that is larger.
+clipping the last one behind its moment. These are windows as in "identity".
+
+What counts is what the dual solution proves (linear.py), or the joint bound (joint.py) where that is larger.
 """
 
 from __future__ import annotations

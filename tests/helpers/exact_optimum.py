@@ -138,25 +138,39 @@ def _states(ways: Sequence[Way]) -> int:
 
 
 def _least(t: Tiny, ways: Sequence[Way]) -> int:
-    """Units that these ways take at least: the work of each queue, and each chunk's way around the border. States of
-    which a moment has no room beside what it reads are away then, so they go down and come up once an iteration."""
+    """Units that these ways take at least: the work of each queue, and each chunk's way around the border."""
     length = [t.forward * (1 + back) for _, back, _ in t.moments]
-    wide_down = t.down * t.wide
-    compute, cpu, up, down, around = sum(length), 0, 0, 0, 0
+    compute, cpu, around = sum(length), 0, 0
+    up = down = t.wide * _away(t, ways)  # slots
     for i, way in enumerate(ways):
         compute += way.on_gpu * t.gpu_adam + way.summed * (t.micro_batches - 1) * t.gpu_add
+        adds = 0 if way.summed else max(0, t.micro_batches - 2)
         if way.on_gpu:
+            down += adds
+            up += t.wide * (adds > 0)
+            cpu += adds * t.cpu_add
             continue
-        adds = 0 if way.summed or t.micro_batches == 1 else t.micro_batches if t.clip else t.micro_batches - 2
-        last_down = wide_down if way.summed else t.down
+        if t.clip and t.micro_batches > 1 and not way.summed:
+            adds = t.micro_batches
+        last_down = t.wide if way.summed else 1
         cpu += t.cpu_adam + adds * t.cpu_add
-        up += t.up
-        down += wide_down if way.summed else t.micro_batches * t.down
+        up += 1
+        down += last_down if way.summed else t.micro_batches
         uses = [m for m, (layer, _, _) in enumerate(t.moments) if layer == i]
-        around = max(around, sum(length[uses[0] : uses[-1] + 1]) + last_down + t.cpu_adam + t.up)
-    beside = min(t.slots - level - 1 for level in t.levels) // t.wide
-    away = max(0, sum(way.on_gpu for way in ways) - beside) * t.wide
-    return max(compute, cpu, up + away * t.up, down + away * t.down, around)
+        around = max(around, sum(length[uses[0] : uses[-1] + 1]) + last_down * t.down + t.cpu_adam + t.up)
+    return max(compute, cpu, up * t.up, down * t.down, around)
+
+
+def _away(t: Tiny, ways: Sequence[Way]) -> int:
+    """States, and sums between two backward passes, for which one moment has no room beside the list that it reads:
+    each of them goes down and comes up once an iteration at least."""
+    most = 0
+    states, sums = sum(way.on_gpu for way in ways), sum(way.summed for way in ways)
+    for m, level in enumerate(t.levels):
+        back = [layer for layer, backward, _ in t.moments[:m] if backward]
+        between = len(set(back)) == t.layers and not t.moments[m][1]  # every sum has begun, and none is over
+        most = max(most, states + sums * between - (t.slots - level - 1) // t.wide)
+    return most
 
 
 # Rows of a state: where it comes from, the moment next or running; what each queue does and units left of it.
