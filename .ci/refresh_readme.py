@@ -340,13 +340,16 @@ def activations() -> str:
 def tide_bytes() -> str:
     r = result("tide_bytes")
     of = {
-        job: " against ".join(f"{size / 1e9:.1f} GB under `{policy}`" for policy, size in row.items())
+        job: " against ".join(
+            f"{size / 1e9:.1f} GB in {r['iteration_s'][job][policy]:.2f} s under `{policy}`"
+            for policy, size in row.items()
+        )
         for job, row in r["to_gpu_bytes_per_iteration"].items()
     }
     many = f"batch {r['batch']} x {r['micro_batches']} micro-batches"
     return (
-        f"{r['model']} on `{r['simulated_machine']}`, sequence {r['sequence']}, default setting, bytes to the GPU per "
-        f"iteration ({link('tide_bytes')}): {many} {of['four micro-batches']}, with no optimizer state pinned "
+        f"{r['model']} on `{r['simulated_machine']}`, sequence {r['sequence']}, default setting, bytes to the GPU and "
+        f"seconds per iteration ({link('tide_bytes')}): {many} {of['four micro-batches']}, with no optimizer state pinned "
         f"{of['four micro-batches, nothing pinned']}; one micro-batch {of['one micro-batch']}."
     )
 

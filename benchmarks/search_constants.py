@@ -129,7 +129,6 @@ CHANGES: tuple[Change, ...] = (
     *instead("lru", "policy.family.eviction.LAPS", 1, 8),
     *instead("tide", "policy.family.asynchronous.CLOSE_TO_BOUND", 0.0, 1.0),
     *instead("tide", "policy.family.asynchronous.NEIGHBOURS", 0, 4),
-    *instead("tide", "policy.family.asynchronous.MORE_THAN_STATIC", 0, 4),
     *instead("tide", "core.layout.GRANULE_BYTES", MIB, 4 * MIB),
     *instead("tide", "core.layout.WANTED_CHUNKS", 12, 48),
     *instead("tide", "core.layout.MOST_WASTE", 0.009, 0.036),

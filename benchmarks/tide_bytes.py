@@ -1,4 +1,4 @@
-"""What following the tide saves: bytes to the GPU per iteration under `tide` and under `static_partition`.
+"""What following the tide is worth: bytes to the GPU and seconds per iteration under `tide` and `static_partition`.
 
 15B on v100-32, sequence 1024, default setting: one micro-batch, four, and four with no optimizer state pinned.
 """
@@ -19,15 +19,16 @@ JOBS = {"four micro-batches": (4, ""), "four micro-batches, nothing pinned": (4,
 
 def main() -> int:
     machine = ps.machine(MACHINE)
-    rows = {}
+    rows, seconds = {}, {}
     for name, (micro_batches, choice) in JOBS.items():
         workload = ps.preset(MODEL, batch=BATCH, seq=SEQUENCE, micro_batches=micro_batches)
         policies = [policy + choice for policy in POLICIES]
         found = ps.compare(workload, machine, policies=policies, barrier_cost=False, near=False)
         rows[name] = {policy: row.h2d_bytes for policy, row in zip(POLICIES, found.rows, strict=True)}
+        seconds[name] = {policy: row.iteration_s for policy, row in zip(POLICIES, found.rows, strict=True)}
         print(name, {policy: f"{size / 1e9:.2f} GB" for policy, size in rows[name].items() if size is not None})
     job = {"model": MODEL, "simulated_machine": MACHINE, "sequence": SEQUENCE, "batch": BATCH, "micro_batches": 4}
-    write_result("tide_bytes", {**job, "to_gpu_bytes_per_iteration": rows})
+    write_result("tide_bytes", {**job, "to_gpu_bytes_per_iteration": rows, "iteration_s": seconds})
     return 1 if any(size is None for row in rows.values() for size in row.values()) else 0
 
 

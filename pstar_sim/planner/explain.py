@@ -21,6 +21,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.binding import bound_by as binding
 from pstar_sim.planner.tried import tried_of, tried_text
+from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.options import options_of, split_spec
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
@@ -134,9 +135,11 @@ def tide_gain(plan: Plan) -> str:
             f"{w.moments[peak].name}), where the tide leaves more room than a constant rule may use"
         )
     if static < tide:
+        before_s, after_s = (period_s(both[name]) for name in (constant, following))
         return (
-            f"no bytes: {figures} ({pins[1]} chunks pinned against {pins[0]}: the pin scan spends the memory on faster "
-            "updates instead of fewer copies)"
+            f"time, not bytes: {figures}. The room of low tide holds pinned states (pinned chunks: {pins[1]} instead "
+            f"of {pins[0]}), which leaves less for parameters; {following} takes {format_s(after_s)} per iteration "
+            f"instead of {format_s(before_s)}"
         )
     if gaps and over == len(gaps):
         where = f"moment {peak}, {w.moments[peak].name}, {format_bytes(w.moments[peak].peak_bytes)}"

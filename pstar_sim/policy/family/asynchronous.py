@@ -33,7 +33,6 @@ _RIVAL = ("what static_partition chose",)
 # docs/results/search-constants.md says what each of these buys.
 CLOSE_TO_BOUND = 2e-3  # so close to the closed form no other number of pins is tried: saves effort
 NEIGHBOURS = 2  # numbers of pins tried on either side of the closed form's, which is off where chunks are few
-MORE_THAN_STATIC = 2  # pins more than static_partition's that are tried: a little time for bytes that static moves too
 
 
 def _fastest(attempts: Sequence[Attempt]) -> Attempt:
@@ -66,26 +65,14 @@ class Asynchronous:
     def plan(self) -> Plan:
         check_gpu(self.job)
         best, most, bound_s = self._scan()
-        rival = self._static() if self.job.follow_tide else None
-        if rival is not None and not self.job.several:
+        if self.job.follow_tide and not self.job.several and (rival := self._static()) is not None:
             # [Note: one micro-batch] Every gap between forward and backward contains the peak, so low tide has no room
             # for anything that the peak has not. What is pinned is decided at the peak in both policies; both then copy
             # the same.
             attempts = [self._attempt(rival.pins, linger=rival.linger)]
             return self._emit(attempts[0], attempts, most, bound_s)
         attempts = self._search(best, most, bound_s)
-        allowed = attempts
-        if rival is not None and self.point.pins == "optimal":
-            # [Note: no more bytes than static] Low tide gives room for more pins, each worth a little time and many
-            # copies. With several micro-batches tide spends it on copies first: it moves no more bytes to the GPU
-            # than the static partition would, and is the fastest of what is left.
-            for p in range(rival.pins, min(most, rival.pins + MORE_THAN_STATIC) + 1):
-                if p not in {a.pins for a in attempts}:
-                    attempts.append(self._attempt(p))
-                if next(a for a in attempts if a.pins == p).fetched_bytes > rival.fetched_bytes:
-                    break
-            allowed = [a for a in attempts if a.fetched_bytes <= rival.fetched_bytes] or attempts
-        chosen = _fastest(allowed)
+        chosen = _fastest(attempts)
         self._remember(chosen)
         return self._emit(chosen, attempts, most, bound_s)
 

@@ -1,9 +1,11 @@
 """tide: chunks use the room that the non-model data of each single moment leave free.
 
 Asynchronous prefetch (the earliest deadline among the copies that are ready), Belady's keep set, write-back at once,
-CPU Adam in deadline order, as many pinned chunks as pay: see asynchronous.py. With several micro-batches, tide keeps
-chunks at low tide, between a backward pass and the next forward pass, for which the peak leaves no room. With one
-micro-batch no chunk sees low tide between two uses, and tide copies what static_partition copies.
+CPU Adam in deadline order, as many pinned chunks as pay: see asynchronous.py. With several micro-batches, tide has room
+at low tide, between a backward pass and the next forward pass, that the peak does not leave. Its aim is time: it keeps
+chunks there, or pins more of them and copies more than static_partition where that is faster. Of equally fast plans it
+takes the one that moves less. With one micro-batch no chunk sees low tide between two uses, and tide copies what
+static_partition copies.
 """
 
 from __future__ import annotations
