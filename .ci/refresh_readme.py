@@ -349,8 +349,8 @@ def tide_bytes() -> str:
     many = f"batch {r['batch']} x {r['micro_batches']} micro-batches"
     return (
         f"{r['model']} on `{r['simulated_machine']}`, sequence {r['sequence']}, default setting, bytes to the GPU and "
-        f"seconds per iteration ({link('tide_bytes')}): {many} {of['four micro-batches']}, with no optimizer state pinned "
-        f"{of['four micro-batches, nothing pinned']}; one micro-batch {of['one micro-batch']}."
+        f"seconds per iteration ({link('tide_bytes')}): {many} {of['four micro-batches']}, with no optimizer state "
+        f"pinned {of['four micro-batches, nothing pinned']}; one micro-batch {of['one micro-batch']}."
     )
 
 
