@@ -162,6 +162,7 @@ class ChunkGradients:
                     target.copy_(gradient)
 
         state.adding = True
+        state.ahead.add("grad32")
         self.arena.backend.issue(add)
         sums.update(arrived)
         arrived.clear()

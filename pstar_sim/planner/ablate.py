@@ -175,7 +175,7 @@ def ablate(
     own = replace(setting, loop="own")  # each line says its order
     free = own.barrier(share.workload.dtype) is None
     w = share.workload
-    sums = w.micro_batches > 1 and not w.layer_major and len(machine.ranks) == 1
+    sums = w.micro_batches > 1 and not w.layer_major
     steps = ladder(policy, barrier=free, begin=begin, sums=sums)
     taken_out = left_out(policy, barrier=free, sums=sums)
     asked = steps[-1][1]

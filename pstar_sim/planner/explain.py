@@ -305,12 +305,13 @@ def _lines_of_modes(plan: Plan) -> list[str]:
 def _lines_of_sums(plan: Plan) -> list[str]:
     """Where the gradients of several micro-batches add up, and why; nothing where there is no choice."""
     batches, layout = plan.workload.micro_batches, plan.layout
-    if batches == 1 or layout.ranks > 1:
+    if batches == 1:
         return []
     groups: dict[str, list[int]] = {}
     for chunk, where in _places_of_sums(plan).items():
         groups.setdefault(where, []).append(chunk)
-    lines = [f"  gradients of {_micro_batches(batches)} add up"]
+    summed = ", each summed over the GPUs first," if layout.ranks > 1 else ""
+    lines = [f"  gradients of {_micro_batches(batches)}{summed} add up"]
     for where, chunks in groups.items():
         size = format_bytes(sum(layout.payload_bytes(c, "grad32") for c in chunks))
         lines.append(f"    of {_chunks(len(chunks))} ({size} as a sum) {where}")
@@ -323,7 +324,7 @@ def _places_of_sums(plan: Plan) -> dict[int, str]:
     stays = {r.chunk for r in plan.initial if r.list == "grad32" and r.place is Place.GPU}
     sent = {s.chunk for s in plan.steps if s.kind is Kind.WRITEBACK and s.list == "grad32"}
     back = {s.chunk for s in plan.steps if s.kind is Kind.FETCH and s.list == "grad32"}
-    on_gpu = {chunk for (chunk, _), name in lists.items() if name == "grad32"}
+    on_gpu = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.list == "grad32" and s.place is Place.GPU}
     words = {}
     for chunk in sorted({chunk for chunk, _ in lists}):
         if chunk in stays:

@@ -34,6 +34,11 @@ import executor
 from pstar_sim.catalog.machine import Fabric, Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.policy.family.attempt import attempt
+from pstar_sim.policy.family.course import Knobs
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.workload.mixing import block_names, offload_blocks
@@ -64,6 +69,25 @@ def tight_plan(policy: str, w: Workload, settings: Settings, ranks: int, sequenc
     raise AssertionError(f"{policy} fits nowhere")
 
 
+def summed_plan(w: Workload, settings: Settings, ranks: int, *, spill: bool) -> Plan:
+    """The tightest plan in which every other chunk's gradients add up on the GPU, and chunks are in turn updated on the
+    CPU, streamed and pinned. spill: whether these sums leave between two micro-batches."""
+    params = sum(t.bytes for t in w.tensors if t.tied_to is None)
+    for share in SHARES:
+        machine = machine_of(w.peak_non_model_bytes + int(share * params), ranks)
+        job = Job("by hand", w, machine, replace(settings, chunk_bytes=2048), Point(streams=True, sums=True))
+        turns = [frozenset(job.candidates[n::3]) for n in (1, 2)]
+        summed = frozenset(job.candidates[::2]) - turns[1]
+        modes = Modes(turns[1], turns[0], summed, summed if spill else frozenset())
+        try:
+            made = attempt(job, modes, Knobs())
+        except DoesNotFit:
+            continue
+        if made.course.least_room_bytes >= 0 and made.window.stuck is None:
+            return made.plan()
+    raise AssertionError("fits nowhere")
+
+
 def settings_of(case: dict[str, Any]) -> Settings:
     return Settings(update="eager" if case.get("eager") else "step", clip=case.get("clip") is not None)
 
@@ -82,6 +106,8 @@ def plan_of(case: dict[str, Any]) -> Plan:
     if "offload" in case:
         w = offload_blocks(w, [block_names(w)[n] for n in case["offload"]])
     w = repeat_micro_batch(w, case.get("micro_batches", 1))
+    if "spill" in case:
+        return summed_plan(w, settings_of(case), case["ranks"], spill=case["spill"])
     return tight_plan(case["policy"], w, settings_of(case), case["ranks"], case.get("sequences"))
 
 

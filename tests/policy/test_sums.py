@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 
-from pstar_sim.catalog.loader import load_machine
+from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place
 from pstar_sim.planner.explain import explain
@@ -29,11 +29,25 @@ NONE: frozenset[int] = frozenset()
 BOTH = frozenset({0, 1})
 
 
-def job(gpu_mib: int, *, clip: bool = False, layers: int = 2, forward_s: float = 1.0, gpu_adam_s: float = 1.0) -> Job:
+def job(
+    gpu_mib: int,
+    *,
+    clip: bool = False,
+    layers: int = 2,
+    forward_s: float = 1.0,
+    gpu_adam_s: float = 1.0,
+    ranks: int = 1,
+) -> Job:
     workload = chain_workload(layers, MIB, forward_s=forward_s, micro_batches=3)
     settings = Settings(update="step" if clip else "eager", clip=clip, chunk_bytes=2 * MIB)
     hbm = 28 * MIB / gpu_adam_s
-    machine = round_machine(h2d_bytes_per_s=4 * MIB, gpu_memory_bytes=gpu_mib * MIB, hbm_bytes_per_s=hbm)
+    machine = round_machine(
+        h2d_bytes_per_s=4 * MIB,
+        gpu_memory_bytes=gpu_mib * MIB,
+        hbm_bytes_per_s=hbm,
+        ranks=ranks,
+        peer_bytes_per_s=None if ranks == 1 else 100 * MIB,
+    )
     return Job("by hand", workload, machine, settings, Point(streams=True, sums=True))
 
 
@@ -139,11 +153,38 @@ def test_the_search_finds_them_and_explain_says_where() -> None:
     assert "stream" not in tide.modes
 
 
-def test_on_several_gpus_the_plan_says_why_no_sum_is_on_the_gpu_alone() -> None:
-    machine = load_machine("v100-32x8", gpus=2, gpu_memory="1.1GB", host_memory="20GB")
-    workload = chain_workload(6, 8 * MIB, dtype="fp16", micro_batches=2)
-    said = {
-        spec: find_policy(spec)(workload, machine, Settings()).choices.get("sums") for spec in ("tide:sums=on", "tide")
-    }
-    assert said["tide"] is None
-    assert str(said["tide:sums=on"]).startswith("where the states are; sums on the GPU without")
+@pytest.mark.parametrize("clip", [False, True])
+def test_on_two_gpus_each_gradient_is_summed_over_them_and_the_slice_of_the_sum_goes_down_once(clip: bool) -> None:
+    """A slice of a gradient is 1 MiB and one of a sum 2 MiB. On the GPU the sum is added to by a reduce-scatter."""
+    roomy = job(24, clip=clip, ranks=2)
+    apart, summed = (planned(roomy, Modes(NONE, NONE, chunks)) for chunks in (NONE, BOTH))
+    for plan, down, adds in ((apart, 2 * 3 * MIB, 6 if clip else 4), (summed, 2 * 2 * MIB, 0)):
+        assert plan.moved_bytes["d2h"] == down
+        assert sum(s.kind is Kind.CPU_ADD for s in plan.steps) == adds
+        assert sum(s.kind is Kind.REDUCE_SCATTER for s in plan.steps) == 2 * 3
+    words = explain(summed, play(summed), width=200)
+    assert "gradients of 3 micro-batches, each summed over the GPUs first, add up" in words
+    assert "of 2 chunks (4.194 MB as a sum) on the GPU, and go to the host once, for the update" in words
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_on_two_gpus_sums_wait_for_their_states_or_spill(clip: bool) -> None:
+    """Streamed chunks: the sum waits on the GPU. With room for little else, sums go down and come up in between."""
+    where = job(26, clip=clip, ranks=2)
+    held = planned(where, Modes(NONE, BOTH, BOTH))
+    assert not any(s.list == "grad32" and s.kind in (Kind.WRITEBACK, Kind.FETCH) for s in held.steps)
+    every = frozenset(range(4))
+    spilt = planned(job(9, clip=clip, layers=4, ranks=2), Modes(NONE, NONE, every, every))
+    ups = [s.chunk for s in spilt.steps if s.kind is Kind.FETCH and s.list == "grad32"]
+    assert sorted(ups) == [0, 0, 1, 1, 2, 2, 3, 3]  # before the second micro-batch and the third
+
+
+def test_on_two_gpus_the_search_finds_them() -> None:
+    where = job(20, layers=12, forward_s=0.1, gpu_adam_s=0.01, ranks=2)
+    seconds = {}
+    for word in ("on", "off"):
+        plan = find_policy(f"optimal:sums={word}")(where.workload, where.machine, where.settings)
+        plan.check()
+        seconds[word] = play(plan).iteration_s
+        assert seconds[word] >= lower_bound(where.workload, where.machine, where.settings, plan.layout).seconds
+    assert seconds["on"] < seconds["off"] * 0.95

@@ -54,6 +54,7 @@ class Walk:
     looks: list -> queue -> the latest instance that read it since.
     finals: moment -> tensors whose gradient becomes final in it.
     expected: chunk -> (micro-batch, tensor) of all gradients that it gets in an iteration.
+    sums: chunks whose gradients add up on the gpu.
     target: (chunk, micro-batch) -> list on the gpu in which its gradients arrive.
     """
 
@@ -86,26 +87,32 @@ class Walk:
         for (u, t), m in last.items():
             self.finals[m].append(t)
             self.expected.setdefault(layout.chunk_of[t], set()).add((u, t))
+        self.sums = self._sums()
         self.target = self._targets()
         peaks = [m.peak_bytes for m in w.moments]
         self._rise = [max(0, peak - peaks[m - 1]) for m, peak in enumerate(peaks)]
         self._fall = [max(0, peak - peaks[(m + 1) % len(peaks)]) for m, peak in enumerate(peaks)]
 
+    def _sums(self) -> frozenset[int]:
+        """Chunks that have grad32 on the gpu between two iterations, or open it there."""
+        sums = {chunk for chunk, name, place in self.initial if name == "grad32" and place is Place.GPU}
+        for step in self.plan.steps:
+            if step.kind is Kind.ALLOC and step.place is Place.GPU and step.list == "grad32":
+                assert step.chunk is not None
+                sums.add(step.chunk)
+        return frozenset(sums)
+
     def _targets(self) -> dict[tuple[int, int], str]:
         """(chunk, micro-batch) -> list on the gpu in which the chunk's gradients of the micro-batch arrive."""
         allocs: dict[int, int] = {}
-        sums: set[int] = set()
         for step in self.plan.steps:
-            if step.kind is Kind.ALLOC and step.place is Place.GPU:
+            if step.kind is Kind.ALLOC and step.place is Place.GPU and step.list == "grad":
                 assert step.chunk is not None
-                if step.list == "grad":
-                    allocs[step.chunk] = allocs.get(step.chunk, 0) + 1
-                elif step.list == "grad32":
-                    sums.add(step.chunk)
+                allocs[step.chunk] = allocs.get(step.chunk, 0) + 1
         target: dict[tuple[int, int], str] = {}
         for chunk, marks in self.expected.items():
             batches = sorted({u for u, _ in marks})
-            if (chunk in sums or (chunk, "grad32", Place.GPU) in self.initial) and not self.sliced:
+            if chunk in self.sums and not self.sliced:
                 lists = ["grad32"] * len(batches)
             elif (chunk, "grad", Place.GPU) in self.initial:
                 lists = ["grad"] * len(batches)
@@ -494,8 +501,7 @@ class Walk:
         gradient. (A sum that the gpu adds up may be on the host in between; the update then has all of it.)"""
         assert step.chunk is not None
         on_host = (step.chunk, "grad32", Place.HOST)
-        added_there = any(self.target[step.chunk, u] != "grad32" for u, _ in self.expected[step.chunk])
-        summed = place is Place.HOST or (on_host in self.content and added_there)
+        summed = place is Place.HOST or (on_host in self.content and step.chunk not in self.sums)
         if not (summed and self.plan.settings.clip and self.plan.workload.micro_batches > 1):
             return
         total = self.content.get(on_host)

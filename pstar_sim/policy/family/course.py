@@ -139,7 +139,7 @@ class Course:
             for n in mine:
                 room[n] -= size
         others = collectives.room(job, self.needed_whole, len(room))
-        sums = gradients.held(job, self.sums, len(room))
+        sums = gradients.held(job, self.sums, self.at, len(room))
         return [left - other - held for left, other, held in zip(room, others, sums)]
 
     def _sum_stretches(self, c: int) -> list[Stretch]:

@@ -202,8 +202,6 @@ def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[st
 def _sums(search: Search, attempt: Attempt) -> dict[str, object]:
     """Where gradients add up, and why, if that is a choice."""
     job, modes = search.job, attempt.modes
-    if job.point.sums and job.several and job.ranks > 1:
-        return {"sums": "where the states are; sums on the GPU without their states are planned for one GPU only"}
     if not job.may_sum:
         return {}
     moving = len(job.candidates) - len(modes.pinned)

@@ -95,7 +95,7 @@ class Job:
         on_host = self.several and not self.sums_on_gpu
         self.add_last = on_host and self.settings.clip
         self.host_adds = w.micro_batches - (0 if self.add_last else 1) if on_host else 0
-        self.may_sum = on_host and self.point.sums and self.ranks == 1
+        self.may_sum = on_host and self.point.sums
 
     def _weigh_chunks(self) -> None:
         """Which chunks move, and bytes of each."""
@@ -201,15 +201,18 @@ class Job:
 
     def gradient_names(self, *, summed: bool) -> tuple[str, ...]:
         """Lists in which a gradient arrives that does not overwrite the working list; on several ranks the whole
-        chunk's. summed: whether the gradients of all micro-batches add up on the GPU."""
-        if summed:
-            return ("grad32",)
-        return ("grad", "grad_remote") if self.ranks > 1 else ("grad",)
+        chunk's, which are summed over the ranks first. summed: whether the gradients of all micro-batches add up on the
+        GPU."""
+        if self.ranks > 1:
+            return ("grad", "grad_remote")
+        return ("grad32",) if summed else ("grad",)
 
     def lists_of(self, chunk: int, *, summed: bool) -> Sequence[tuple[int, int]]:
         """(first, last) moment of each gradient list of the chunk apart from its working list: one per micro-batch but
-        the last, or (`summed`) one for the sum of all."""
+        the last, or (`summed`) one for the sum of all; on several ranks `summed` is one per micro-batch."""
         spans = self.uses.spans[chunk]
+        if summed and self.ranks > 1:
+            return [(first, last) for _, first, last in spans]
         if summed:
             return [(spans[0][1], spans[-1][2])] if spans else []
         return [(first, last) for _, first, last in spans[:-1]]
@@ -220,8 +223,8 @@ class Job:
         if summed and streamed:
             return ()
         sums = summed or self.sums_on_gpu
-        lists = [last for _, last in self.lists_of(chunk, summed=sums)]
         last = self.uses.last_gradient(chunk)
+        lists = [last] if sums else [end for _, end in self.lists_of(chunk, summed=False)]
         if not sums and not streamed:
             lists.append(last)
         size, seconds = self.down[chunk, "grad32" if sums else "param"]

@@ -28,8 +28,8 @@ class Point:
     adam: order of CPU Adam: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs them).
     pins: chunks whose states stay on the GPU, a number or "optimal".
     streams: whether states may also come to the GPU for one update.
-    sums: whether gradients of several micro-batches may add up on the GPU where states live elsewhere (on one GPU; in
-        layer-major order they do anyway).
+    sums: whether gradients of several micro-batches may add up on the GPU where states live elsewhere (in layer-major
+        order they do anyway).
     barrier: whether no Adam may run before the optimizer step, even where the settings allow it.
     order: order of the iteration: "depth-first" (as the workload has it), "relay" (layer-major), or "relay-host" (with
         the boundary activations on the host).
@@ -78,7 +78,7 @@ def point_options(base: Point) -> Mapping[str, Option]:
             "most chunks whose optimizer states stay on the GPU",
         ),
         "streams": (switch(), "optimizer states may come to the GPU for one update"),
-        "sums": (switch(), "sums of gradients may be on the GPU where states are not (one GPU)"),
+        "sums": (switch(), "sums of gradients may be on the GPU where states are not"),
         "order": (
             one_of(*ORDERS),
             "micro-batch by micro-batch, or layer by layer for all of them, with layer boundaries on the GPU or host",

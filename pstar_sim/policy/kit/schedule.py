@@ -115,6 +115,10 @@ class Schedule:
         """Whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""
         return self.job.sums_on_gpu or chunk in self.modes.summed
 
+    def adds_up(self, chunk: int) -> bool:
+        """Whether the sum of a chunk's gradients is on the GPU while its states are not."""
+        return self.sums_on_gpu(chunk) and not self.is_resident(chunk)
+
     def all_in_grad32(self, chunk: int) -> bool:
         """Whether the whole gradient of a chunk that is not resident is in grad32 when the chunk is updated, and none
         of it in the working list."""

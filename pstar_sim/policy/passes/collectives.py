@@ -32,8 +32,8 @@ def reduce(rows: DraftRows, c: int, list_name: str, moment: int, n: int, after: 
 
 
 class Collectives:
-    """Gathers a chunk for each stretch in which it has to be whole, and sums its last gradient behind the last
-    stretch."""
+    """Gathers a chunk for each stretch in which it has to be whole, and sums its last gradient behind the last stretch.
+    Where gradients of all micro-batches add up on the GPU, gradients.py sums the last one, too."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows
@@ -47,7 +47,7 @@ class Collectives:
             for stretch in stretches:
                 self._gathers_before[stretch.first].append(c)
                 self._drops_behind[stretch.last].append(c)
-            if rows.schedule.job.uses.updated(c):
+            if rows.schedule.job.uses.updated(c) and not rows.schedule.adds_up(c):
                 self._drops_behind[stretches[-1].last].remove(c)
                 self._sums_behind[stretches[-1].last].append(c)
 

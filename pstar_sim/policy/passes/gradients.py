@@ -28,10 +28,16 @@ def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
     return sum(size for c, size in lists if job.ranks > 1 or c not in summed) if lists else 0
 
 
-def held(job: Job, sums: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
-    """Bytes at each of `count` positions of the sums that modes ask for. sums: as in `Schedule`."""
+def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], count: int) -> list[int]:
+    """Bytes at each of `count` positions of the sums that modes ask for; on several ranks also of the lists in which
+    the last gradients arrive. at, sums: as in `Schedule`."""
     change = [0] * (count + 1)
     for c, stretches in sums.items():
+        if job.ranks > 1:
+            first, last = job.lists_of(c, summed=True)[-1]
+            arriving = sum(job.layout.payload_bytes(c, name) for name in job.gradient_names(summed=True))
+            change[at[job.block_of[first]]] += arriving
+            change[at[job.block_of[last]] + 1] -= arriving
         size = job.layout.payload_bytes(c, "grad32")
         for stretch in stretches:
             change[stretch.first] += size
@@ -102,7 +108,10 @@ class GradientRows:
             after: After = ((self._freed[c], 0),) if number else ()
             after += self._behind_older(c)
             self._opened.append((c, len(rows.rows)))
-            for name in schedule.job.gradient_names(summed=schedule.sums_on_gpu(c)):
+            names = schedule.job.gradient_names(summed=schedule.sums_on_gpu(c))
+            if number == 0 and schedule.job.ranks > 1 and schedule.adds_up(c):
+                names = ("grad32", *names)
+            for name in names:
                 rows.add(Queue.COMPUTE, Kind.ALLOC, c, name, self._lists_of(c)[number][0], after=after)
         return [self._working.fetch(c, n, "grad32") for c in self._comes_before.get(n, ())]
 
@@ -111,11 +120,13 @@ class GradientRows:
         for c, number in self._closes.get(n, ()):
             if not schedule.sums_on_gpu(c):
                 self._close_list(c, number, n, here)
-            elif not schedule.sum_waits(c):
-                self._send_sum(c, here)
+                continue
+            added = self._add_up(c, number, n, here)
+            if number == len(self._lists_of(c)) - 1 and not schedule.sum_waits(c):
+                self._send_sum(c, added)
         for c in self._goes_behind.get(n, ()):
             moment, key = schedule.job.blocks[schedule.positions[n].block].last, (0.0, self._rows.next_number())
-            self._rows.writeback(c, "grad32", moment, ((here, 0),), key, drop=True)
+            self._rows.writeback(c, "grad32", moment, ((self._rows.sum_of.get(c, here), 0),), key, drop=True)
         for c in self._sends_behind.get(n, ()):
             self._rows.send_of[c] = self._leave(c, here)
         for c in self._parks_behind.get(n, ()):
@@ -164,6 +175,17 @@ class GradientRows:
         down = rows.add(Queue.D2H, Kind.WRITEBACK, c, "grad", moment, after=after, key=key)
         freed = self._freed[c] = rows.add(Queue.D2H, Kind.FREE, c, "grad", moment, behind=down)
         rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
+
+    def _add_up(self, c: int, number: int, n: int, here: int) -> int:
+        """Write what adds the complete gradient of a micro-batch to the sum on the GPU: on several ranks its sum over
+        the ranks, otherwise nothing. Returns the row behind which it is added."""
+        rows, job = self._rows, self._rows.schedule.job
+        if job.ranks == 1:
+            return here
+        moment = self._lists_of(c)[number][1]
+        done = reduce(rows, c, "grad_remote", moment, n, ((here, 0),))
+        self._freed[c] = rows.sum_of[c] = rows.add(Queue.NET, Kind.FREE, c, "grad", moment, behind=done)
+        return self._freed[c]
 
     def _send_sum(self, c: int, here: int) -> None:
         """Send the complete sum of all micro-batches to the sum on the host."""

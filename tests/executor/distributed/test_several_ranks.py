@@ -61,6 +61,17 @@ CASES += [
     {"name": "whale", "ranks": 2, "policy": "whale", "sequences": [2, 1], **SETTINGS["accumulated"]},
     {"name": "stronghold", "ranks": 2, "policy": "stronghold:window=1", "eager": True, "micro_batches": 2},
     {"name": "karma", "ranks": 2, "policy": "karma", "model": "gpt2", "offload": [1], **SETTINGS["accumulated"]},
+    *(  # sums of gradients on the GPU beside states on the host
+        {
+            "name": f"sums-{'spilt-' if spill else ''}{setting}",
+            "ranks": ranks,
+            "spill": spill,
+            **SETTINGS[setting],
+            "micro_batches": 3,
+        }
+        for ranks, spill, setting in ((3, False, "eager"), (2, True, "clip"))
+    ),
+    {"name": "experts-sums", "ranks": 2, "spill": False, "model": "experts", "steps": 3, **SETTINGS["accumulated"]},
     {"name": "an empty batch", "ranks": 2, "policy": "tide", "sequences": [2, 0], "clip": 0.05},
     {"name": "evaluated", "ranks": 2, "policy": "zero3_resident", "evaluate": True},
     {"name": "experts", "ranks": 2, "policy": "tide", "model": "experts", "steps": 3, "clip": 0.05},
