@@ -203,8 +203,8 @@ def _check_groups(opened: _SoundCheckpoint, session: Session, optimizer: Trained
     here = [{name_of(t) for p in g["params"] if (t := tensor_of(p)) is not None} for g in optimizer.param_groups]
     if groups != here:
         raise CheckpointError(
-            f"checkpoint {opened.folder} has optimizer groups of {[len(g) for g in groups]} parameters, this optimizer "
-            f"has {[len(g) for g in here]}, or other parameters in them; give AdamW the groups it was saved with"
+            f"the optimizer groups of checkpoint {opened.folder} ({[len(g) for g in groups]} parameters) are not those "
+            f"of this optimizer ({[len(g) for g in here]} parameters); give AdamW the groups it was saved with"
         )
 
 

@@ -45,7 +45,7 @@ class Inside:
         return self._back(least)
 
     def _back(self, found: Array) -> Array:
-        """Into the order of the caller."""
+        """The values, sorted as this class keeps them, in the order of the caller's chunks."""
         out = np.empty_like(found)
         out[self._order] = found[self._last]
         return out
