@@ -8,7 +8,9 @@ table (`session/cursor.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 __all__ = ["AtWork"]
 
@@ -36,6 +38,18 @@ class AtWork:
         if error is not None:
             self.note(error)
         self.depth -= 1
+
+    def run(self, action: Callable[..., None], *given: Any) -> None:
+        """Call the action in a block `with at_work:`, by one call where the block takes two: for events and gradients,
+        of which an iteration has hundreds."""
+        self.depth += 1
+        try:
+            action(*given)
+        except BaseException as error:
+            self.note(error)
+            self.depth -= 1
+            raise
+        self.depth -= 1  # not in a `finally`: interrupted before it is noted, the block stays open and is found
 
     def note(self, error: BaseException) -> None:
         """Note the exception with which a block is left."""

@@ -261,15 +261,7 @@ class Following:
             held = keeper()
             if held is None or held.host.closed:
                 return
-            at_work = held.host.at_work
-            at_work.depth += 1  # `with at_work`, without two calls per gradient
-            try:
-                held.on_gradient(tensor, parameter)
-            except BaseException as error:
-                at_work.note(error)
-                at_work.depth -= 1
-                raise
-            at_work.depth -= 1  # as in `Loop._next_moment`
+            held.host.at_work.run(held.on_gradient, tensor, parameter)
 
         return hook
 

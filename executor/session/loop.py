@@ -176,7 +176,7 @@ class Loop:
         """The clock's only caller. Between events the user's thread computes."""
         host = self.host
         if self._as_planned(event):
-            self._next_moment(event)
+            host.at_work.run(self._next_moment, event)
             return
         if host.closed:
             return
@@ -229,20 +229,12 @@ class Loop:
         )
 
     def _next_moment(self, event: ModuleEvent) -> None:
-        """Follow an event that is as planned. The outer block is `with at_work`, without two calls per event."""
+        """Follow an event that is as planned."""
         host = self.host
-        at_work = host.at_work
-        at_work.depth += 1
         try:
-            try:
-                host.following.advance(host.cursor.moment + 1)
-            except OutOfMemory as error:
-                self._climb(event, error)
-        except BaseException as error:
-            at_work.note(error)
-            at_work.depth -= 1
-            raise
-        at_work.depth -= 1  # not in a `finally`: interrupted before it is noted, the block stays open and is found
+            host.following.advance(host.cursor.moment + 1)
+        except OutOfMemory as error:
+            self._climb(event, error)
 
     def _carry_out(self, event: ModuleEvent, act: Act, found: Answer) -> None:
         host = self.host
