@@ -217,10 +217,10 @@ class CostModel:
         return GpuAdds(self.workload, self.layout, self._operator_bytes_per_s, self._add_bytes, free=self._recorded)
 
     def _add_bytes(self, tensor: int) -> int:
-        """GPU memory traffic of adding a gradient to a sum in fp32, without what `gradient_traffic_bytes` counts."""
+        """GPU memory traffic of adding a gradient to a sum, without what `gradient_traffic_bytes` counts."""
         t = self.workload.tensors[tensor]
         copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
-        return 8 * t.numel + t.bytes - copied
+        return 2 * self.layout.sum_width(self.layout.chunk_of[tensor]) * t.numel + t.bytes - copied
 
     @property
     def _recorded(self) -> bool:
@@ -332,8 +332,9 @@ class CostModel:
         return self.cpu_adam_bytes(chunk) / self.adam_bytes_per_s
 
     def cpu_add_bytes(self, chunk: int) -> int:
-        """Host memory traffic of grad32 += grad: read the gradient (working dtype), read and write 4 bytes."""
-        return self.params[chunk] * 8 + self.params[chunk] * (4 if self.layout.chunks[chunk].dtype == "fp32" else 2)
+        """Host memory traffic of grad32 += grad: read the gradient (working dtype), read and write the sum."""
+        width = 4 if self.layout.chunks[chunk].dtype == "fp32" else 2
+        return self.params[chunk] * (2 * self.layout.sum_width(chunk) + width)
 
     def cpu_add_s(self, chunk: int) -> float:
         """One accumulation on the host, at the memory rate that CPU Adam reaches."""

@@ -26,7 +26,7 @@ from pstar_sim.cost import CostModel
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload, activations_text
 
-__all__ = ["lower_bound", "relative_to"]
+__all__ = ["lower_bound", "relative_to", "unknown_sums"]
 
 STASHES = "stashes"
 
@@ -94,17 +94,32 @@ def _without_stashes(
     facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
+    if unknown_sums(workload, layout):
+        return _of_compute(facts, "gradients add up in 16 bits, which the linear program does not know")
     if not stream:
         return pinned_bound(facts, barrier, limit, clip=settings.clip)
     try:
         return joint_bound(workload, layout, facts, cost, barrier=barrier, clip=settings.clip, x_limit=limit)
     except Unsolved as error:
-        seconds = float(facts.clock[-1])
-        note = f"the joint linear program did not solve ({error}); the bound is that of compute alone"
-        return Bound(
-            seconds=seconds, binding="compute", terms={"compute": seconds}, pinned_params=0, max_pinned_params=0,
-            notes=(note,),
-        )  # fmt: skip
+        return _of_compute(facts, f"the joint linear program did not solve ({error})")
+
+
+def _of_compute(facts: BoundFacts, why: str) -> Bound:
+    """The bound of compute alone. why: what keeps the program from a larger one."""
+    seconds = float(facts.clock[-1])
+    return Bound(
+        seconds=seconds,
+        binding="compute",
+        terms={"compute": seconds},
+        pinned_params=0,
+        max_pinned_params=0,
+        notes=(f"{why}; the bound is that of compute alone",),
+    )
+
+
+def unknown_sums(workload: Workload, layout: Layout) -> bool:
+    """Whether sums of gradients take fewer bytes than the programs reckon with."""
+    return layout.sum_bytes < Layout.sum_bytes and workload.micro_batches > 1
 
 
 def relative_to(workload: Workload, machine: Machine, settings: Settings, layout: Layout) -> str:
@@ -119,7 +134,7 @@ def relative_to(workload: Workload, machine: Machine, settings: Settings, layout
             f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
             + (", layer by layer" if w.layer_major else ""),
             f"Adam behind a barrier ({barrier})" if barrier else "Adam as gradients arrive",
-            "modes cpu, pin and stream",
+            "modes cpu, pin and stream" + (", sums in 16 bits" if layout.sum_bytes == 2 else ""),
         )
     )
 

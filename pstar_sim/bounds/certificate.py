@@ -66,7 +66,9 @@ class Certifier:
     def usual(self) -> Certificate:
         """The certificate of the layout that a policy starts from."""
         ranks = len(self.machine.ranks)
-        return self.of(build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks))
+        return self.of(
+            build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks, sums=self.settings.sums)
+        )
 
     def of(self, layout: Layout) -> Certificate:
         """The certificate of every plan with this layout."""

@@ -43,7 +43,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pstar_sim.bounds.bound_facts import Array, Bound
-from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.bounds.bounds import lower_bound, unknown_sums
 from pstar_sim.bounds.fluid_facts import FluidFacts
 from pstar_sim.bounds.linear import Expression, Index, LinearProgram, Solution, Unsolved
 from pstar_sim.bounds.ranks import costs_of_ranks
@@ -74,6 +74,8 @@ def fluid_bound(
     not solve it, the joint bound, and `notes` say so. On several ranks the program of the ranks that it is largest for;
     collectives count in the joint bound alone. ranked: as for `lower_bound`."""
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
+    if unknown_sums(workload, layout):
+        return joint
     costs = costs_of_ranks(workload, machine, layout, ranked)
     # ranks that differ may be at different parts of an iteration, and leave one another more than their part of DRAM
     dram = machine.host.dram_bytes_per_s / (machine.local_ranks if len(costs) == 1 else 1)

@@ -30,6 +30,7 @@ __all__ = [
 DTYPES = Literal["fp32", "bf16", "fp16"]
 UPDATES = Literal["step", "eager"]
 LOOPS = Literal["own", "step"]
+SUMS = Literal["32-bit", "16-bit"]
 
 Batch = Annotated[
     int | None,
@@ -221,6 +222,14 @@ class SettingFlags:
             "run layer by layer",
         ),
     ] = "own"
+    sums: Annotated[
+        SUMS,
+        typer.Option(
+            parser=one_of(SUMS),
+            help="gradients of several micro-batches add up in fp32, or in the dtype of a bf16 model, as in plain "
+            "PyTorch: half of the room, other results",
+        ),
+    ] = "32-bit"
     chunk: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="chunk size, such as 128MiB (default: searched for least waste)"),

@@ -19,6 +19,11 @@ def check_fields(plan: Plan) -> None:
     ranks = len(plan.machine.ranks)
     if plan.layout.ranks not in (1, ranks):
         raise PlanError(f"field 'layout.ranks' is {plan.layout.ranks}; it must be 1 or the machine's {ranks} ranks")
+    width = 2 if plan.settings.sums == "16-bit" else 4
+    if plan.layout.sum_bytes != width:
+        raise PlanError(
+            f"field 'layout.sum_bytes' is {plan.layout.sum_bytes}; with sums={plan.settings.sums!r} it must be {width}"
+        )
     _check_layout(plan)
     _check_modes(plan)
     _check_buffers(plan)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf, log2, sqrt
 from typing import Any, NamedTuple
@@ -85,12 +85,15 @@ class Layout:
     ranks: number of equal slices that each list is cut into, one per rank (1: every rank has the whole list). Payloads
         are those of one rank; with several ranks there are also the lists "remote" and "grad_remote", the slices of all
         others.
+    sum_bytes: bytes per parameter of "grad32", the sum of the gradients of several micro-batches: 4, or 2 where it has
+        the dtype of a 2-byte chunk.
     """
 
     chunk_bytes: int
     chunks: tuple[Chunk, ...]
     state_bytes: tuple[tuple[str, int], ...]
     ranks: int = 1
+    sum_bytes: int = 4
 
     @cached_property
     def chunk_of(self) -> dict[int, int]:
@@ -116,7 +119,7 @@ class Layout:
 
     @cached_property
     def _payloads(self) -> dict[tuple[int, str], int]:
-        widths = {"grad32": 4, **dict(self.state_bytes)}
+        widths = dict(self.state_bytes)
         table: dict[tuple[int, str], int] = {}
         for c in self.chunks:
             numel, width = self.slice_numel(c.index), DTYPE_BYTES[c.dtype]
@@ -125,6 +128,7 @@ class Layout:
                 table[c.index, "remote"] = numel * width * (self.ranks - 1)
             if not c.frozen:
                 table[c.index, "grad"] = numel * width
+                table[c.index, "grad32"] = numel * self.sum_width(c.index)
                 if self.ranks > 1:
                     table[c.index, "grad_remote"] = numel * width * (self.ranks - 1)
                 for name, each in widths.items():
@@ -135,6 +139,10 @@ class Layout:
     def _lists_bytes(self) -> dict[str, tuple[int | None, ...]]:
         payloads = self._payloads
         return {name: tuple([payloads.get((c.index, name)) for c in self.chunks]) for name in self.lists}
+
+    def sum_width(self, chunk: int) -> int:
+        """Bytes per parameter of the chunk's sum of gradients."""
+        return max(self.sum_bytes, DTYPE_BYTES[self.chunks[chunk].dtype])
 
     def slice_numel(self, chunk: int) -> int:
         """Elements of one rank's slice of a list, rounded up so that all slices are equal and aligned."""
@@ -177,6 +185,7 @@ class Layout:
             "chunk_bytes": self.chunk_bytes,
             "ranks": self.ranks,
             "state_bytes": [[name, width] for name, width in self.state_bytes],
+            **({"sum_bytes": self.sum_bytes} if self.sum_bytes != Layout.sum_bytes else {}),
             "chunks": [
                 {
                     "dtype": c.dtype,
@@ -216,37 +225,47 @@ class _Class(NamedTuple):
         return DTYPE_BYTES[self.dtype]
 
 
-def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: int = 1) -> Layout:
+def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: int = 1, sums: str = "32-bit") -> Layout:
     """Search the chunk size for least waste (or take `chunk_bytes` of the working list) and pack. ranks: cut each list
-    into that many slices. The same workload object asked again gives the same layout object.
+    into that many slices. sums: as `Settings.sums`. The same workload object asked again gives the same layout object.
 
-    Raises PlanError for a chunk_bytes that is not positive, for a tensor of a dtype without a known width, and for
-    ranks < 1.
+    Raises PlanError for a chunk_bytes that is not positive, for a tensor of a dtype without a known width, for
+    ranks < 1, and for 16-bit sums of a model that is not bf16.
     """
     if ranks < 1:
         raise PlanError(f"ranks is {ranks}; a layout needs at least one rank")
     if chunk_bytes is not None and chunk_bytes <= 0:
         raise PlanError(f"chunk_bytes is {chunk_bytes}; a chunk needs a positive number of bytes")
-    key = ("layout", chunk_bytes, ranks)
+    key = ("layout", chunk_bytes, ranks, sums)
     known = workload.derived.get(key)
     if not isinstance(known, Layout):
-        workload.derived[key] = known = _built(workload, chunk_bytes, ranks)
+        workload.derived[key] = known = _with_sums(_built(workload, chunk_bytes, ranks), workload, sums)
     return known
 
 
-def layout_of_parts(workload: Workload, parts: Sequence[tuple[int, int]]) -> Layout:
+def _with_sums(layout: Layout, workload: Workload, sums: str) -> Layout:
+    """The layout with sums of gradients in so many bits. Raises PlanError for 16 bits and a model that is not bf16."""
+    if sums == "32-bit":
+        return layout
+    if workload.dtype != "bf16":
+        why = "its gradients have 32 bits" if workload.dtype == "fp32" else "a sum of its gradients may overflow unseen"
+        raise PlanError(f"sums in 16 bits are for bf16 models; {workload.model} is {workload.dtype}, and {why}")
+    return replace(layout, sum_bytes=2)
+
+
+def layout_of_parts(workload: Workload, parts: Sequence[tuple[int, int]], *, sums: str = "32-bit") -> Layout:
     """A chunk for each part of the iteration, with all tensors that the part is the first to read; where these are of
     several classes, a chunk for each. Tensors that nothing reads have chunks of their own. No chunk is small.
 
-    parts: (first, last) moment of each, in order, with no moment between two of them. The same workload object asked
-    again gives the same layout object.
+    parts: (first, last) moment of each, in order, with no moment between two of them. sums: as `Settings.sums`. The
+    same workload object asked again gives the same layout object.
 
-    Raises PlanError for a tensor of a dtype without a known width.
+    Raises PlanError for a tensor of a dtype without a known width, and for 16-bit sums of a model that is not bf16.
     """
-    key = ("layout of parts", tuple(parts))
+    key = ("layout of parts", tuple(parts), sums)
     known = workload.derived.get(key)
     if not isinstance(known, Layout):
-        workload.derived[key] = known = _of_parts(workload, [first for first, _ in parts])
+        workload.derived[key] = known = _with_sums(_of_parts(workload, [first for first, _ in parts]), workload, sums)
     return known
 
 

@@ -32,6 +32,7 @@ class LayoutForm(Table, frozen=True, kw_only=True):
     state_bytes: Annotated[
         tuple[tuple[str, Natural], ...], says("[list, bytes per parameter] of the optimizer's states")
     ]
+    sum_bytes: Annotated[Natural, says("bytes per parameter of a sum of gradients in a chunk of 2-byte parameters")] = 4
     chunks: Annotated[tuple[ChunkForm, ...], says("all chunks in order of first use, small ones first")]
 
 
@@ -53,4 +54,5 @@ def layout_of(form: LayoutForm) -> Layout:
         ),
         state_bytes=form.state_bytes,
         ranks=form.ranks,
+        sum_bytes=form.sum_bytes,
     )

@@ -28,6 +28,7 @@ __all__ = [
     "LOOPS",
     "MODES",
     "STASHES",
+    "SUMS",
     "Plan",
     "Resident",
     "Settings",
@@ -43,6 +44,9 @@ MODES = ("cpu", "pin", "stream", "frozen")
 LOOPS = ("own", "step")
 """Who runs an iteration: a training loop of the user's own, micro-batch by micro-batch, or `session.step`, which can
 also run a layer-major plan."""
+SUMS = ("32-bit", "16-bit")
+"""In how many bits the gradients of several micro-batches add up: exactly in fp32, or in the dtype of a bf16 model, as
+plain PyTorch does in `.grad`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,8 @@ class Settings:
         into bytes.
     loop: who runs the iterations, one of LOOPS. Under "step" a policy that searches also chooses the order of the
         iteration.
+    sums: in how many bits gradients of several micro-batches add up, one of SUMS. "16-bit" is for bf16 models; it takes
+        half of the room and rounds every addition.
 
     Raises PlanError for other values. What is asked of one policy is an option in the policy's name.
     """
@@ -63,12 +69,14 @@ class Settings:
     clip: bool = True
     chunk_bytes: int | None = None
     loop: str = "own"
+    sums: str = "32-bit"
 
     def __post_init__(self) -> None:
         if not isinstance(self.update, str) or self.update not in ("step", "eager"):
             raise PlanError(f'update must be "step" or "eager", not {self.update!r}')
         flag("clip", self.clip, error=PlanError)
         choice("loop", self.loop, LOOPS, error=PlanError)
+        choice("sums", self.sums, SUMS, error=PlanError)
         if self.chunk_bytes is not None:
             object.__setattr__(self, "chunk_bytes", size_bytes("chunk_bytes", self.chunk_bytes, error=PlanError))
 

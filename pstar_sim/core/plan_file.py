@@ -95,11 +95,12 @@ def _to_json(plan: Plan) -> str:
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
-    """The settings as plain values. `loop` is left out where it has its default: such files are as they were before
-    the field existed."""
+    """The settings as plain values. `loop` and `sums` are left out where they have their defaults: such files are as
+    they were before the fields existed."""
     values = dataclasses.asdict(settings)
-    if values["loop"] == Settings.loop:
-        del values["loop"]
+    for name, default in (("loop", Settings.loop), ("sums", Settings.sums)):
+        if values[name] == default:
+            del values[name]
     return values
 
 

@@ -31,8 +31,8 @@ of the previous iteration.
 
 Lists: "param" (working list; the gradient overwrites it in place in the last micro-batch), the optimizer's state
 lists ("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients
-accumulated over micro-batches, 4 bytes per parameter; on the gpu for chunks whose Adam runs there), "remote" and
-"grad_remote" (see above).
+accumulated over micro-batches, 4 bytes per parameter, or as many as the working list has where `Layout.sum_bytes` says
+so; on the gpu for chunks whose Adam runs there), "remote" and "grad_remote" (see above).
 `bytes` is what crosses the link for copies (normally the payload; more when a policy moves a wider type), the whole
 chunk (all slices) for gather and reduce_scatter, the payload for alloc, free and drop, the host memory traffic for
 cpu_add and cpu_adam, the gpu memory traffic for gpu_adam, 0 for compute.

@@ -24,7 +24,9 @@ OnPart = Callable[[str, int, int], object]
 def settings_of(settings: Settings | None) -> Settings:
     if settings is None:
         return Settings()
-    return instance("settings", settings, Settings, "ps.Settings(update=..., clip=..., chunk_bytes=..., loop=...)")
+    return instance(
+        "settings", settings, Settings, "ps.Settings(update=..., clip=..., chunk_bytes=..., loop=..., sums=...)"
+    )
 
 
 def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machine | None = None) -> list[str | Policy]:

@@ -254,7 +254,8 @@ def _job(plan: Plan) -> list[str]:
         f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
         *([f"on each of {len(m.ranks)} GPUs, whose steps and figures these are"] if len(m.ranks) > 1 else []),
         f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; {when}"
-        + (", run by session.step" if s.loop == "step" else ""),
+        + (", run by session.step" if s.loop == "step" else "")
+        + (f", gradients added in {w.dtype}" if s.sums == "16-bit" else ""),
     ]
 
 

@@ -29,7 +29,7 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import model_entry
 from pstar_sim.catalog.overrides import override, override_paths
-from pstar_sim.core.plan import LOOPS, Settings
+from pstar_sim.core.plan import LOOPS, SUMS, Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ranks import shares_of_batch
 from pstar_sim.policy.registry import find_policy
@@ -74,6 +74,7 @@ class Axes(Table, frozen=True, kw_only=True):
     clip: Annotated[bool, says("true or false")] = True
     chunk: Annotated[str | None, says("chunk size, such as 128MiB")] = None
     loop: Annotated[str, choice(LOOPS), says("own or step")] = "own"
+    sums: Annotated[str, choice(SUMS), says("32-bit or 16-bit")] = "32-bit"
     policy: Annotated[str, says("a policy, with its options if any")]
 
 
@@ -303,6 +304,7 @@ def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
         clip=bool(given.get("clip", True)),
         chunk_bytes=chunk,
         loop=str(given.get("loop", "own")),
+        sums=str(given.get("sums", "32-bit")),
     )
     if "dtype" not in given and "model" in given:
         given["dtype"] = default_dtype(machine)

@@ -174,7 +174,9 @@ class _Race:
         self.reorders = reorders(self.function)
         self.searching = can(policy).tries_others and len(ways) > SEARCHED
         # One model's tensors: the chunk size that suits one candidate suits all.
-        first = build_layout(ways[0].source, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks))
+        first = build_layout(
+            ways[0].source, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks), sums=settings.sums
+        )
         self.usual = replace(settings, chunk_bytes=first.chunk_bytes)
         self.chunk_bytes = first.chunk_bytes
         self.least_s = {way: way.compute_s(machine, self.chunk_bytes) for way in ways}
@@ -265,7 +267,10 @@ class _Race:
             if not self.reorders:
                 w = way.stand_in(count)
                 # on several GPUs chunks are sliced, or whole on each
-                layouts = {build_layout(w, chunk_bytes=self.chunk_bytes, ranks=n) for n in (1, len(self.machine.ranks))}
+                layouts = {
+                    build_layout(w, chunk_bytes=self.chunk_bytes, ranks=n, sums=self.usual.sums)
+                    for n in (1, len(self.machine.ranks))
+                }
                 bounds = [
                     lower_bound(
                         w, self.machine, self.usual, layout, stream=stream, costs=way.costs(count, self.machine, layout)

@@ -8,11 +8,15 @@ one.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from pstar_sim.bounds.bounds import lower_bound
-from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.plan import Plan, Settings, load_plan
 from pstar_sim.core.step import Kind, Place
+from pstar_sim.errors import PlanError
 from pstar_sim.planner.explain import explain
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.family.attempt import attempt
@@ -37,9 +41,10 @@ def job(
     forward_s: float = 1.0,
     gpu_adam_s: float = 1.0,
     ranks: int = 1,
+    sums: str = "32-bit",
 ) -> Job:
     workload = chain_workload(layers, MIB, forward_s=forward_s, micro_batches=3)
-    settings = Settings(update="step" if clip else "eager", clip=clip, chunk_bytes=2 * MIB)
+    settings = Settings(update="step" if clip else "eager", clip=clip, chunk_bytes=2 * MIB, sums=sums)
     hbm = 28 * MIB / gpu_adam_s
     machine = round_machine(
         h2d_bytes_per_s=4 * MIB,
@@ -133,6 +138,34 @@ def test_behind_a_barrier_the_sum_of_a_streamed_chunk_may_wait_on_the_host() -> 
         for plan in (parked, eager)
     ]
     assert downs == [[(0, 11), (1, 2), (1, 6), (1, 10)], [(0, 3), (0, 7), (1, 2), (1, 6)]]
+
+
+def test_sums_in_16_bits_take_half(tmp_path: Path) -> None:
+    """A sum of 2 MiB, 6 bytes of traffic per parameter and addition on the host instead of 10."""
+    halved = job(24, sums="16-bit")
+    on_gpu, on_host = (planned(halved, Modes(NONE, NONE, chunks)) for chunks in (BOTH, NONE))
+    assert on_gpu.moved_bytes["d2h"] == 2 * 2 * MIB
+    assert {step.bytes for step in on_host.steps if step.kind is Kind.CPU_ADD} == {6 * MIB}
+    assert play(on_gpu).peak_bytes["gpu"] == play(planned(job(24), Modes(NONE, NONE, BOTH))).peak_bytes["gpu"] - 4 * MIB
+    bound = lower_bound(halved.workload, halved.machine, halved.settings, halved.layout)
+    assert "gradients add up in 16 bits" in bound.notes[0]
+    assert bound.seconds <= play(on_gpu).iteration_s
+    assert "gradients added in bf16" in explain(on_gpu, play(on_gpu))
+    on_gpu.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").layout == on_gpu.layout
+    exact = replace(on_gpu, settings=replace(on_gpu.settings, sums="32-bit"))
+    exact.save(tmp_path / "other.json")
+    with pytest.raises(PlanError, match=r"layout.sum_bytes' is 2; with sums='32-bit' it must be 4"):
+        load_plan(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(("dtype", "why"), [("fp32", "its gradients have 32 bits"), ("fp16", "may overflow unseen")])
+def test_sums_in_16_bits_are_refused_where_they_cannot_be(dtype: str, why: str) -> None:
+    workload = chain_workload(2, MIB, dtype=dtype, micro_batches=3)
+    with pytest.raises(PlanError, match=f"sums in 16 bits are for bf16 models; .* is {dtype}, and .*{why}"):
+        find_policy("optimal")(workload, job(24).machine, Settings(sums="16-bit"))
+    with pytest.raises(PlanError, match="sums = '8-bit': it must be one of 32-bit, 16-bit"):
+        Settings(sums="8-bit")
 
 
 def test_the_search_finds_them_and_explain_says_where() -> None:

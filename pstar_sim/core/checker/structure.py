@@ -129,10 +129,6 @@ def _check_drop(plan: Plan, step: Step) -> None:
         raise PlanError(f"{label(step)} has place={step.place}; drop frees the gpu")
 
 
-_SUM_BYTES = 8
-"""A parameter, of grad32 += grad: grad32 is read and written."""
-
-
 def _check_update(plan: Plan, step: Step) -> None:
     """Adam, and the sum of gradients on the host. bytes: memory traffic of the trainable parameters of this rank's
     slice of the chunk, padding left out."""
@@ -140,7 +136,8 @@ def _check_update(plan: Plan, step: Step) -> None:
     chunk, w = plan.layout.chunks[step.chunk], plan.workload
     params = 0 if chunk.frozen else -(-sum(slot.numel for slot in chunk.slots) // plan.layout.ranks)
     if step.kind is Kind.CPU_ADD:
-        each = _SUM_BYTES + DTYPE_BYTES[chunk.dtype]
+        width = DTYPE_BYTES[chunk.dtype]
+        each = 2 * max(plan.layout.sum_bytes, width) + width  # the sum is read and written
         if step.list not in (None, "grad", "param"):
             raise PlanError(
                 f"{label(step)} has list={step.list}; list= must be grad, or param where the gradient lies there"

@@ -122,7 +122,9 @@ class _Sizes:
         self._reason: DoesNotFit | None = None  # why the first size that did not fit did not
 
     def _layout(self, chunk_bytes: int | None) -> Layout:
-        return build_layout(self._workload, chunk_bytes=chunk_bytes, ranks=len(self._machine.ranks))
+        return build_layout(
+            self._workload, chunk_bytes=chunk_bytes, ranks=len(self._machine.ranks), sums=self._settings.sums
+        )
 
     def look(self, layout: Layout, effort_ops: int, point: Point | None = None) -> None:
         """Begin a search with this effort."""

@@ -67,7 +67,9 @@ class Job:
         self.workload = workload
         self.machine = machine
         self.settings = settings
-        self.layout = layout or build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks))
+        self.layout = layout or build_layout(
+            workload, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks), sums=settings.sums
+        )
         self.ranks = self.layout.ranks
         self._check_order()
         self.uses = uses = facts_of(workload, self.layout)

@@ -62,7 +62,9 @@ class Builder:
         self.machine = machine
         self.settings = settings
         self.ranks = len(machine.ranks)
-        self.layout = layout or build_layout(workload, chunk_bytes=settings.chunk_bytes, ranks=self.ranks)
+        self.layout = layout or build_layout(
+            workload, chunk_bytes=settings.chunk_bytes, ranks=self.ranks, sums=settings.sums
+        )
         self.whole = ("param", "remote") if self.layout.ranks > 1 else ("param",)
         self.uses = facts_of(workload, self.layout)
         self.uses.check()

@@ -33,7 +33,7 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
 
     Raises DoesNotFit where model data and the tide's peak exceed the GPU.
     """
-    whole = build_layout(workload, chunk_bytes=settings.chunk_bytes)
+    whole = build_layout(workload, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
     b = Builder("all_on_gpu", workload, machine, settings, layout=whole)
     for chunk in b.layout.chunks:
         b.live(chunk.index, Place.GPU)

@@ -63,7 +63,11 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
     w = in_order("l2l", workload, "relay-host" if stash == "host" else "relay")
     parts = parts_of(w)
     sized = settings.chunk_bytes is not None
-    layout = build_layout(w, chunk_bytes=settings.chunk_bytes) if sized else layout_of_parts(w, parts)
+    layout = (
+        build_layout(w, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
+        if sized
+        else layout_of_parts(w, parts, sums=settings.sums)
+    )
     job = Job("l2l", w, machine, settings, layout=layout)
     visits = _visits(job, parts)
     layer = _most_at_once(visits)

@@ -108,7 +108,7 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
 def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> Layout:
     """The layout. On several ranks a unit of it is a group of one chunk per rank, or with `msc` one chunk. Raises
     CannotPlan if there are too few chunks."""
-    single = build_layout(workload, chunk_bytes=settings.chunk_bytes)
+    single = build_layout(workload, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
     if ranks == 1:
         return single
     count = sum(not c.small for c in single.chunks)
@@ -118,7 +118,9 @@ def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> La
             f"{format_bytes(single.chunk_bytes)}; each rank owns whole chunks, so take smaller ones (chunk_bytes, "
             "--chunk) or fewer ranks"
         )
-    return build_layout(workload, chunk_bytes=single.chunk_bytes * (1 if msc else ranks), ranks=ranks)
+    return build_layout(
+        workload, chunk_bytes=single.chunk_bytes * (1 if msc else ranks), ranks=ranks, sums=settings.sums
+    )
 
 
 class _Iteration:

@@ -22,14 +22,16 @@ from pstar_sim.policy.kit.schedule import Modes
 MICRO_BATCHES = 3
 
 
-def mixed_plan(kit: Any, model: nn.Module, update: str, clip: bool, *, spill: bool = False) -> Plan:
+def mixed_plan(
+    kit: Any, model: nn.Module, update: str, clip: bool, *, spill: bool = False, sums: str = "32-bit"
+) -> Plan:
     """Of six chunks in the order of use: pinned, sum on the GPU for CPU Adam, sum on the GPU for a streamed update, sum
     on the host for either, sum on the GPU for CPU Adam. spill: the sums on the GPU are on the host between
     micro-batches, and there is no room for what waits for the barrier."""
     x = torch.randn(3, 48, dtype=next(model.parameters()).dtype)
     w = kit.workload_of(model, {"x": x}, micro_batches=MICRO_BATCHES, name="layers")
     params = sum(t.bytes for t in w.tensors)
-    settings = Settings(update=update, clip=clip, chunk_bytes=48 * 49 * x.element_size())
+    settings = Settings(update=update, clip=clip, chunk_bytes=48 * 49 * x.element_size(), sums=sums)
     room = 6.0 if not spill else 2.5 if x.element_size() == 4 else 4.0  # bytes per byte of the parameters
     machine = kit.small_machine(w.peak_non_model_bytes + int(room * params))
     job = Job("by hand", w, machine, settings, Point(streams=True, sums=True))
@@ -47,15 +49,15 @@ def mixed_plan(kit: Any, model: nn.Module, update: str, clip: bool, *, spill: bo
 def trained(kit: Any) -> Iterator[Callable[..., Any]]:
     sessions: list[Any] = []
 
-    def make(update: str, clip: float | None, dtype: torch.dtype, *, spill: bool = False) -> Any:
+    def make(update: str, clip: float | None, dtype: torch.dtype, *, spill: bool = False, sums: str = "32-bit") -> Any:
         torch.manual_seed(0)
         model = kit.Switch().to(dtype)
         twin = copy.deepcopy(model)
-        plan = mixed_plan(kit, model, update, clip is not None, spill=spill)
+        plan = mixed_plan(kit, model, update, clip is not None, spill=spill, sums=sums)
         spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=clip, eager=update == "eager")
         model, optimizer = executor.prepare(model, plan, spec, watchdog_s=5.0)
         sessions.append(optimizer.session)
-        reference = kit.Reference(twin, 1e-2, 0.1, clip)
+        reference = (kit.Reference if sums == "32-bit" else added_in_dtype(kit))(twin, 1e-2, 0.1, clip)
         return kit.Run(model, optimizer, reference, plan, iter(lambda: {"x": torch.randn(3, 48, dtype=dtype)}, None))
 
     yield make
@@ -135,6 +137,38 @@ def test_sums_that_spill_train_as_plain_pytorch_does(
     assert copies.count((Kind.FETCH, stream_host)) == 1
     relative = 0.0 if clip is None else 1e-6
     for _ in range(3):
+        both(kit, run, relative=relative)
+    assert run.session.deviations == 0
+    assert_same(run, exact=clip is None)
+
+
+def added_in_dtype(kit: Any) -> Any:
+    """Plain PyTorch whose gradients of all micro-batches add up in `.grad` of the bf16 parameters."""
+
+    class Reference(kit.Reference):  # type: ignore[misc]
+        def after_backward(self) -> None:
+            pass
+
+        def step(self) -> None:
+            for name, parameter in self.model.named_parameters():
+                self.master[name].grad = parameter.grad.float()
+                parameter.grad = None
+            super().step()
+
+    return Reference
+
+
+@pytest.mark.parametrize("spill", [False, True])
+@SETTINGS
+def test_sums_in_16_bits_train_as_plain_pytorch_adds_them(
+    kit: Any, trained: Callable[..., Any], update: str, clip: float | None, spill: bool
+) -> None:
+    """Wherever a sum is, every addition is rounded as in `.grad`; in fp32 the parameters would be others."""
+    run = trained(update, clip, torch.bfloat16, spill=spill, sums="16-bit")
+    plan = run.plan
+    assert all(plan.layout.payload_bytes(c, "grad32") == plan.layout.payload_bytes(c, "param") for c in range(6))
+    relative = 0.0 if clip is None else 1e-6
+    for _ in range(2):
         both(kit, run, relative=relative)
     assert run.session.deviations == 0
     assert_same(run, exact=clip is None)
