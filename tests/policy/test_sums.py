@@ -16,7 +16,7 @@ import pytest
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.core.plan import Plan, Settings, load_plan
 from pstar_sim.core.step import Kind, Place
-from pstar_sim.errors import PlanError
+from pstar_sim.errors import CannotPlan, PlanError
 from pstar_sim.planner.explain import explain
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.family.attempt import attempt
@@ -164,6 +164,8 @@ def test_sums_in_16_bits_are_refused_where_they_cannot_be(dtype: str, why: str) 
     workload = chain_workload(2, MIB, dtype=dtype, micro_batches=3)
     with pytest.raises(PlanError, match=f"sums in 16 bits are for bf16 models; .* is {dtype}, and .*{why}"):
         find_policy("optimal")(workload, job(24).machine, Settings(sums="16-bit"))
+    with pytest.raises(CannotPlan, match="sums in 16 bits are for one GPU, not for 2"):
+        find_policy("tide")(job(24).workload, job(24, ranks=2).machine, Settings(sums="16-bit"))
     with pytest.raises(PlanError, match="sums = '8-bit': it must be one of 32-bit, 16-bit"):
         Settings(sums="8-bit")
 

@@ -21,7 +21,7 @@ from pstar_sim.core.plan import STASHES, Plan, Resident, Settings
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Place, Queue, Ref, Step, step_with
 from pstar_sim.cost import cost_of
-from pstar_sim.errors import DoesNotFit
+from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.kit.charges import step_bytes
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
@@ -62,6 +62,8 @@ class Builder:
         self.machine = machine
         self.settings = settings
         self.ranks = len(machine.ranks)
+        if settings.sums == "16-bit" and self.ranks > 1:
+            raise CannotPlan(f"{policy}: sums in 16 bits are for one GPU, not for {self.ranks}; leave sums at 32-bit")
         self.layout = layout or build_layout(
             workload, chunk_bytes=settings.chunk_bytes, ranks=self.ranks, sums=settings.sums
         )
