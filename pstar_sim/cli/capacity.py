@@ -75,7 +75,7 @@ def fits(*, job: WorkloadFlags, on: MachineFlags, setting: SettingFlags, asked: 
         say(fits_text(answer))
     if not answer.any:
         what = "no policy fits" if len(answer.rows) > 1 else f"{answer.rows[0].policy} does not fit"
-        note(f"{what} {answer.workload.model} on {machine.name}; the answer says why")
+        note(f"{what} {answer.workload.model} on {machine.name}; the answer on stdout says why")
         return NO
     return 0
 
@@ -137,7 +137,7 @@ def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: st
     else:
         say(limits_text(answer))
     if not any(row.value for row in answer.rows):
-        note(f"not even {smallest} fits {machine}; the answer says why")
+        note(f"not even {smallest} fits {machine}; the answer on stdout says why")
         return NO
     return 0
 
@@ -259,7 +259,7 @@ def cheapest(
         say(cheapest_text(answer))
     if answer.best is None:
         what = f"none in time for {model}" if answer.too_late else f"no machine trains {model}"
-        note(f"{what}; the answer says why")
+        note(f"{what}; the answer on stdout says why")
         return NO
     return 0
 

@@ -98,7 +98,7 @@ def _fits_or_says_why(result: Comparison) -> int:
     if any(row.fits for row in result.rows):
         return 0
     what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
-    note(f"{what} {result.workload.model} on {result.machine.name}; the answer says why")
+    note(f"{what} {result.workload.model} on {result.machine.name}; the answer on stdout says why")
     return NO
 
 

@@ -366,7 +366,7 @@ def _why(plan: Plan) -> list[str]:
     if not plan.choices:
         return ["  the policy recorded no choices of its own"]
     return [
-        f"  {name.replace('_', ' ')}: {_worded(name, value)}"
+        f"  {name.removesuffix('_s').replace('_', ' ')}: {_worded(name, value)}"
         for name, value in plan.choices.items()
         if name not in ("certificate", "cost_model")
     ]
@@ -380,7 +380,7 @@ def _certificate(plan: Plan) -> list[str]:
     if said.get("bound") is None:
         return [f"  no lower bound: {said['reason']}"] if "reason" in said else []
     note = f"; {said['note']}" if "note" in said else ""
-    return [f"  that bound: {said['bound']}, {said['binding']} binds; relative to {said['relative_to']}{note}"]
+    return [f"  the bound: {said['bound']}, {said['binding']} binds; relative to {said['relative_to']}{note}"]
 
 
 def _worded(name: str, value: object) -> str:

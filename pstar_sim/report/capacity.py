@@ -273,6 +273,8 @@ def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
         prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
         yield f"prices of a node: {'; '.join(prices)}"
         yield "micro-batches: sequences of all GPUs at a time x how many per iteration"
+        unknown = [(row.machine, row.trust) for row in shown if row.error is None]
+        yield from (f"error of {line}" for line in trust_lines(unknown))
     if any(row.gpus > 1 for row in answer.rows):
         yield f"note: {_DATA_PARALLEL}"
 

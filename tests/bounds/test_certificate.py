@@ -199,7 +199,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert main(["check", "--certify", str(path)]) == 0
     assert capsys.readouterr().out.rstrip().endswith("as stored")
     assert main(["explain", str(path)]) == 0
-    assert "that bound: fluid LP" in capsys.readouterr().out
+    assert "the bound: fluid LP" in capsys.readouterr().out
 
     forged = load_plan(path)
     replace(forged, predictions={**forged.predictions, "lower_bound_s": 99.0}).save(path)
