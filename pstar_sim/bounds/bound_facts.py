@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -197,12 +198,11 @@ class BoundFacts:
             high = min(high, end - 1)
             if not 0 <= low <= high:
                 continue
-            own, others = self._read_again(end)
+            own, others = self._read_again(end, low, high)
             size = own + others
-            wanted = (size - self.room)[low : high + 1]
-            m = high - int(np.argmax(wanted[::-1]))
-            turns.append(Turn(float(size[m]), float(others[m]), float(self.room[m]), m))
-            end = m
+            n = high - low - int(np.argmax((size - self.room[low : high + 1])[::-1]))
+            end = low + n
+            turns.append(Turn(float(size[n]), float(others[n]), float(self.room[end]), end))
         return turns
 
     def read_from(self) -> tuple[Array, Array]:
@@ -213,22 +213,23 @@ class BoundFacts:
             before = [m for m in moments if final < 0 or m <= final]
             if before:
                 lasts.append((0, before[-1] + 1, own, others))
-        return self._between_moments(lasts)
+        return self._between_moments(lasts, self.moments)
 
-    def _read_again(self, end: int) -> tuple[Array, Array]:
-        """For each moment m: bytes of the chunks read first at or before m and again in (m, end] (before they are
-        final, where they have a gradient), of this rank's slices and of the others'."""
+    def _read_again(self, end: int, low: int, high: int) -> tuple[Array, Array]:
+        """For each moment m from low to high: bytes of the chunks read first at or before m and again in (m, end]
+        (before they are final, where they have a gradient), of this rank's slices and of the others'."""
         spans = []
         for own, others, moments, final in self.seen:
             until = end if final < 0 else min(end, final)
-            again = [m for m in moments if m <= until]
-            if again and again[-1] > moments[0]:
-                spans.append((moments[0], again[-1], own, others))
-        return self._between_moments(spans)
+            count = bisect_right(moments, until)
+            if count and moments[0] <= high and moments[count - 1] > max(moments[0], low):
+                spans.append((max(moments[0], low) - low, min(moments[count - 1], high + 1) - low, own, others))
+        return self._between_moments(spans, high - low + 1)
 
-    def _between_moments(self, spans: list[tuple[int, int, int, int]]) -> tuple[Array, Array]:
-        """(own, others) at each moment: sums over the spans (begin, end, own, others) with begin <= moment < end."""
-        changes = np.zeros((2, self.moments + 1))
+    def _between_moments(self, spans: list[tuple[int, int, int, int]], count: int) -> tuple[Array, Array]:
+        """(own, others) at each of `count` moments: sums over the spans (begin, end, own, others) with begin <= moment
+        < end."""
+        changes = np.zeros((2, count + 1))
         for begin, end, own, others in spans:
             changes[:, begin] += own, others
             changes[:, end] -= own, others

@@ -54,6 +54,7 @@ class Walk:
     looks: list -> queue -> the latest instance that read it since.
     finals: moment -> tensors whose gradient becomes final in it.
     expected: chunk -> (micro-batch, tensor) of all gradients that it gets in an iteration.
+    due: (chunk, micro-batch) -> those of them that are of the micro-batch.
     sums: chunks whose gradients add up on the gpu.
     target: (chunk, micro-batch) -> list on the gpu in which its gradients arrive.
     """
@@ -84,9 +85,11 @@ class Walk:
                 last[w.moments[m].micro_batch, t] = m
         self.finals: list[list[int]] = [[] for _ in w.moments]
         self.expected: dict[int, set[tuple[int, int]]] = {}
+        self.due: dict[tuple[int, int], set[tuple[int, int]]] = {}
         for (u, t), m in last.items():
             self.finals[m].append(t)
             self.expected.setdefault(layout.chunk_of[t], set()).add((u, t))
+            self.due.setdefault((layout.chunk_of[t], u), set()).add((u, t))
         self.sums = self._sums()
         self.target = self._targets()
         peaks = [m.peak_bytes for m in w.moments]
@@ -409,7 +412,7 @@ class Walk:
     def _check_complete(self, step: Step, verb: str, key: _Key, marks: set[tuple[int, int]]) -> None:
         """If a list has a gradient of a micro-batch, it has those of all the chunk's tensors in that micro-batch."""
         batches = {u for u, _ in marks}
-        missing = {(u, t) for u, t in self.expected.get(key[0], ()) if u in batches} - marks
+        missing = set[tuple[int, int]]().union(*(self.due.get((key[0], u), ()) for u in batches)) - marks
         if missing:
             u, t = min(missing)
             raise PlanError(

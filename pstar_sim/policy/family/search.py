@@ -52,6 +52,7 @@ FRONT = 2
 ALL_AT_ONCE = Knobs(down="adam", states_first=True)
 # Points of the roofline over pins, streams and sums on the GPU, along each of them.
 POINTS, SUMS = 41, 17
+MOST_PAIRS = 250_000  # of pins and streams that the roofline looks at one by one: 10,000 chunks would take gigabytes
 SPILLS = (0.0, 0.5, 0.75, 1.0)  # shares of what has no room between two micro-batches for which sums make room
 WORTH_A_START = 1.05  # by so much slower by the roofline another start is not tried
 FEWER_SPILLS = 0.8  # a second start has so many of the sums that the roofline would spill
@@ -163,7 +164,7 @@ class Search:
         pins = list(range(self.fewest, self.most + 1))
         shares = np.linspace(0.0, 1.0, self.count + 1 if job.point.streams else 1).tolist()
         sums = np.linspace(0.0, 1.0, SUMS if job.may_sum else 1).tolist()
-        if job.may_sum:
+        if job.may_sum or len(pins) * len(shares) > MOST_PAIRS:
             pins, shares = _coarse(pins), _coarse(shares)
         self.starts: list[_Start] = []
         self.floor_s = math.inf
