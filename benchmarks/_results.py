@@ -35,6 +35,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "accuracy": EXECUTED,
     "activations": PLANNED,
     "bounds": (*PLANNED, "tests/helpers/**"),
+    "bounds_ranks": (*PLANNED, "tests/helpers/**"),
     "calibrated": EXECUTED,
     "capture": (
         "executor/capture.py", "executor/models.py", "executor/moments/**", "pstar_sim/workload/**",

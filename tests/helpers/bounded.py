@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.core.plan import LOOPS, Plan, Settings
 from pstar_sim.errors import TraceError
 from pstar_sim.policy.kit.options import options_of
 from pstar_sim.policy.registry import find_policy, named
 from pstar_sim.sim.play import play
-from pstar_sim.testing import chain_workload, random_workload, round_machine
+from pstar_sim.testing import chain_workload, random_ranks, random_workload, round_machine
 from pstar_sim.units import KIB, MIB
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
-__all__ = ["SPECS", "Held", "hold", "offloaded_chain", "random_job", "random_spec"]
+__all__ = ["SPECS", "Held", "hold", "offloaded_chain", "random_job", "random_spec", "several"]
 
 _POINT = {
     "capacity": ("tide", "peak"),
@@ -130,6 +130,28 @@ def random_job(rng: random.Random) -> tuple[Workload, Machine, Settings]:
         loop=rng.choice(LOOPS),
     )
     return w, machine, asked
+
+
+def several(rng: random.Random, machine: Machine, count: int) -> Machine:
+    """So many of the machine's GPUs, each with as much of the host as it has alone; sometimes some of them slower, or
+    with a slower link."""
+    ranks = random_ranks(rng, machine, count)
+    host, local = ranks.host, ranks.local_ranks
+    host = replace(
+        host, adam_params_per_s=host.adam_params_per_s * local, dram_bytes_per_s=host.dram_bytes_per_s * local
+    )
+    slower = rng.choice((1.0, 1.0, 2.0))
+    mixed = [_slowed(r, slower if rng.random() < 0.5 else 1.0) for r in ranks.ranks]
+    return replace(ranks, host=host, ranks=tuple(mixed))
+
+
+def _slowed(rank: Rank, by: float) -> Rank:
+    gpu, link = rank.gpu, rank.link
+    return replace(
+        rank,
+        gpu=replace(gpu, flops_per_s={dtype: rate / by for dtype, rate in gpu.flops_per_s.items()}),
+        link=replace(link, h2d_bytes_per_s=link.h2d_bytes_per_s / by),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
