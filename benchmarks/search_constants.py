@@ -48,7 +48,7 @@ from pstar_sim.policy.family.searched import own_plans
 from pstar_sim.policy.family.tide import tide
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import burden, least_of
-from pstar_sim.policy.optimal import POINT
+from pstar_sim.policy.optimal import FREE, POINT
 from pstar_sim.policy.systems import karma
 from pstar_sim.policy.systems.stronghold import stronghold
 from pstar_sim.testing import chain_workload, round_machine
@@ -100,6 +100,9 @@ CHANGES: tuple[Change, ...] = (
     *instead("search, sums", "policy.family.search.USUAL", a_lead_of_1_chunk=Knobs(lead_chunks=1),
              a_lead_of_3_chunks=Knobs(lead_chunks=3), nothing_stays=Knobs(stay=0.0)),
     *instead("search, sums", "policy.family.search.FIRST_STEP", 10**6),
+    *instead("search, sums", "policy.family.search.MOST_TILT", 0, 1),
+    *instead("search", "policy.family.search.FEWER_PINS", (0.85,), none=()),
+    *instead("search, sums", "policy.family.search.OTHER_ROOM", none=()),
     *instead("sums", "policy.family.search.ALL_AT_ONCE", as_usual=Knobs()),
     *instead("sums", "policy.family.search.POINTS", 11),
     *instead("sums", "policy.family.search.SUMS", 5),
@@ -115,11 +118,11 @@ CHANGES: tuple[Change, ...] = (
     *instead("many chunks", "policy.family.search.MOST_LARGE", 1, 1000),
     *instead("search", "policy.family.searched.FIRST_OPS", 25_000),
     *instead("search", "policy.family.searched.OTHER_OPS", 15_000),
-    *instead("search", "policy.family.searched.SECOND_OPS", 0),
-    *instead("search, sums", "policy.family.searched.SECOND", 1),
-    *instead("search, sums", "policy.family.searched.REST", 1),
-    *instead("search", "policy.family.searched.REST_OPS_OF_FEW", 75_000, 300_000),
-    *instead("many chunks", "policy.family.searched.REST_OPS", 0, 50_000),
+    *instead("search", "policy.family.searched.NEXT_OPS", 20_000, 80_000),
+    *instead("search, sums", "policy.family.searched.SECOND", 0, 1),
+    *instead("search, sums", "policy.family.searched.FEWEST_ATTEMPTS", 0, 6),
+    *instead("search", "policy.family.searched.OPS_OF_FEW", 185_000, 740_000),
+    *instead("many chunks", "policy.family.searched.OPS", 145_000, 580_000),
     *instead("search", "policy.family.searched.FACTORS_OF_FEW", (0.5, 2.0), none=()),
     *instead("many chunks", "policy.family.searched.FACTORS", (0.5,), (2.0,), none=()),
     *instead("search", "policy.family.searched.WORTH_A_SIZE_OF_FEW", 0.0, 1.0),
@@ -312,7 +315,7 @@ def best_plan(found: Iterator[Any]) -> tuple[float, int]:
 
 
 def own(job: Job, point: Point) -> tuple[float, int]:
-    return best_plan(own_plans(*job, point, "optimal"))
+    return best_plan(own_plans(*job, point, "optimal", free=FREE))
 
 
 def by_policy(policy: Callable[..., Plan], job: Job) -> tuple[float, int]:

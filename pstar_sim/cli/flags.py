@@ -234,3 +234,7 @@ class SettingFlags:
         str | None,
         typer.Option(metavar="SIZE", help="chunk size, such as 128MiB (default: searched for least waste)"),
     ] = None
+    effort: Annotated[
+        float,
+        typer.Option(metavar="X", help="how long a policy that searches may look for a plan, in times of the usual"),
+    ] = 1.0

@@ -47,7 +47,14 @@ def settings_of(flags: SettingFlags) -> Settings:
     chunk = parse_bytes(flags.chunk) if flags.chunk is not None else None
     if chunk is not None and chunk < MIB:
         raise PstarError(f"--chunk {flags.chunk}: a chunk holds at least 1 MiB (128MiB is usual)")
-    return Settings(update=flags.update, clip=flags.clip, chunk_bytes=chunk, loop=flags.loop, sums=flags.sums)
+    return Settings(
+        update=flags.update,
+        clip=flags.clip,
+        chunk_bytes=chunk,
+        loop=flags.loop,
+        sums=flags.sums,
+        effort=flags.effort,
+    )
 
 
 def lora_of(text: str | None) -> Adapter | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from pstar_sim.arguments import choice, file_path, flag, size_bytes
+from pstar_sim.arguments import choice, file_path, flag, number, size_bytes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.layout import Layout
@@ -61,6 +61,8 @@ class Settings:
         iteration.
     sums: in how many bits gradients of several micro-batches add up, one of SUMS. "16-bit" is for bf16 models; it takes
         half of the room and rounds every addition.
+    effort: how long a policy that searches may look for a plan, in times of the usual. With more effort it goes on from
+        where it stopped with less.
 
     Raises PlanError for other values. What is asked of one policy is an option in the policy's name.
     """
@@ -70,6 +72,7 @@ class Settings:
     chunk_bytes: int | None = None
     loop: str = "own"
     sums: str = "32-bit"
+    effort: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.update, str) or self.update not in ("step", "eager"):
@@ -77,6 +80,7 @@ class Settings:
         flag("clip", self.clip, error=PlanError)
         choice("loop", self.loop, LOOPS, error=PlanError)
         choice("sums", self.sums, SUMS, error=PlanError)
+        object.__setattr__(self, "effort", number("effort", self.effort, error=PlanError))
         if self.chunk_bytes is not None:
             object.__setattr__(self, "chunk_bytes", size_bytes("chunk_bytes", self.chunk_bytes, error=PlanError))
 
@@ -218,13 +222,13 @@ def steps_from_text(text: str) -> tuple[Step, ...]:
     Raises PlanError naming the line number and the word that is wrong.
     """
     steps: list[Step] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for at, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
             steps.append(from_text(line))
         except PlanError as error:
-            raise PlanError(f"line {number}: {error}") from None
+            raise PlanError(f"line {at}: {error}") from None
     return tuple(steps)
 
 

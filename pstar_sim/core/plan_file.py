@@ -95,11 +95,11 @@ def _to_json(plan: Plan) -> str:
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
-    """The settings as plain values. `loop` and `sums` are left out where they have their defaults: such files are as
-    they were before the fields existed."""
+    """The settings as plain values. `loop`, `sums` and `effort` are left out where they have their defaults: such files
+    are as they were before the fields existed."""
     values = dataclasses.asdict(settings)
-    for name, default in (("loop", Settings.loop), ("sums", Settings.sums)):
-        if values[name] == default:
+    for name in ("loop", "sums", "effort"):
+        if values[name] == getattr(Settings, name):
             del values[name]
     return values
 

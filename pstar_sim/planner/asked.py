@@ -24,9 +24,8 @@ OnPart = Callable[[str, int, int], object]
 def settings_of(settings: Settings | None) -> Settings:
     if settings is None:
         return Settings()
-    return instance(
-        "settings", settings, Settings, "ps.Settings(update=..., clip=..., chunk_bytes=..., loop=..., sums=...)"
-    )
+    want = "ps.Settings(update=..., clip=..., chunk_bytes=..., loop=..., sums=..., effort=...)"
+    return instance("settings", settings, Settings, want)
 
 
 def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machine | None = None) -> list[str | Policy]:

@@ -58,6 +58,7 @@ def heading(answer: TableAnswer) -> str:
         "clipping" if s.clip else "no clipping",
         f"barrier: {barrier}" if barrier else "no barrier",
         *(["run by session.step"] if s.loop == "step" else []),
+        *([f"effort {s.effort:g}"] if s.effort != 1 else []),
         *([w.notes] if w.notes else []),
     ]
     each = f"{len(m.ranks)} GPUs, each with " if len(m.ranks) > 1 else ""

@@ -177,10 +177,28 @@ def test_behind_a_barrier_pinned_chunks_are_updated_between_streamed_ones() -> N
 def test_a_search_that_is_given_more_effort_goes_on() -> None:
     workload = preset("4B", batch=4, seq=1024, dtype="bf16", checkpointing=True)
     job = Job("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
-    search = Search(job, 0)
+    search = Search(job)
     search.run(15_000)
     first_s, tried = search.seconds, dict(search.tried)
     search.run(60_000)
     assert search.seconds <= first_s
     assert all(search.tried[choice] == seconds for choice, seconds in tried.items())
     assert len(search.tried) > len(tried)
+
+
+def test_more_effort_goes_on_and_the_plan_says_why_it_stopped() -> None:
+    """Near its bound a search stops by itself, however much effort it has."""
+    where = machine("rtx4090")
+    small = preset("1B", batch=1, seq=1024, dtype="bf16", checkpointing=True)
+    least, usual = (find_policy("optimal")(small, where, Settings(effort=effort)) for effort in (0.05, 1))
+    assert least.predictions["policy_iteration_s"] > usual.predictions["policy_iteration_s"]
+    assert "until the effort is used up" in str(least.choices["search"])
+    large = preset("4B", batch=16, seq=1024, dtype="bf16", checkpointing=True)
+    enough = find_policy("optimal")(large, machine("a100-80"), Settings(update="eager", clip=False, effort=100))
+    assert "until a plan is within 0.1%" in str(enough.choices["search"])
+
+
+def test_what_fits_does_not_depend_on_the_effort() -> None:
+    workload = preset("1B", batch=1, seq=1024, dtype="bf16", checkpointing=True)
+    plan = find_policy("optimal")(workload, machine("v100-32", gpu_memory="3GB"), Settings(effort=1e-6))
+    plan.check()

@@ -39,6 +39,8 @@ class Knobs:
         positions, and always for three positions.
     states_first: whether states go down before parameters that stay, because states take room. The parameters are then
         given up later.
+    prefetch: how far ahead copies may go, as `Point.prefetch`; None: as the job's point says.
+    capacity: room for chunks, as `Point.capacity`; None: as the job's point says.
     """
 
     linger: bool = True
@@ -46,6 +48,8 @@ class Knobs:
     down: str = "edf"
     stay: float = 0.25
     states_first: bool = False
+    prefetch: str | int | None = None
+    capacity: str | None = None
 
 
 class Course:
@@ -94,7 +98,7 @@ class Course:
             room=self.room,
             resident_bytes=self.resident_bytes,
             lead_bytes=knobs.lead_chunks * self.job.layout.chunk_bytes,
-            prefetch=point.prefetch,
+            prefetch=point.prefetch if knobs.prefetch is None else knobs.prefetch,
             adam=point.adam,
             down=knobs.down,
             states_first=knobs.states_first,

@@ -2,17 +2,19 @@
 
 The search begins with the numbers that the roofline (modes.py) and the closed form for pins alone (pins.py) propose,
 and goes downhill from the best of them, changing one thing at a time. Then it starts again from trials that the descent
-does not reach (another knob, other modes for the largest chunks). It ends when a plan is as good as the roofline or the
-effort is used up. The effort is counted in scheduled ops, not in seconds: equal arguments give equal plans. A search
-that is given more effort continues.
+does not reach (another knob, less room, copies less far ahead, other modes for the largest chunks). It ends when a plan
+is as good as the roofline, the effort is used up, or nothing is left to try. The effort is counted in scheduled ops,
+not in seconds: equal arguments give equal plans. A search that is given more effort continues.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -27,7 +29,7 @@ from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import least_of
 from pstar_sim.policy.passes.feasibility import check_host
 
-__all__ = ["Search", "Trial"]
+__all__ = ["GOOD_ENOUGH", "Search", "Trial"]
 
 T = TypeVar("T")
 
@@ -45,6 +47,12 @@ AGAIN = 1.2  # another start downhill may be slower than the best attempt by thi
 # 30B has 182 such chunks.
 LARGE, MOST_LARGE = 2.5, 3
 FIRST_STEP = 32  # downhill begins with steps of the number of chunks over this; with steps of 1: the same seconds
+# The share of CPU Adam may grow with up to this power of the depth. Early layers have the shortest time between their
+# last gradient and their next use.
+MOST_TILT = 4
+# Pins that are tried at the start, of those of the roofline, with streams in place of the others: the roofline does not
+# know how much room copies ahead take.
+FEWER_PINS = (0.85, 0.7)
 # Streams taken from the chunks used first. 1: 0.38 %, 1.4 % at most. 0: the jobs 2.3 % shorter, 8.1 % at most; the net
 # longer.
 FRONT = 2
@@ -71,6 +79,9 @@ SUMS_TURNS = (
 )
 # A lead of 3 chunks: 0.07 %, 0.3 % at most; of 1: the same plans. Nothing stays: 0.8 %, 2.8 % at most.
 USUAL = Knobs()
+# Coordinates that are turned where a descent has ended, if they are free: less room, and copies less far ahead, leave
+# more of both to what is urgent.
+OTHER_ROOM: tuple[Mapping[str, object], ...] = ({"capacity": "peak"}, {"prefetch": 16}, {"prefetch": 8})
 # Knobs that are turned last. Without: the same seconds and 0.06 % more bytes.
 TURNS: tuple[Mapping[str, object], ...] = (
     {"linger": False},
@@ -104,6 +115,7 @@ class Trial:
         0 where sums on the GPU are not a choice.
     spills: number of chunks whose sum on the GPU goes to the host between two micro-batches, spread evenly over those
         with such a sum.
+    tilt: power of the depth with which the share of chunks that CPU Adam updates grows; 0: it is even.
     large: mode of each chunk much larger than the usual one, "cpu", "pin" or "stream", in order of first use. A large
         chunk counts as several chunks, in proportion to its size.
     """
@@ -115,6 +127,7 @@ class Trial:
     hosts: int = 0
     spills: int = 0
     large: tuple[str, ...] = ()
+    tilt: int = 0
     knobs: Knobs = USUAL
 
 
@@ -131,7 +144,11 @@ class _Start(NamedTuple):
 class Search:
     """The search in one job.
 
-    effort_ops: ops that the search may still schedule.
+    free: coordinates of the job's point that the search may choose, of "capacity" and "prefetch".
+    effort_ops: ops that the search may still schedule; what fits at all is sought until it is found.
+    spent_ops: ops that it has scheduled.
+    no_room: trials that have no room, each with the nearest one that has, once that is sought.
+    exhausted: whether the search knows nothing more to try.
     tried: trial -> its seconds; inf if the trial does not fit or was given up as too slow.
     fastest: at most two attempts that fit. The first has the least burden among equally fast attempts (ties.py).
     best: seconds and trial of the fastest attempt.
@@ -139,11 +156,16 @@ class Search:
     starts: what is best by the roofline, with and without sums that spill where that is a choice; the best one first.
     """
 
-    def __init__(self, job: Job, effort_ops: int) -> None:
+    def __init__(self, job: Job, free: frozenset[str] = frozenset()) -> None:
         self.job = job
-        self.effort_ops = effort_ops
+        self.free = free
+        self.effort_ops = self.spent_ops = 0
+        self.exhausted = False
+        self.no_room: dict[Trial, Trial | None] = {}
+        self._tight = False  # whether the latest course had no room
         self.tried: dict[Trial, float] = {}
         self.fastest: list[Attempt] = []
+        self._jobs: dict[str, Job] = {}
         self._seconds_of: dict[tuple[Modes, Knobs], float] = {}  # what different trials may come to
         self.best: tuple[float, Trial] | None = None
         self.here: tuple[float, Trial] | None = None
@@ -213,7 +235,7 @@ class Search:
 
     @property
     def spent(self) -> bool:
-        return self.effort_ops <= 0
+        return self.effort_ops <= 0 and self.best is not None
 
     def try_one(self, trial: Trial) -> bool:
         """Make the trial. Returns whether it is better than the trial from which the search goes downhill."""
@@ -226,7 +248,10 @@ class Search:
         if trial not in self.tried:
             if self.spent:
                 return False
+            self._tight = False
             self.tried[trial] = self._seconds(trial)
+            if self._tight:
+                self.no_room[trial] = None
         seconds = self.tried[trial]
         if seconds == math.inf or (self.here is not None and seconds >= self.here[0]):
             return False
@@ -258,7 +283,7 @@ class Search:
                 pins -= times if mode == "pin" else 0
                 streams -= times if mode == "stream" else 0
             pins, streams = max(0, pins), max(0, streams)
-        pinned, streamed = interleave(order, g.sizes, pins, streams, trial.head, trial.front)
+        pinned, streamed = interleave(order, g.sizes, pins, streams, trial.head, trial.front, trial.tilt)
         modes = Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
         if not g.may_sum:
             return modes
@@ -276,14 +301,25 @@ class Search:
         then, _ = interleave(streamed, g.sizes, max(0, hosts - len(by_adam)), 0)
         return frozenset((*by_adam, *streamed)).difference(first, then)
 
+    def _job_of(self, knobs: Knobs) -> Job:
+        """The job with the capacity of the knobs."""
+        job = self.job
+        if knobs.capacity is None or knobs.capacity == job.point.capacity:
+            return job
+        if knobs.capacity not in self._jobs:
+            point = replace(job.point, capacity=knobs.capacity)
+            self._jobs[knobs.capacity] = Job(job.name, job.workload, job.machine, job.settings, point, job.layout)
+        return self._jobs[knobs.capacity]
+
     def _fit(self, modes: Modes, knobs: Knobs) -> Attempt | None:
         try:
             check_host(self.job, modes)
         except DoesNotFit as reason:
             self.reason = self.reason or reason
             return None
-        course = Course(self.job, modes, knobs)
+        course = Course(self._job_of(knobs), modes, knobs)
         if course.least_room_bytes < 0:
+            self._tight = True
             self.least_short_bytes = min(self.least_short_bytes or -course.least_room_bytes, -course.least_room_bytes)
             return None
         if self.here is not None:
@@ -294,16 +330,21 @@ class Search:
         self.effort_ops -= len(found.draft.rows) * (len(found.window.periods_s) + 1) + OVERHEAD_OPS
         return found if found.window.stuck is None and found.window.events else None
 
-    def run(self, effort_ops: int = 0) -> list[Attempt]:
+    def run(self, effort_ops: int = 0, like: Search | None = None) -> list[Attempt]:
         """Continue the search. Returns the attempts that fit and were kept; none if none fits. effort_ops: ops that it
-        may schedule in addition."""
-        self.effort_ops += effort_ops
+        may schedule. like: a search with chunks of another size, whose best trial is tried here too."""
+        self.effort_ops = effort_ops
         self.here = self.best
+        if like is not None:
+            trial = self._like(like)
+            if not self.try_one(trial) and trial in self.no_room:
+                self.try_one(self._with_room(trial))
         if not self.begun:
             for trial in self._starts():
-                self.try_one(trial)
+                if not self.try_one(trial) and trial in self.no_room:
+                    self.try_one(self._with_room(trial))
             self.begun = not self.spent
-            self.here = self.best
+        self.here = self.best
         self._downhill()
         before = None
         while self.best is not None and self.best[1] != before:
@@ -314,6 +355,7 @@ class Search:
                 self.here = None
                 if self.try_one(trial):
                     self._downhill()
+        self.exhausted = not self.spent
         return self.fastest
 
     def _downhill(self) -> None:
@@ -324,6 +366,48 @@ class Search:
             if step == 1:
                 break
             step = max(1, step // 2)
+
+    def _like(self, other: Search) -> Trial:
+        """The trial of this search that is most like the best trial of another one, whose chunks have another size."""
+        assert other.best is not None
+        trial = other.best[1]
+        modes = other._modes(trial)
+        mode_of: dict[int, str] = {}
+        for c in other.job.candidates:
+            mode = "pin" if c in modes.pinned else "stream" if c in modes.streamed else "cpu"
+            mode_of.update((slot.tensor, mode) for slot in other.job.layout.chunks[c].slots)
+        large = tuple(mode_of[self.job.layout.chunks[c].slots[0].tensor] for c in self.large)
+        times = (self.count + (self.surplus if large else 0)) / (other.count + (other.surplus if trial.large else 0))
+        pins = max(self.fewest, min(self.most, round(trial.pins * times)))
+        return replace(
+            trial,
+            pins=pins,
+            streams=round(trial.streams * times),
+            head=min(pins, round(trial.head * times)),
+            hosts=round(trial.hosts * self.count / other.count),
+            spills=round(trial.spills * self.count / other.count),
+            large=large,
+        )
+
+    def _with_room(self, trial: Trial) -> Trial:
+        """A trial that has no room, with as many pins as have, and streams in place of the others."""
+        known = self.no_room[trial]
+        if known is not None:
+            return known
+        low, high, found = self.fewest, trial.pins, trial
+        while low < high:
+            pins = (low + high) // 2
+            streams = trial.streams + trial.pins - pins if trial.streams else 0
+            fewer = replace(trial, pins=pins, streams=streams, head=min(trial.head, pins))
+            if self._has_room(fewer):
+                low, found = pins + 1, fewer
+            else:
+                high = pins
+        self.no_room[trial] = found
+        return found
+
+    def _has_room(self, trial: Trial) -> bool:
+        return Course(self._job_of(trial.knobs), self._modes(trial), trial.knobs).least_room_bytes >= 0
 
     def short(self) -> DoesNotFit:
         """The error that says why nothing fits."""
@@ -382,17 +466,34 @@ class Search:
             yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
             yield replace(self.best[1], head=0)
             yield replace(self.best[1], head=self.best[1].pins // 2)
+            if not self.job.may_sum:
+                yield from self._spread_otherwise()
         if self.best is not None and self.best[1].streams and self.large:
-            yield self._beside(self.best[1], ("stream", *("cpu",) * (len(self.large) - 1)))
+            first = ("stream", *("cpu",) * (len(self.large) - 1))
+            for modes in (first,) if self.job.may_sum else self._modes_of_large():
+                yield self._beside(self.best[1], modes)
+
+    def _spread_otherwise(self) -> Iterator[Trial]:
+        """The best trial, with the share of CPU Adam growing towards the last layers, or with fewer pins."""
+        assert self.best is not None
+        yield replace(self.best[1], tilt=1)
+        for part in FEWER_PINS:
+            now = self.best[1]
+            pins = round(part * now.pins)
+            yield replace(now, pins=pins, streams=now.streams + now.pins - pins, head=min(pins, now.head))
 
     def _elsewhere(self, best: Trial) -> Iterator[Trial]:
         """Trials near this one from which a descent may end at fewer seconds."""
         knobs = best.knobs
         yield replace(best, knobs=replace(knobs, linger=not knobs.linger))
+        for turn in OTHER_ROOM:
+            if self.free.issuperset(turn):
+                yield replace(best, knobs=replace(knobs, **turn))  # type: ignore[arg-type]
         if best.streams:
             yield replace(best, knobs=replace(knobs, linger=False, states_first=not knobs.states_first))
-            for modes in product(("stream", "pin", "cpu"), repeat=len(self.large)):
-                if self.large and modes != best.large:
+            yield replace(best, head=0, front=0, tilt=0)
+            for modes in self._modes_of_large():
+                if modes != best.large:
                     yield self._beside(best, modes)
         if self.job.may_sum:
             yield replace(best, hosts=self.count)
@@ -406,6 +507,10 @@ class Search:
                     pins=fewer, streams=streams + pins - fewer, head=fewer, front=front, hosts=self.count, knobs=USUAL
                 )
 
+    def _modes_of_large(self) -> Iterator[tuple[str, ...]]:
+        """All combinations of modes of the large chunks; none without such chunks."""
+        return product(("stream", "pin", "cpu"), repeat=len(self.large)) if self.large else iter(())
+
     def _beside(self, trial: Trial, large: tuple[str, ...]) -> Trial:
         """The trial with these modes of the large chunks, as many bytes pinned and streamed as before."""
         if trial.large:
@@ -416,45 +521,50 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, step: int) -> bool:
-        """Try changes by `step` (in the last round, step 1, also of a knob). Returns whether one was better. A change
-        that was better is made again."""
+        """Try changes by `step` (in the last round, step 1, also of a knob). Returns whether one was better."""
         improved = False
         for pins, streams in ((-1, 1), (1, -1), (0, 1), (0, -1), (-1, 0), (1, 0)):
-            while self._change(pins=pins * step, streams=streams * step):
-                improved = True
+            improved |= self._go(step, pins=pins, streams=streams)
         for pins, hosts, spills in SUMS_TURNS if self.job.may_sum else ():
-            while self._change(pins=pins * step, hosts=hosts * step, spills=spills * step):
-                improved = True
+            improved |= self._go(step, pins=pins, hosts=hosts, spills=spills)
         for head in (1, -1):
-            while self._change(head=head * 2 * step):
-                improved = True
+            improved |= self._go(2 * step, head=head)
+        for tilt in (1, -1):
+            improved |= self._go(1, tilt=tilt)
         if step == 1:
             for knobs in TURNS:
-                improved |= self._change(knobs=knobs)
+                improved |= self._change({}, knobs)
         return improved
 
-    def _change(
-        self,
-        pins: int = 0,
-        streams: int = 0,
-        head: int = 0,
-        hosts: int = 0,
-        spills: int = 0,
-        knobs: Mapping[str, object] | None = None,
-    ) -> bool:
+    def _go(self, first: int, **numbers: int) -> bool:
+        """Change the numbers by `first` times these. A change that was better is made again, twice as large as long as
+        that is better too. Returns whether one was better."""
+        improved, step = False, first
+        while True:
+            if self._change({name: number * step for name, number in numbers.items()}):
+                improved, step = True, 2 * step
+            elif step > first:
+                step = first
+            else:
+                return improved
+
+    def _change(self, numbers: Mapping[str, int], knobs: Mapping[str, object] = MappingProxyType({})) -> bool:
+        """Try `here` with these numbers added to its own and these knobs. Returns whether that was better."""
         assert self.here is not None
-        now = self.here[1]
+        now, by = self.here[1], Counter(numbers)
         if self.good_enough:
             return False
+        pins, streams, hosts = now.pins + by["pins"], now.streams + by["streams"], now.hosts + by["hosts"]
         return self.try_one(
             replace(
                 now,
-                pins=now.pins + pins,
-                streams=now.streams + streams,
-                head=max(0, min(now.pins + pins, now.head + head)),
-                front=min(now.front if now.streams else FRONT, max(0, now.streams + streams)),
-                hosts=max(0, min(self.count - now.pins - pins, now.hosts + hosts)),
-                spills=max(0, min(self.count - now.pins - pins - now.hosts - hosts, now.spills + spills)),
-                knobs=replace(now.knobs, **(knobs or {})),  # type: ignore[arg-type]
+                pins=pins,
+                streams=streams,
+                head=max(0, min(pins, now.head + by["head"])),
+                front=min(now.front if now.streams else FRONT, max(0, streams)),
+                hosts=max(0, min(self.count - pins, hosts)),
+                spills=max(0, min(self.count - pins - hosts, now.spills + by["spills"])),
+                tilt=max(0, min(MOST_TILT, now.tilt + by["tilt"])),
+                knobs=replace(now.knobs, **knobs),  # type: ignore[arg-type]
             )
         )

@@ -8,6 +8,7 @@ continue. The plans found are followed (pace.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.pace import period_s
-from pstar_sim.policy.family.search import Search
+from pstar_sim.policy.family.search import GOOD_ENOUGH, Search
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.order import in_order
@@ -35,17 +36,19 @@ __all__ = ["SearchResult", "own_plans", "searched"]
 # Without MOST_WASTE: the same plans by 3 % more effort. MOST_CHUNKS 200: 18 %, 53 % at most.
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400
 MOST_WASTE = 0.06
-FACTORS = (0.5, 2.0)  # other chunk sizes, of the usual one, where chunks are many; none: 18 %, 53 % at most
+FACTORS = (2.0, 0.5)  # other chunk sizes, of the usual one, where chunks are many; none: 18 %, 53 % at most
 # Where chunks are few; none: 7.3 %, 24 % at most; FACTORS in their place: 6.4 %, 24 % at most.
 FACTORS_OF_FEW = (0.5, 0.25, 0.125)
-SECOND = 2  # searches that go on; 1: the same plans by 7 % less effort
-REST = 3  # searches that go on then, while effort is left; 1: the same plans
+SECOND = 2  # searches that go on after the first look
 COARSE = 100  # so few chunks or fewer are worth cutting finer; 0: 6.5 %, 24 % at most
-FIRST_OPS = 50_000  # effort on the usual chunk size; half: 0.41 %, 1.7 % at most
-OTHER_OPS = 30_000  # on each other size; half: the same plans by 11 % less effort
-SECOND_OPS = 40_000  # then on the best SECOND; none: 0.14 %, 0.5 % at most
-REST_OPS = 100_000  # then on the best one
-REST_OPS_OF_FEW = 150_000  # the same where chunks are few; half: 1.6 %, 5.8 % at most; twice: the same plans
+# Effort in scheduled ops, for `Settings.effort` 1: in all, and in all where chunks are few. ALONE: the share of it
+# where one chunk size is searched alone.
+OPS, OPS_OF_FEW, ALONE = 290_000, 370_000, 0.65
+# On the usual chunk size, on each other size, and each time that a search goes on.
+FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
+FEWEST_ATTEMPTS = (
+    3  # attempts that a look at another size should allow; otherwise it waits until the others know no more
+)
 WORTH_A_SIZE = 2e-2  # so far from the floor other sizes are tried
 WORTH_A_SIZE_OF_FEW = 5e-3  # where chunks are few; always: the same plans; never: 7.3 %, 24 % at most
 
@@ -74,7 +77,7 @@ class SearchResult:
 def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
     """The plan of another policy of the family that may stream states: the best plan of the search, at the usual chunk
     size. Raises DoesNotFit."""
-    own = own_plans(workload, machine, settings, point, name, sizes=False)
+    own = own_plans(workload, machine, settings, point, name)
     best = least_of(own, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
     return replace(best.plan, predictions=predictions)
@@ -87,37 +90,43 @@ def own_plans(
     point: Point,
     name: str,
     *,
-    sizes: bool = True,
+    free: frozenset[str] = frozenset(),
 ) -> Iterator[SearchResult]:
-    """The best of the search over each chunk size tried. sizes: try others than the usual one, where the settings leave
-    the size open. Raises DoesNotFit if no size fits."""
-    over = _Sizes(workload, machine, settings, point, name)
-    over.look(over.usual, FIRST_OPS)
-    if sizes:
-        over.look_elsewhere()
-    over.go_on_with_the_best()
-    search = min(over.searches, key=lambda search: search.seconds)
+    """The best of the search over each chunk size tried. free: what the search may choose beside modes and knobs:
+    "sizes" (where the settings leave the size open), and coordinates of the point, as in `Search`. Raises DoesNotFit if
+    no size fits."""
+    over = _Sizes(workload, machine, settings, point, name, free)
+    over.run()
+    search = over.best()
     for attempt in search.fastest:  # followed, since what `choose` says is a prediction
-        plan = attempt.plan(_choices(search, attempt, over.tried))
+        plan = attempt.plan(_choices(search, attempt, over))
         yield SearchResult(period_s(plan), name, plan, search.alone_s)
 
 
 class _Sizes:
-    """Searches over several chunk sizes.
+    """Searches over several chunk sizes, one after the other, until a plan is good enough, the effort is used up, or no
+    search knows anything more to try. With more effort they go on, so a plan is never slower.
 
     usual: the layout at the usual size.
     few: whether the usual layout has few chunks, so that smaller chunks gain more.
     searches: searches over the sizes that fit.
     tried: size -> seconds, for `explain`.
+    all_ops, left_ops: ops that the searches may schedule, and those that are left.
     """
 
-    def __init__(self, workload: Workload, machine: Machine, settings: Settings, point: Point, name: str) -> None:
+    def __init__(
+        self, workload: Workload, machine: Machine, settings: Settings, point: Point, name: str, free: frozenset[str]
+    ) -> None:
         workload = in_order(name, workload, point.order)
         self._job = partial(Job, name, workload, machine, settings)
         self._workload, self._machine, self._settings, self._point = workload, machine, settings, point
+        self._free, self._open = free, "sizes" in free and settings.chunk_bytes is None
         self.usual = self._layout(settings.chunk_bytes)
         self.few = len(self.usual.chunks) <= COARSE
+        ops = OPS_OF_FEW if self.few else OPS
+        self.all_ops = self.left_ops = round(settings.effort * (ops if self._open else ALONE * ops))
         self.searches: list[Search] = []
+        self._later: list[Layout] = []  # sizes at which an attempt takes too much effort for a look
         self.tried: dict[str, str] = {}
         self._reason: DoesNotFit | None = None  # why the first size that did not fit did not
 
@@ -126,52 +135,87 @@ class _Sizes:
             self._workload, chunk_bytes=chunk_bytes, ranks=len(self._machine.ranks), sums=self._settings.sums
         )
 
-    def look(self, layout: Layout, effort_ops: int, point: Point | None = None) -> None:
-        """Begin a search with this effort."""
+    def run(self) -> None:
+        """Look at each size, then go on with the most promising ones. Raises DoesNotFit where nothing fits."""
+        self._look(self.usual, FIRST_OPS)
+        self._look_elsewhere()
+        if not self.searches:
+            assert self._reason is not None
+            raise self._reason
+        for search in self._by_seconds()[:SECOND]:
+            self._go_on(search, NEXT_OPS)
+        while self.left_ops > 0 and not self.best().good_enough:
+            if (search_left := self._promising()) is not None:
+                self._go_on(search_left, NEXT_OPS)
+            elif self._later:
+                self._look(self._later.pop(0), NEXT_OPS)
+            else:
+                return
+
+    def best(self) -> Search:
+        return self._by_seconds()[0]
+
+    def stopped(self) -> str:
+        """Why the searches ended."""
+        if self.best().good_enough:
+            return f"a plan is within {GOOD_ENOUGH:.1%} of the roofline"
+        return "the effort is used up" if self.left_ops <= 0 else "there is nothing left to try"
+
+    def _look(self, layout: Layout, effort_ops: int, point: Point | None = None) -> None:
+        """Begin a search with this effort. Until one fits, all of it, whatever is left."""
+        if self.searches and self.left_ops <= 0:
+            return
         job = self._job(point or self._point, layout)
         try:
             check_gpu(job)
         except DoesNotFit as short:
             self._reason = self._reason or short
             return
-        search = Search(job, 0)
-        if self._go_on(search, effort_ops):
+        search = Search(job, self._free)
+        self._go_on(search, effort_ops)
+        if search.fastest:
             self.searches.append(search)
         else:
             self._reason = self._reason or search.short()
 
-    def look_elsewhere(self) -> None:
+    def _look_elsewhere(self) -> None:
         """Other chunk sizes, where the usual one is far from its floor. Where nothing fits, also a constant capacity:
         sometimes the room that only low tide has is better left to chunks that pass through."""
-        if self._settings.chunk_bytes is None and self._far():
+        if self._open and self._far():
             for factor in FACTORS_OF_FEW if self.few else FACTORS:
                 size = int(self.usual.chunk_bytes * factor)
                 layout = self._layout(size_near(self._workload, size) if self.few else size)
                 if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS and layout.waste <= MOST_WASTE:
-                    self.look(layout, OTHER_OPS)
+                    if self._attempts(layout, OTHER_OPS) >= FEWEST_ATTEMPTS:
+                        self._look(layout, OTHER_OPS)
+                    else:
+                        self._later.append(layout)
         if self._point.capacity == "tide" and not self.searches:
-            self.look(self.usual, FIRST_OPS, replace(self._point, capacity="peak"))
+            self._look(self.usual, FIRST_OPS, replace(self._point, capacity="peak"))
 
-    def go_on_with_the_best(self) -> None:
-        """More effort for the most promising searches. Raises DoesNotFit where there is none."""
-        for search in self._by_seconds()[:SECOND]:
-            self._go_on(search, SECOND_OPS)
-        left_ops = REST_OPS_OF_FEW if self.few else REST_OPS
-        for search in self._by_seconds()[:REST]:
-            if left_ops > 0 and not any(search.good_enough for search in self.searches):
-                self._go_on(search, left_ops)
-                left_ops = search.effort_ops  # of one that knows nothing more to try
+    def _attempts(self, layout: Layout, effort_ops: int) -> float:
+        """Roughly how many attempts the effort allows with this layout."""
         if not self.searches:
-            assert self._reason is not None
-            raise self._reason
+            return math.inf
+        first = self.searches[0]
+        each_ops = first.spent_ops / len(first.tried) * len(layout.chunks) / len(first.job.layout.chunks)
+        return effort_ops / each_ops
 
-    def _go_on(self, search: Search, effort_ops: int) -> bool:
-        """Continue a search. Returns whether it has found a plan."""
-        if not search.run(effort_ops):
-            return False
-        size = format_bytes(search.job.layout.chunk_bytes)
-        self.tried[size + ("" if search.job.follow_tide else ", constant capacity")] = format_s(search.seconds)
-        return True
+    def _promising(self) -> Search | None:
+        """The fastest of the searches that know something more to try and could become the fastest of all."""
+        least_s = self.best().seconds
+        return next((s for s in self._by_seconds() if not s.exhausted and s.floor_s < least_s), None)
+
+    def _go_on(self, search: Search, effort_ops: int) -> None:
+        """Let a search go on; it also tries what is best in the other searches."""
+        best = self._by_seconds()[0] if self.searches else None
+        least = effort_ops if best is None else min(effort_ops, self.left_ops)
+        search.run(least, None if best is search else best)
+        search.spent_ops += least - search.effort_ops
+        self.left_ops -= least - search.effort_ops
+        if search.fastest:
+            size = format_bytes(search.job.layout.chunk_bytes)
+            self.tried[size + ("" if search.job.follow_tide else ", constant capacity")] = format_s(search.seconds)
 
     def _far(self) -> bool:
         worth = WORTH_A_SIZE_OF_FEW if self.few else WORTH_A_SIZE
@@ -181,19 +225,21 @@ class _Sizes:
         return sorted(self.searches, key=lambda search: search.seconds)
 
 
-def _choices(search: Search, attempt: Attempt, sizes: dict[str, str]) -> dict[str, object]:
+def _choices(search: Search, attempt: Attempt, over: _Sizes) -> dict[str, object]:
     modes, knobs = attempt.modes, attempt.knobs
     count = len(search.job.candidates)
     cpu = count - len(modes.pinned) - len(modes.streamed)
     return {
         "capacity": "GPU budget less the non-model bytes of each moment"
-        if search.job.follow_tide
+        if attempt.course.job.follow_tide
         else "GPU budget less the highest non-model bytes of any moment",
         "modes": f"of {count} chunks {len(modes.pinned)} pinned, {len(modes.streamed)} streamed, {cpu} by CPU Adam",
         **_sums(search, attempt),
         "pins": f"{len(modes.pinned)} of {count} chunks ({search.most} would fit)",
         "tried": len(search.tried),
-        "chunk_sizes": sizes,
+        "chunk_sizes": over.tried,
+        "search": f"{over.all_ops - over.left_ops:,} of {over.all_ops:,} steps scheduled, until {over.stopped()}; the "
+        f"plan is {search.seconds / search.floor_s - 1:.1%} above the roofline",
         "kept_gaps": len(attempt.course.kept),
         "stay_over_the_border": len(attempt.course.stays),
         "copies_down": COPIES_DOWN[knobs.down],
