@@ -175,7 +175,7 @@ class MomentClock:
 
     @property
     def driven(self) -> bool:
-        """Inside `side_by_side`."""
+        """Whether micro-batches run side by side (`side_by_side`)."""
         return self._before_event is not None
 
     @contextlib.contextmanager

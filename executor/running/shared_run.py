@@ -35,8 +35,8 @@ class SharedRun:
 
 
 def own_batches(batches: Iterator[Any], session: Session) -> Iterator[Any]:
-    """This rank's part of the data: of every P batches in a row the one of its number, and of it as many sequences as
-    its share is. Joined, the ranks' batches are the P."""
+    """This rank's part of the data. Of every P batches in a row, rank r takes batch r: all of it, or where the ranks'
+    shares differ as many of its first sequences as the rank's share has."""
     ranks, whole = session.ranks, session.plan.workload.batch
     if ranks is None:
         return batches

@@ -489,7 +489,7 @@ class _JointProgram:
     # -- the answer --
 
     def solve(self) -> _Solved:
-        """T is at least each term. Raises linear.Unsolved if HiGHS fails."""
+        """The least T that is at least each term. Raises linear.Unsolved if HiGHS fails."""
         lp, scale = self.lp, self.job.scale
         lp.limit(self.t, max(float(lp.most_of(seconds)[0]) for _, seconds in self.terms) / scale)
         for _, seconds in self.terms:

@@ -273,8 +273,8 @@ def _choices(b: Builder, homes: Homes, unit: str) -> dict[str, object]:
     choices: dict[str, object] = {
         "capacity": "GPU budget less the higher non-model peak of this moment and the next, less a reserve of one "
         f"{unit} ({format_bytes(b.layout.chunk_bytes)})",
-        "margin_space": f"{format_bytes(homes.margin_bytes)}: states of {len(homes.pinned)} chunks on the GPU (0.8 of "
-        "it, ceil - 1)",
+        "margin_space": f"{format_bytes(homes.margin_bytes)}: states of {len(homes.pinned)} chunks on the GPU (as many "
+        "as 0.8 of it holds, rounded up, less one)",
         "moves": "on demand and synchronous; evicted chunks are written back, clean ones too",
     }
     if b.ranks > 1:
