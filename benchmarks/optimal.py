@@ -5,8 +5,8 @@ The machines are those of machines/, whose constants stay as they are when the c
 commits are comparable.
 Prints a row a configuration, median and largest gap, and every case in which another policy is faster than `optimal`
 (there must be none: exit 1). --barrier: update=step with clipping. --shapes: models with large vocabularies instead.
---accumulation: 7 to 12B models with several micro-batches. --ranks: 4 to 18B models on nodes of eight GPUs, batch per
-GPU. --alone: no other policy is planned.
+--accumulation: 7 to 12B models with several micro-batches. --small: batch 1 and 2 of these and the GPT models.
+--ranks: 4 to 18B models on nodes of eight GPUs, batch per GPU. --alone: no other policy is planned.
 --certify: gaps to the fluid bound (seconds a configuration) instead of the joint one. Writes results/optimal.json.
 """
 
@@ -40,6 +40,7 @@ MODELS = ("1B", "4B", "8B", "12B", "15B", "18B")
 SHAPES = ("llama-3-8b", "qwen2.5-7b", "qwen2.5-32b")
 ACCUMULATED = ("8B", "12B", "llama-3-8b", "qwen2.5-7b")
 BATCHES = ("4", "8", "16")
+SMALL, SMALL_BATCHES = tuple(dict.fromkeys((*MODELS, *ACCUMULATED))), ("1", "2")
 ACCUMULATIONS = ("1x8", "2x4", "4x4", "1x32")  # sequences of a micro-batch x micro-batches
 SEQUENCE = 1024
 WORSE = AS_FAST  # relative difference that counts as "another policy is faster"
@@ -145,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--barrier", action="store_true", help="update=step with clipping")
     parser.add_argument("--shapes", action="store_true", help=f"{', '.join(SHAPES)} instead of the GPT models")
     parser.add_argument("--accumulation", action="store_true", help=f"{', '.join(ACCUMULATED)} with micro-batches")
+    parser.add_argument("--small", action="store_true", help="batch 1 and 2")
     parser.add_argument("--ranks", action="store_true", help=f"nodes of eight GPUs: {', '.join(NODES)}")
     parser.add_argument("--alone", action="store_true", help="plan no other policy")
     parser.add_argument("--certify", action="store_true", help="the fluid bound instead of the joint one")
@@ -154,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
     usual = SHAPES if options.shapes else ACCUMULATED if options.accumulation else MODELS
-    usual = MODELS[1:] if options.ranks and usual == MODELS else usual
-    every = ACCUMULATIONS if options.accumulation else BATCHES
+    usual = SMALL if options.small else MODELS[1:] if options.ranks and usual == MODELS else usual
+    every = ACCUMULATIONS if options.accumulation else SMALL_BATCHES if options.small else BATCHES
     jobs = [
         (machine, model, batches, options.barrier, options.certify, options.alone)
         for machine in options.machines or (NODES if options.ranks else MACHINES)
@@ -170,7 +172,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, value in found.items():
         print(f"{name.replace('_', ' ')}: {value}")
     setting = "barrier" if options.barrier else "eager"
-    which = "shapes" if options.shapes else "accumulating" if options.accumulation else "gpt"
+    which = (
+        "shapes"
+        if options.shapes
+        else "accumulating"
+        if options.accumulation
+        else "small batches of"
+        if options.small
+        else "gpt"
+    )
     where = ", eight GPUs" if options.ranks else ""
     bound = "fluid" if options.certify else "joint LP"
     name = "optimal" + "".join(
@@ -178,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for word, on in (
             ("ranks", options.ranks),
             ("accumulation", options.accumulation),
+            ("small", options.small),
             ("barrier", options.barrier),
             ("shapes", options.shapes),
             ("certified", options.certify),
@@ -185,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if on
     )
     whole = options.machines is None and options.models is None and options.batches is None
-    whole &= options.accumulation or options.ranks or not options.alone
+    whole &= options.accumulation or options.ranks or options.small or not options.alone
     if whole:
         path = write_result(
             name,

@@ -460,15 +460,19 @@ class Search:
                 start = replace(start, spills=spills, knobs=replace(knobs, linger=True))
                 yield replace(start, spills=round(FEWER_SPILLS * spills))
             yield start
-        knobs = self.best[1].knobs if self.best is not None else knobs
         if self.best is not None and self.best[1].streams:
-            yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
-            yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
-            yield replace(self.best[1], head=0)
-            yield replace(self.best[1], head=self.best[1].pins // 2)
-            if not self.job.may_sum:
-                yield from self._spread_otherwise()
-        if self.best is not None and self.best[1].streams and self.large:
+            yield from self._turned(self.best[1].knobs)
+
+    def _turned(self, knobs: Knobs) -> Iterator[Trial]:
+        """The best trial, one thing after the other turned. knobs: those of the best trial at first."""
+        assert self.best is not None
+        yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
+        yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
+        yield replace(self.best[1], head=0)
+        yield replace(self.best[1], head=self.best[1].pins // 2)
+        if not self.job.may_sum:
+            yield from self._spread_otherwise()
+        if self.large:
             first = ("stream", *("cpu",) * (len(self.large) - 1))
             for modes in (first,) if self.job.may_sum else self._modes_of_large():
                 yield self._beside(self.best[1], modes)
