@@ -78,6 +78,8 @@ class Course:
         self.room = self._needed_room()
         self._take(self._leaving() if knobs.linger else [0] * len(self.room))
         self.least_room_bytes = min(self.room)
+        if self.sums:
+            self._keep_sums()
         self.kept = self._keep() if blocks is None else set()
         self.stays = frozenset(c for c in self.moving if self._stays(c))
         self.kept_whole = self._keep_whole() if blocks is None else set()
@@ -166,8 +168,7 @@ class Course:
         return gradients.room(self.job, position.block, self.modes.pinned | self.modes.summed)
 
     def _keep(self) -> set[UseGap]:
-        """Gaps over which a chunk stays, where there is room for it. Sums of gradients that wait for their update stay
-        by the same rule: the sum of a chunk counts as one more chunk."""
+        """Gaps over which a chunk stays, where there is room for it."""
         job, knobs = self.job, self.knobs
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
         for c in self.moving:
@@ -177,17 +178,24 @@ class Course:
                 gaps.append(border)
         room = [left - arriving for left, arriving in zip(self.room, self._arriving())]
         first = [self.touched[c][0] if c in self.touched else 0 for c in range(len(job.sizes))]
-        sizes, sum_of = list(job.sizes), {}
-        for c, stretches in self.sums.items():
-            sum_of[c] = len(sizes)
-            if len(stretches) > 1 and stretches[-1].first == self.updates.get(c):
-                gaps.append(UseGap(stretches[-2].last, stretches[-1].first, sum_of[c]))
-            sizes.append(job.layout.payload_bytes(c, "grad32"))
-            first.append(stretches[0].first)
-        kept = keep_set(job.point.eviction, gaps, sizes, room, first)
-        self.sums = {c: _joined(sum_of[c], stretches, kept) for c, stretches in self.sums.items()}
+        kept = keep_set(job.point.eviction, gaps, job.sizes, room, first)
+        self.room = [left - held for left, held in zip(self.room, held_over(kept, job.sizes, len(self.room)))]
+        return kept
+
+    def _keep_sums(self) -> None:
+        """Sums of gradients stay from the last gradient to an update behind the barrier where there is room, before any
+        working list does: they would go both ways."""
+        job = self.job
+        gaps = [
+            UseGap(stretches[-2].last, stretches[-1].first, c)
+            for c, stretches in self.sums.items()
+            if len(stretches) > 1 and stretches[-1].first == self.updates.get(c)
+        ]
+        sizes = [job.layout.payload_bytes(c, "grad32") if c in self.sums else 0 for c in range(len(job.sizes))]
+        first = [self.sums[c][0].first if c in self.sums else 0 for c in range(len(sizes))]
+        kept = keep_set(job.point.eviction, gaps, sizes, self.room, first)
+        self.sums = {c: _joined(c, stretches, kept) for c, stretches in self.sums.items()}
         self.room = [left - held for left, held in zip(self.room, held_over(kept, sizes, len(self.room)))]
-        return {gap for gap in kept if gap.chunk < len(job.sizes)}
 
     def _keep_whole(self) -> set[UseGap]:
         """The other ranks' slices stay where room is left beside this rank's own slices and beside gathers ahead."""

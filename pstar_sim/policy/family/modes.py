@@ -13,8 +13,9 @@ ranks numbers of chunks and proves nothing.
 With several micro-batches, the gradients of a share of the chunks that are not pinned add up on the GPU, of streamed
 chunks first. Their sums take room there, and the GPU adds. Where sums may spill, those that have no room beside the
 working lists go down and come up between two micro-batches: that frees their room at two turns, and to give up working
-lists instead would cost the way up twice. All other gradients go down in each micro-batch and the host adds them; the
-sum of a streamed chunk then comes up with its states.
+lists instead would cost the way up twice. All Adam of several micro-batches lies between the last micro-batch and the
+first, so there is a term for the seconds of the others, one by one, and of what lies between (`_in_turn_s`). All other
+gradients go down in each micro-batch and the host adds them; the sum of a streamed chunk then comes up with its states.
 """
 
 from __future__ import annotations
@@ -143,9 +144,10 @@ def roofline(
     sums: Sequence[float] = (0.0,),
     *,
     spill: float = 0.0,
+    in_turn: bool = True,
 ) -> Roofline:
     """The closed form of [Note: the roofline]. spill: share of what has no room between two micro-batches for which
-    sums make room."""
+    sums make room. in_turn: whether what cannot be side by side counts."""
     f = facts.pins
     total_s = float(np.sum(f.moments_s))
     working, pinned = np.asarray(f.working_bytes, float), np.asarray(f.pinned_bytes, float)
@@ -214,15 +216,17 @@ def roofline(
     for span, adams, copies in windows:
         window = np.maximum(window, np.where(cpu > 1e-9, span + inside_s + cpu * adams + copies, 0.0))
     terms += [window, h2d if facts.duplex else h2d + d2h]
-    if facts.sums:
+    if facts.sums and in_turn:
         sent = z * states + (cpu - summed_cpu) * everything + summed_cpu * sum_bytes
         added_s = adds_s / times  # on the GPU in a micro-batch
+        coming = (1 - x) * everything + visiting
+        ahead = np.clip(last, 0.0, visiting)  # of what comes for updates behind a barrier, what has room before it
         terms.append(
             _in_turn_s(
                 facts,
                 computed_s=(added_s, (x + z) * gpu_adam + wait),
                 adam_s=cpu * adam,
-                up_s=tuple(size / facts.h2d_bytes_per_s for size in (turn_up, spilt, (1 - x) * everything + visiting)),
+                up_s=tuple(size / facts.h2d_bytes_per_s for size in (turn_up, spilt, coming - ahead, ahead)),
                 down_s=tuple(size / facts.d2h_bytes_per_s for size in ((1 - x - summed) * everything, spilt, sent)),
             )
         )
@@ -237,7 +241,7 @@ def _in_turn_s(
     *,
     computed_s: tuple[Array, Array],
     adam_s: Array,
-    up_s: tuple[Array, Array, Array],
+    up_s: tuple[Array, Array, Array, Array],
     down_s: tuple[Array, Array, Array],
 ) -> Array:
     """Seconds of what cannot be side by side: the micro-batches but the last one, each with the forward pass behind it,
@@ -246,12 +250,12 @@ def _in_turn_s(
 
     computed_s: seconds of the compute queue beside the moments: adds in a micro-batch, updates.
     adam_s: seconds of CPU Adam.
-    up_s: seconds of copies up: what a turn cannot keep, spilt sums of a micro-batch, all that comes for updates and for
-        the next iteration.
+    up_s: seconds of copies up: what a turn cannot keep, spilt sums of a micro-batch, what comes for updates and for the
+        next iteration, the part of it that may come before the barrier.
     down_s: seconds of copies down: gradients of a micro-batch, its spilt sums, what leaves in the last micro-batch.
     """
     backward_s = facts.first_s - facts.forward_s
-    (added_s, updates_s), (turn_s, spilt_up_s, last_up_s), (lists_s, spilt_down_s, last_down_s) = (
+    (added_s, updates_s), (turn_s, spilt_up_s, last_up_s, ahead_s), (lists_s, spilt_down_s, last_down_s) = (
         computed_s,
         up_s,
         down_s,
@@ -259,10 +263,10 @@ def _in_turn_s(
     forward_s, back_s = _most(facts.forward_s, turn_s), _most(backward_s + added_s, turn_s + spilt_up_s)
     each_s = _most(forward_s + back_s, lists_s + spilt_down_s)
     if facts.pins.barrier:
-        last_s = _most(backward_s + added_s, turn_s, lists_s)
+        last_s = _most(backward_s + added_s, turn_s + spilt_up_s + ahead_s, lists_s)
         last_s = last_s + _most(facts.forward_s + updates_s, adam_s, last_up_s)
     else:
-        last_s = _most(facts.first_s + added_s + updates_s, adam_s, turn_s + last_up_s, last_down_s)
+        last_s = _most(facts.first_s + added_s + updates_s, adam_s, turn_s + last_up_s + ahead_s, last_down_s)
     return (facts.lists - 1) * each_s + last_s
 
 

@@ -195,13 +195,23 @@ class Search:
             self.floor_s = min(self.floor_s, float(roof.floor_s.min()))
             self.starts.append(self._best_start(roof, pins, shares, sums, spill))
         self.starts = sorted((min(self.starts[1:]), self.starts[0])) if job.may_sum else self.starts
+        # The best of a roofline that knows of no turns: far from some starts, where few large chunks are in the way.
+        roof = roofline(self.facts, pins, shares, sums, in_turn=False) if job.may_sum else roof
+        self.without_turns = self._best_start(roof, pins, shares, sums, 0.0, in_turn=False)
         # The best without sums on the GPU: its seconds, pins and streams.
         p, z = np.unravel_index(int(roof.seconds[..., 0].argmin()), roof.seconds.shape[:2])
         self.without_sums = float(roof.seconds[p, z, 0]), pins[p], round(shares[z] * (self.count - pins[p]))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
 
     def _best_start(
-        self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float], spill: float
+        self,
+        roof: Roofline,
+        pins: Sequence[int],
+        shares: Sequence[float],
+        sums: Sequence[float],
+        spill: float,
+        *,
+        in_turn: bool = True,
     ) -> _Start:
         """The best trial by the roofline over these points; where sums are a choice, of points between them too."""
         for closer in (*(True,) * CLOSER, False) if self.job.may_sum else (False,):
@@ -209,7 +219,7 @@ class Search:
             if closer:
                 pins = sorted({round(n) for n in _near(pins, p)})
                 shares, sums = _near(shares, z), _near(sums, g)
-                roof = roofline(self.facts, pins, shares, sums, spill=spill)
+                roof = roofline(self.facts, pins, shares, sums, spill=spill, in_turn=in_turn)
         moving = self.count - pins[p]
         hosts = round((1 - sums[g]) * moving) if self.job.may_sum else 0
         spills = round(float(roof.spilt[p, z, g]) * self.count)
@@ -443,13 +453,15 @@ class Search:
             yield Trial(pins=self.fewest, streams=0, head=0, hosts=no_sums)
             yield Trial(pins=self.most, streams=0, head=self.most, hosts=no_sums)
 
-    def _roofline_starts(self) -> Iterator[Trial]:
-        # Behind a barrier all streamed chunks are updated at once, and what has room there decides.
-        knobs = USUAL
+    def _first_knobs(self) -> Knobs:
+        """Knobs of the first trial. Behind a barrier all streamed chunks are updated at once, and what has room there
+        decides."""
         if self.facts.pins.barrier:
-            knobs = replace(USUAL, linger=False, states_first=True)
-        elif self.job.may_sum:
-            knobs = ALL_AT_ONCE
+            return replace(USUAL, linger=False, states_first=True)
+        return ALL_AT_ONCE if self.job.may_sum else USUAL
+
+    def _roofline_starts(self) -> Iterator[Trial]:
+        knobs = self._first_knobs()
         for number, (seconds, pins, streams, hosts, spills) in enumerate(self.starts):
             if number and seconds > self.starts[0].seconds * WORTH_A_START:
                 break
@@ -489,6 +501,10 @@ class Search:
     def _elsewhere(self, best: Trial) -> Iterator[Trial]:
         """Trials near this one from which a descent may end at fewer seconds."""
         knobs = best.knobs
+        if self.job.may_sum:
+            _, pins, streams, hosts, _ = self.without_turns
+            front = min(FRONT, streams)
+            yield Trial(pins=pins, streams=streams, head=0, front=front, hosts=hosts, knobs=self._first_knobs())
         yield replace(best, knobs=replace(knobs, linger=not knobs.linger))
         for turn in OTHER_ROOM:
             if self.free.issuperset(turn):
