@@ -32,7 +32,7 @@ def mixed_plan(
     w = kit.workload_of(model, {"x": x}, micro_batches=MICRO_BATCHES, name="layers")
     params = sum(t.bytes for t in w.tensors)
     settings = Settings(update=update, clip=clip, chunk_bytes=48 * 49 * x.element_size(), sums=sums)
-    room = 6.0 if not spill else 2.5 if x.element_size() == 4 else 4.0  # bytes per byte of the parameters
+    room = 6.0 if not spill else 2.1 if x.element_size() == 4 else 3.5  # bytes per byte of the parameters
     machine = kit.small_machine(w.peak_non_model_bytes + int(room * params))
     job = Job("by hand", w, machine, settings, Point(streams=True, sums=True))
     pinned, cpu_sum, stream_sum, stream_host, _, last = job.candidates
