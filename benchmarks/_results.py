@@ -49,6 +49,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "kills": EXECUTED,
     "load_weights": EXECUTED,
     "optimal*": PLANNED,
+    "options": PLANNED,
     "oracle": (*PLANNED, "tests/oracle/**"),
     "overhead": EXECUTED,
     "patrickstar_node": PLANNED,

@@ -49,7 +49,7 @@ __all__ = ["Bill", "Cheapest", "Offer", "bill", "cheapest"]
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_NODES = 64
 POLICIES = named(lambda able: able.tries_others)
-"""Tried where none is named: it is as fast as any other to 0.01 % (policy/kit/ties.py)."""
+"""Tried where none is named: it is as fast as any other without options, to 0.01 % (policy/kit/ties.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""optimal: the plan of a search, or of another policy where that is faster; at most 0.01 % slower than any policy.
+"""optimal: the plan of a search, or of another policy where that is faster.
+
+It is at most 0.01 % slower than any shipped policy without options. Options set what the search does not try, so
+another policy may be faster with some of its own (benchmarks/options.py).
 
 The plan that the search found (family/searched.py) and the plans of the other policies are followed, and the fastest is
 taken. It has the name `optimal`; `choices` name the policy that made it.

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from operator import attrgetter
 
 from pstar_sim.arguments import instance
 from pstar_sim.errors import TraceError
@@ -65,7 +66,8 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
     moments = [*_levelled(workload, cells), workload.moments[-1]]
     moments[-1] = _step(workload, moments)
     position = {m: n for n, m in enumerate(order)}
-    uses = sorted((replace(use, moment=position[use.moment]) for use in workload.uses), key=_by_moment)
+    moved = [Use(moment=position[use.moment], tensor=use.tensor, kind=use.kind) for use in workload.uses]
+    uses = sorted(moved, key=attrgetter("moment", "tensor", "kind"))
     made = replace(workload, moments=tuple(moments), uses=tuple(uses))
     return made if stash == "gpu" else _stashed(made, workload, parts, cells)
 
@@ -85,10 +87,6 @@ def parts_of(workload: Workload) -> list[tuple[int, int]]:
         parts[-1] = (parts[-1][0], min(moments[-1], step - 1))
         last = kind
     return [*parts, (step, step)]
-
-
-def _by_moment(use: Use) -> tuple[int, int, str]:
-    return use.moment, use.tensor, use.kind.value
 
 
 def _bodies(w: Workload) -> list[range]:

@@ -1,0 +1,111 @@
+"""`optimal` against every shipped policy at every point of a grid of options.
+
+The grid: a policy as it is, each other value of each of its options alone, and where it may stream states each of them
+with streams=on. Of an option that is a number: NUMBERS, or half and twice a large default. Jobs: small and large
+batches, one and several micro-batches, eager and behind the barrier, on one GPU with the constants of machines/, in
+orders that a loop of the user's own can follow.
+
+Prints the points that are faster than `optimal` by more than 0.01 %; writes results/options.json with a row per point.
+Exit 1 if a policy without options is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from _results import write_result
+
+import pstar_sim as ps
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import PstarError
+from pstar_sim.policy.kit.options import options_of, show
+from pstar_sim.policy.kit.ties import AS_FAST
+from pstar_sim.policy.registry import built_in, can_follow, find_policy
+from pstar_sim.sim.play import play
+
+FROZEN = Path(__file__).with_name("machines")
+EAGER, BARRIER = Settings(update="eager", clip=False), Settings(update="step", clip=True)
+SETTINGS = {"eager": EAGER, "barrier": BARRIER}
+NUMBERS, LARGE = (1, 4), 100
+JOBS = (  # model, machine, memory of the GPU (None: all), batch, micro-batches, setting
+    ("12B", "h100-80", None, 8, 1, "eager"),
+    ("1B", "rtx4090", "6GB", 4, 1, "barrier"),
+    ("1B", "rtx4090", "6GB", 1, 4, "eager"),
+    ("llama-3-8b", "h100-80", None, 2, 1, "eager"),
+    ("4B", "rtx4090", None, 2, 4, "barrier"),
+)
+
+
+def values(kind: Any, default: object) -> Iterator[str]:
+    """The values of an option's type that the grid has, as written in a spec."""
+    if kind is bool:
+        yield from ("on", "off")
+    elif get_origin(kind) is Literal:
+        yield from get_args(kind)
+    elif get_origin(kind) is Union:
+        for one in get_args(kind):
+            yield from values(one, default)
+    elif get_args(kind)[:1] == (int,):
+        large = isinstance(default, int) and default >= LARGE
+        yield from map(str, (default // 2, default * 2) if large and isinstance(default, int) else NUMBERS)
+    else:
+        yield "0.5"
+
+
+def points() -> Iterator[str]:
+    """The specs of the grid, without `optimal` itself."""
+    for name, policy in built_in().items():
+        options = options_of(policy)
+        alone = [
+            f"{key}={value}"
+            for key, option in options.items()
+            for value in values(option.kind, option.default)
+            if value != show(option.default)
+        ]
+        streams = [
+            f"streams=on,{one}" for one in alone if "streams=on" in alone and not one.startswith(("streams", "barrier"))
+        ]
+        if name != "optimal":
+            yield name
+        yield from (f"{name}:{one}" for one in (*alone, *streams))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=len(JOBS), help="the first so many of the jobs")
+    args = parser.parse_args()
+    rows: list[dict[str, object]] = []
+    beaten = 0
+    for model, name, memory, batch, micro_batches, word in JOBS[: args.jobs]:
+        machine = ps.machine(FROZEN / f"{name}.toml", gpu_memory=memory)
+        workload = ps.preset(model, batch=batch, seq=1024, dtype="bf16", micro_batches=micro_batches)
+        job, settings = f"{model}, {name}, {memory}, {batch} x {micro_batches}, {word}", SETTINGS[word]
+        best_s = play(find_policy("optimal")(workload, machine, settings)).iteration_s
+        count = 0
+        for spec in points():
+            if not can_follow(settings, workload, spec):
+                continue
+            try:
+                seconds = play(find_policy(spec)(workload, machine, settings)).iteration_s
+            except PstarError:  # it does not fit, or does not apply
+                continue
+            count += 1
+            faster = best_s / seconds - 1
+            rows.append({"job": job, "policy": spec, "iteration_s": seconds, "faster": faster})
+            if faster > AS_FAST:
+                beaten += ":" not in spec
+                print(
+                    f"{job}: {spec} is {faster:.2%} faster than optimal ({seconds:.4f} s, {best_s:.4f} s)", flush=True
+                )
+        print(f"{job}: optimal {best_s:.4f} s, {count} points fit", flush=True)
+        rows.append({"job": job, "policy": "optimal", "iteration_s": best_s, "faster": 0.0})
+    print(f"{beaten} policies without options are faster; written to {write_result('options', {'rows': rows})}")
+    return 1 if beaten else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
