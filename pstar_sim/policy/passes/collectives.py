@@ -3,8 +3,10 @@ summed over the ranks."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.job import Job
@@ -13,6 +15,10 @@ from pstar_sim.policy.passes.draft_rows import After, DraftRows
 from pstar_sim.policy.passes.floors import Floors
 
 __all__ = ["Collectives", "reduce", "room"]
+
+# How many times as long as it takes a gather may run ahead of its use. As far as there is room: on a node of eight H100
+# a model of 70B takes 12 % longer, because whole chunks take the room of states on their way. 6: the same plans.
+GATHERS_AHEAD = 20
 
 
 def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
@@ -40,6 +46,8 @@ class Collectives:
         self._floors = floors
         # chunk -> its first gather, and whether its own slice was fetched for that
         self._first_gathers: dict[int, tuple[int, bool]] = {}
+        self._ends_s = list(accumulate(position.seconds for position in rows.schedule.positions))
+        self._earlier: list[tuple[int, int]] = []  # (gather, position of the previous iteration that it waits for)
         self._gathers_before: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
         self._drops_behind: defaultdict[int, list[int]] = defaultdict(list)
         self._sums_behind: defaultdict[int, list[int]] = defaultdict(list)
@@ -62,14 +70,28 @@ class Collectives:
         rows = self._rows
         at, row = rows.fetch_of.get(c, (-1, -1))
         fetched = at == n
+        floor = self._ahead(c, n)
         after: After = (*(((row, 0),) if fetched else ()), *self._floors.of(c, n))
+        if floor >= 0:
+            after += ((rows.last_rows[floor], 0),)
         if c in rows.others_release_of:
             after += ((rows.others_release_of[c], 0),)
         moment, deadline = rows.moment_of(n), (float(n), float(c))
         gather = rows.add(Queue.NET, Kind.GATHER, c, "remote", moment, after=after, key=deadline, use=n)
         self._floors.serve(c, n, gather)
+        if floor < 0:
+            self._earlier.append((gather, floor))
         self._first_gathers.setdefault(c, (gather, fetched))
         return gather
+
+    def _ahead(self, c: int, n: int) -> int:
+        """The position that ends before the gather of chunk c for position n may start, so that the others' slices do
+        not take room for longer than they have to; negative in the previous iteration."""
+        job, ends, count = self._rows.schedule.job, self._ends_s, len(self._ends_s)
+        begin_s = (ends[n - 1] if n else 0.0) - GATHERS_AHEAD * job.cost.collective_s(job.whole_bytes(c))
+        if begin_s >= 0:
+            return min(n, bisect_right(ends, begin_s)) - 1
+        return max(n + 1, bisect_right(ends, begin_s + ends[-1])) - 1 - count
 
     def behind(self, n: int, here: int) -> None:
         rows, job = self._rows, self._rows.schedule.job
@@ -84,6 +106,8 @@ class Collectives:
         """Let a first gather wait until the slices of the previous iteration are gone, and for the update where no
         fetch waits for it."""
         rows = self._rows
+        for gather, floor in self._earlier:
+            rows.wait(gather, (rows.last_rows[floor + len(rows.last_rows)], 1))
         for c, (gather, fetched) in self._first_gathers.items():
             rows.wait(gather, (rows.others_release_of[c], 1))
             if not fetched and c in rows.gpu_update_of:
