@@ -160,7 +160,7 @@ class FactSource(Protocol):
 
     @property
     def asks(self) -> Mapping[Fact, Callable[[Any], bool]]:
-        """How each fact is asked of these facts."""
+        """For each fact the function that finds out, given these facts, whether it holds."""
         ...
 
 
