@@ -19,11 +19,9 @@ from pstar_sim.policy.passes import collectives, gradients, updates
 __all__ = ["Course", "Knobs"]
 
 # By [Note: what the constants buy] in search.py.
-# Positions: a streamed chunk may always stay over a border that is no longer. 0: a model of two layers takes 8 s for 7,
-# the other jobs the same.
+# Positions: a streamed chunk may always stay over a border that is no longer. It counts in models of a few layers.
 SHORT = 3
-# How many copies long a gradient is expected to stay after it is final. 0: one search of the net 3.3 % longer; the jobs
-# differ by less than 0.1 %.
+# How many copies long a gradient is expected to stay after it is final.
 LINGER_COPIES = 2
 
 

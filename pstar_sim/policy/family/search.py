@@ -33,28 +33,24 @@ __all__ = ["GOOD_ENOUGH", "Search", "Trial"]
 
 T = TypeVar("T")
 
-# [Note: what the constants buy] By how much iterations are longer without the constant, or with another value: the mean
-# and the most over the jobs of benchmarks/search_constants.py (results/search_constants.json), where nothing else is
-# said. "The net" are the searches of tests/golden.
-OVERHEAD_OPS = 300  # effort that an attempt costs beside its ops; 0: the same plans by 9 % more ops
-# Distance from the floor at which nothing more is tried. Never: where the GPU is busy nearly all the time, 82 % more
-# effort for plans that are no faster.
+# [Note: what the constants buy] docs/results/search-constants.md says for each constant of the search what another
+# value in its place does to iterations, bytes and effort; the comments say what the constants are for.
+OVERHEAD_OPS = 300  # effort that an attempt costs beside its ops
+# Distance from the floor at which nothing more is tried: where the GPU is busy nearly all the time, nothing is left.
 GOOD_ENOUGH = 1e-3
-HOPELESS = 1.003  # an attempt slower than the best by this factor is not scheduled to its end; 2: 2.5 %, 9.3 % at most
-AGAIN = 1.2  # another start downhill may be slower than the best attempt by this factor; 1: 0.55 %, 1.7 % at most
+HOPELESS = 1.003  # an attempt slower than the best by this factor is not scheduled to its end
+AGAIN = 1.2  # another start downhill may be slower than the best attempt by this factor
 # A chunk LARGE times as large as the usual one has a mode of its own, the first MOST_LARGE of them: all combinations of
-# their modes are tried. Without: 0.25 %, 0.7 % at most. MOST_LARGE bounds the combinations: a Llama
-# 30B has 182 such chunks.
+# their modes are tried. MOST_LARGE bounds the combinations: a Llama 30B has 182 such chunks.
 LARGE, MOST_LARGE = 2.5, 3
-FIRST_STEP = 32  # downhill begins with steps of the number of chunks over this; with steps of 1: the same seconds
+FIRST_STRIDE = 32  # downhill begins with changes by the number of chunks over this, and ends with changes by 1
 # The share of CPU Adam may grow with up to this power of the depth. Early layers have the shortest time between their
 # last gradient and their next use.
 MOST_TILT = 4
 # Pins that are tried at the start, of those of the roofline, with streams in place of the others: the roofline does not
 # know how much room copies ahead take.
 FEWER_PINS = (0.85, 0.7)
-# Streams taken from the chunks used first. 1: 0.38 %, 1.4 % at most. 0: the jobs 2.3 % shorter, 8.1 % at most; the net
-# longer.
+# Streams taken from the chunks used first, which have the least time between their last gradient and their next use.
 FRONT = 2
 # With several micro-batches all updates come in the last backward pass, and the way down is what is short.
 ALL_AT_ONCE = Knobs(down="adam", states_first=True)
@@ -77,12 +73,11 @@ SUMS_TURNS = (
     (0, 0, 1),
     (0, 0, -1),
 )
-# A lead of 3 chunks: 0.07 %, 0.3 % at most; of 1: the same plans. Nothing stays: 0.8 %, 2.8 % at most.
-USUAL = Knobs()
+USUAL = Knobs()  # with which a search begins
 # Coordinates that are turned where a descent has ended, if they are free: less room, and copies less far ahead, leave
 # more of both to what is urgent.
 OTHER_ROOM: tuple[Mapping[str, object], ...] = ({"capacity": "peak"}, {"prefetch": 16}, {"prefetch": 8})
-# Knobs that are turned last. Without: the same seconds and 0.06 % more bytes.
+# Knobs that are turned last.
 TURNS: tuple[Mapping[str, object], ...] = (
     {"linger": False},
     {"stay": 0.0},
@@ -369,13 +364,13 @@ class Search:
         return self.fastest
 
     def _downhill(self) -> None:
-        step = max(1, self.count // FIRST_STEP)
+        stride = max(1, self.count // FIRST_STRIDE)
         while self.here is not None and not self.good_enough and not self.spent:
-            if self._descend(step):
+            if self._descend(stride):
                 continue
-            if step == 1:
+            if stride == 1:
                 break
-            step = max(1, step // 2)
+            stride = max(1, stride // 2)
 
     def _like(self, other: Search) -> Trial:
         """The trial of this search that is most like the best trial of another one, whose chunks have another size."""
@@ -540,18 +535,18 @@ class Search:
         streams = trial.streams + sum(times - 1 for c, times in self.large.items() if c in modes.streamed)
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
-    def _descend(self, step: int) -> bool:
-        """Try changes by `step` (in the last round, step 1, also of a knob). Returns whether one was better."""
+    def _descend(self, stride: int) -> bool:
+        """Try changes by `stride` (in the last round, stride 1, also of a knob). Returns whether one was better."""
         improved = False
         for pins, streams in ((-1, 1), (1, -1), (0, 1), (0, -1), (-1, 0), (1, 0)):
-            improved |= self._go(step, pins=pins, streams=streams)
+            improved |= self._go(stride, pins=pins, streams=streams)
         for pins, hosts, spills in SUMS_TURNS if self.job.may_sum else ():
-            improved |= self._go(step, pins=pins, hosts=hosts, spills=spills)
+            improved |= self._go(stride, pins=pins, hosts=hosts, spills=spills)
         for head in (1, -1):
-            improved |= self._go(2 * step, head=head)
+            improved |= self._go(2 * stride, head=head)
         for tilt in (1, -1):
             improved |= self._go(1, tilt=tilt)
-        if step == 1:
+        if stride == 1:
             for knobs in TURNS:
                 improved |= self._change({}, knobs)
         return improved
@@ -559,12 +554,12 @@ class Search:
     def _go(self, first: int, **numbers: int) -> bool:
         """Change the numbers by `first` times these. A change that was better is made again, twice as large as long as
         that is better too. Returns whether one was better."""
-        improved, step = False, first
+        improved, stride = False, first
         while True:
-            if self._change({name: number * step for name, number in numbers.items()}):
-                improved, step = True, 2 * step
-            elif step > first:
-                step = first
+            if self._change({name: number * stride for name, number in numbers.items()}):
+                improved, stride = True, 2 * stride
+            elif stride > first:
+                stride = first
             else:
                 return improved
 

@@ -32,25 +32,22 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["SearchResult", "own_plans", "searched"]
 
 # By [Note: what the constants buy] in search.py.
-# Bounds of the other chunk sizes that are tried: fewer chunks leave nothing to schedule, more make a search long.
-# Without MOST_WASTE: the same plans by 3 % more effort. MOST_CHUNKS 200: 18 %, 53 % at most.
+# Bounds of the other chunk sizes that are tried: many chunks make a search long, and padding is copied too.
 FEWEST_CHUNKS, MOST_CHUNKS = 16, 400
 MOST_WASTE = 0.06
-FACTORS = (2.0, 0.5)  # other chunk sizes, of the usual one, where chunks are many; none: 18 %, 53 % at most
-# Where chunks are few; none: 7.3 %, 24 % at most; FACTORS in their place: 6.4 %, 24 % at most.
-FACTORS_OF_FEW = (0.5, 0.25, 0.125)
+FACTORS = (2.0, 0.5)  # other chunk sizes, of the usual one, where chunks are many
+FACTORS_OF_FEW = (0.5, 0.25, 0.125)  # where chunks are few
 SECOND = 2  # searches that go on after the first look
-COARSE = 100  # so few chunks or fewer are worth cutting finer; 0: 6.5 %, 24 % at most
+COARSE = 100  # so few chunks or fewer are worth cutting finer
 # Effort in scheduled ops, for `Settings.effort` 1: in all, and in all where chunks are few. ALONE: the share of it
 # where one chunk size is searched alone.
 OPS, OPS_OF_FEW, ALONE = 290_000, 370_000, 0.65
 # On the usual chunk size, on each other size, and each time that a search goes on.
 FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
-FEWEST_ATTEMPTS = (
-    3  # attempts that a look at another size should allow; otherwise it waits until the others know no more
-)
+# Attempts that a look at another size should allow; otherwise it waits until the others know no more.
+FEWEST_ATTEMPTS = 3
 WORTH_A_SIZE = 2e-2  # so far from the floor other sizes are tried
-WORTH_A_SIZE_OF_FEW = 5e-3  # where chunks are few; always: the same plans; never: 7.3 %, 24 % at most
+WORTH_A_SIZE_OF_FEW = 5e-3  # the same where chunks are few
 
 
 COPIES_DOWN = {
