@@ -319,12 +319,16 @@ def _lines_of_sums(plan: Plan) -> list[str]:
     return lines
 
 
+def _moved_sums(plan: Plan, kind: Kind) -> set[int | None]:
+    """Chunks whose sums of gradients such steps copy."""
+    return {step.chunk for step in plan.steps if step.kind is kind and step.list == "grad32"}
+
+
 def _places_of_sums(plan: Plan) -> dict[int, str]:
     """Chunk -> where its gradients add up, in words."""
     lists = gradient_list(plan)
     stays = {r.chunk for r in plan.initial if r.list == "grad32" and r.place is Place.GPU}
-    sent = {s.chunk for s in plan.steps if s.kind is Kind.WRITEBACK and s.list == "grad32"}
-    back = {s.chunk for s in plan.steps if s.kind is Kind.FETCH and s.list == "grad32"}
+    sent, back = _moved_sums(plan, Kind.WRITEBACK), _moved_sums(plan, Kind.FETCH)
     on_gpu = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.list == "grad32" and s.place is Place.GPU}
     words = {}
     for chunk in sorted({chunk for chunk, _ in lists}):

@@ -207,18 +207,14 @@ def roofline(
     terms.append(np.full_like(z, facts.net_s))
     windows = _windows(facts)
     inside_s = adds_s if f.barrier else adds_before_s
-    last_window = [
-        np.where(cpu > 1e-9, span + inside_s + cpu * adams + copies, 0.0) for span, adams, copies in windows[-1:]
-    ]
+    last_window = _longest(windows[-1:], inside_s, cpu)
     least_up = h2d - z * up
-    floor = np.stack(np.broadcast_arrays(*terms, *last_window, least_up if facts.duplex else least_up + d2h))
-    window = np.zeros_like(z)
-    for span, adams, copies in windows:
-        window = np.maximum(window, np.where(cpu > 1e-9, span + inside_s + cpu * adams + copies, 0.0))
-    terms += [window, h2d if facts.duplex else h2d + d2h]
+    floor = np.stack(np.broadcast_arrays(*terms, last_window, least_up if facts.duplex else least_up + d2h))
+    terms += [_longest(windows, inside_s, cpu), h2d if facts.duplex else h2d + d2h]
     if facts.sums and in_turn:
         sent = z * states + (cpu - summed_cpu) * everything + summed_cpu * sum_bytes
         added_s = adds_s / times  # on the GPU in a micro-batch
+        up_rate, down_rate = facts.h2d_bytes_per_s, facts.d2h_bytes_per_s
         coming = (1 - x) * everything + visiting
         ahead = np.clip(last, 0.0, visiting)  # of what comes for updates behind a barrier, what has room before it
         terms.append(
@@ -226,14 +222,23 @@ def roofline(
                 facts,
                 computed_s=(added_s, (x + z) * gpu_adam + wait),
                 adam_s=cpu * adam,
-                up_s=tuple(size / facts.h2d_bytes_per_s for size in (turn_up, spilt, coming - ahead, ahead)),
-                down_s=tuple(size / facts.d2h_bytes_per_s for size in ((1 - x - summed) * everything, spilt, sent)),
+                up_s=(turn_up / up_rate, spilt / up_rate, (coming - ahead) / up_rate, ahead / up_rate),
+                down_s=((1 - x - summed) * everything / down_rate, spilt / down_rate, sent / down_rate),
             )
         )
     table = np.stack(np.broadcast_arrays(*terms))
     seconds = np.where(beside < 0, np.inf, table.max(axis=0)) if len(sums) > 1 else table.max(axis=0)
     spilt_share = np.broadcast_to(spilt / max(1.0, sum_bytes), seconds.shape)
     return Roofline(np.asarray(seconds), np.asarray(floor.max(axis=0)), spilt_share)
+
+
+def _longest(windows: Sequence[tuple[float, float, float]], inside_s: Array, cpu: Array) -> Array:
+    """Seconds of the window that takes longest, 0 where CPU Adam updates nothing. windows: as `_windows` has them.
+    inside_s: seconds in each window beside its moments."""
+    longest = np.zeros_like(cpu + inside_s)
+    for span, adams, copies in windows:
+        longest = np.maximum(longest, np.where(cpu > 1e-9, span + inside_s + cpu * adams + copies, 0.0))
+    return longest
 
 
 def _in_turn_s(
