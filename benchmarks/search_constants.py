@@ -130,7 +130,6 @@ CHANGES: tuple[Change, ...] = (
     *instead("search", "policy.family.searched.WORTH_A_SIZE_OF_FEW", 0.0, 1.0),
     *instead("many chunks", "policy.family.searched.WORTH_A_SIZE", 0.0, 1.0),
     *instead("search", "policy.family.searched.COARSE", 0, 200),
-    *instead("few chunks", "policy.family.searched.FEWEST_CHUNKS", 1, 32),
     *instead("many chunks", "policy.family.searched.MOST_CHUNKS", 200, 10**6),
     *instead("search, few chunks", "policy.family.searched.MOST_WASTE", 1.0),
     *instead("few chunks", "policy.family.course.SHORT", 0, 6),

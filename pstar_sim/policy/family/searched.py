@@ -33,8 +33,7 @@ __all__ = ["SearchResult", "own_plans", "searched"]
 
 # By [Note: what the constants buy] in search.py.
 # Bounds of the other chunk sizes that are tried: many chunks make a search long, and padding is copied too.
-FEWEST_CHUNKS, MOST_CHUNKS = 16, 400
-MOST_WASTE = 0.06
+MOST_CHUNKS, MOST_WASTE = 400, 0.06
 FACTORS = (2.0, 0.5)  # other chunk sizes, of the usual one, where chunks are many
 FACTORS_OF_FEW = (0.5, 0.25, 0.125)  # where chunks are few
 SECOND = 2  # searches that go on after the first look
@@ -182,7 +181,7 @@ class _Sizes:
             for factor in FACTORS_OF_FEW if self.few else FACTORS:
                 size = int(self.usual.chunk_bytes * factor)
                 layout = self._layout(size_near(self._workload, size) if self.few else size)
-                if FEWEST_CHUNKS <= len(layout.chunks) <= MOST_CHUNKS and layout.waste <= MOST_WASTE:
+                if len(layout.chunks) <= MOST_CHUNKS and layout.waste <= MOST_WASTE:
                     if self._attempts(layout, OTHER_OPS) >= FEWEST_ATTEMPTS:
                         self._look(layout, OTHER_OPS)
                     else:
