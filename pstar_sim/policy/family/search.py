@@ -50,6 +50,8 @@ MOST_TILT = 4
 # Pins that are tried at the start, of those of the roofline, with streams in place of the others: the roofline does not
 # know how much room copies ahead take.
 FEWER_PINS = (0.85, 0.7)
+# So far from the floor, in times of it, both are tried; nearer, small steps from the roofline's numbers are enough.
+WORTH_SPREADING = 1.02
 # Streams taken from the chunks used first, which have the least time between their last gradient and their next use.
 FRONT = 2
 # With several micro-batches all updates come in the last backward pass, and the way down is what is short.
@@ -477,7 +479,7 @@ class Search:
         yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
         yield replace(self.best[1], head=0)
         yield replace(self.best[1], head=self.best[1].pins // 2)
-        if not self.job.may_sum:
+        if not self.job.may_sum and self.best[0] > self.floor_s * WORTH_SPREADING:
             yield from self._spread_otherwise()
         if self.large:
             first = ("stream", *("cpu",) * (len(self.large) - 1))

@@ -177,7 +177,10 @@ class _Sizes:
     def _look_elsewhere(self) -> None:
         """Other chunk sizes, where the usual one is far from its floor. Where nothing fits, also a constant capacity:
         sometimes the room that only low tide has is better left to chunks that pass through."""
-        if self._open and self._far():
+        if self._open and not self._far():
+            less = round((1 - ALONE) * self.all_ops)
+            self.all_ops, self.left_ops = self.all_ops - less, self.left_ops - less
+        elif self._open:
             for factor in FACTORS_OF_FEW if self.few else FACTORS:
                 size = int(self.usual.chunk_bytes * factor)
                 layout = self._layout(size_near(self._workload, size) if self.few else size)
