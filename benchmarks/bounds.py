@@ -30,7 +30,7 @@ from tiny import Compared, compare_tiny, layer_major, random_tiny
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.registry import find_policy
 
-MOST_STATES = 120_000
+MOST_STATES = 30_000
 OPTIONS = (
     "optimal:sums=off", "optimal:streams=off", "tide:sums=on", "tide:streams=on,sums=on", "tide:adam=fifo",
     "static_partition:sums=on", "tide:capacity=peak,prefetch=1", "zero_infinity:overlap=off", "stronghold:window=1",

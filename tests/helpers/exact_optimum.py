@@ -187,6 +187,7 @@ _LISTS = (_P, _W, _S, _X)
 _HOST, _BOTH, _GPU = 0, 1, 2
 # W: none to add; on the GPU only; on both; on the host only; a new one on the GPU only and an older one on the host
 _NO_W, _W_GPU, _W_BOTH, _W_HOST, _W_TWO = range(5)
+_W_IS_THERE = np.array([False, True, True, False, True])
 # S, summed on the GPU: none; on the GPU only; on both; on the host only
 _NO_S, _S_GPU, _S_BOTH, _S_HOST = range(4)
 # S, summed on the host for Adam on the GPU: nothing added; on the host only; on both
@@ -301,7 +302,7 @@ class _Graph:
                 ready &= (m != 0) | (x[self.row(j, _PENDING)] == 0)
         back, last = self.backward[m], self.last[m]
         if way.summed:
-            there = np.isin(s, (_S_GPU, _S_BOTH)) & ~self._copied(x, i, _S)
+            there = _on_gpu(s) & ~self._copied(x, i, _S)
             return ready & (~back | np.where(self.batch[m] == 0, s == _NO_S, there))
         free = (w == _NO_W) | (w == _W_HOST)
         return ready & (~back | np.where(last, ~self._copied(x, i, _P), free))
@@ -312,9 +313,9 @@ class _Graph:
         if self.t.barrier or self.t.clip:
             ready &= x[_MOMENT] == 0
         if way.summed:
-            ready &= np.isin(s, (_S_GPU, _S_BOTH))
+            ready &= _on_gpu(s)
         else:
-            ready &= (p != _HOST) & np.isin(w, (_NO_W, _W_GPU, _W_BOTH)) & (s != _SUM_HOST)
+            ready &= (p != _HOST) & (w <= _W_BOTH) & (s != _SUM_HOST)
         return ready & self._norm_is_there(x)
 
     def _norm_is_there(self, x: _States) -> _Mask:
@@ -326,7 +327,7 @@ class _Graph:
             _, pending, w, s, added = x[self.row(j, 0) : self.row(j + 1, 0)]
             fine = ~self._copied(x, j, _S) & ~self._adds(x, j)
             if way.summed:
-                fine &= np.isin(s, (_S_BOTH, _S_HOST)) | way.on_gpu
+                fine &= (s >= _S_BOTH) | way.on_gpu
             elif way.on_gpu:
                 fine &= w != _W_TWO
             else:
@@ -396,7 +397,7 @@ class _Graph:
                 continue
             p, pending, w, _, added = x[self.row(i, 0) : self.row(i + 1, 0)]
             open_still = idle & ~self._norm_is_taken(x, i)
-            ready = open_still & np.isin(w, (_W_BOTH, _W_HOST, _W_TWO)) & (x[_UP] != self._copy(i, _W))
+            ready = open_still & (w >= _W_BOTH) & (x[_UP] != self._copy(i, _W))
             if not way.on_gpu and not t.clip:
                 ready &= ~((w == _W_HOST) & self._all_own(x, i))  # Adam reads this one as it is
             made.append(_with(x[:, ready], _CPU, 1 + 3 * i + _ADD_W, _CPU_LEFT, t.cpu_add))
@@ -412,11 +413,11 @@ class _Graph:
         if t.barrier or t.clip:
             ready &= x[_MOMENT] <= self.first_final
         if way.summed:
-            ready &= np.isin(s, (_S_BOTH, _S_HOST))
+            ready &= s >= _S_BOTH
         elif t.clip and t.micro_batches > 1:
             ready &= (p == _HOST) & (w == _NO_W) & (added == 1)
         else:
-            ready &= (p == _HOST) & np.isin(w, (_NO_W, _W_HOST))
+            ready &= (p == _HOST) & ((w == _NO_W) | (w == _W_HOST))
         return ready & self._norm_is_there(x)
 
     # -- what is under way --
@@ -429,7 +430,8 @@ class _Graph:
         return copied
 
     def _adds(self, x: _States, i: int) -> _Mask:
-        return np.isin(x[_CPU], (1 + 3 * i + _ADD_W, 1 + 3 * i + _ADD_P))
+        adds: _Mask = (x[_CPU] == 1 + 3 * i + _ADD_W) | (x[_CPU] == 1 + 3 * i + _ADD_P)
+        return adds
 
     def _busy(self, x: _States, i: int) -> _Mask:
         """Whether a copy or an add of the chunk is under way."""
@@ -467,10 +469,10 @@ class _Graph:
         used = np.where(runs, self.tide[m] + self.opens[m], self.waiting[m])
         for i, way in enumerate(self.ways):
             p, _, w, s, state = x[self.row(i, 0) : self.row(i + 1, 0)]
-            used = used + (p != _HOST) + np.isin(w, (_W_GPU, _W_BOTH, _W_TWO))
+            used = used + (p != _HOST) + _W_IS_THERE[w]
             # Adam behind a sum writes new parameters into a list that may be a new one
             used += (x[_COMPUTE] == _ADAM + i) & (p == _HOST)
-            used += t.wide * (np.isin(s, (_S_GPU, _S_BOTH)) if way.summed else s == _SUM_BOTH)
+            used += t.wide * (_on_gpu(s) if way.summed else s == _SUM_BOTH)
             if way.on_gpu:
                 used += t.wide * (state != _HOST)
             for which in _LISTS:
@@ -548,6 +550,12 @@ class _Graph:
         w = x[self.row(i, _W)]
         own = back & ~self.last[m]
         x[self.row(i, _W), own] = np.where(w == _W_HOST, _W_TWO, _W_GPU)[own]
+
+
+def _on_gpu(s: _States) -> _Mask:
+    """Whether a sum that is made on the GPU is there."""
+    there: _Mask = (s == _S_GPU) | (s == _S_BOTH)
+    return there
 
 
 def _with(x: _States, *rows_and_values: object) -> _States:
