@@ -1,36 +1,40 @@
 """The lower bounds (closed form, joint and fluid program) against exact optima of tiny instances, and against random
 plans.
 
-    python benchmarks/bounds.py [--tiny 320] [--plans 2000] [--seed 0]
+    python benchmarks/bounds.py [--tiny 320] [--plans 2000] [--seed 0] [--search]
 
 Tiny instances have 2 or 3 chunks and 2 to 4 micro-batches, depth-first or layer-major, with every placement of
 gradients (tests/helpers/exact_optimum.py says over which schedules the optimum is exact): bounds <= optimum <= every
 policy's plan. Random plans (tests/helpers/bounded.py) are of any policy and option, with one to four micro-batches:
-no plan is below any bound. Beside the counts: how far apart bounds, optima and plans are.
+no plan is below any bound. Beside the counts: how far apart bounds, optima and plans are. Optima that the file has
+are kept unless --search is given (half an hour): they do not depend on the product.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from itertools import count
 from pathlib import Path
 from statistics import mean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
-from _results import write_result
+from _results import RESULTS, write_result
 from bounded import SPECS, hold, random_job, random_spec
 from exact_optimum import Tiny
-from tiny import Compared, compare_tiny, layer_major, random_tiny
+from tiny import Compared, Optima, compare_tiny, from_text, layer_major, optima_of, random_tiny, to_text
 
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.registry import find_policy
 
 MOST_STATES = 30_000
+TOO_MANY, NOTHING = "left out: too many states", "left out: nothing fits"
 OPTIONS = (
     "optimal:sums=off", "optimal:streams=off", "tide:sums=on", "tide:streams=on,sums=on", "tide:adam=fifo",
     "static_partition:sums=on", "tide:capacity=peak,prefetch=1", "zero_infinity:overlap=off", "stronghold:window=1",
@@ -41,64 +45,109 @@ OPTIONS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", type=int, default=320, help="instances that have an optimum")
+    parser.add_argument("--tiny", type=int, default=320, help="with --search: instances that have an optimum")
     parser.add_argument("--plans", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--search", action="store_true", help="draw instances and search their optima anew")
     args = parser.parse_args(argv)
-    figures = {"tiny": _tiny(args.tiny, args.seed), "plans": _plans(args.plans, args.seed)}
-    for part, rows in figures.items():
-        for key, value in rows.items():
+    figures = {"plans": _plans(args.plans, args.seed)}
+    rows, left_out = _searched(args.tiny, args.seed) if args.search else _known()
+    figures["tiny"] = _tiny(rows, left_out)
+    for part, values in figures.items():
+        for key, value in values.items():
             print(f"{part}: {key}: {value}")
-    print(f"written: {write_result('bounds', {'seed': args.seed, **figures})}")
-    return 1 if any(rows["wrong"] for rows in figures.values()) else 0
+    print(f"written: {write_result('bounds', {'seed': args.seed, **figures, 'instances': [*map(_line, rows)]})}")
+    return 1 if any(values["wrong"] for values in figures.values()) else 0
 
 
-def _tiny(wanted: int, seed: int) -> Mapping[str, object]:
-    """Counts and ratios of that many instances that have an optimum."""
-    counts: Counter[str] = Counter()
-    by_policy: dict[str, list[float]] = defaultdict(list)
+def _known() -> tuple[list[Compared], Mapping[str, int]]:
+    """The instances of the file of results, held against bounds and plans anew; and how many had no optimum."""
+    result = json.loads((RESULTS / "bounds.json").read_text(encoding="utf-8"))
+    rows = [json.loads(line) for line in result["instances"]]
+    optima = [tuple(None if word is None else Fraction(word) for word in row["optima"]) for row in rows]
+    counts = {word: result["tiny"][word] for word in (TOO_MANY, NOTHING) if word in result["tiny"]}
+    return [_compared(from_text(row["tiny"]), (best, resident)) for row, (best, resident) in zip(rows, optima)], counts
+
+
+def _compared(t: Tiny, optima: Optima) -> Compared:
+    return compare_tiny(t, optima, (*SPECS, *OPTIONS))
+
+
+def _line(row: Compared) -> str:
+    """An instance in one line of JSON."""
+    optima = [None if each is None else str(each) for each in row.optima]
+    bounds = [float(f"{each:.8g}") for each in (row.closed, row.joint, row.fluid)]
+    return json.dumps({"tiny": to_text(row.tiny), "optima": optima, "bounds": bounds})
+
+
+def _searched(wanted: int, seed: int) -> tuple[list[Compared], Mapping[str, int]]:
+    """That many random instances that have an optimum; and how many have none, or too many states."""
     rows: list[Compared] = []
-    wrong: list[str] = []
+    left_out = {TOO_MANY: 0, NOTHING: 0}
     for number in count():
         if len(rows) == wanted:
             break
         t = _drawn_tiny(random.Random(f"tiny {seed} {number}"))
         try:
-            found = compare_tiny(t, (*SPECS, *OPTIONS), most_states=MOST_STATES)
+            optima = optima_of(t, most_states=MOST_STATES)
         except MemoryError:
-            counts["given up, too many states"] += 1
+            left_out[TOO_MANY] += 1
             continue
-        wrong += [f"{line}: {t}" for line in found.wrong]
-        if found.best is None:
-            counts["nothing fits"] += 1
+        if optima[0] is None:
+            left_out[NOTHING] += 1
             continue
-        rows.append(found)
-        counts[f"{t.layers} chunks"] += 1
-        counts[f"{t.micro_batches} micro-batches"] += 1
-        counts["layer-major"] += t.order is not None
-        for spec, seconds in found.plans.items():
-            by_policy[spec].append(seconds / found.best)
+        rows.append(_compared(t, optima))
+    return rows, left_out
+
+
+def _tiny(rows: Sequence[Compared], left_out: Mapping[str, int]) -> Mapping[str, object]:
+    """Counts and ratios."""
+    counts: Counter[str] = Counter()
+    by_policy: dict[str, list[float]] = defaultdict(list)
+    over: dict[str, list[float]] = {name: [] for name in ("closed form", "joint program", "fluid program")}
+    for row in rows:
+        best, resident = row.optima
+        assert best is not None
+        counts[f"{row.tiny.layers} chunks"] += 1
+        counts[f"{row.tiny.micro_batches} micro-batches"] += 1
+        counts["layer-major"] += row.tiny.order is not None
+        if resident is not None:
+            over["closed form"].append(float(resident) / row.closed)
+        over["joint program"].append(float(best) / row.joint)
+        over["fluid program"].append(float(best) / row.fluid)
+        for spec, seconds in row.plans.items():
+            by_policy[spec].append(seconds / float(best))
     return {
         "instances": len(rows),
         **counts,
-        "optimum over closed form": _spread([r.best_resident / r.closed for r in rows if r.best_resident]),
-        "optimum over joint program": _spread([r.best / r.joint for r in rows if r.best]),
-        "optimum over fluid program": _spread([r.best / r.fluid for r in rows if r.best]),
+        **left_out,
+        **{f"optimum over {name}": _spread(ratios) for name, ratios in over.items()},
+        "optimum over fluid program, with room": _spread([_ratio(r) for r in rows if _has_room(r.tiny)]),
         "plans": sum(map(len, by_policy.values())),
         "plan over optimum": {spec: _spread(by_policy[spec]) for spec in sorted(by_policy)},
-        "loosest": [f"{r.best} over {r.fluid:.4g} ({r.binding}): {r.tiny}" for r in _loosest(rows)],
-        "wrong": wrong,
+        "loosest with room": [
+            f"{r.optima[0]} over {r.fluid:.4f}, {r.binding} binds: {to_text(r.tiny)}"
+            for r in sorted(rows, key=_ratio, reverse=True)
+            if _has_room(r.tiny)
+        ][:8],
+        "wrong": [f"{line}: {to_text(row.tiny)}" for row in rows for line in row.wrong],
     }
+
+
+def _ratio(row: Compared) -> float:
+    return float(row.optima[0] or 0) / row.fluid
+
+
+def _has_room(t: Tiny) -> bool:
+    """Whether the GPU has room for two working lists and two sums. With less, that chunks are whole says more than any
+    bound in which they are not."""
+    return t.slots >= 2 * (1 + t.wide)
 
 
 def _drawn_tiny(rng: random.Random) -> Tiny:
     many = rng.random() < 0.1
     t = random_tiny(rng, layers=3 if many else 2, micro_batches=2 if many else rng.choice((2, 3, 4)))
     return layer_major(t) if rng.random() < 0.2 else t
-
-
-def _loosest(rows: Sequence[Compared]) -> list[Compared]:
-    return sorted(rows, key=lambda r: -(r.best or 0.0) / r.fluid)[:12]
 
 
 def _plans(wanted: int, seed: int) -> Mapping[str, object]:

@@ -562,7 +562,7 @@ def _with(x: _States, *rows_and_values: object) -> _States:
     """A copy of x with these rows changed: row, value, row, value, ..."""
     changed = x.copy()
     for row, value in zip(rows_and_values[::2], rows_and_values[1::2]):
-        changed[row] = value  # type: ignore[index]
+        changed[row] = value  # type: ignore[call-overload]
     return changed
 
 

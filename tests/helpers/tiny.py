@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 
 from exact_optimum import Tiny, exact_optimum
 
@@ -20,12 +22,23 @@ from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import OptimizerSpec, Phase, Workload
 
-__all__ = ["LAYER", "Compared", "as_job", "compare_tiny", "layer_major", "random_tiny"]
+__all__ = [
+    "LAYER",
+    "Compared",
+    "as_job",
+    "compare_tiny",
+    "from_text",
+    "layer_major",
+    "optima_of",
+    "random_tiny",
+    "to_text",
+]
 
 LAYER = 2**21
 """Parameters of a layer."""
 BY_ROUNDING = 1e-7
 """Relative difference of two figures that are the same."""
+Optima = tuple[Fraction | None, Fraction | None]
 _FLOPS_PER_S = 1e12
 
 
@@ -115,19 +128,32 @@ def random_tiny(rng: random.Random, *, layers: int = 2, micro_batches: int | Non
     )
 
 
+def to_text(t: Tiny) -> str:
+    """One line of JSON."""
+    return json.dumps({key: value for key, value in asdict(t).items() if value is not None})
+
+
+def from_text(line: str) -> Tiny:
+    """Reverse of `to_text`."""
+    found = json.loads(line)
+    order = found.pop("order", None)
+    return Tiny(
+        **{**found, "tide": tuple(found["tide"])}, order=None if order is None else tuple(tuple(each) for each in order)
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Seconds of an instance, a unit each. None where nothing fits, or where the search was given up.
+    """Seconds of an instance, a unit each.
 
-    best, best_resident: the exact optimum, and that of schedules that stream no states.
+    optima: the exact optimum, and that of schedules that stream no states; None where nothing fits.
     closed, joint, fluid: the lower bounds. binding: what the fluid bound says binds.
     plans: spec of a policy -> seconds of its plan in the instance's chunks and order.
     wrong: what contradicts "bounds <= optimum <= plans", in words.
     """
 
     tiny: Tiny
-    best: float | None
-    best_resident: float | None
+    optima: Optima
     closed: float
     joint: float
     fluid: float
@@ -136,12 +162,19 @@ class Compared:
     wrong: tuple[str, ...]
 
 
-def compare_tiny(t: Tiny, specs: Sequence[str] = (), *, most_states: int | None = None) -> Compared:
-    """Hold bounds and plans against the exact optimum. Raises MemoryError where it takes more than `most_states`."""
+def optima_of(t: Tiny, *, most_states: int | None = None) -> Optima:
+    """The exact optimum, and that of schedules that stream no states. Raises MemoryError where it takes more than
+    `most_states`."""
+    best, resident = (exact_optimum(t, streams=streams, most_states=most_states) for streams in (True, False))
+    return best, resident
+
+
+def compare_tiny(t: Tiny, optima: Optima, specs: Sequence[str] = ()) -> Compared:
+    """Hold bounds and plans against the exact optima."""
     w, machine, settings = as_job(t)
     layout = build_layout(w, chunk_bytes=settings.chunk_bytes)
     assert [c.numel for c in layout.chunks] == [LAYER] * t.layers
-    best, resident = (exact_optimum(t, streams=streams, most_states=most_states) for streams in (True, False))
+    best, resident = optima
     fluid = fluid_bound(w, machine, settings, layout)
     bounds = {
         "closed": lower_bound(w, machine, settings, layout, stream=False).seconds,
@@ -165,8 +198,7 @@ def compare_tiny(t: Tiny, specs: Sequence[str] = (), *, most_states: int | None 
             wrong.append(f"{spec} takes {seconds}, the optimum is {best}")
     return Compared(
         tiny=t,
-        best=None if best is None else float(best),
-        best_resident=None if resident is None else float(resident),
+        optima=optima,
         **bounds,
         binding=fluid.binding,
         plans=plans,
