@@ -26,7 +26,7 @@ from statistics import mean, median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 from _results import RESULTS, write_result
-from bounded import SPECS, hold, random_job, random_spec
+from bounded import SPECS, bounds_of, hold, random_job, random_spec
 from exact_optimum import Tiny
 from tiny import Compared, Optima, compare_tiny, from_text, layer_major, optima_of, random_tiny, to_text
 
@@ -34,6 +34,8 @@ from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.registry import find_policy
 
 MOST_STATES = 30_000
+JOBS = 90
+"""Random jobs whose bounds the file keeps, so that the suite sees where one of their rows changes."""
 TOO_MANY, NOTHING = "left out: too many states", "left out: nothing fits"
 OPTIONS = (
     "optimal:sums=off", "optimal:streams=off", "tide:sums=on", "tide:streams=on,sums=on", "tide:adam=fifo",
@@ -56,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for part, values in figures.items():
         for key, value in values.items():
             print(f"{part}: {key}: {value}")
-    print(f"written: {write_result('bounds', {'seed': args.seed, **figures, 'instances': [*map(_line, rows)]})}")
+    jobs = [json.dumps({"job": n, "bounds": _short(bounds_of(n))}) for n in range(JOBS)]
+    result = {"seed": args.seed, **figures, "instances": [*map(_line, rows)], "jobs": jobs}
+    print(f"written: {write_result('bounds', result)}")
     return 1 if any(values["wrong"] for values in figures.values()) else 0
 
 
@@ -76,8 +80,12 @@ def _compared(t: Tiny, optima: Optima) -> Compared:
 def _line(row: Compared) -> str:
     """An instance in one line of JSON."""
     optima = [None if each is None else str(each) for each in row.optima]
-    bounds = [float(f"{each:.8g}") for each in (row.closed, row.joint, row.fluid)]
+    bounds = _short((row.closed, row.joint, row.fluid))
     return json.dumps({"tiny": to_text(row.tiny), "optima": optima, "bounds": bounds})
+
+
+def _short(bounds: Sequence[float]) -> list[float]:
+    return [float(f"{each:.8g}") for each in bounds]
 
 
 def _searched(wanted: int, seed: int) -> tuple[list[Compared], Mapping[str, int]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from bounded import hold, random_job, random_spec
+from bounded import bounds_of, hold, random_job, random_spec
 from drawn import TIME_TO_SHRINK, chances
 from exact_optimum import Tiny, Way, exact_optimum
 from hypothesis import given
@@ -27,7 +27,7 @@ ON_CPU, ON_GPU = Way(on_gpu=False), Way(on_gpu=True)
 ON_CPU_SUMMED, ON_GPU_SUMMED = Way(on_gpu=False, summed=True), Way(on_gpu=True, summed=True)
 MOST_STATES = 20_000
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "bounds.json"
-SAMPLE = 8  # one instance in so many
+SAMPLE, JOB_SAMPLE = 10, 3  # one in so many
 
 
 def tiny(**changed: object) -> Tiny:
@@ -133,6 +133,13 @@ def test_bounds_are_what_the_benchmark_found_them_to_be() -> None:
         found = compare_tiny(from_text(row["tiny"]), optima)
         assert not found.wrong, found
         assert [found.closed, found.joint, found.fluid] == pytest.approx(row["bounds"], rel=1e-5), row
+
+
+def test_bounds_of_random_jobs_are_what_they_were() -> None:
+    """The same of jobs of several layers, on which other rows bind than on two."""
+    rows = [json.loads(line) for line in json.loads(RESULT.read_text(encoding="utf-8"))["jobs"]]
+    for row in rows[::JOB_SAMPLE]:
+        assert bounds_of(row["job"]) == pytest.approx(row["bounds"], rel=1e-5), row
 
 
 def test_no_random_plan_is_below_any_bound(whole: bool) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
 from pstar_sim.catalog.machine import Machine, Rank
+from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import LOOPS, Plan, Settings
 from pstar_sim.errors import TraceError
 from pstar_sim.policy.kit.options import options_of
@@ -20,7 +21,9 @@ from pstar_sim.units import KIB, MIB
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
-__all__ = ["SPECS", "Held", "hold", "offloaded_chain", "random_job", "random_spec", "several"]
+__all__ = [
+    "SPECS", "Held", "bounds_of", "hold", "offloaded_chain", "random_job", "random_spec", "several",
+]  # fmt: skip
 
 _POINT = {
     "capacity": ("tide", "peak"),
@@ -152,6 +155,13 @@ def _slowed(rank: Rank, by: float) -> Rank:
         gpu=replace(gpu, flops_per_s={dtype: rate / by for dtype, rate in gpu.flops_per_s.items()}),
         link=replace(link, h2d_bytes_per_s=link.h2d_bytes_per_s / by),
     )
+
+
+def bounds_of(number: int) -> tuple[float, float, float]:
+    """Closed form, joint and fluid program of the random job of that number, in the chunks that policies start from."""
+    w, machine, settings = random_job(random.Random(f"job {number}"))
+    job = (w, machine, settings, build_layout(w, chunk_bytes=settings.chunk_bytes))
+    return lower_bound(*job, stream=False).seconds, lower_bound(*job).seconds, fluid_bound(*job).seconds
 
 
 @dataclass(frozen=True, kw_only=True)
