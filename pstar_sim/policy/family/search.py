@@ -342,16 +342,16 @@ class Search:
         may schedule. like: a search with chunks of another size, whose best trial is tried here too."""
         self.effort_ops = effort_ops
         self.here = self.best
-        if like is not None:
-            trial = self._like(like)
-            if not self.try_one(trial) and trial in self.no_room:
-                self.try_one(self._with_room(trial))
         if not self.begun:
             for trial in self._starts():
                 if not self.try_one(trial) and trial in self.no_room:
                     self.try_one(self._with_room(trial))
             self.begun = not self.spent
         self.here = self.best
+        if like is not None:
+            trial = self._like(like)
+            if not self.try_one(trial) and trial in self.no_room:
+                self.try_one(self._with_room(trial))
         self._downhill()
         before = None
         while self.best is not None and self.best[1] != before:

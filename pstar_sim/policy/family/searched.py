@@ -40,7 +40,7 @@ SECOND = 2  # searches that go on after the first look
 COARSE = 100  # so few chunks or fewer are worth cutting finer
 # Effort in scheduled ops, for `Settings.effort` 1: in all, and in all where chunks are few. ALONE: the share of it
 # where one chunk size is searched alone.
-OPS, OPS_OF_FEW, ALONE = 290_000, 370_000, 0.65
+OPS, OPS_OF_FEW, ALONE = 380_000, 480_000, 0.65
 # On the usual chunk size, on each other size, and each time that a search goes on.
 FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
 # Attempts that a look at another size should allow; otherwise it waits until the others know no more.
