@@ -134,6 +134,8 @@ def planned(job: Job, *, policy: str = "optimal", certify: bool = False, prove: 
         workload, machine, policies=[policy], settings=settings, barrier_cost=False, near=False, certify=certify
     )
     row = found.rows[0]
+    if not row.fits:
+        raise LookupError(f"does not fit: {row.reason}")
     figures: dict[str, object] = {"iteration_s": row.iteration_s, "bound_s": row.lower_bound_s}
     if prove:
         figures["steps"] = found.best().plan.check().steps
@@ -249,7 +251,7 @@ def main() -> int:
         over += row["cpu_s"] > case.limit_s
         before = row.get("before", {})
         cells = [
-            f"{row['iteration_s']:.3f} s" if "iteration_s" in row else "",
+            f"{row['iteration_s']:.3f} s" if row.get("iteration_s") else "",
             f"{row['iteration_s'] / row['bound_s'] - 1:.2%}" if row.get("bound_s") else "",
             f"{before['cpu_s']:.2f} s" if "cpu_s" in before else "",
             f"{row['cpu_s']:.2f} s",

@@ -149,26 +149,15 @@ class Way:
         body_s = sum(seconds for _, _, seconds in runs) - step_s
         if not self.stashes:
             return self.repeats * body_s + step_s
-        until = _blocks_that_give_time(self._kept or self._one, self.stashes)
         cost = variants[0].cost
         copies = {s.block: (cost.transfer_s(s.bytes, "d2h"), cost.transfer_s(s.bytes, "h2d")) for s in self.stashes}
-        ends = {other: block for block, other in until.items()}  # block -> offloaded block whose time ends with it
-        clock = down = up = 0.0
+        until = _blocks_that_give_time(self._kept or self._one, self.stashes)
+        link = _StashLink(copies, {other: block for block, other in until.items()})
+        clock = 0.0
         for _ in range(self.repeats):
-            out_s: dict[str, float] = {}
-            in_s: dict[str, float] = {}
-            for n, (block, forward, seconds) in enumerate(runs):
-                before, behind = runs[n - 1][:2], runs[n + 1][:2] if n + 1 < len(runs) else (None, False)
-                if n and before[0] in ends and before[1]:
-                    clock = max(clock, out_s[ends[before[0]]])
-                if not forward and block in in_s:
-                    clock = max(clock, in_s[block])
-                clock += seconds
-                if forward and block in copies:
-                    down = out_s[block] = max(clock, down) + copies[block][0]
-                if not behind[1] and behind[0] in ends:
-                    stashed = ends[behind[0]]
-                    up = in_s[stashed] = max(clock, up, out_s[stashed]) + copies[stashed][1]
+            for before, (block, forward, seconds), behind in zip([_NONE, *runs], runs, [*runs[1:], _NONE]):
+                clock = max(clock, link.waits_s(before, block, forward)) + seconds
+                link.send(clock, block, forward, behind)
             clock -= step_s
         return clock + step_s
 
@@ -188,6 +177,41 @@ class Way:
             return None
         left_out, evenly = self.repeats - count, self.order != OWN
         return [_Longer(self.stand_in(count), machine, layout, left_out=left_out, evenly=evenly)]
+
+
+_Run = tuple[str | None, bool, float]  # block, whether it is its forward pass, seconds
+_NONE: _Run = (None, False, 0.0)
+
+
+class _StashLink:
+    """The link while it carries nothing but stashes.
+
+    copies: offloaded block -> seconds of its copy out and of its copy in.
+    ends: block -> the offloaded block whose time to go and to come back ends with it.
+    """
+
+    def __init__(self, copies: Mapping[str, tuple[float, float]], ends: Mapping[str, str]) -> None:
+        self.copies, self.ends = copies, ends
+        self._out_s: dict[str, float] = {}
+        self._in_s: dict[str, float] = {}
+        self._down = self._up = 0.0
+
+    def waits_s(self, before: _Run, block: str | None, forward: bool) -> float:
+        """When the copies that a run waits for have ended. before: the run before it."""
+        waits = 0.0
+        if before[1] and before[0] is not None and before[0] in self.ends:
+            waits = self._out_s[self.ends[before[0]]]
+        if not forward and block is not None and block in self.copies:
+            waits = max(waits, self._in_s[block])
+        return waits
+
+    def send(self, clock: float, block: str | None, forward: bool, behind: _Run) -> None:
+        """Begin the copies behind a run that ends at `clock`. behind: the run after it."""
+        if forward and block is not None and block in self.copies:
+            self._down = self._out_s[block] = max(clock, self._down) + self.copies[block][0]
+        if not behind[1] and behind[0] is not None and behind[0] in self.ends:
+            stashed = self.ends[behind[0]]
+            self._up = self._in_s[stashed] = max(clock, self._up, self._out_s[stashed]) + self.copies[stashed][1]
 
 
 class _Longer(CostModel):
