@@ -214,6 +214,8 @@ class Contents:
                 raise PlanError(f"frozen chunk {chunk} would lose its only copy on the {place.value}")
             state.current.discard(place)
             self._changed(chunk)
+        if place is GPU:
+            state.ahead.discard(list_name)
         self.arena.free(place, chunk, list_name)
 
     def free_hollow(self, chunk: int) -> None:

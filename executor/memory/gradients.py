@@ -110,6 +110,8 @@ class ChunkGradients:
             return filled[0]
         sums = state.where(place, "grad32")
         state.adding = True
+        if place is GPU:
+            state.ahead.add("grad32")
         for name in ("grad", "param"):
             for tensor in state.where(place, name):
                 target = self.slots.at(place, tensor, "grad32")
@@ -180,6 +182,7 @@ class ChunkGradients:
                         self.values.restore(place, tensor)
                 mine.clear()
             state.adding = False
+            state.ahead.discard("grad32")
             if self.arena.has(HOST, chunk.index, "param") and HOST not in state.current and not chunk.frozen:
                 for slot in chunk.slots:  # spent gradients that were added to grad32
                     self.values.restore(HOST, slot.tensor)

@@ -202,3 +202,19 @@ def test_off_the_plan_sums_go_where_the_states_are(
     assert run.session.deviations == 2
     assert {(r.place, r.chunk, r.list) for r in run.plan.initial} == run.session.timetable.cut
     assert_same(run, exact=False)
+
+
+def test_sums_that_are_dropped_do_not_go_to_the_host(kit: Any, trained: Callable[..., Any]) -> None:
+    """`zero_grad()` between two micro-batches finds sums on the GPU. The host gets no list that the plan does not have
+    there."""
+    run = trained("step", 0.5, torch.float32)
+    both(kit, run, relative=1e-6)
+    for _ in range(2):
+        run.model(next(run.batches)["x"]).backward()
+    copied = run.session.backend.copied_bytes["d2h"]
+    run.optimizer.zero_grad()
+    assert run.session.backend.copied_bytes["d2h"] == copied
+    both(kit, run, relative=1e-6)
+    run.session.loop.drain()
+    on_host = {(r.place, r.chunk, r.list) for r in run.session.arena.present if r.place is Place.HOST}
+    assert on_host <= run.session.timetable.cut
