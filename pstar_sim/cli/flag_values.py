@@ -19,6 +19,7 @@ __all__ = [
     "count",
     "did_you_mean",
     "duration_s",
+    "factor",
     "learning_rate",
     "machine_names",
     "model_names",
@@ -119,6 +120,16 @@ def share(text: str) -> float:
     value = 0.0 if match is None else float(match[1]) / (100 if match[2] else 1)
     if not 0 < value <= 10:
         raise typer.BadParameter(f"must be a share above 0 and up to 10, such as 10% or 0.5, not {text!r}")
+    return value
+
+
+@_value
+def factor(text: str) -> float:
+    """ "4", "0.25"."""
+    match = re.fullmatch(r"[0-9]+(?:\.[0-9]*)?(?:e-?[0-9]+)?", text)
+    value = 0.0 if match is None else float(text)
+    if not 1e-9 <= value <= 1e9:
+        raise typer.BadParameter(f"must be a number above 0 such as 4 or 0.5, not {text!r}")
     return value
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pstar_sim.cli.flag_values import machine_names, model_names, new_file, one_of, policy_names, positive
+from pstar_sim.cli.flag_values import factor, machine_names, model_names, new_file, one_of, policy_names, positive
 
 __all__ = [
     "Dtype",
@@ -236,5 +236,10 @@ class SettingFlags:
     ] = None
     effort: Annotated[
         float,
-        typer.Option(metavar="X", help="how long a policy that searches may look for a plan, in times of the usual"),
+        typer.Option(
+            parser=factor,
+            metavar="X",
+            show_default=False,
+            help="effort of a policy that searches, as a multiple of the usual effort (default: 1)",
+        ),
     ] = 1.0

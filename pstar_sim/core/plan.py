@@ -61,7 +61,7 @@ class Settings:
         iteration.
     sums: in how many bits gradients of several micro-batches add up, one of SUMS. "16-bit" is for bf16 models; it takes
         half of the room and rounds every addition.
-    effort: how long a policy that searches may look for a plan, in times of the usual. With more effort it goes on from
+    effort: effort of a policy that searches, as a multiple of the usual effort. With more effort the search continues
         where it stopped with less.
 
     Raises PlanError for other values. What is asked of one policy is an option in the policy's name.

@@ -315,7 +315,7 @@ def _compare(
         known = _with_barrier_cost(best, dict(asked)[name], found.free.get(name, free))
         rows[rows.index(best.row)] = known.row
         planned[name] = known
-    short_of_gpu = all(short.place == "gpu" for _, short in failures.values())
+    short_of_gpu = {short.place for _, short in failures.values()} == {"gpu"}
     timelines = {name: p.timeline for name, p in planned.items()}
     return Comparison(
         workload=workload,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from pstar_sim import Settings, load_plan
 from pstar_sim.cli import main
 from pstar_sim.cli.app import app
 
@@ -38,6 +39,8 @@ JOB = ["--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32"]
         (["trace"], "the following arguments are required: MODEL, --batch, --seq, -o/--output (see `pstar trace"),
         (["run", "--steps", "2"], "the following arguments are required: PLAN, --model"),
         (["run", "plan.json", "--model", "1B", "--steps", "-1"], "argument --steps: must be at least 1, not -1"),
+        (["compare", *JOB, "--effort", "much"], "--effort: must be a number above 0 such as 4 or 0.5, not 'much'"),
+        (["compare", *JOB, "--effort", "0"], "argument --effort: must be a number above 0 such as 4 or 0.5, not '0'"),
         (["machines", "v100-32"], "unexpected argument 'v100-32' (see `pstar machines --help`)"),
         (["check", "a.json", "b.json"], "unexpected argument 'b.json'"),
         (["check", "--", "-a.json", "b.json"], "b.json"),
@@ -53,6 +56,15 @@ def test_a_mistake_is_one_line(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("pstar: ") and err.count("\n") == 1 and said in err, err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_of_the_setting_reach_the_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    flags = ["--dtype", "bf16", "--micro-batches", "2", "--chunk", "64MiB", "--loop", "step", "--effort", "0.5"]
+    more = ["--sums", "16-bit", "--update", "eager", "--no-clip", "--policy", "tide", "-o", str(file)]
+    assert main(["plan", *JOB[:6], "--machine", "rtx4090", *flags, *more]) == 0
+    want = Settings(update="eager", clip=False, chunk_bytes=64 << 20, loop="step", sums="16-bit", effort=0.5)
+    assert load_plan(file).settings == want
 
 
 def test_words_behind_two_dashes_are_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

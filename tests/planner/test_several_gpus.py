@@ -13,7 +13,7 @@ from pstar_sim.catalog.loader import load_machine, machine_names
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.writing import machine_toml
 from pstar_sim.cli import main
-from pstar_sim.core.plan import load_plan
+from pstar_sim.core.plan import Settings, load_plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CatalogError
 from pstar_sim.planner.compare import compare
@@ -215,3 +215,10 @@ def test_gpus_is_one_figure_with_one_meaning(capsys: pytest.CaptureFixture[str])
             main(["compare", "--model", "1B", "--batch", "8", "--seq", "8", "--machine", "h200", "--gpus", wrong]) == 2
         )
         assert "gpus" in capsys.readouterr().err
+
+
+def test_a_setting_that_several_gpus_lack_is_no_lack_of_gpu_memory() -> None:
+    workload = preset("1B", batch=4, seq=64, dtype="bf16", micro_batches=2)
+    found = compare(workload, load_machine("polaris-a100-40x4"), policies="tide", settings=Settings(sums="16-bit"))
+    assert "are for one GPU, not for 4" in str(found.rows[0].reason)
+    assert not any("no policy fits the GPUs" in note for note in found.notes)

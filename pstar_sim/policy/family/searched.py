@@ -262,7 +262,7 @@ def _sums(search: Search, attempt: Attempt) -> dict[str, object]:
         else ""
     )
     return {
-        "sums": f"of {moving} chunks whose states are not on the GPU, the gradients of {there} add up there: 4 bytes "
-        f"of the GPU per parameter instead of {batches} copies to the host and an add there for each; those of "
-        f"{moving - there} on the host, which leaves room for pins and copies ahead{spilt}"
+        "sums": f"of {moving} chunks whose states are not on the GPU, the gradients of {there} add up on the GPU: "
+        f"{job.layout.sum_bytes} bytes per parameter there instead of {batches} copies to the host and an add for "
+        f"each; those of {moving - there} on the host, which leaves room for pins and copies ahead{spilt}"
     }

@@ -16,8 +16,8 @@ from pstar_sim.policy.passes.floors import Floors
 
 __all__ = ["Collectives", "reduce", "room"]
 
-# How many times as long as it takes a gather may run ahead of its use. As far as there is room: on a node of eight H100
-# a model of 70B takes 12 % longer, because whole chunks take the room of states on their way. 6: the same plans.
+# A gather may run ahead of its use by so many times its own seconds. Without a limit whole chunks take the room that
+# states on their way need.
 GATHERS_AHEAD = 20
 
 
