@@ -83,7 +83,7 @@ class MomentRecorder:
     """Give it to a clock (`on_event`), a LiveStorages (`read`), the gradient hooks (`gradient`); then ask `workload`.
 
     inside: whether a forward is open or a backward runs; a read at any other time raises.
-    now: seconds, for durations; time passed to `note_stall` is left out of its moment.
+    now: seconds, for durations.
     """
 
     def __init__(
@@ -104,7 +104,6 @@ class MomentRecorder:
         self._event: ModuleEvent | None = None
         self._start_bytes = 0
         self._start_s = 0.0
-        self._stalled_s = 0.0
 
     @property
     def current(self) -> ModuleEvent | None:
@@ -119,7 +118,6 @@ class MomentRecorder:
         live.flops = live.bytes_read = live.bytes_written = 0
         self._start_bytes = live.current
         if self._now is not None:
-            self._stalled_s = 0.0
             self._start_s = self._now()
 
     def read(self, tensor: int) -> None:
@@ -145,10 +143,6 @@ class MomentRecorder:
         for (_, tensor), count in self._firings.items():
             most[tensor] = max(most.get(tensor, 0), count)
         return most
-
-    def note_stall(self, time_s: float) -> None:
-        """Leave `time_s` out of the current moment's duration: it waited, it did not work."""
-        self._stalled_s += time_s
 
     def finish(self) -> None:
         """Close the last moment with the bytes alive now. A second call does nothing."""
@@ -204,7 +198,7 @@ class MomentRecorder:
             return
         duration_s: float | None = None
         if self._now is not None:
-            duration_s = max(0.0, self._now() - self._start_s - self._stalled_s)
+            duration_s = max(0.0, self._now() - self._start_s)
         self._moments.append(
             Moment(
                 name=event.name,

@@ -39,7 +39,7 @@ def draft_of(schedule: Schedule) -> Draft:
     for n, position in enumerate(schedule.positions):
         waits = [row for one in before for row in one.before(n)]
         if position.chunk >= 0:
-            here = updates.update(n, position.chunk, waits)
+            here = updates.update(position.chunk, waits)
         else:
             here = _moments(rows, n, waits)
         rows.end(here)

@@ -69,8 +69,8 @@ class UpdateRows:
             rows.add(Queue.COMPUTE, Kind.ALLOC, c, "param", job.uses.last_gradient(c), after=gone)
         return arriving
 
-    def update(self, n: int, c: int, waits: Sequence[int]) -> int:
-        """Write the GPU Adam of a streamed chunk, which is position n. Returns its row."""
+    def update(self, c: int, waits: Sequence[int]) -> int:
+        """Write the GPU Adam of a streamed chunk, which is a position of its own. Returns its row."""
         rows = self._rows
         after = ends_of((*waits, *rows.last_adds, *((rows.sum_of[c],) if c in rows.sum_of else ())))
         here = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after, is_position=True)
