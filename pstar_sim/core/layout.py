@@ -244,7 +244,7 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: i
 
 
 def _with_sums(layout: Layout, workload: Workload, sums: str) -> Layout:
-    """The layout with sums of gradients in so many bits. Raises PlanError for 16 bits and a model that is not bf16."""
+    """The layout with sums of gradients of that width. Raises PlanError for 16 bits and a model that is not bf16."""
     if sums == "32-bit":
         return layout
     if workload.dtype != "bf16":

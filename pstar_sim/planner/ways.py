@@ -168,7 +168,7 @@ class Way:
         return (*(n for n in STAND_INS if n < self.repeats), self.repeats)
 
     def stand_in(self, count: int) -> Workload:
-        """By [Note: stand-ins] the workload of so many micro-batches; of all of them the workload itself."""
+        """The workload of `count` micro-batches, by [Note: stand-ins]; of all of them the workload itself."""
         return self.workload if count == self.repeats else self._of(count)
 
     def costs(self, count: int, machine: Machine, layout: Layout) -> Sequence[CostModel] | None:

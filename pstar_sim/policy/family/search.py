@@ -50,7 +50,8 @@ MOST_TILT = 4
 # Pins that are tried at the start, of those of the roofline, with streams in place of the others: the roofline does not
 # know how much room copies ahead take.
 FEWER_PINS = (0.85, 0.7)
-# So far from the floor, in times of it, both are tried; nearer, small steps from the roofline's numbers are enough.
+# Both are tried where the best is slower than the floor by this factor; nearer, small steps from the roofline's numbers
+# are enough.
 WORTH_SPREADING = 1.02
 # Streams taken from the chunks used first, which have the least time between their last gradient and their next use.
 FRONT = 2
@@ -60,8 +61,8 @@ ALL_AT_ONCE = Knobs(down="adam", states_first=True)
 POINTS, SUMS = 41, 17
 MOST_PAIRS = 250_000  # of pins and streams that the roofline looks at one by one: 10,000 chunks would take gigabytes
 SPILLS = (0.0, 0.5, 0.75, 1.0)  # shares of what has no room between two micro-batches for which sums make room
-WORTH_A_START = 1.05  # by so much slower by the roofline another start is not tried
-FEWER_SPILLS = 0.8  # a second start has so many of the sums that the roofline would spill
+WORTH_A_START = 1.05  # a start that is slower than the best by this factor, by the roofline, is not tried
+FEWER_SPILLS = 0.8  # share of the spills of the roofline that a second start has
 CLOSER, NEAR = 2, 9  # looks closer around the best of them, and points along each in one
 SUMS_OF_A_PIN = 3  # sums that need the room by which a pin is larger than a sum
 # Changes of (pins, sums on the host, sums that spill) that are tried downhill.

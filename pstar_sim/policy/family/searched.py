@@ -37,7 +37,7 @@ MOST_CHUNKS, MOST_WASTE = 400, 0.06
 FACTORS = (2.0, 0.5)  # other chunk sizes, of the usual one, where chunks are many
 FACTORS_OF_FEW = (0.5, 0.25, 0.125)  # where chunks are few
 SECOND = 2  # searches that go on after the first look
-COARSE = 100  # so few chunks or fewer are worth cutting finer
+COARSE = 100  # up to this number of chunks, smaller chunks are tried
 # Effort in scheduled ops, for `Settings.effort` 1: in all, and in all where chunks are few. ALONE: the share of it
 # where one chunk size is searched alone.
 OPS, OPS_OF_FEW, ALONE = 380_000, 480_000, 0.65
@@ -45,7 +45,7 @@ OPS, OPS_OF_FEW, ALONE = 380_000, 480_000, 0.65
 FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
 # Attempts that a look at another size should allow; otherwise it waits until the others know no more.
 FEWEST_ATTEMPTS = 3
-WORTH_A_SIZE = 2e-2  # so far from the floor other sizes are tried
+WORTH_A_SIZE = 2e-2  # distance from the floor, as a share of it, from which other sizes are tried
 WORTH_A_SIZE_OF_FEW = 5e-3  # the same where chunks are few
 
 

@@ -16,8 +16,8 @@ from pstar_sim.policy.passes.floors import Floors
 
 __all__ = ["Collectives", "reduce", "room"]
 
-# A gather may run ahead of its use by so many times its own seconds. Without a limit whole chunks take the room that
-# states on their way need.
+# How far a gather may run ahead of its use, in multiples of its own seconds. Without a limit whole chunks take
+# the room that states on their way need.
 GATHERS_AHEAD = 20
 
 
