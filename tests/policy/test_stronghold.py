@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy import find_policy
+from pstar_sim.policy.kit.job import Job
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload
@@ -147,3 +149,19 @@ def test_what_does_not_fit_is_said() -> None:
     assert plan.modes.count("cpu") <= 2
     with pytest.raises(DoesNotFit, match=r"gpu needs 19.92 MB \(a window of 1 of 8 layers: 14.68 MB always on the GPU"):
         planned(1, on=small)
+
+
+def test_the_time_without_a_barrier_is_of_a_plan_with_the_same_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("pstar_sim.policy.systems.stronghold")
+    sums: list[int] = []
+    made = module._job
+
+    def job(workload: Workload, machine: Machine, settings: Settings) -> Job:
+        found: Job = made(workload, machine, settings)
+        sums.append(found.layout.sum_bytes)
+        return found
+
+    monkeypatch.setattr(module, "_job", job)
+    plan = planned(2, chain(micro_batches=2), settings=replace(CLIPPED, sums="16-bit"))
+    assert "barrier" in plan.choices
+    assert sums == [2, 2]

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -246,7 +247,7 @@ class _Solver:
 def _without_barrier(solver: _Solver, w: int) -> float:
     """Seconds of an iteration with this window if Adam did not have to wait for all gradients."""
     job = solver.layers.job
-    free = _job(job.workload, job.machine, Settings(update="eager", clip=False, chunk_bytes=job.settings.chunk_bytes))
+    free = _job(job.workload, job.machine, replace(job.settings, update="eager", clip=False))
     free.barrier = None  # also where the loss is scaled
     return _Solver(_Layers(free)).attempt(w).iteration_s
 
