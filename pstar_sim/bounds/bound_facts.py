@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.bounds.ranks import NetFacts, own_params
+from pstar_sim.bounds.rank_facts import NetFacts, own_params
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel

@@ -17,7 +17,7 @@ from pstar_sim.bounds.bound_facts import Bound, BoundFacts
 from pstar_sim.bounds.joint import joint_bound
 from pstar_sim.bounds.linear import Unsolved
 from pstar_sim.bounds.pinned import pinned_bound
-from pstar_sim.bounds.ranks import costs_of_ranks
+from pstar_sim.bounds.rank_facts import costs_of_ranks
 from pstar_sim.bounds.stashes import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout

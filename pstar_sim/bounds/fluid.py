@@ -46,7 +46,7 @@ from pstar_sim.bounds.bound_facts import Array, Bound
 from pstar_sim.bounds.bounds import lower_bound, unknown_sums
 from pstar_sim.bounds.fluid_facts import FluidFacts
 from pstar_sim.bounds.linear import Expression, Index, LinearProgram, Solution, Unsolved
-from pstar_sim.bounds.ranks import costs_of_ranks
+from pstar_sim.bounds.rank_facts import costs_of_ranks
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings

@@ -60,7 +60,7 @@ from pstar_sim.bounds.linear import Expression, LinearProgram
 from pstar_sim.bounds.windows import barrier_windows, update_windows
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
-from pstar_sim.policy.kit.windows import Inside
+from pstar_sim.policy.kit.update_windows import Inside
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["joint_bound"]

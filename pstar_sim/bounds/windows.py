@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.bounds.bound_facts import Array, BoundFacts
-from pstar_sim.policy.kit.windows import Inside
+from pstar_sim.policy.kit.update_windows import Inside
 
 __all__ = ["Windows", "barrier_windows", "update_windows"]
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from pstar_sim.policy.family.pins import PinFacts, pin_facts
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.windows import Inside
+from pstar_sim.policy.kit.update_windows import Inside
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["ModeFacts", "Roofline", "interleave", "mode_facts", "roofline"]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pstar_sim.policy.kit.windows import Inside
+from pstar_sim.policy.kit.update_windows import Inside
 
 # (first read, last gradient, value); few different moments, so that many are equal
 CHUNKS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=12)
