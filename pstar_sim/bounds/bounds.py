@@ -3,7 +3,7 @@
 Knows workload, machine, settings and layout; knows no plan. Update windows, room and bytes for chunks of unequal size,
 several micro-batches in either order, frozen parameters, a barrier and shared DRAM. pinned.py is the closed form where
 no chunk is streamed (`stream=False`); joint.py adds streaming to it and is a small linear program; fluid.py is the
-finer one, in time; ranks.py says what several ranks add; stashes.py is the bound of offloaded activations alone.
+finer one, in time; rank_facts.py says what several ranks add; stashes.py is the bound of offloaded activations alone.
 """
 
 from __future__ import annotations
