@@ -239,7 +239,9 @@ def test_compare_leaves_the_garbage_collector_as_it_was(
     enabled: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr("pstar_sim.bounds.certificate.lower_bound", lambda *a: seen.append(gc.isenabled()) or 1 / 0)
+    monkeypatch.setattr(
+        "pstar_sim.bounds.certificate.lower_bound", lambda *a, **k: seen.append(gc.isenabled()) or 1 / 0
+    )
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:

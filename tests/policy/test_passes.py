@@ -108,7 +108,9 @@ def test_a_second_fetch_waits_for_the_first_list_to_be_gone() -> None:
 def test_gradients_of_early_micro_batches_have_a_list_and_the_last_one_takes_the_working_list() -> None:
     s = schedule(micro_batches=2)
     rows = DraftRows(s)
-    mine = [(kind, name) for _, kind, c, name in write(rows, GradientRows(rows)) if c == 1]
+    mine = [
+        (kind, name) for _, kind, c, name in write(rows, GradientRows(rows, WorkingLists(rows, Floors(rows)))) if c == 1
+    ]
     early = [(Kind.ALLOC, "grad"), (Kind.WRITEBACK, "grad"), (Kind.FREE, "grad"), (Kind.CPU_ADD, "grad")]
     assert mine == [*early, (Kind.WRITEBACK, "param"), (Kind.DROP, "param")]
     assert set(rows.send_of) == {0, 1, 2}
@@ -117,7 +119,7 @@ def test_gradients_of_early_micro_batches_have_a_list_and_the_last_one_takes_the
 def test_on_several_ranks_a_gradient_is_whole_until_it_is_summed_and_a_pinned_one_stays() -> None:
     s = schedule(micro_batches=2, machine="h100-80x4", pinned=[0])
     rows = DraftRows(s)
-    written = write(rows, GradientRows(rows))
+    written = write(rows, GradientRows(rows, WorkingLists(rows, Floors(rows))))
     opened = [(Kind.ALLOC, "grad"), (Kind.ALLOC, "grad_remote"), (Kind.REDUCE_SCATTER, "grad_remote")]
     assert [(kind, name) for _, kind, c, name in written if c == 0] == [*opened, (Kind.FREE, "grad")]
     assert [(kind, name) for _, kind, c, name in written if c == 1][:5] == [
@@ -149,7 +151,7 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     update = s.updates[1]
     for n in range(update + 1):
         waits = one.before(n)
-        here = one.update(n, 1, waits) if n == update else moment(rows)
+        here = one.update(1, waits) if n == update else moment(rows)
         rows.end(here)
         one.behind(n, here)
         rows.leave()

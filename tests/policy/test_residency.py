@@ -125,6 +125,6 @@ def test_facts_of_a_job_are_worked_out_once_for_policies_and_bounds() -> None:
     layout = build_layout(w, chunk_bytes=2 * MIB)
     facts = facts_of(w, layout)
     assert facts_of(w, layout) is facts is Builder("any", w, machine, Settings(), layout=layout).uses
-    assert BoundFacts(w, machine, layout, CostModel(w, machine, layout)).seen[0][1] is facts.reads[0]
+    assert BoundFacts(w, machine, layout, CostModel(w, machine, layout)).seen[0][2] is facts.reads[0]
     for m, read in enumerate(facts.read_in):
         assert all(m in facts.reads[c] for c in read)

@@ -349,7 +349,7 @@ class Search:
                     self.try_one(self._with_room(trial))
             self.begun = not self.spent
         self.here = self.best
-        if like is not None:
+        if like is not None and like.count:  # without, it has only small chunks
             trial = self._like(like)
             if not self.try_one(trial) and trial in self.no_room:
                 self.try_one(self._with_room(trial))
@@ -384,7 +384,7 @@ class Search:
         for c in other.job.candidates:
             mode = "pin" if c in modes.pinned else "stream" if c in modes.streamed else "cpu"
             mode_of.update((slot.tensor, mode) for slot in other.job.layout.chunks[c].slots)
-        large = tuple(mode_of[self.job.layout.chunks[c].slots[0].tensor] for c in self.large)
+        large = tuple(mode_of.get(self.job.layout.chunks[c].slots[0].tensor, "cpu") for c in self.large)
         times = (self.count + (self.surplus if large else 0)) / (other.count + (other.surplus if trial.large else 0))
         pins = max(self.fewest, min(self.most, round(trial.pins * times)))
         return replace(

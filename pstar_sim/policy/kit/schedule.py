@@ -133,6 +133,12 @@ class Schedule:
         """Streamed chunks whose sum of gradients is never on the host."""
         return frozenset(c for c, stretches in self.sums.items() if c in self.updates and len(stretches) == 1)
 
+    @property
+    def never_on_host(self) -> frozenset[tuple[int, str]]:
+        """(chunk, list) of streamed chunks of which the host never has a copy."""
+        working = ((c, "param") for c in self.visits if self.never_leaves(c))
+        return frozenset((*((c, "grad32") for c in self.held), *working))
+
     def is_resident(self, chunk: int) -> bool:
         """Whether the chunk's working list and states are always on the GPU."""
         return chunk in self.modes.pinned or chunk in self.job.small

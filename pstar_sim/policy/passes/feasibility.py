@@ -3,6 +3,8 @@ the host."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.kit.blocks import Block
 from pstar_sim.policy.kit.job import Job
@@ -47,11 +49,10 @@ def _parts(job: Job, worst: int) -> list[str]:
     return parts
 
 
-def held_on_host(job: Job, pinned: frozenset[int], held: frozenset[int] = frozenset()) -> int:
-    """Bytes that the host holds for ever, with these chunks pinned. held: chunks whose sum of gradients is never
-    there."""
-    sums = sum(job.layout.payload_bytes(c, "grad32") for c in held)
-    return job.stash_bytes + sum(job.permanent[c] for c in job.moving if c not in pinned) - sums
+def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, str]] = ()) -> int:
+    """Bytes that the host holds for ever, with these chunks pinned. never: (chunk, list) that is never there."""
+    absent = sum(job.layout.payload_bytes(c, name) for c, name in never)
+    return job.stash_bytes + sum(job.permanent[c] for c in job.moving if c not in pinned) - absent
 
 
 def check_host(job: Job, modes: Modes) -> None:
@@ -59,7 +60,7 @@ def check_host(job: Job, modes: Modes) -> None:
     pinned = modes.pinned
     # Where no sum spills and no sum waits for the barrier, those of streamed chunks are never there.
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
-    needed = held_on_host(job, pinned, never)
+    needed = held_on_host(job, pinned, ((c, "grad32") for c in never))
     if job.several and not job.sums_on_gpu:
         needed += max((job.layout.payload_bytes(c, "grad") for c in job.candidates if c not in pinned), default=0)
     budget = job.machine.host_budget_bytes

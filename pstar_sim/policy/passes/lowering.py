@@ -78,7 +78,7 @@ def _draft(rows: DraftRows) -> Draft:
     return Draft(
         rows=rows.rows,
         gpu_free_bytes=gpu_free - tide_at_cut([block.tide_bytes for block in job.blocks]),
-        host_free_bytes=machine.host_budget_bytes - held_on_host(job, modes.pinned, schedule.held),
+        host_free_bytes=machine.host_budget_bytes - held_on_host(job, modes.pinned, schedule.never_on_host),
         room=schedule.room,
         lead_bytes=schedule.lead_bytes,
         rates=Rates(dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks, duplex=machine.link.duplex),

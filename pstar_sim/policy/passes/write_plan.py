@@ -34,7 +34,7 @@ def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[s
 
 def _residents(b: Builder, schedule: Schedule) -> None:
     """Note in which place each chunk's lists are at the cut."""
-    job, modes, held = schedule.job, schedule.modes, schedule.held
+    job, modes = schedule.job, schedule.modes
     for c in (*job.small, *modes.pinned):
         b.live(c, Place.GPU)
         if job.ranks > 1 and c not in schedule.whole:  # a small one that never changes is whole for ever
@@ -43,14 +43,12 @@ def _residents(b: Builder, schedule: Schedule) -> None:
         if c in modes.pinned:
             continue
         b.live(c, Place.HOST)
-        if c in held:
-            b.initial.discard(Resident(c, "grad32", Place.HOST))
         if c in modes.streamed:
             b.modes[c] = "stream"
         if c in schedule.stays:
             b.resident(c, Place.GPU, "param")
-            if schedule.never_leaves(c):
-                b.initial.discard(Resident(c, "param", Place.HOST))
+    for c, name in schedule.never_on_host:
+        b.initial.discard(Resident(c, name, Place.HOST))
 
 
 def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list[tuple[int, int]]:

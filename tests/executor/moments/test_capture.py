@@ -419,21 +419,20 @@ def test_views_of_one_chunk_are_told_apart() -> None:
     assert live.peak == 3 * 4 * FP32
 
 
-def test_recorder_leaves_stalls_out() -> None:
+def test_recorder_times_moments_by_the_clock_it_is_given() -> None:
     now = 0.0
     live = LiveStorages([])
     tensors, _ = describe_parameters(nn.Linear(2, 2))
     recorder = MomentRecorder(tensors, live, inside=lambda: True, now=lambda: now)
     recorder.on_event(ModuleEvent("begin", "", "begin:<root>", Phase.FWD, 0))
     now = 3.0
-    recorder.note_stall(1.0)
     recorder.read(0)
     recorder.on_event(ModuleEvent("backward-end", "", "backward-end", Phase.BWD, 0))
     recorder.gradient(0)
     recorder.on_event(ModuleEvent("step", "", "step", Phase.ADAM, 0))
     now = 3.5
     w = recorder.workload(model="m", batch=1, sequence=1, source="recorded", recorded_on="here")
-    assert [m.duration_s for m in w.moments] == [2.0, 0.0, 0.5]
+    assert [m.duration_s for m in w.moments] == [3.0, 0.0, 0.5]
     assert replace(w, notes="x").recorded_on == "here"
 
 

@@ -265,7 +265,8 @@ def test_a_broken_checkpoint_is_refused_and_nothing_changes(
 def test_another_model_is_named(start: Callable[..., Any], kit: Any, tmp_path: Path) -> None:
     trained(start, kit, "gpt2").optimizer.save(tmp_path / "c")
     other = start("mlp", "tide")
-    with pytest.raises(CheckpointError, match=r"of another model \('gpt2'\): only it has lm_head.weight, .* 37 more"):
+    named = r"of another model \('gpt2'\): only the checkpoint has lm_head.weight, .* 37 more"
+    with pytest.raises(CheckpointError, match=named):
         other.optimizer.load(tmp_path / "c")
     assert not is_checkpoint(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="is not a folder"):
