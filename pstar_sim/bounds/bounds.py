@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -53,8 +54,9 @@ def lower_bound(
 
     A workload that does not fit still gets a bound: that of pinning nothing.
     """
+    of_rank = partial(_of_rank, workload, machine, settings, layout, max_pinned=max_pinned, stream=stream)
     bounds = [
-        _of_rank(workload, machine, settings, layout, cost, max_pinned=max_pinned, stream=stream)
+        _with_stashes(of_rank(cost), workload, cost)
         for cost in costs or costs_of_ranks(workload, machine, layout, ranked)
     ]
     return max(bounds, key=lambda bound: bound.seconds)
@@ -70,27 +72,7 @@ def _of_rank(
     max_pinned: int | None,
     stream: bool,
 ) -> Bound:
-    bound = _without_stashes(workload, machine, settings, layout, cost, max_pinned=max_pinned, stream=stream)
-    if workload.stashes:
-        seconds = stash_bound_s(workload, cost)
-        terms = {**bound.terms, STASHES: seconds}
-        bound = replace(bound, terms=terms)
-        if seconds > bound.seconds:
-            bound = replace(bound, seconds=seconds, binding=STASHES)
-    return bound
-
-
-def _without_stashes(
-    workload: Workload,
-    machine: Machine,
-    settings: Settings,
-    layout: Layout,
-    cost: CostModel,
-    *,
-    max_pinned: int | None,
-    stream: bool,
-) -> Bound:
-    """The bound of everything but the waits for stashes ([Note: the bound of stashes] in stashes.py)."""
+    """The bound of everything but the waits for stashes."""
     facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
@@ -102,6 +84,15 @@ def _without_stashes(
         return joint_bound(workload, layout, facts, cost, barrier=barrier, clip=settings.clip, x_limit=limit)
     except Unsolved as error:
         return _of_compute(facts, f"the joint linear program did not solve ({error})")
+
+
+def _with_stashes(bound: Bound, workload: Workload, cost: CostModel) -> Bound:
+    """The bound with the waits for stashes ([Note: the bound of stashes] in stashes.py)."""
+    if not workload.stashes:
+        return bound
+    seconds = stash_bound_s(workload, cost)
+    bound = replace(bound, terms={**bound.terms, STASHES: seconds})
+    return replace(bound, seconds=seconds, binding=STASHES) if seconds > bound.seconds else bound
 
 
 def _of_compute(facts: BoundFacts, why: str) -> Bound:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,19 +21,14 @@ STEPS = 4
     ("update", "micro_batches", "clip"),
     [("eager", 1, None), ("step", 1, 0.5), ("eager", 3, None), ("step", 3, 0.5), ("step", 3, None)],
 )
+@pytest.mark.usefixtures("streaming")
 def test_equals_plain_adamw_while_states_come_and_go(
     kit: Any,
     start: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
     update: str,
     micro_batches: int,
     clip: float | None,
 ) -> None:
-    def every_second(order: Sequence[int], *_: object) -> tuple[list[int], list[int]]:
-        return [], list(order[::2])
-
-    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.family.search"), "interleave", every_second)
-    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.optimal"), "_others", lambda *_: [])
     run = start("gpt2", "optimal", update=update, micro_batches=micro_batches, clip=clip)
     assert run.plan.modes.count("stream") > 2
     visits = {s.list for s in run.plan.steps if s.kind is Kind.FETCH and s.list != "param"}
@@ -50,21 +44,16 @@ def test_equals_plain_adamw_while_states_come_and_go(
 
 
 @pytest.mark.parametrize(("update", "micro_batches", "clip"), [("eager", 1, None), ("step", 3, 0.5)])
+@pytest.mark.usefixtures("streaming")
 def test_parameters_that_never_leave_have_no_list_on_the_host(
     kit: Any,
     start: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
     update: str,
     micro_batches: int,
     clip: float | None,
 ) -> None:
     """Every second chunk is streamed and stays on the GPU. Evaluation between the iterations and an iteration off the
     plan find the values all the same."""
-
-    def every_second(order: Sequence[int], *_: object) -> tuple[list[int], list[int]]:
-        return [], list(order[::2])
-
-    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.family.search"), "interleave", every_second)
     model, draw = kit.build("mlp")
     w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)), micro_batches=micro_batches, name="mlp")
     where = kit.small_machine(w.peak_non_model_bytes + 6 * sum(t.bytes for t in w.tensors))

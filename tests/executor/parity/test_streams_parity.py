@@ -65,27 +65,15 @@ def test_random_delays(
         run.session.close(restore=False)
 
 
-def every_second_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`optimal` gives every second chunk mode stream, and nothing else is tried."""
-    import importlib
-
-    def every_second(order: Any, *_: object) -> tuple[list[int], list[int]]:
-        return [], list(order[::2])
-
-    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.family.search"), "interleave", every_second)
-    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.optimal"), "_others", lambda *_: [])
-
-
 @pytest.mark.parametrize(("update", "micro_batches", "clip"), [("eager", 1, None), ("step", 2, 0.5)])
+@pytest.mark.usefixtures("streaming")
 def test_states_that_visit(
     kit: Any,
     start: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
     update: str,
     micro_batches: int,
     clip: float | None,
 ) -> None:
-    every_second_streams(monkeypatch)
     run = start("gpt2", "optimal", update=update, micro_batches=micro_batches, clip=clip, backend=jittery(5))
     assert run.plan.modes.count("stream") > 2
     same(kit, run, micro_batches=micro_batches)
