@@ -20,7 +20,7 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
     def folded(texts: Iterable[str]) -> str:
         return "".join(f"{line}\n" for text in texts for line in wrap(text, width))
 
-    counts = ", ".join(f"{count} {_USES[use]}" for use, count in v.counts.items())
+    counts = ", ".join(f"{count} {_USES[use]}" for use, count in v.counts.items() if count)
     parts = [folded([f"{sum(v.counts.values())} published rows: {counts}"])]
     if not v.results:
         return "\n".join([*parts, folded(["Not compared:", *(f"  {name}: {why}" for name, why in v.left_out.items())])])
@@ -46,7 +46,13 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
     return "\n".join(parts)
 
 
-_USES = {"fitted": "fitted", "tested": "tested", "no policy": "of systems without a policy yet", "out": "out of scope"}
+_USES = {
+    "fitted": "fitted",
+    "to fit": "kept for the next fit",
+    "tested": "tested",
+    "no policy": "of systems without a policy yet",
+    "out": "out of scope",
+}
 
 
 def summary_text(v: Validation, width: int) -> str:

@@ -10,8 +10,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
 from pstar_sim.planner.trust import ANY, FILE, class_name
 from pstar_sim.policy.kit.options import split_spec
-from pstar_sim.validation.results import Result, Validation, errors_of
-from pstar_sim.validation.rows import published_rows
+from pstar_sim.validation.results import Result, Validation, errors_of, replayed_rows
 
 __all__ = ["ERRORS_FILE", "errors_by_class", "write_errors"]
 
@@ -38,7 +37,7 @@ def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, tuple[floa
 
 def write_errors(validation: Validation, path: Path = ERRORS_FILE) -> None:
     """Keep the errors of a whole validation; raises PstarError for one of a part of the rows."""
-    if sum(validation.counts.values()) != len(published_rows()):
+    if sum(validation.counts.values()) != len(replayed_rows()):
         raise PstarError("the errors of a part of the rows are not kept: leave out --system and --machine")
     table = {
         name: {policy: dict(zip(("median", "p90", "rows"), values, strict=True)) for policy, values in policies.items()}

@@ -148,7 +148,7 @@ def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None =
     for hardware, make in _KNOWN.items():
         if row.hardware.startswith(hardware):
             return make(run, efficiency or fitted())
-    raise CatalogError(f"measurements.csv, row {row.line}: no experiment is known for {row.system} on {row.hardware}")
+    raise CatalogError(f"{row.where}: no experiment is known for {row.system} on {row.hardware}")
 
 
 @cache
@@ -184,7 +184,7 @@ def _loop_s(source: str) -> float:
 
 def _whole(row: PublishedRow, what: str, text: str) -> int:
     if not text.isdigit():
-        raise CatalogError(f"measurements.csv, row {row.line}: {what} is {text!r}, not a whole number")
+        raise CatalogError(f"{row.where}: {what} is {text!r}, not a whole number")
     return int(text)
 
 
@@ -197,9 +197,7 @@ _DOS_BATCH = re.compile(r"gbs(\d+) mbs(\d+)")
 def _dos_model(row: PublishedRow) -> ModelEntry:
     match = _DOS_SHAPE.fullmatch(row.shape)
     if match is None:
-        raise CatalogError(
-            f"measurements.csv, row {row.line}: {row.shape!r} is not a shape such as 32/4096/32 ffn11008"
-        )
+        raise CatalogError(f"{row.where}: {row.shape!r} is not a shape such as 32/4096/32 ffn11008")
     layers, hidden, heads, ffn = map(int, match.groups())
     entry = ModelEntry(
         name=f"llama {layers}x{hidden} ffn {ffn}",
@@ -217,9 +215,7 @@ def _dos_model(row: PublishedRow) -> ModelEntry:
     )
     entry = replace(entry, params=count_params(entry))
     if entry.params != int(row.params):
-        raise CatalogError(
-            f"measurements.csv, row {row.line}: {row.shape} has {entry.params} parameters, not {row.params}"
-        )
+        raise CatalogError(f"{row.where}: {row.shape} has {entry.params} parameters, not {row.params}")
     return entry
 
 
@@ -238,7 +234,7 @@ def _dos(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     match = _DOS_BATCH.fullmatch(row.batch)
     if match is None:
-        raise CatalogError(f"measurements.csv, row {row.line}: batch is {row.batch!r}, not such as gbs16 mbs4")
+        raise CatalogError(f"{row.where}: batch is {row.batch!r}, not such as gbs16 mbs4")
     whole, each = map(int, match.groups())
     if row.hardware.startswith("Polaris"):
         machine = _machine("polaris-a100-40x4", efficiency)

@@ -196,5 +196,5 @@ def row_value(row: PublishedRow, outcome: Prediction) -> float | None:
     if outcome.reason:
         return None
     if row.metric not in outcome.predicted:
-        raise PstarError(f"measurements.csv, row {row.line}: no prediction for {row.metric}")
+        raise PstarError(f"{row.where}: no prediction for {row.metric}")
     return outcome.predicted[row.metric]

@@ -22,7 +22,7 @@ from pstar_sim.validation.scope import USES, Rule, published_scope, rule_of
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["FAR", "NEAR", "Errors", "Pair", "Result", "Validation", "errors_of", "validate"]
+__all__ = ["FAR", "NEAR", "Errors", "Pair", "Result", "Validation", "errors_of", "replayed_rows", "validate"]
 
 NEAR, FAR = 0.15, 0.35
 """What the tested rows are held to: median and 90th percentile of the absolute error. A row beyond FAR is a miss."""
@@ -203,6 +203,11 @@ def _comparable(a: Result, b: Result) -> bool:
     return batches[0] == batches[1] and ("mbs" not in a.batch or a.batch == b.batch)
 
 
+def replayed_rows() -> tuple[PublishedRow, ...]:
+    """The rows that are replayed. Those of the other files have their scope; nothing replays them yet."""
+    return tuple(r for r in published_rows() if r.file == "measurements.csv")
+
+
 def validate(
     *,
     system: str | None = None,
@@ -220,15 +225,15 @@ def validate(
     Raises PstarError where no row is left.
     """
     rules = published_scope()
-    rows = [r for r in published_rows() if _holds(system, r.system)]
-    of_row = {row.line: rule_of(row, rules) for row in rows}
-    runs = runs_of(r for r in rows if of_row[r.line].use in _IN_SCOPE)
+    rows = [r for r in replayed_rows() if _holds(system, r.system)]
+    of_row = {row: rule_of(row, rules) for row in rows}
+    runs = runs_of(r for r in rows if of_row[r].use in _IN_SCOPE)
     jobs = [(run, experiment_of(run, efficiency)) for run in runs]
     if machine is not None:
         jobs, rows = _on_machine(machine, jobs, rows)
     if not rows:
         raise _no_row(system, machine)
-    counts = {use: sum(of_row[r.line].use == use for r in rows) for use in USES}
+    counts = {use: sum(of_row[r].use == use for r in rows) for use in USES}
     results: list[Result] = []
     for done, (run, experiment) in enumerate(jobs):
         if progress is not None:
@@ -236,7 +241,7 @@ def validate(
         results += _replayed(run, experiment, of_row)
     if progress is not None:
         progress(len(jobs), len(jobs))
-    kept = [of_row[r.line] for r in rows]
+    kept = [of_row[r] for r in rows]
     left_out = {rule.name: rule.why for rule in kept if rule.use not in _IN_SCOPE}
     return Validation(counts=counts, results=tuple(sorted(results, key=lambda r: r.line)), left_out=left_out)
 
@@ -250,12 +255,12 @@ def _on_machine(
 ) -> tuple[list[_Job], list[PublishedRow]]:
     """The jobs and rows whose hardware, or machine of the catalog, contains the text."""
     kept_jobs = [(run, x) for run, x in jobs if _holds(machine, run[0].hardware) or _holds(machine, x.machine.name)]
-    kept = {row.line for run, _ in kept_jobs for row in run}
-    return kept_jobs, [r for r in rows if r.line in kept or _holds(machine, r.hardware)]
+    kept = {row for run, _ in kept_jobs for row in run}
+    return kept_jobs, [r for r in rows if r in kept or _holds(machine, r.hardware)]
 
 
 def _no_row(system: str | None, machine: str | None) -> PstarError:
-    rows = published_rows()
+    rows = replayed_rows()
     asked = (
         ("system", system, {r.system for r in rows}),
         ("machine", machine, {r.hardware for r in rows}),
@@ -265,13 +270,13 @@ def _no_row(system: str | None, machine: str | None) -> PstarError:
     return PstarError(f"no published row has {has}; {'; '.join(known)}")
 
 
-def _replayed(run: Sequence[PublishedRow], experiment: Experiment, rules: Mapping[int, Rule]) -> list[Result]:
-    """The result of each row of a run. rules: line of a row -> its rule."""
+def _replayed(run: Sequence[PublishedRow], experiment: Experiment, rules: Mapping[PublishedRow, Rule]) -> list[Result]:
+    """The result of each row of a run. rules: row -> its rule."""
     outcome, machine = replay(experiment), experiment.machine
     return [
         _result(
             row,
-            rules[row.line],
+            rules[row],
             machine.name,
             machine.gpu.name,
             experiment.policy,

@@ -1,30 +1,19 @@
-"""Rows: the published measurements as values. Knows the file's columns, not what they are used for."""
+"""Rows: the published measurements as values. Knows the columns of each file, not what the rows are used for."""
 
 from __future__ import annotations
 
 import csv
 import io
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
 from pstar_sim.errors import CatalogError
 
-__all__ = ["PublishedRow", "number", "published_rows", "read_rows"]
+__all__ = ["FILES", "PublishedRow", "number", "published_rows", "read_rows"]
 
-COLUMNS = (
-    "system",
-    "hardware",
-    "gpus",
-    "params",
-    "layers_hidden_heads",
-    "seq_len",
-    "batch",
-    "metric",
-    "value",
-    "source",
-)
 _SUFFIX = {"": 1.0, "B": 1e9, "T": 1e12}
 _VALUE = re.compile(r"^(\d+(?:\.\d+)?(?:e\d+)?)(?:-(\d+(?:\.\d+)?))?([BT]?)$")
 
@@ -33,11 +22,13 @@ _VALUE = re.compile(r"^(\d+(?:\.\d+)?(?:e\d+)?)(?:-(\d+(?:\.\d+)?))?([BT]?)$")
 class PublishedRow:
     """One published figure, as written.
 
+    file: file of `pstar_sim/validation/data` that it is in.
     line: line of the file, 1 = the first after the header.
-
+    settings: options of the run that have no column of their own, as words; empty in files without such columns.
     value: in the unit that the metric's name ends with; the middle where a range is published.
     """
 
+    file: str
     line: int
     system: str
     hardware: str
@@ -46,9 +37,15 @@ class PublishedRow:
     shape: str
     sequence: str
     batch: str
+    settings: str = ""
     metric: str
     value: float
     source: str
+
+    @property
+    def where(self) -> str:
+        """The row in words, for messages."""
+        return f"{self.file}, row {self.line}"
 
     @property
     def run(self) -> tuple[str, ...]:
@@ -61,6 +58,7 @@ class PublishedRow:
             self.shape,
             self.sequence,
             self.batch,
+            self.settings,
             self.source,
         )
 
@@ -76,39 +74,119 @@ def number(text: str) -> float:
     return middle * _SUFFIX[suffix]
 
 
-def read_rows(file: str, text: str) -> tuple[PublishedRow, ...]:
-    """The rows of a measurements file. Raises CatalogError naming the line and what is wrong with it."""
+_Raw = Mapping[str, str]
+
+
+def _figure(file: str, line: int, raw: _Raw) -> PublishedRow:
+    """A row of a file of figures."""
+    return PublishedRow(
+        file=file,
+        line=line,
+        system=raw["system"],
+        hardware=raw["hardware"],
+        gpus=int(raw["gpus"]),
+        params=raw["params"],
+        shape=raw["layers_hidden_heads"],
+        sequence=raw["seq_len"],
+        batch=raw["batch"],
+        metric=raw["metric"],
+        value=number(raw["value"]),
+        source=raw["source"],
+    )
+
+
+FSDP_GPUS = {"a100_80gb": "A100-80GB", "h100_80gb": "H100-80GB"}
+_GPUS_PER_NODE = 8
+
+
+def _fsdp_step(file: str, line: int, raw: _Raw) -> PublishedRow:
+    """A row of a file of whole steps of FSDP. Raises ValueError where the global batch is not that of all GPUs."""
+    each, times, gpus = int(raw["micro_batch"]), int(raw["grad_accum"]), int(raw["gpus"])
+    if each * times * gpus != int(raw["global_batch"]):
+        raise ValueError(f"{each} sequences x {times} micro-batches x {gpus} GPUs are not {raw['global_batch']}")
+    nodes, gpu = gpus // _GPUS_PER_NODE, FSDP_GPUS[raw["gpu"]]
+    checkpointing = "checkpointing" if raw["checkpointing"] == "True" else "no checkpointing"
+    return PublishedRow(
+        file=file,
+        line=line,
+        system="FSDP, MPT",
+        hardware=("" if nodes == 1 else f"{nodes} nodes of ") + f"{_GPUS_PER_NODE}x{gpu} (MosaicML)",
+        gpus=gpus,
+        params=raw["params"],
+        shape=f"{raw['layers']}/{raw['hidden']}/{raw['heads']} vocab{raw['vocab']}",
+        sequence=raw["seq"],
+        batch=f"gbs{raw['global_batch']} mbs{each}",
+        settings=f"{raw['precision']} {raw['mp_mode']} {raw['sharding']} {checkpointing}",
+        metric="tokens_per_s_per_gpu",
+        value=number(raw["tokens_per_s_per_gpu"]),
+        source=raw["source"],
+    )
+
+
+def _eager_step(file: str, line: int, raw: _Raw) -> PublishedRow:
+    """A row of a file of forward and backward passes in fp32."""
+    option = raw["option"]
+    gpus = int(option[2]) if option else 1  # dp4, tp4, pp4_1
+    return PublishedRow(
+        file=file,
+        line=line,
+        system="PyTorch eager" + (f" {option}" if option else ""),
+        hardware=f"{gpus}x{raw['gpu']} (NeuSight)",
+        gpus=gpus,
+        params=raw["model"],
+        shape=raw["model"],
+        sequence=raw["seq"],
+        batch=raw["batch"],
+        settings=raw["precision"],
+        metric="fwd_bwd_ms",
+        value=number(raw["measured_ms"]),
+        source=raw["source"],
+    )
+
+
+_FIGURE_COLUMNS = (
+    "system", "hardware", "gpus", "params", "layers_hidden_heads", "seq_len", "batch", "metric", "value", "source",
+)  # fmt: skip
+_FSDP_COLUMNS = (
+    "seq", "gpus", "gpu", "model", "params", "micro_batch", "grad_accum", "global_batch", "tokens_per_s_per_gpu",
+    "mfu_pct", "hfu_pct", "precision", "mp_mode", "sharding", "checkpointing", "layers", "hidden", "heads", "vocab",
+    "source",
+)  # fmt: skip
+_EAGER_COLUMNS = (
+    "model", "seq", "batch", "gpu", "mode", "option", "measured_ms", "forward_ms", "backward_ms", "precision", "source",
+)  # fmt: skip
+
+FILES: Mapping[str, tuple[tuple[str, ...], Callable[[str, int, _Raw], PublishedRow]]] = {
+    "measurements.csv": (_FIGURE_COLUMNS, _figure),
+    "measurements-2.csv": (_FIGURE_COLUMNS, _figure),
+    "fsdp_steps.csv": (_FSDP_COLUMNS, _fsdp_step),
+    "single_gpu_steps.csv": (_EAGER_COLUMNS, _eager_step),
+}
+"""File -> (its columns, what makes a row of a line), in the order in which rows are shown."""
+
+
+def read_rows(file: str, text: str, kind: str = "measurements.csv") -> tuple[PublishedRow, ...]:
+    """The rows of a file of measurements. kind: the file of FILES whose columns it has. Raises CatalogError naming the
+    line and what is wrong with it."""
+    columns, make = FILES[kind]
     table = csv.DictReader(io.StringIO(text))
-    if tuple(table.fieldnames or ()) != COLUMNS:
+    if tuple(table.fieldnames or ()) != columns:
         raise CatalogError(
-            f"{file}: columns are {', '.join(table.fieldnames or ())}; they must be {', '.join(COLUMNS)}"
+            f"{file}: columns are {', '.join(table.fieldnames or ())}; they must be {', '.join(columns)}"
         )
     rows: list[PublishedRow] = []
     for line, raw in enumerate(table, 1):
         try:
-            value, gpus = number(raw["value"]), int(raw["gpus"])
+            rows.append(make(file, line, raw))
         except ValueError as error:
             raise CatalogError(f"{file}, row {line}: {error}") from error
-        rows.append(
-            PublishedRow(
-                line=line,
-                system=raw["system"],
-                hardware=raw["hardware"],
-                gpus=gpus,
-                params=raw["params"],
-                shape=raw["layers_hidden_heads"],
-                sequence=raw["seq_len"],
-                batch=raw["batch"],
-                metric=raw["metric"],
-                value=value,
-                source=raw["source"],
-            )
-        )
     return tuple(rows)
 
 
 @cache
 def published_rows() -> tuple[PublishedRow, ...]:
-    """The rows shipped with the project."""
-    text = (files("pstar_sim.validation") / "data" / "measurements.csv").read_text(encoding="utf-8")
-    return read_rows("measurements.csv", text)
+    """The rows shipped with the project, of all files."""
+    folder = files("pstar_sim.validation") / "data"
+    return tuple(
+        row for name in FILES for row in read_rows(name, (folder / name).read_text(encoding="utf-8"), kind=name)
+    )

@@ -14,8 +14,8 @@ from pstar_sim.validation.rows import PublishedRow
 
 __all__ = ["USES", "Rule", "published_scope", "read_scope", "rule_of"]
 
-USES = ("fitted", "tested", "no policy", "out")
-_PATTERNS = ("system", "hardware", "metric", "source")
+USES = ("fitted", "to fit", "tested", "no policy", "out")
+_PATTERNS = ("file", "system", "hardware", "params", "metric", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +23,14 @@ class Rule:
     """A rule for which published rows are compared.
 
     patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything.
+    looked_at: what a choice of ours was made by, of rows that are tested all the same; empty where nothing was.
     """
 
     name: str
     patterns: Mapping[str, tuple[str, ...]]
     use: str
     why: str
+    looked_at: str = ""
 
     def matches(self, row: PublishedRow) -> bool:
         return all(
@@ -45,14 +47,16 @@ def read_scope(file: str, text: str) -> tuple[Rule, ...]:
     rules: list[Rule] = []
     for raw in raw_rules:
         name = raw.get("name")
-        if unknown := set(raw) - {"name", "use", "why", *_PATTERNS}:
+        if unknown := set(raw) - {"name", "use", "why", "looked_at", *_PATTERNS}:
             raise CatalogError(f"{file}, rule {name!r}: unknown key {sorted(unknown)[0]!r}")
         if not name or not raw.get("why") or raw.get("use") not in USES:
             raise CatalogError(f"{file}, rule {name!r}: needs a name, a use ({', '.join(USES)}) and why")
         if name in {r.name for r in rules}:
             raise CatalogError(f"{file}: two rules are named {name!r}")
         patterns = {key: tuple(raw[key]) for key in _PATTERNS if key in raw}
-        rules.append(Rule(name=name, patterns=patterns, use=raw["use"], why=raw["why"]))
+        rules.append(
+            Rule(name=name, patterns=patterns, use=raw["use"], why=raw["why"], looked_at=raw.get("looked_at", ""))
+        )
     return tuple(rules)
 
 
@@ -61,9 +65,7 @@ def rule_of(row: PublishedRow, rules: Iterable[Rule]) -> Rule:
     for rule in rules:
         if rule.matches(row):
             return rule
-    raise CatalogError(
-        f"measurements.csv, row {row.line} ({row.system}, {row.hardware}, {row.metric}): no rule of scope"
-    )
+    raise CatalogError(f"{row.where} ({row.system}, {row.hardware}, {row.metric}): no rule of scope")
 
 
 @cache

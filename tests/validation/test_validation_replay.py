@@ -13,7 +13,8 @@ from pstar_sim.cost import CostModel
 from pstar_sim.errors import CatalogError
 from pstar_sim.validation.experiments import experiment_of, first_ranks, runs_of
 from pstar_sim.validation.replay import phases_of, predict, replay
-from pstar_sim.validation.rows import PublishedRow, published_rows
+from pstar_sim.validation.results import replayed_rows
+from pstar_sim.validation.rows import PublishedRow
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.workload import Workload
 
@@ -22,7 +23,7 @@ GB = 10**9
 
 def run_at(line: int) -> tuple[PublishedRow, ...]:
     """The published run that the row of this line is part of."""
-    return next(run for run in runs_of(published_rows()) if any(row.line == line for row in run))
+    return next(run for run in runs_of(replayed_rows()) if any(row.line == line for row in run))
 
 
 def test_an_experiment_by_hand() -> None:
@@ -52,7 +53,7 @@ def test_every_run_in_scope_is_an_experiment() -> None:
     from pstar_sim.validation.scope import published_scope, rule_of
 
     rules = published_scope()
-    rows = [r for r in published_rows() if rule_of(r, rules).use in ("fitted", "tested")]
+    rows = [r for r in replayed_rows() if rule_of(r, rules).use in ("fitted", "tested")]
     jobs = [experiment_of(run) for run in runs_of(rows)]
     assert sum(len(x.rows) for x in jobs) == 415
     assert all(len(x.machine.ranks) == x.rows[0].gpus for x in jobs)
