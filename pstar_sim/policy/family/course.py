@@ -157,7 +157,7 @@ class Course:
             needed.append(Stretch(update, update))
         elif update is not None:
             needed[-1] = Stretch(needed[-1].first, update)
-        return _stretches([n for stretch in needed for n in range(stretch.first, stretch.last + 1)])
+        return _merged(needed)
 
     def _beside(self, position: Position) -> int:
         """Bytes that a position needs beside working lists."""
@@ -298,12 +298,24 @@ class Course:
 
 def _stretches(positions: Sequence[int]) -> list[Stretch]:
     """Stretches of neighbours among ascending positions."""
-    out: list[Stretch] = []
-    for n in positions:
-        if out and n <= out[-1].last + 1:
-            out[-1] = Stretch(out[-1].first, n)
+    if not positions:
+        return []
+    firsts, lasts = [positions[0]], []
+    for before, n in pairwise(positions):
+        if n > before + 1:
+            lasts.append(before)
+            firsts.append(n)
+    return list(map(Stretch, firsts, [*lasts, positions[-1]]))
+
+
+def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:
+    """Ascending stretches, neighbours as one."""
+    out = [stretches[0]]
+    for stretch in stretches[1:]:
+        if stretch.first <= out[-1].last + 1:
+            out[-1] = Stretch(out[-1].first, stretch.last)
         else:
-            out.append(Stretch(n, n))
+            out.append(stretch)
     return out
 
 
