@@ -111,7 +111,7 @@ def capture_variants(
     """Variants of one model that a planner may choose among: the batch, its half and its quarter (as far as they are
     whole), each with activations kept and, if the model can switch that on, recomputed.
 
-    Raises ModelError as `capture` does.
+    Raises ModelError as `capture` does, and for a factory that always returns the same batch.
     """
     out: list[Workload] = []
     can_recompute = True
@@ -129,6 +129,11 @@ def capture_variants(
                     raise
                 can_recompute = False
                 continue
+            if made.batch != size:
+                raise ModelError(
+                    f"{model}: its batch is {made.batch}, and variants have batches of their own: give the factory a "
+                    "parameter `batch`, or trace it without --variants"
+                )
             out.append(capture(made))
     return tuple(out)
 

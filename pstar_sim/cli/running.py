@@ -12,7 +12,7 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
 from pstar_sim.cli.flag_values import model_names, one_of, positive
 from pstar_sim.cli.flags import DTYPES, MicroBatches, output
-from pstar_sim.cli.output import say, say_json, tell
+from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.cli.run_flags import RunFlags
 from pstar_sim.errors import ModelError, PstarError
 
@@ -116,6 +116,8 @@ def trace(
         more = {"micro_batches": asked.micro_batches, "checkpointing": asked.checkpointing}
         with bar(f"tracing {asked.model}", quiet=json):
             variants = (capture.capture(asked.model, **shape, **more),)
+    if not asked.variants:
+        _note_own_shape(variants[0], asked)
     save_trace(variants, path)
     if json:
         rows = [{"trace": path, **_facts(w)} for w in variants]
@@ -129,6 +131,18 @@ def trace(
     for w in variants:
         tell(f"  batch {w.batch}: {_variant_words(w)}")
     return 0
+
+
+def _note_own_shape(w: Workload, asked: _TraceFlags) -> None:
+    """Say on stderr where a factory's own batch was traced, not the one asked for."""
+    if not asked.model.startswith("py:"):
+        return
+    for name, flag, own, wanted in (
+        ("batch", "--batch", w.batch, asked.batch),
+        ("sequence", "--seq", w.sequence, asked.seq),
+    ):
+        if own not in (wanted, 1 if name == "sequence" else wanted):
+            note(f"{asked.model} takes no `{name}`: its own batch is traced, with {name} {own}, not {flag} {wanted}")
 
 
 def _facts(w: Workload) -> dict[str, object]:

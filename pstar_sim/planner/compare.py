@@ -205,6 +205,8 @@ def compare(
     clip: bool | None = None,
     chunk_bytes: int | str | None = None,
     loop: str | None = None,
+    sums: str | None = None,
+    effort: float | None = None,
     barrier_cost: bool = True,
     near: bool = True,
     certify: bool = False,
@@ -219,7 +221,7 @@ def compare(
         rank, each with what that rank does.
     machine: a Machine, or the name of one.
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or
-        any of update / clip / chunk_bytes / loop over the defaults.
+        any of update / clip / chunk_bytes / loop / sums / effort over the defaults.
     barrier_cost: also simulate every fitting policy without its barrier.
     near: for what does not fit, look for the nearest machine or setting that would.
     certify: the tighter bound of the fluid linear program, which takes seconds, instead of the joint one.
@@ -233,7 +235,9 @@ def compare(
     Raises UnknownName for an unknown policy and PstarError for settings that make no sense.
     """
     machine = machine_of(machine)
-    changes = {"update": update, "clip": clip, "chunk_bytes": chunk_bytes, "loop": loop}
+    changes = {
+        "update": update, "clip": clip, "chunk_bytes": chunk_bytes, "loop": loop, "sums": sums, "effort": effort,
+    }  # fmt: skip
     settings = replace(settings_of(settings), **{k: v for k, v in changes.items() if v is not None})  # type: ignore[arg-type]
     asked = [_named(p) for p in asked_policies(policies, machine)]
     names = [name for name, _ in asked]

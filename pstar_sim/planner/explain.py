@@ -422,9 +422,8 @@ def _binds(plan: Plan, timeline: Timeline, bound: str | None, barrier_cost_s: fl
     lines.append("  moved: " + (", ".join(f"{format_bytes(v)} {k}" for k, v in moved.items()) or "nothing"))
     bound_s = plan.predictions.get("lower_bound_s")
     if bound_s:
-        lines.append(
-            f"  {(total / bound_s - 1) * 100:.2f} % above the lower bound of this setting ({format_s(bound_s)})"
-        )
+        percent = round((total / bound_s - 1) * 100, 2) + 0.0  # never -0.00
+        lines.append(f"  {percent:.2f} % above the lower bound of this setting ({format_s(bound_s)})")
     lines += _certificate(plan)
     if barrier_cost_s is not None:
         lines.append(f"  the barrier costs {format_s(barrier_cost_s)} per iteration")

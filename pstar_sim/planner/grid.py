@@ -33,7 +33,19 @@ from pstar_sim.core.plan import LOOPS, SUMS, Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ranks import shares_of_batch
 from pstar_sim.policy.registry import find_policy
-from pstar_sim.schema.fields import Natural, Table, between, choice, fields_of, meaning, rule_of, says, split, want
+from pstar_sim.schema.fields import (
+    Natural,
+    Positive,
+    Table,
+    between,
+    choice,
+    fields_of,
+    meaning,
+    rule_of,
+    says,
+    split,
+    want,
+)
 from pstar_sim.schema.parsing import read_toml
 from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
@@ -75,6 +87,7 @@ class Axes(Table, frozen=True, kw_only=True):
     chunk: Annotated[str | None, says("chunk size, such as 128MiB")] = None
     loop: Annotated[str, choice(LOOPS), says("own or step")] = "own"
     sums: Annotated[str, choice(SUMS), says("32-bit or 16-bit")] = "32-bit"
+    effort: Annotated[Positive, says("effort of a policy that searches, as a multiple of the usual effort")] = 1.0
     policy: Annotated[str, says("a policy, with its options if any")]
 
 
@@ -305,6 +318,7 @@ def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
         chunk_bytes=chunk,
         loop=str(given.get("loop", "own")),
         sums=str(given.get("sums", "32-bit")),
+        effort=float(given.get("effort", 1.0)),
     )
     if "dtype" not in given and "model" in given:
         given["dtype"] = default_dtype(machine)

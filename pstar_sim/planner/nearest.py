@@ -18,7 +18,7 @@ from pstar_sim.catalog.models import ModelEntry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.registry import Policy
-from pstar_sim.units import GB
+from pstar_sim.units import GB, MB
 from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Workload
 
@@ -173,16 +173,18 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
 
 
 def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Remedy | None:
-    """The smallest multiple of 0.1 GB of GPU memory that makes the job fit. Only on "virtual", whose GPU memory the
-    user sets.
+    """GPU memory that makes the job fit, in whole MB, rounded up to two digits or to 0.1 GB. Only on "virtual", whose
+    GPU memory the user sets.
     """
     if machine.name != "virtual":
         return None
-    tenths = -(-(error.needed_bytes + machine.gpu.context_bytes) * 10 // GB)
-    size = tenths * GB // 10
-    if ask(workload, resize(machine, gpu_memory=size), settings) is not None:
+    wanted = -(-(error.needed_bytes + machine.gpu.context_bytes) // MB)
+    unit = 10 ** min(2, max(0, len(str(wanted)) - 2))  # MB
+    size = -(-wanted // unit) * unit
+    if ask(workload, resize(machine, gpu_memory=size * MB), settings) is not None:
         return None
-    return Remedy(kind="GPU memory", size=size, words=f"with --gpu-memory {tenths / 10:g}GB")
+    words = f"{size / 1000:g}GB" if size >= 1000 else f"{size}MB"
+    return Remedy(kind="GPU memory", size=size * MB, words=f"with --gpu-memory {words}")
 
 
 def _host_memory(

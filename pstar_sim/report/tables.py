@@ -53,11 +53,13 @@ def heading(answer: TableAnswer) -> str:
         batch_words(answer),
         f"sequence {w.sequence}",
         w.dtype,
+        *([w.optimizer.name] if w.optimizer.name != "adamw" else []),
         activations_text(w) if w.activations else "checkpointing" if w.checkpointing else "no checkpointing",
         f"update {s.update}",
         "clipping" if s.clip else "no clipping",
         f"barrier: {barrier}" if barrier else "no barrier",
         *(["run by session.step"] if s.loop == "step" else []),
+        *([f"{s.sums} sums"] if s.sums != "32-bit" else []),
         *([f"effort {s.effort:g}"] if s.effort != 1 else []),
         *([w.notes] if w.notes else []),
     ]
@@ -138,12 +140,8 @@ def comparison_text(comparison: Comparison, *, width: int | None = None) -> str:
     width = terminal_width() if width is None else width
     table = table_text(HEADS, [cells(row) for row in comparison.rows], width=width)
     lines = [*wrap(heading(comparison), width), "", table.rstrip()]
-    bounds = list(dict.fromkeys((row.lower_bound_s, _certificate(row)) for row in comparison.rows))
-    for seconds, words in bounds:
-        what = (
-            "no lower bound" if seconds is None else f"lower bound of this setting: {format_s(seconds)} per iteration"
-        )
-        lines += ["", *wrap(f"{what} ({words})" if words else what, width)]
+    for text in _bounds(comparison.rows):
+        lines += ["", *wrap(text, width)]
     lines += ["", *wrap(confidence_line(confidence(comparison.workload, comparison.machine)), width)]
     for line in trust_lines([(row.policy, row.trust) for row in comparison.rows if row.fits]):
         lines += wrap(line, width)
@@ -187,6 +185,22 @@ def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
     if len(by_label) == 1:
         return [f"times: {next(iter(by_label))}"]
     return ["times: " + "; ".join(f"{', '.join(names)} {label}" for label, names in by_label.items())]
+
+
+def _bounds(rows: Sequence[Row]) -> list[str]:
+    """One text per bound that the rows are compared with. Where there are several, each says for which policies."""
+    policies: dict[tuple[float | None, str], list[str]] = {}
+    for row in rows:
+        policies.setdefault((row.lower_bound_s, _certificate(row)), []).append(row.policy)
+    out: list[str] = []
+    for (seconds, words), names in policies.items():
+        others = [row.policy for row in rows if row.policy not in names]
+        whose = f"all policies but {', '.join(others)}" if len(names) > len(others) else ", ".join(names)
+        what = "no lower bound" if seconds is None else "lower bound of this setting"
+        what += f" for {whose}" if others else ""
+        what += "" if seconds is None else f": {format_s(seconds)} per iteration"
+        out.append(f"{what} ({words})" if words else what)
+    return out
 
 
 def _certificate(row: Row) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "Curve",
     "Field",
     "Natural",
+    "Positive",
     "Rule",
     "Table",
     "Text",
@@ -99,8 +100,9 @@ Checked = Annotated[
     date, Meta(extra={"rule": Rule(_recent, "a date from 2015 on, without quotes, such as 2026-11-21")})
 ]
 """The day on which somebody looked a figure up."""
-_Positive = Annotated[float, Meta(gt=0, lt=1e15)]
-Curve = tuple[tuple[_Positive, _Positive], ...]
+Positive = Annotated[float, Meta(gt=0, lt=1e15)]
+"""A number above 0."""
+Curve = tuple[tuple[Positive, Positive], ...]
 """A measured curve: [size, rate] pairs, sizes ascending."""
 
 

@@ -183,7 +183,8 @@ def _words(w: Workload) -> str:
         recompute = activations_text(w)
     if w.layer_major:
         recompute += ", layer-major" + (" with boundaries on the host" if w.stashes else "")
-    return f"batch {w.batch} x {w.sequence}, {w.micro_batches} micro-batch(es), {w.dtype}, {recompute}"
+    micro_batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''}"
+    return f"batch {w.batch} x {w.sequence}, {micro_batches}, {w.dtype}, {recompute}"
 
 
 def _schema(chosen: bool = False) -> Any:

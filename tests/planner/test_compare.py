@@ -6,7 +6,7 @@ Two layers of 1 M parameters in bf16; FWD 1 s and BWD 2 s a layer (recorded), so
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,12 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError, UnknownName
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.compare import Row, compare, without_barrier
+from pstar_sim.planner.nearest import nearest
 from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
+from pstar_sim.report.tables import heading
 from pstar_sim.testing import chain_workload, round_machine
+from pstar_sim.units import MIB
+from pstar_sim.workload.optimizers import with_optimizer
 from pstar_sim.workload.workload import Workload
 
 MB, GB = 10**6, 10**9
@@ -189,6 +193,50 @@ def test_settings_may_be_given_as_a_value_or_piecewise() -> None:
     one = compare(chain(), machine(), policies=[all_on_gpu], settings=FREE)
     two = compare(chain(), machine(), policies=[all_on_gpu], update="eager", clip=False)
     assert one.settings == two.settings == replace(Settings(), update="eager", clip=False)
+
+
+def test_every_setting_may_be_given_piecewise() -> None:
+    asked = Settings(update="eager", clip=False, chunk_bytes=2 * MIB, loop="step", sums="16-bit", effort=0.5)
+    w = chain_workload(2, MIB, forward_s=1.0, micro_batches=2)
+    assert compare(w, round_machine(), policies=["optimal"], **asdict(asked)).settings == asked
+
+
+def test_the_heading_names_the_optimizer_and_the_bits_of_sums() -> None:
+    w = chain_workload(2, MIB, forward_s=1.0, micro_batches=2)
+    plain, other = (
+        heading(compare(v, round_machine(), policies=["all_on_gpu"], sums=sums))
+        for v, sums in ((w, "32-bit"), (with_optimizer(w, "sgd-momentum"), "16-bit"))
+    )
+    assert "adamw" not in plain and "sums" not in plain
+    assert "sgd-momentum" in other and "16-bit sums" in other
+
+
+def test_each_of_two_bounds_says_whose_it_is() -> None:
+    """l2l runs layer by layer, the others micro-batch by micro-batch."""
+    w = chain_workload(4, MIB, forward_s=1.0, micro_batches=2)
+    one = str(compare(w, round_machine(), policies=["tide"]))
+    said = str(compare(w, round_machine(), policies=["tide", "all_on_gpu", "l2l"], barrier_cost=False))
+    assert "lower bound of this setting: " in one
+    assert "lower bound of this setting for all policies but l2l: " in said
+    assert "lower bound of this setting for l2l: " in said
+
+
+@pytest.mark.parametrize(("needed", "words"), [(17_260_000, "18MB"), (171_000_000, "180MB"), (1_210_000_000, "1.3GB")])
+def test_gpu_memory_is_named_as_exactly_as_the_job_is_small(needed: int, words: str) -> None:
+    """Only on "virtual", whose GPU memory is set."""
+
+    def wants(workload: Workload, machine: Machine, settings: Settings) -> Plan:
+        raise DoesNotFit(
+            policy="wants", place="gpu", needed_bytes=needed, available_bytes=machine.gpu_budget_bytes, what="it all"
+        )
+
+    w, m = chain(), round_machine(gpu_memory_bytes=10 * MB)
+    error = DoesNotFit(policy="wants", place="gpu", needed_bytes=needed, available_bytes=10 * MB, what="it all")
+
+    def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
+        return None if machine.gpu_budget_bytes >= needed else error
+
+    assert nearest(wants, w, m, Settings(), error, ask=ask) == f"fits with --gpu-memory {words}"
 
 
 def test_a_policy_of_ones_own_is_not_believed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import joblib
@@ -14,8 +15,9 @@ import pstar_sim
 import pstar_sim as ps
 from pstar_sim.cli import main
 from pstar_sim.errors import PstarError
-from pstar_sim.planner.grid import CODE, load_grid, point_hash
+from pstar_sim.planner.grid import CODE, job_of, load_grid, point_hash
 from pstar_sim.planner.sweep import COLUMNS, sweep
+from pstar_sim.units import MIB
 
 GRID: dict[str, object] = {
     "machine": ["virtual", "v100-16"],
@@ -73,6 +75,15 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert answer.rows == sweep(GRID, jobs=1).rows
 
 
+def test_every_setting_is_an_axis() -> None:
+    """Those of a plan's settings but the chunk size, whose axis takes a text, are axes of the same name."""
+    asked: dict[str, object] = {"update": "eager", "clip": False, "loop": "step", "sums": "16-bit", "effort": 2}
+    (group, *_) = load_grid(changed(**asked, chunk="2MiB")).groups()
+    _, _, settings = job_of(group)
+    assert asdict(settings) == {**asked, "chunk_bytes": 2 * MIB}
+    assert asdict(job_of(load_grid(GRID).groups()[0])[2]) == asdict(ps.Settings())
+
+
 def test_a_point_file_that_was_cut_off_is_computed_again(tmp_path: Path) -> None:
     sweep(GRID, tmp_path / "r.parquet", jobs=1)
     points = sorted((tmp_path / "r.parquet.points").glob("*.json"))
@@ -88,7 +99,15 @@ def test_a_point_is_named_by_everything_that_determines_it() -> None:
 
     assert len(names()) == 16
     assert names() == names()
-    for axes in ({"seq": 16}, {"update": "eager"}, {"set": {"host.memory": "32GB"}}, {"lora": 4}, {"clip": False}):
+    for axes in (
+        {"seq": 16},
+        {"sums": "16-bit"},
+        {"effort": 2},
+        {"update": "eager"},
+        {"set": {"host.memory": "32GB"}},
+        {"lora": 4},
+        {"clip": False},
+    ):
         assert not names() & names(**axes), axes
 
 

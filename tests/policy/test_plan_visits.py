@@ -88,7 +88,7 @@ def test_visits_that_do_not_fit_say_what_they_need() -> None:
     one = plan_visits(of, each_use(of))
     assert one.check() is not None
     with pytest.raises(
-        DoesNotFit, match=r"mine does not fit: gpu needs .*moment \d+ .*its visits and 0 pinned"
+        DoesNotFit, match=r"mine does not fit: gpu needs .*moment \d+ .*the chunks that visit the GPU"
     ) as short:
         plan_visits(of, [Visit(c, 0, 8) for c in of.moving])
     assert short.value.needed_bytes > short.value.available_bytes

@@ -95,7 +95,7 @@ def schedule_visits(
     course = Course(job, modes, Knobs(linger=False, stay=0.0), blocks)
     if course.least_room_bytes < 0:
         tightest = course.positions[course.room.index(course.least_room_bytes)]
-        what = f"its visits and {len(modes.pinned)} pinned chunks"
+        what = "the chunks that visit the GPU" + (f" and {len(modes.pinned)} that stay there" if modes.pinned else "")
         if tightest.block >= 0:
             what = f"{describe_moment(job.workload, job.blocks[tightest.block].first)}; {what}"
         raise _short(job, Place.GPU, -course.least_room_bytes, what)

@@ -72,8 +72,11 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
     visits = _visits(job, parts)
     layer = _most_at_once(visits)
     plan = plan_visits(job, visits, prefetch=layer, adam=adam, lists_at_once=2 * layer)
+    order = "layer by layer, forward and backward"
+    if w.micro_batches > 1:
+        order = f"each layer for all {w.micro_batches} micro-batches before the next, forward and backward"
     choices: dict[str, object] = {
-        "order": f"each layer for all {w.micro_batches} micro-batches before the next, forward and backward",
+        "order": order,
         "capacity": f"two layers, of {layer} chunk{'s' if layer > 1 else ''} at most, and their gradients",
         "boundaries": f"the inputs of layers are on the {stash}",
     }

@@ -242,7 +242,7 @@ class Memory:
             b.check_room(
                 Place.GPU,
                 used + total,
-                f"{describe_moment(b.workload, m)}; {len(needed)} chunks used in it, "
+                f"{describe_moment(b.workload, m)}; {len(needed)} chunk{'s' if len(needed) != 1 else ''} used in it, "
                 f"{format_bytes(used - self.fixed_bytes + size_bytes)}; {self.describe_fixed()}",
             )
 

@@ -61,3 +61,34 @@ def test_variants_are_of_one_micro_batch(capsys: pytest.CaptureFixture[str]) -> 
     for more in (["--micro-batches", "2"], ["--checkpointing"]):
         assert main([*shape, *more]) != 0
         assert "--variants traces one micro-batch" in capsys.readouterr().err
+
+
+FACTORY = """
+import torch
+from torch import nn
+
+class Mean(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+def fixed():
+    return Mean(8, 8), torch.randn(4, 8)
+
+def asked(batch):
+    return Mean(8, 8), torch.randn(batch, 8)
+"""
+
+
+def test_a_factory_with_a_batch_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is traced with that batch, which a line says; its variants would all be the same."""
+    Path("own_batch.py").write_text(FACTORY)
+    flags = ["--seq", "8", "-o", "t.parquet"]
+    assert main(["trace", "py:own_batch:fixed", "--batch", "2", *flags]) == 0
+    said = "py:own_batch:fixed takes no `batch`: its own batch is traced, with batch 4, not --batch 2"
+    assert said in capsys.readouterr().err and load_variants("t.parquet")[0].batch == 4
+    assert main(["trace", "py:own_batch:fixed", "--batch", "4", *flags]) == 0
+    assert not capsys.readouterr().err
+    assert main(["trace", "py:own_batch:fixed", "--batch", "2", "--variants", *flags]) == 2
+    assert "its batch is 4" in capsys.readouterr().err
+    assert main(["trace", "py:own_batch:asked", "--batch", "2", "--variants", *flags]) == 0
+    assert [w.batch for w in load_variants("t.parquet")] == [2, 1]
