@@ -22,11 +22,11 @@ from scipy.optimize import least_squares
 
 from pstar_sim.catalog.efficiency import Efficiency, fitted
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.validation.experiments import Experiment, experiment_of, runs_of
+from pstar_sim.validation.experiments import experiment_of, runs_of
 from pstar_sim.validation.replay import replay, row_value
-from pstar_sim.validation.results import replayed_rows
-from pstar_sim.validation.rows import PublishedRow
+from pstar_sim.validation.rows import PublishedRow, published_rows
 from pstar_sim.validation.scope import published_scope, rule_of
+from pstar_sim.validation.setups import Experiment
 
 HERE = Path(__file__).resolve().parent.parent / "pstar_sim"
 HARNESS = "deep-optimizer-states-results"
@@ -37,7 +37,7 @@ NAMES = ("matmul", "launch_us", "adam_dram", "adam_gparams_core", "pageable_gb_p
 def fitted_runs() -> list[tuple[PublishedRow, ...]]:
     """Runs whose rows are fitted, their times and phases only."""
     rules = published_scope()
-    rows = [r for r in replayed_rows() if rule_of(r, rules).use == "fitted" and r.metric.endswith("_ms")]
+    rows = [r for r in published_rows() if rule_of(r, rules).use == "fitted" and r.metric.endswith("_ms")]
     return runs_of(rows)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.validation.experiments import NOTES, UNEXPLAINED
@@ -25,6 +27,8 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
     if not v.results:
         return "\n".join([*parts, folded(["Not compared:", *(f"  {name}: {why}" for name, why in v.left_out.items())])])
     parts.append(summary_text(v, width))
+    if len({r.file for r in v.results}) > 1:
+        parts.append(files_text(v, width))
     parts.append(folded(_verdict(v)))
     if every_row:
         parts.append(_rows_text("Rows in scope", list(v.results), width))
@@ -63,11 +67,31 @@ def summary_text(v: Validation, width: int) -> str:
         lines.setdefault((_short(r.hardware), _family(r.system), r.use), []).append(r)
     rows = [(*key, *_cells(Validation(counts={}, results=tuple(results)))) for key, results in lines.items()]
     sums = len(rows)
-    for use in ("tested", "fitted"):
+    for use in ("tested", "fitted", "to fit"):
         part = Validation(counts={}, results=tuple(r for r in v.results if r.use == use))
         if part.results:
             rows.append(("all", "", use, *_cells(part)))
     return table_text(heads, rows, width=width, keys=3, rule_before=sums)
+
+
+def files_text(v: Validation, width: int) -> str:
+    """One line per file of rows and use: errors, bias of the seconds, runs that do not fit, and orders kept."""
+    heads = ("rows of", "use", "rows", "median", "90th", "bias", "do not fit", "systems", "models")
+    rows: list[tuple[str, ...]] = []
+    for file in dict.fromkeys(r.file for r in v.results):
+        for use in dict.fromkeys(r.use for r in v.results if r.file == file):
+            part = replace(v, results=tuple(r for r in v.results if (r.file, r.use) == (file, use)))
+            e = part.errors()
+            assert e is not None
+            bias = "" if e.bias is None else f"{e.bias:+.1%}"
+            orders = (_kept(*part.order(kind)) for kind in ("systems", "models"))
+            name = file.removesuffix(".csv")
+            rows.append((name, use, str(e.rows), _share(e.median), _share(e.p90), bias, str(e.lost or ""), *orders))
+    return table_text(heads, rows, width=width, keys=2)
+
+
+def _kept(kept: int, pairs: int) -> str:
+    return f"{kept} of {pairs}" if pairs else ""
 
 
 def _cells(part: Validation) -> list[str]:
@@ -85,6 +109,12 @@ def _verdict(v: Validation) -> list[str]:
             f"tested rows: median {_share(tested.median)} (at most {NEAR:.0%} wanted), "
             f"90th percentile {_share(tested.p90)} (at most {FAR:.0%}), worst {tested.worst:+.0%}"
         )
+    new = v.first_replayed().errors(use="tested")
+    if new is not None:
+        lines.append(
+            f"tested rows that had never been replayed when their scope was fixed: {new.rows}, median "
+            f"{_share(new.median)}, 90th percentile {_share(new.p90)}, {new.lost} of them do not fit"
+        )
     for kind, what in (("systems", "systems on one machine and model"), ("models", "models of one system")):
         kept, pairs = v.order(kind)
         if pairs:
@@ -98,7 +128,7 @@ def _rows_text(title: str, rows: Sequence[Result], width: int) -> str:
     )  # fmt: skip
     cells = [
         (
-            str(r.line),
+            r.where,
             _short(r.hardware),
             r.system,
             str(r.gpus),
@@ -122,8 +152,15 @@ def _family(system: str) -> str:
 
 def _short(hardware: str) -> str:
     for text, short in (
-        ("Polaris", "Polaris, 1-4 A100-40"),
+        ("Polaris", "Polaris, 1-8 A100-40"),
         ("4xH100", "node of 4 H100-80"),
+        ("8xA100-80GB (MosaicML)", "node of 8 A100-80"),
+        ("8xH100-80GB (MosaicML)", "node of 8 H100-80"),
+        ("1xTesla_V100", "1 V100-32 PCIe, fp32"),
+        ("1xNVIDIA_A100_80GB_PCIe", "1 A100-80 PCIe, fp32"),
+        ("1xNVIDIA_H100", "1 H100-80, fp32"),
+        ("4xNVIDIA_A100", "4 A100-40, fp32"),
+        ("4xNVIDIA_H100", "4 H100-80, fp32"),
         ("8xV100", "Yard, 1-8 V100-32"),
         ("1xV100-32GB (Yard)", "Yard, 1-8 V100-32"),
         ("1xV100-SXM3", "DGX-2, 1 V100-32"),
@@ -131,7 +168,12 @@ def _short(hardware: str) -> str:
     ):
         if hardware.startswith(text):
             return short
+    if match := _NODES.match(hardware):
+        return f"{match[1]}-80, nodes of 8"
     return hardware
+
+
+_NODES = re.compile(r"\d+ nodes of \d+x(\w+)-80GB")
 
 
 def _params(text: str) -> str:

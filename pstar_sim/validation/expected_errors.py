@@ -10,7 +10,8 @@ from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
 from pstar_sim.planner.trust import ANY, FILE, class_name
 from pstar_sim.policy.kit.options import split_spec
-from pstar_sim.validation.results import Result, Validation, errors_of, replayed_rows
+from pstar_sim.validation.results import FIRST_FILE, Result, Validation, errors_of
+from pstar_sim.validation.rows import published_rows
 
 __all__ = ["ERRORS_FILE", "errors_by_class", "write_errors"]
 
@@ -18,10 +19,12 @@ ERRORS_FILE = Path(str(FILE))
 
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, tuple[float, float, int]]]:
-    """Class -> policy (and "any policy") -> (median, 90th percentile, rows), of tested rows of whole iterations."""
+    """Class -> policy (and "any policy") -> (median, 90th percentile, rows), of tested rows of whole iterations.
+
+    Rows of the later files are left out: their runs had other kernels than they are replayed with."""
     groups: dict[str, dict[str, list[Result]]] = {}
     for r in results:
-        if r.use != "tested" or r.kind != "time":
+        if r.use != "tested" or r.kind != "time" or r.file != FIRST_FILE:
             continue
         name = class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=1)
         for key in (ANY, split_spec(r.policy)[0]):
@@ -37,7 +40,7 @@ def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, tuple[floa
 
 def write_errors(validation: Validation, path: Path = ERRORS_FILE) -> None:
     """Keep the errors of a whole validation; raises PstarError for one of a part of the rows."""
-    if sum(validation.counts.values()) != len(replayed_rows()):
+    if sum(validation.counts.values()) != len(published_rows()):
         raise PstarError("the errors of a part of the rows are not kept: leave out --system and --machine")
     table = {
         name: {policy: dict(zip(("median", "p90", "rows"), values, strict=True)) for policy, values in policies.items()}

@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cache
-from importlib.resources import as_file, files
+from importlib.resources import files
 
 from pstar_sim.catalog.efficiency import Efficiency, fitted
-from pstar_sim.catalog.loader import Catalog, load_catalog
+from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.models import ModelEntry, count_params, model_entry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError
 from pstar_sim.python310 import toml_loads
-from pstar_sim.units import GIB, MIB
+from pstar_sim.units import GIB
 from pstar_sim.validation.rows import PublishedRow
-from pstar_sim.workload.presets import workload_of
-from pstar_sim.workload.workload import Workload
+from pstar_sim.validation.setups import (
+    REPORTED_BYTES,
+    Experiment,
+    first_ranks,
+    published_machine,
+    whole_number,
+    with_gpu_bytes,
+)
+from pstar_sim.validation.whole_steps import WHOLE_STEPS
 
-__all__ = ["NOTES", "UNEXPLAINED", "Experiment", "experiment_of", "first_ranks", "runs_of"]
+__all__ = ["NOTES", "UNEXPLAINED", "experiment_of", "runs_of"]
 
 NOTES = (
     "memory is what the GPUs report (32 GiB of a V100), not the catalog's nominal 32 GB",
@@ -34,7 +42,8 @@ NOTES = (
     "PatrickStar may use 0.8 of the GPU and of the host (overall_gpu_mem_ratio, overall_cpu_mem_ratio)",
     "checkpoints are reentrant, as these systems made them: a recompute runs the whole layer",
     "runs before 2023 have no flash attention; those of the Deep Optimizer States logs are taken to have it",
-    "models of these logs: 4 key-value heads and a vocabulary of 50304, which give the published counts exactly",
+    "MPT and NeuSight's GPT run the kernels of this project's GPT here: an eager GELU and an unfused loss",
+    "models of the Deep Optimizer States logs: 4 key-value heads, vocabulary 50304: this gives the published counts",
 )
 
 UNEXPLAINED = (
@@ -50,51 +59,8 @@ UNEXPLAINED = (
 OTHER_HOST_BYTES = 20 * GIB
 HOST_BYTES_PER_PARAM = 24.0
 PATRICKSTAR_RATIO = 0.8
-REPORTED_BYTES = {"v100-32": 32510 * MIB, "a100-40": 40536 * MIB, "h100-80": 81559 * MIB}
-"""Memory by nvidia-smi; the DGX-2 log shows 32290 MiB of a V100 in use."""
 KV_HEADS, DOS_VOCAB, GPT_VOCAB = 4, 50304, 50257
 POLARIS_CORES_A_RANK = 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """One published run (rows that differ in the metric only) as a job.
-
-    batches: sequences per rank and micro-batch; where several are given the one with the most tokens per second counts.
-    sizes: models tried for a row that gives the largest trainable one, ascending; otherwise one.
-    loop_s: seconds per micro-batch outside the three phases.
-    other_host_bytes: in use on the node beside the plans of its ranks.
-    host_bytes_per_param: host memory that the system really takes, where that is more than its plan takes.
-    """
-
-    rows: tuple[PublishedRow, ...]
-    machine: Machine
-    policy: str
-    sizes: tuple[ModelEntry, ...]
-    sequence: int
-    batches: tuple[int, ...]
-    micro_batches: int
-    dtype: str
-    attention: str
-    settings: Settings
-    loop_s: float = 0.0
-    other_host_bytes: int = 0
-    host_bytes_per_param: float = 0.0
-    language_head: bool = True
-
-    def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
-        """One rank's share. Raises ModelError as `workload_of`."""
-        return workload_of(
-            size or self.sizes[0],
-            batch=batch,
-            sequence=self.sequence,
-            micro_batches=self.micro_batches,
-            dtype=self.dtype,
-            checkpointing=True,
-            attention=self.attention,
-            language_head=self.language_head,
-            early_stop=False,
-        )
 
 
 def runs_of(rows: Iterable[PublishedRow]) -> list[tuple[PublishedRow, ...]]:
@@ -105,70 +71,16 @@ def runs_of(rows: Iterable[PublishedRow]) -> list[tuple[PublishedRow, ...]]:
     return [tuple(run) for run in found.values()]
 
 
-def first_ranks(
-    machine: Machine,
-    count: int,
-    *,
-    sockets: int = 1,
-    cores_a_rank: int | None = None,
-    efficiency: Efficiency | None = None,
-) -> Machine:
-    """`machine` with only its first `count` GPUs in use; host memory stays whole.
-
-    sockets: number of sockets of the node; a process reaches the cores and the DRAM bandwidth of its own only.
-    cores_a_rank: number of cores that each rank is bound to; CPU Adam is then no faster than these cores.
-    """
-    if not 1 <= count <= len(machine.ranks):
-        raise CatalogError(f"machine {machine.name!r} has {len(machine.ranks)} GPUs, so {count} cannot be in use")
-    host = machine.host
-    used = -(-count * sockets // machine.local_ranks) / sockets
-    if used < 1:
-        host = replace(
-            host,
-            cores=round(host.cores * used),
-            adam_params_per_s=host.adam_params_per_s * used,
-            dram_bytes_per_s=host.dram_bytes_per_s * used,
-        )
-    if cores_a_rank is not None:
-        cores = count * cores_a_rank
-        by_cores = cores * (efficiency or fitted()).adam_params_per_core_s
-        host = replace(host, cores=cores, adam_params_per_s=min(host.adam_params_per_s, by_cores))
-    if count == len(machine.ranks) and host is machine.host:
-        return machine
-    ranks = tuple(replace(rank, batch_share=1 / count) for rank in machine.ranks[:count])
-    return replace(machine, name=f"{machine.name} ({count} in use)", ranks=ranks, host=host)
-
-
 def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None = None) -> Experiment:
     """The job that a run in scope was. efficiency: parameters to use instead of the shipped ones (for fitting).
 
     Raises CatalogError for a run that is not known here.
     """
     row = run[0]
-    for hardware, make in _KNOWN.items():
-        if row.hardware.startswith(hardware):
+    for pattern, make in _KNOWN.items():
+        if fnmatchcase(row.hardware, pattern):
             return make(run, efficiency or fitted())
     raise CatalogError(f"{row.where}: no experiment is known for {row.system} on {row.hardware}")
-
-
-@cache
-def _catalog() -> Catalog:
-    with as_file(files("pstar_sim.validation") / "data" / "machines.toml") as path:
-        return load_catalog(path)
-
-
-def _machine(name: str, efficiency: Efficiency) -> Machine:
-    """The machine of this name, with as much GPU memory as its GPUs report."""
-    machine = _catalog().machine(name, efficiency)
-    return _with_gpu_bytes(machine, REPORTED_BYTES[machine.gpu.name])
-
-
-def _with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
-    ranks = tuple(
-        replace(r, gpu=replace(r.gpu, memory_bytes=max(r.gpu.memory_bytes, usable_bytes), usable_bytes=usable_bytes))
-        for r in machine.ranks
-    )
-    return replace(machine, ranks=ranks)
 
 
 @cache
@@ -180,12 +92,6 @@ def _harness() -> Mapping[str, float]:
 
 def _loop_s(source: str) -> float:
     return next((seconds for name, seconds in _harness().items() if source.startswith(name)), 0.0)
-
-
-def _whole(row: PublishedRow, what: str, text: str) -> int:
-    if not text.isdigit():
-        raise CatalogError(f"{row.where}: {what} is {text!r}, not a whole number")
-    return int(text)
 
 
 # Deep Optimizer States logs: ZeRO-3 with the optimizer on the CPU, on Polaris and on the H100 node.
@@ -237,16 +143,19 @@ def _dos(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         raise CatalogError(f"{row.where}: batch is {row.batch!r}, not such as gbs16 mbs4")
     whole, each = map(int, match.groups())
     if row.hardware.startswith("Polaris"):
-        machine = _machine("polaris-a100-40x4", efficiency)
-        machine = first_ranks(machine, row.gpus, cores_a_rank=POLARIS_CORES_A_RANK, efficiency=efficiency)
+        machine = published_machine("polaris-a100-40x4", efficiency)
+        used = min(row.gpus, len(machine.ranks))
+        machine = first_ranks(machine, used, cores_a_rank=POLARIS_CORES_A_RANK, efficiency=efficiency)
+        if row.gpus > used:
+            machine = with_nodes(machine, row.gpus // used)
     else:
-        machine = first_ranks(_machine("h100-80x4", efficiency), row.gpus)
+        machine = first_ranks(published_machine("h100-80x4", efficiency), row.gpus)
     return Experiment(
         rows=run,
         machine=machine,
         policy=_dos_policy(row.system),
         sizes=(_dos_model(row),),
-        sequence=_whole(row, "sequence", row.sequence),
+        sequence=whole_number(row, "sequence", row.sequence),
         batches=(each,),
         micro_batches=whole // (each * row.gpus),
         dtype="bf16",
@@ -279,19 +188,19 @@ def _gpt(layers: int, hidden: int, heads: int, sequence: int) -> ModelEntry:
 
 
 def _gpt_of(row: PublishedRow) -> ModelEntry:
-    layers, hidden, heads = (_whole(row, "shape", part) for part in row.shape.split("/"))
-    return _gpt(layers, hidden, heads, _whole(row, "sequence", row.sequence))
+    layers, hidden, heads = (whole_number(row, "shape", part) for part in row.shape.split("/"))
+    return _gpt(layers, hidden, heads, whole_number(row, "sequence", row.sequence))
 
 
 def _dgx2(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     return Experiment(
         rows=run,
-        machine=first_ranks(_machine("dgx2", efficiency), row.gpus, sockets=2),
+        machine=first_ranks(published_machine("dgx2", efficiency), row.gpus, sockets=2),
         policy="zero_offload",
         sizes=(_gpt_of(row),),
-        sequence=_whole(row, "sequence", row.sequence),
-        batches=(_whole(row, "batch", row.batch),),
+        sequence=whole_number(row, "sequence", row.sequence),
+        batches=(whole_number(row, "batch", row.batch),),
         micro_batches=1,
         dtype="fp16",
         attention="math",
@@ -308,7 +217,7 @@ _YARD_SIZES = ("8B", "10B", "11B", "12B", "13B", "15B", "18B", "DS_20B")
 
 def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
-    machine = first_ranks(_machine("v100-32x8", efficiency), row.gpus, sockets=2)
+    machine = first_ranks(published_machine("v100-32x8", efficiency), row.gpus, sockets=2)
     patrickstar = row.system.startswith("PatrickStar")
     if patrickstar:
         machine = _with_ratio(machine, PATRICKSTAR_RATIO)
@@ -320,7 +229,7 @@ def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         machine=machine,
         policy="patrickstar" if patrickstar else "zero_offload",
         sizes=tuple(model_entry(name) for name in _YARD_SIZES) if largest else (_gpt_of(row),),
-        sequence=_whole(row, "sequence", row.sequence),
+        sequence=whole_number(row, "sequence", row.sequence),
         batches=batches,
         micro_batches=1,
         dtype="fp16",
@@ -336,7 +245,7 @@ def _with_ratio(machine: Machine, ratio: float) -> Machine:
     """PatrickStar's own limits: the shares of GPU and host memory that it may use."""
     reserved = round(machine.host.memory_bytes * (1 - ratio))
     machine = replace(machine, host=replace(machine.host, reserved_bytes=reserved))
-    return _with_gpu_bytes(machine, round(REPORTED_BYTES[machine.gpu.name] * ratio) + machine.gpu.context_bytes)
+    return with_gpu_bytes(machine, round(REPORTED_BYTES[machine.gpu.name] * ratio) + machine.gpu.context_bytes)
 
 
 _VM_POLICIES = {"Megatron-LM": "all_on_gpu", "ZeRO-Offload": "zero_offload", "ZeRO-Infinity CPU": "zero_infinity"}
@@ -354,15 +263,15 @@ def _vm_policy(system: str) -> str:
 
 def _vm(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
-    sequence = _whole(row, "sequence", row.sequence)
+    sequence = whole_number(row, "sequence", row.sequence)
     largest = row.metric == "max_trainable_model"
     return Experiment(
         rows=run,
-        machine=_machine("v100-32-vm", efficiency),
+        machine=published_machine("v100-32-vm", efficiency),
         policy=_vm_policy(row.system),
         sizes=tuple(_gpt(n, 2048, 16, sequence) for n in _VM_LAYERS) if largest else (_gpt_of(row),),
         sequence=sequence,
-        batches=(_whole(row, "batch", row.batch),),
+        batches=(whole_number(row, "batch", row.batch),),
         micro_batches=1,
         dtype="fp32",
         attention="math",
@@ -373,10 +282,11 @@ def _vm(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 _KNOWN: Mapping[str, Callable[[tuple[PublishedRow, ...], Efficiency], Experiment]] = {
-    "Polaris-A100-40GB": _dos,
-    "4xH100-80GB": _dos,
-    "1xV100-SXM3-32GB (DGX-2 class)": _dgx2,
-    "8xV100-SXM2-32GB 240GB DRAM (Yard)": _yard,
-    "1xV100-32GB (Yard)": _yard,
-    "1xV100-32GB, 12 cores": _vm,
+    "Polaris-A100-40GB*": _dos,
+    "4xH100-80GB*": _dos,
+    "1xV100-SXM3-32GB (DGX-2 class)*": _dgx2,
+    "8xV100-SXM2-32GB 240GB DRAM (Yard)*": _yard,
+    "1xV100-32GB (Yard)*": _yard,
+    "1xV100-32GB, 12 cores*": _vm,
+    **WHOLE_STEPS,
 }

@@ -17,8 +17,8 @@ from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import GIB, MIB
-from pstar_sim.validation.experiments import Experiment
 from pstar_sim.validation.rows import PublishedRow
+from pstar_sim.validation.setups import Experiment
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["Phases", "Prediction", "phases_of", "predict", "replay"]
@@ -150,11 +150,13 @@ def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) 
     }
     values = {f"{name}_ms": 1e3 * value for name, value in seconds.items()}
     values |= {f"{name}_s": value for name, value in seconds.items()}
+    values["fwd_bwd_ms"] = 1e3 * (phases.forward_s + phases.backward_s)
+    values["tokens_per_s_per_gpu"] = tokens / ranks / iteration_s
     values["total_TFLOPS_8N"] = 8 * params * tokens / iteration_s / 1e12
     values["gpu_max_alloc_MB"] = gpu / MIB
     values["peak_gpu_total_GB"] = gpu / 1e9
     values["gpu_peak_GiB"] = (gpu + experiment.machine.gpu.context_bytes) / GIB
-    values["host_used_GiB_node"] = (host * ranks + experiment.other_host_bytes) / GIB
+    values["host_used_GiB_node"] = (host * experiment.machine.local_ranks + experiment.other_host_bytes) / GIB
     for name, moment in _BORDERS.items():
         values[name] = _chunk_bytes(plan, timeline, moment(plan)) / 1e9
     return values

@@ -7,41 +7,46 @@ miss, not a row to leave out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.efficiency import Efficiency
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.collection import Collection
-from pstar_sim.validation.experiments import Experiment, experiment_of, runs_of
+from pstar_sim.validation.experiments import experiment_of, runs_of
 from pstar_sim.validation.replay import replay, row_value
-from pstar_sim.validation.rows import PublishedRow, published_rows
+from pstar_sim.validation.rows import FILES, PublishedRow, published_rows
 from pstar_sim.validation.scope import USES, Rule, published_scope, rule_of
+from pstar_sim.validation.setups import Experiment
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["FAR", "NEAR", "Errors", "Pair", "Result", "Validation", "errors_of", "replayed_rows", "validate"]
+__all__ = ["FAR", "FIRST_FILE", "NEAR", "Errors", "Pair", "Result", "Validation", "errors_of", "validate"]
 
 NEAR, FAR = 0.15, 0.35
 """What the tested rows are held to: median and 90th percentile of the absolute error. A row beyond FAR is a miss."""
 DIFFERENT = 0.10
 """Published values that differ by less have no order to keep."""
-_IN_SCOPE = ("fitted", "tested")
-_SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1}
-"""Metrics of a whole iteration; 1: more is faster."""
+_IN_SCOPE = ("fitted", "to fit", "tested")
+_SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1, "tokens_per_s_per_gpu": 1, "fwd_bwd_ms": -1}
+"""Metrics of a whole iteration (of one without its optimizer step); 1: more is faster."""
+FIRST_FILE = next(iter(FILES))
+"""The rows of the other files had never been replayed when their scope was fixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """One row in scope.
 
+    file, line: where the row stands.
     predicted: None where the run does not fit here, `reason` says why.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
     machine, policy: the machine and the policy with which it was replayed.
     """
 
+    file: str
     line: int
     system: str
     hardware: str
@@ -65,18 +70,40 @@ class Result:
         """predicted / published - 1; -1 where nothing was predicted."""
         return -1.0 if self.predicted is None else self.predicted / self.published - 1
 
+    @property
+    def where(self) -> str:
+        """File and line in a few characters: the line alone in the first file."""
+        return str(self.line) if self.file == FIRST_FILE else f"{self.file.removesuffix('.csv')} {self.line}"
+
+    @property
+    def slower(self) -> float | None:
+        """Predicted over published seconds (bytes, counts) - 1, below 0 where the prediction is too fast; None where
+        nothing was predicted."""
+        if self.predicted is None:
+            return None
+        more = self.predicted / self.published
+        return 1 / more - 1 if _SPEED.get(self.metric) == 1 else more - 1
+
     def to_json(self) -> dict[str, object]:
         return asdict(self) | {"error": self.error}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Median and 90th percentile of the absolute error over `rows` rows, and the largest error."""
+    """Errors over `rows` rows.
+
+    median, p90: of the absolute error.
+    worst: the largest error.
+    bias: median of `Result.slower`, below 0 where predictions are too fast; None where nothing fits.
+    lost: rows whose run does not fit here; each counts as an error of 100 %.
+    """
 
     rows: int
     median: float
     p90: float
     worst: float
+    bias: float | None
+    lost: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +121,20 @@ class Pair:
 
 def errors_of(results: Iterable[Result]) -> Errors | None:
     """Errors of these values; None for an empty list. The 90th percentile is interpolated linearly, as numpy's."""
-    errors = sorted((r.error for r in results), key=abs)
-    if not errors:
+    results = list(results)
+    if not results:
         return None
+    errors = sorted((r.error for r in results), key=abs)
     sizes = [abs(e) for e in errors]
-    return Errors(rows=len(sizes), median=_quantile(sizes, 0.5), p90=_quantile(sizes, 0.9), worst=errors[-1])
+    slower = sorted(r.slower for r in results if r.slower is not None)
+    return Errors(
+        rows=len(sizes),
+        median=_quantile(sizes, 0.5),
+        p90=_quantile(sizes, 0.9),
+        worst=errors[-1],
+        bias=_quantile(slower, 0.5) if slower else None,
+        lost=len(results) - len(slower),
+    )
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
@@ -154,6 +190,10 @@ class Validation(Collection):
         pairs = [p for p in self.pairs() if p.kind == kind]
         return sum(p.kept for p in pairs), len(pairs)
 
+    def first_replayed(self) -> Validation:
+        """The part that had never been replayed when its scope was fixed: the rows of all files but the first."""
+        return replace(self, results=tuple(r for r in self.results if r.file != FIRST_FILE))
+
     def misses(self) -> list[Result]:
         """Tested rows that are off by more than FAR, the worst first."""
         missed = [r for r in self.results if r.use == "tested" and abs(r.error) > FAR]
@@ -177,16 +217,17 @@ class Validation(Collection):
             "left_out": dict(self.left_out),
             "tested": plain(self.errors(use="tested")),
             "fitted": plain(self.errors(use="fitted")),
+            "first_replayed": plain(self.first_replayed().errors(use="tested")),
             "by_kind": {k: plain(self.errors(use="tested", kind=k)) for k in ("time", "phase", "memory", "size")},
             "order": {
                 kind: dict(zip(("kept", "pairs"), self.order(kind), strict=True)) for kind in ("systems", "models")
             },
             "order_misses": [
-                {"kind": p.kind, "lines": [p.first.line, p.second.line], "systems": [p.first.system, p.second.system]}
+                {"kind": p.kind, "rows": [p.first.where, p.second.where], "systems": [p.first.system, p.second.system]}
                 for p in pairs
                 if not p.kept
             ],
-            "misses": [r.line for r in self.misses()],
+            "misses": [r.where for r in self.misses()],
             "rows": [r.to_json() for r in self.results],
         }
 
@@ -201,11 +242,6 @@ def _comparable(a: Result, b: Result) -> bool:
         return False
     batches = [x.batch.split(" ")[0] for x in (a, b)]  # "best" and "best of 8/16/32" are the same rule
     return batches[0] == batches[1] and ("mbs" not in a.batch or a.batch == b.batch)
-
-
-def replayed_rows() -> tuple[PublishedRow, ...]:
-    """The rows that are replayed. Those of the other files have their scope; nothing replays them yet."""
-    return tuple(r for r in published_rows() if r.file == "measurements.csv")
 
 
 def validate(
@@ -225,7 +261,7 @@ def validate(
     Raises PstarError where no row is left.
     """
     rules = published_scope()
-    rows = [r for r in replayed_rows() if _holds(system, r.system)]
+    rows = [r for r in published_rows() if _holds(system, r.system)]
     of_row = {row: rule_of(row, rules) for row in rows}
     runs = runs_of(r for r in rows if of_row[r].use in _IN_SCOPE)
     jobs = [(run, experiment_of(run, efficiency)) for run in runs]
@@ -243,7 +279,11 @@ def validate(
         progress(len(jobs), len(jobs))
     kept = [of_row[r] for r in rows]
     left_out = {rule.name: rule.why for rule in kept if rule.use not in _IN_SCOPE}
-    return Validation(counts=counts, results=tuple(sorted(results, key=lambda r: r.line)), left_out=left_out)
+    return Validation(
+        counts=counts,
+        results=tuple(sorted(results, key=lambda r: (list(FILES).index(r.file), r.line))),
+        left_out=left_out,
+    )
 
 
 _Job = tuple[tuple[PublishedRow, ...], Experiment]
@@ -260,7 +300,7 @@ def _on_machine(
 
 
 def _no_row(system: str | None, machine: str | None) -> PstarError:
-    rows = replayed_rows()
+    rows = published_rows()
     asked = (
         ("system", system, {r.system for r in rows}),
         ("machine", machine, {r.hardware for r in rows}),
@@ -295,6 +335,7 @@ def _result(
     row: PublishedRow, rule: Rule, machine: str, gpu: str, policy: str, value: float | None, reason: str
 ) -> Result:
     return Result(
+        file=row.file,
         line=row.line,
         system=row.system,
         hardware=row.hardware,

@@ -11,10 +11,10 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CatalogError
-from pstar_sim.validation.experiments import experiment_of, first_ranks, runs_of
+from pstar_sim.validation.experiments import experiment_of, runs_of
 from pstar_sim.validation.replay import phases_of, predict, replay
-from pstar_sim.validation.results import replayed_rows
-from pstar_sim.validation.rows import PublishedRow
+from pstar_sim.validation.rows import PublishedRow, published_rows
+from pstar_sim.validation.setups import first_ranks
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.workload import Workload
 
@@ -23,7 +23,7 @@ GB = 10**9
 
 def run_at(line: int) -> tuple[PublishedRow, ...]:
     """The published run that the row of this line is part of."""
-    return next(run for run in runs_of(replayed_rows()) if any(row.line == line for row in run))
+    return next(run for run in runs_of(published_rows()) if any(row.line == line for row in run))
 
 
 def test_an_experiment_by_hand() -> None:
@@ -49,13 +49,48 @@ def test_accumulation_and_options_come_from_the_row() -> None:
     assert "ratio=1" in mixed.policy
 
 
+def run_in(file: str, line: int) -> tuple[PublishedRow, ...]:
+    return next(run for run in runs_of(published_rows()) if any((r.file, r.line) == (file, line) for r in run))
+
+
+def test_a_whole_step_of_fsdp_by_hand() -> None:
+    """Row 1: 48 layers of 7168 and 2048 positions, 4096 sequences on 512 GPUs, 8 of them at a time."""
+    x = experiment_of(run_in("fsdp_steps.csv", 1))
+    assert (x.policy, x.machine.nodes, len(x.machine.ranks)) == ("zero3_resident", 64, 512)
+    assert (x.batches, x.micro_batches, x.settings.clip) == ((8,), 1, True)
+    # a block: 12 h^2 of matrices, 9 h of their biases, 4 h of two norms; tables of tokens and positions; the last norm
+    block = 12 * 7168**2 + 13 * 7168
+    assert x.sizes[0].params == 48 * block + (50368 + 2048) * 7168 + 2 * 7168 == 29_975_214_080
+    assert x.checkpointing and x.early_stop
+    kept = experiment_of(run_in("fsdp_steps.csv", 7))
+    assert kept.policy == "zero3_resident:reshard=off" and not kept.checkpointing
+    accumulated = experiment_of(run_in("fsdp_steps.csv", 10))  # 168 sequences on 8 GPUs, 1 at a time
+    assert (accumulated.micro_batches, accumulated.machine.name) == (21, "h100-80x8")
+
+
+def test_an_eager_step_is_forward_and_backward_alone() -> None:
+    x = experiment_of(run_in("single_gpu_steps.csv", 24))  # GPT-2 large on an H100
+    assert (x.policy, x.dtype, x.checkpointing, x.batches) == ("all_on_gpu", "fp32", False, (1,))
+    values = replay(x).predicted
+    assert values["fwd_bwd_ms"] == pytest.approx(values["fwd_ms"] + values["bwd_ms"])
+    assert values["fwd_bwd_ms"] < values["iter_ms"]
+    four = experiment_of(run_in("single_gpu_steps.csv", 19))  # 4 sequences on four H100
+    assert (four.batches, len(four.machine.ranks)) == ((1,), 4)
+
+
+def test_two_nodes_of_polaris() -> None:
+    x = experiment_of(run_in("measurements-2.csv", 41))
+    assert (len(x.machine.ranks), x.machine.nodes, x.machine.host.cores) == (8, 2, 28)
+    assert x.micro_batches == 1  # 32 sequences, 4 at a time
+
+
 def test_every_run_in_scope_is_an_experiment() -> None:
     from pstar_sim.validation.scope import published_scope, rule_of
 
     rules = published_scope()
-    rows = [r for r in replayed_rows() if rule_of(r, rules).use in ("fitted", "tested")]
+    rows = [r for r in published_rows() if rule_of(r, rules).use in ("fitted", "to fit", "tested")]
     jobs = [experiment_of(run) for run in runs_of(rows)]
-    assert sum(len(x.rows) for x in jobs) == 415
+    assert sum(len(x.rows) for x in jobs) == 601
     assert all(len(x.machine.ranks) == x.rows[0].gpus for x in jobs)
 
 

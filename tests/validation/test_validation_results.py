@@ -17,6 +17,7 @@ from pstar_sim.validation.results import Result, Validation, errors_of, validate
 
 def result(published: float, predicted: float | None, **changes: object) -> Result:
     values: dict[str, object] = {
+        "file": "measurements.csv",
         "line": 1,
         "system": "A",
         "hardware": "4xH100-80GB",
@@ -54,6 +55,31 @@ def test_a_run_that_does_not_fit_is_an_error_of_everything() -> None:
     assert "too small" in validation_text(v) and "does not fit" in validation_text(v)
 
 
+def test_bias_is_of_seconds_and_leaves_out_what_does_not_fit() -> None:
+    """A throughput that is predicted too high is a time that is too short: 125 for 100 is -20 %."""
+    fast = result(100, 125, metric="tokens_per_s_per_gpu")
+    found = errors_of([fast, result(100, 90), result(100, None)])
+    assert (fast.error, fast.slower) == (0.25, pytest.approx(-0.2))
+    assert found is not None and (found.bias, found.lost, found.rows) == (pytest.approx(-0.15), 1, 3)
+    assert found.median == pytest.approx(0.25)  # of 0.1, 0.25 and the run that does not fit, 1
+
+
+def test_rows_of_later_files_are_reported_alone() -> None:
+    later = result(100, 150, line=3, file="fsdp_steps.csv", system="FSDP, MPT", metric="tokens_per_s_per_gpu")
+    lost = result(100, None, line=4, file="fsdp_steps.csv", system="FSDP, MPT", params="2e9", use="to fit")
+    v = Validation(counts={"tested": 2, "to fit": 1}, results=(result(100, 110), later, lost))
+    text = validation_text(v, width=120)
+    lines = {tuple(line.split()[:2]): line.split() for line in text.splitlines() if line}
+    assert lines["measurements", "tested"][2:] == ["1", "10.0%", "10.0%", "+10.0%"]
+    assert lines["fsdp_steps", "tested"][2:] == ["1", "50.0%", "50.0%", "-33.3%"]
+    assert lines["fsdp_steps", "to"][3:] == ["1", "100.0%", "100.0%", "1"]
+    assert "had never been replayed when their scope was fixed: 1, median 50.0%, 90th percentile 50.0%, 0 of" in text
+    assert [r.where for r in v.misses()] == ["fsdp_steps 3"]
+    assert v.to_json()["first_replayed"] is not None
+    only = validation_text(Validation(counts={}, results=(result(100, 110),)))
+    assert "had never been replayed" not in only and "rows of" not in only
+
+
 def test_orders_of_systems_and_models() -> None:
     a, b = result(100, 90, line=1), result(120, 80, line=2, system="B")  # reversed
     c = result(105, 95, line=3, system="C")  # within 10 % of a; 14 % from b: reversed against it
@@ -77,7 +103,7 @@ def test_every_miss_is_listed() -> None:
     rows = (result(100, 134, line=11), result(100, 136, line=12), result(100, 50, line=13, use="fitted"))
     v = Validation(counts={"tested": 2, "fitted": 1}, results=rows)
     assert [r.line for r in v.misses()] == [12]
-    assert v.to_json()["misses"] == [12]
+    assert v.to_json()["misses"] == ["12"]
     text = validation_text(v)
     assert "+36%" in text and "+34%" not in text
     assert "+34%" in validation_text(v, every_row=True)
@@ -129,11 +155,11 @@ def test_kept_errors_are_those_of_a_run_of_today(tmp_path: Path) -> None:
             values[:2], abs=0.002
         )
     tested = v.errors(use="tested")
-    assert tested is not None and tested.rows == v.counts["tested"] == 80 and v.counts["fitted"] == 0
+    assert tested is not None and tested.rows == v.counts["tested"] == 108 and v.counts["fitted"] == 0
     with pytest.raises(PstarError, match="of a part of the rows are not kept"):
         write_errors(v, tmp_path / "errors.json")
     frame = v.to_frame()
-    assert len(frame) == 80 and {"published", "predicted", "error", "use"} <= set(frame.columns)
+    assert len(frame) == 108 and {"published", "predicted", "error", "use"} <= set(frame.columns)
     json.dumps(v.to_json(), allow_nan=False)
 
 

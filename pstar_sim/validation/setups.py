@@ -1,0 +1,139 @@
+"""Setups: what a published run is replayed as, and the machines of published runs with their own limits.
+
+Knows no single source of measurements; experiments.py and whole_steps.py make an Experiment of each run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import as_file, files
+
+from pstar_sim.catalog.efficiency import Efficiency, fitted
+from pstar_sim.catalog.loader import Catalog, load_catalog
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.models import ModelEntry
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import CatalogError
+from pstar_sim.units import MIB
+from pstar_sim.validation.rows import PublishedRow
+from pstar_sim.workload.presets import workload_of
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["REPORTED_BYTES", "Experiment", "first_ranks", "published_machine", "whole_number", "with_gpu_bytes"]
+
+REPORTED_BYTES = {
+    "v100-32": 32510 * MIB,
+    "a100-40": 40536 * MIB,
+    "a100-80": 81920 * MIB,
+    "h100-80": 81559 * MIB,
+}
+"""Memory by nvidia-smi; the DGX-2 log shows 32290 MiB of a V100 in use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One published run (rows that differ in the metric only) as a job.
+
+    batches: sequences per rank and micro-batch; where several are given the one with the most tokens per second counts.
+    sizes: models tried for a row that gives the largest trainable one, ascending; otherwise one.
+    loop_s: seconds per micro-batch outside the three phases.
+    other_host_bytes: in use on the node beside the plans of its ranks.
+    host_bytes_per_param: host memory that the system really takes, where that is more than its plan takes.
+    checkpointing, early_stop, language_head, optimizer: as in `workload_of`.
+    """
+
+    rows: tuple[PublishedRow, ...]
+    machine: Machine
+    policy: str
+    sizes: tuple[ModelEntry, ...]
+    sequence: int
+    batches: tuple[int, ...]
+    micro_batches: int
+    dtype: str
+    attention: str
+    settings: Settings
+    loop_s: float = 0.0
+    other_host_bytes: int = 0
+    host_bytes_per_param: float = 0.0
+    checkpointing: bool = True
+    early_stop: bool = False
+    language_head: bool = True
+    optimizer: str = "adamw"
+
+    def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
+        """One rank's share. Raises ModelError as `workload_of`."""
+        return workload_of(
+            size or self.sizes[0],
+            batch=batch,
+            sequence=self.sequence,
+            micro_batches=self.micro_batches,
+            dtype=self.dtype,
+            checkpointing=self.checkpointing,
+            attention=self.attention,
+            language_head=self.language_head,
+            early_stop=self.early_stop,
+            optimizer=self.optimizer,
+        )
+
+
+def first_ranks(
+    machine: Machine,
+    count: int,
+    *,
+    sockets: int = 1,
+    cores_a_rank: int | None = None,
+    efficiency: Efficiency | None = None,
+) -> Machine:
+    """`machine` with only its first `count` GPUs in use; host memory stays whole.
+
+    sockets: number of sockets of the node; a process reaches the cores and the DRAM bandwidth of its own only.
+    cores_a_rank: number of cores that each rank is bound to; CPU Adam is then no faster than these cores.
+    """
+    if not 1 <= count <= len(machine.ranks):
+        raise CatalogError(f"machine {machine.name!r} has {len(machine.ranks)} GPUs, so {count} cannot be in use")
+    host = machine.host
+    used = -(-count * sockets // machine.local_ranks) / sockets
+    if used < 1:
+        host = replace(
+            host,
+            cores=round(host.cores * used),
+            adam_params_per_s=host.adam_params_per_s * used,
+            dram_bytes_per_s=host.dram_bytes_per_s * used,
+        )
+    if cores_a_rank is not None:
+        cores = count * cores_a_rank
+        by_cores = cores * (efficiency or fitted()).adam_params_per_core_s
+        host = replace(host, cores=cores, adam_params_per_s=min(host.adam_params_per_s, by_cores))
+    if count == len(machine.ranks) and host is machine.host:
+        return machine
+    ranks = tuple(replace(rank, batch_share=1 / count) for rank in machine.ranks[:count])
+    return replace(machine, name=f"{machine.name} ({count} in use)", ranks=ranks, host=host)
+
+
+@cache
+def _catalog() -> Catalog:
+    with as_file(files("pstar_sim.validation") / "data" / "machines.toml") as path:
+        return load_catalog(path)
+
+
+def published_machine(name: str, efficiency: Efficiency) -> Machine:
+    """The machine of this name, with as much GPU memory as its GPUs report."""
+    machine = _catalog().machine(name, efficiency)
+    return with_gpu_bytes(machine, REPORTED_BYTES[machine.gpu.name])
+
+
+def with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
+    """`machine` with another memory of each GPU."""
+    ranks = tuple(
+        replace(r, gpu=replace(r.gpu, memory_bytes=max(r.gpu.memory_bytes, usable_bytes), usable_bytes=usable_bytes))
+        for r in machine.ranks
+    )
+    return replace(machine, ranks=ranks)
+
+
+def whole_number(row: PublishedRow, what: str, text: str) -> int:
+    """A whole number of a row; `what` names it. Raises CatalogError for anything else."""
+    if not text.isdigit():
+        raise CatalogError(f"{row.where}: {what} is {text!r}, not a whole number")
+    return int(text)

@@ -1,0 +1,129 @@
+"""Whole steps: published runs of which only the time of a step is known (FSDP, eager fp32), as jobs.
+
+Facts about the runs are in data/README.md, where they were written down before the first replay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from pstar_sim.catalog.efficiency import Efficiency
+from pstar_sim.catalog.loader import with_nodes
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.models import ModelEntry, count_params, model_entry
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import CatalogError
+from pstar_sim.validation.rows import PublishedRow
+from pstar_sim.validation.setups import Experiment, first_ranks, published_machine, whole_number
+
+__all__ = ["WHOLE_STEPS"]
+
+_MPT_SHAPE = re.compile(r"(\d+)/(\d+)/(\d+) vocab(\d+)")
+_MPT_BATCH = re.compile(r"gbs(\d+) mbs(\d+)")
+
+
+def _gpt(row: PublishedRow, layers: int, hidden: int, heads: int, vocab: int, positions: int) -> ModelEntry:
+    entry = ModelEntry(
+        name=f"gpt {layers}x{hidden}",
+        family="gpt",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * hidden,
+        vocab=vocab,
+        max_seq=positions,
+        tied=True,
+        params=0,
+        source=row.source,
+    )
+    return replace(entry, params=count_params(entry))
+
+
+def _mpt(row: PublishedRow) -> ModelEntry:
+    match = _MPT_SHAPE.fullmatch(row.shape)
+    if match is None:
+        raise CatalogError(f"{row.where}: {row.shape!r} is not a shape such as 32/4096/32 vocab50368")
+    layers, hidden, heads, vocab = map(int, match.groups())
+    entry = _gpt(row, layers, hidden, heads, vocab, whole_number(row, "sequence", row.sequence))
+    if entry.params != int(row.params):
+        raise CatalogError(f"{row.where}: {row.shape} has {entry.params} parameters, not {row.params}")
+    return entry
+
+
+def _fsdp(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
+    row = run[0]
+    match = _MPT_BATCH.fullmatch(row.batch)
+    if match is None:
+        raise CatalogError(f"{row.where}: batch is {row.batch!r}, not such as gbs16 mbs4")
+    whole, each = map(int, match.groups())
+    machine = published_machine("a100-80x8" if "A100" in row.hardware else "h100-80x8", efficiency)
+    return Experiment(
+        rows=run,
+        machine=with_nodes(machine, row.gpus // len(machine.ranks)),
+        policy="zero3_resident" + (":reshard=off" if "SHARD_GRAD_OP" in row.settings else ""),
+        sizes=(_mpt(row),),
+        sequence=whole_number(row, "sequence", row.sequence),
+        batches=(each,),
+        micro_batches=whole // (each * row.gpus),
+        dtype="bf16",
+        attention="flash",
+        settings=Settings(update="step", clip=True),
+        checkpointing="no checkpointing" not in row.settings,
+        early_stop=True,
+    )
+
+
+_EAGER_SHAPES = {"gpt2_large": (36, 1280, 20), "gpt3_xl": (24, 3072, 24), "gpt3_27": (32, 2560, 32)}
+_EAGER_MACHINES = {
+    "Tesla_V100-PCIE-32GB": "v100-32",
+    "NVIDIA_A100_80GB_PCIe": "a100-80",
+    "NVIDIA_H100_80GB_HBM3": "h100-80",
+}
+_EAGER_NODES = {"NVIDIA_A100-SXM4-40GB": "a100-40x8", "NVIDIA_H100_80GB_HBM3": "h100-80x8"}
+
+
+def _eager_model(row: PublishedRow) -> ModelEntry:
+    sequence = whole_number(row, "sequence", row.sequence)
+    if row.shape == "bert_large":
+        return model_entry("bert-large")
+    if row.shape == "opt_13":
+        return _gpt(row, 24, 2048, 32, 50272, sequence)
+    if row.shape not in _EAGER_SHAPES:
+        raise CatalogError(f"{row.where}: no shape is known for {row.shape}")
+    return _gpt(row, *_EAGER_SHAPES[row.shape], 50257, sequence)
+
+
+def _eager_machine(row: PublishedRow, efficiency: Efficiency) -> Machine:
+    gpu = row.hardware.partition("x")[2].partition(" ")[0]
+    if row.gpus == 1:
+        return published_machine(_EAGER_MACHINES[gpu], efficiency)
+    return first_ranks(published_machine(_EAGER_NODES[gpu], efficiency), row.gpus)
+
+
+def _eager(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
+    row = run[0]
+    return Experiment(
+        rows=run,
+        machine=_eager_machine(row, efficiency),
+        policy="all_on_gpu",
+        sizes=(_eager_model(row),),
+        sequence=whole_number(row, "sequence", row.sequence),
+        batches=(whole_number(row, "batch", row.batch) // row.gpus,),
+        micro_batches=1,
+        dtype="fp32",
+        attention="math",
+        settings=Settings(update="step", clip=False),
+        checkpointing=False,
+        early_stop=True,
+        optimizer="sgd",  # nothing updates in the runs, so that no moments take room
+    )
+
+
+WHOLE_STEPS: Mapping[str, Callable[[tuple[PublishedRow, ...], Efficiency], Experiment]] = {
+    "*(MosaicML)": _fsdp,
+    "*(NeuSight)": _eager,
+}
+"""Hardware as published, as a pattern of a shell -> what makes the experiment of a run."""
