@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from executor.devices.torch_private import LOCAL_SCALAR, RESHAPE_ALIAS, UNSAFE_VIEW, storage_key
+from pstar_sim.workload.workload import Product
 
 __all__ = ["LiveStorages"]
 
@@ -84,6 +85,8 @@ _NO_TRAFFIC = frozenset(
         LOCAL_SCALAR,
     }
 )
+# Operators that are one matrix product: where its two factors are among the arguments.
+_PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 _ROWS_ONLY = frozenset({aten.embedding, aten.index_select, aten.index, aten.gather})
 _RESIZES = frozenset({aten.resize_, aten.resize_as_, aten.set_})
 
@@ -91,14 +94,16 @@ _RESIZES = frozenset({aten.resize_, aten.resize_as_, aten.set_})
 class _Traits:
     """What an operator is, looked up once.
 
+    product: where the factors of its matrix product are among its arguments; None: it is not one.
     traffic: 0 none (views), 1 inputs and outputs, 2 outputs twice (gathers).
     """
 
-    __slots__ = ("flops", "resizes", "traffic")
+    __slots__ = ("flops", "product", "resizes", "traffic")
 
     def __init__(self, func: Any) -> None:
         packet = getattr(func, "_overloadpacket", func)
         self.flops = _FLOPS.get(packet)
+        self.product = _PRODUCTS.get(packet)
         self.resizes = packet in _RESIZES
         view = bool(getattr(func, "is_view", False)) or packet in _NO_TRAFFIC or self.resizes
         self.traffic = 0 if view else 2 if packet in _ROWS_ONLY else 1
@@ -122,7 +127,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     costs: also add up flops and the bytes that operators read and write.
     current: bytes alive now.
     peak: most since `reset_peak()`.
-    flops, bytes_read, bytes_written: since the caller last set them to 0.
+    flops, bytes_read, bytes_written, products: since the caller last emptied them.
     last_op: the operator seen last.
     kernels: operators seen whose name says attention or softmax.
     """
@@ -140,6 +145,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = 0
         self.peak = 0
         self.flops = 0
+        self.products: list[Product] = []
         self.bytes_read = 0
         self.bytes_written = 0
         self.last_op: Any = None
@@ -212,8 +218,16 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._costs:
             if traits.flops is not None:
                 self.flops += int(traits.flops(*args, **kwargs, out_val=out))
+            if traits.product is not None:
+                self._count_product(*args[traits.product : traits.product + 2])
             self._count_traffic(traits.traffic, inputs, outputs)
         return out
+
+    def _count_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Count the product of a ([batches,] m, k) by b ([batches,] k, n). One of no elements is no work."""
+        product = (a.shape[0] if a.dim() == 3 else 1, a.shape[-2], a.shape[-1], b.shape[-1])
+        if all(product):
+            self.products.append(product)
 
     def _look_up(self, func: Any) -> _Traits:
         traits = self._traits[func] = _Traits(func)

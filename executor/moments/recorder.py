@@ -116,6 +116,7 @@ class MomentRecorder:
         live = self.live
         live.reset_peak()
         live.flops = live.bytes_read = live.bytes_written = 0
+        live.products = []
         self._start_bytes = live.current
         if self._now is not None:
             self._start_s = self._now()
@@ -212,5 +213,6 @@ class MomentRecorder:
                 peak_bytes=live.peak,
                 end_bytes=live.current,
                 duration_s=duration_s,
+                products=tuple(live.products),
             )
         )

@@ -189,6 +189,7 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
             replace(
                 m,
                 flops=max(int(row.flops * work) for _, work, _, row in rows),
+                products=(),  # flops of several shapes, at the rate of one GPU
                 bytes_read=max(int(row.bytes_read * stream) for _, _, stream, row in rows),
                 bytes_written=max(int(row.bytes_written * stream) for _, _, stream, row in rows),
                 start_bytes=max(0, *(row.start_bytes - more for more, _, _, row in rows)),

@@ -44,9 +44,11 @@ def columns(**rows: type) -> object:
 
 
 def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
-    """Rows of a dataclass by column."""
+    """Rows of a dataclass by column. A column of tuples is left out where all of them are empty."""
     table = list(rows)
-    return {f.name: [getattr(row, f.name) for row in table] for f in dataclasses.fields(cls)}
+    columns = {f.name: [getattr(row, f.name) for row in table] for f in dataclasses.fields(cls)}
+    spare = [f.name for f in dataclasses.fields(cls) if f.default == ()]
+    return {name: column for name, column in columns.items() if name not in spare or any(column)}
 
 
 def read_record(kind: type[T] | Any, values: object) -> T:
@@ -117,7 +119,10 @@ class _Column(Struct):
 @cache
 def _column_table(cls: Any) -> type[Struct]:
     hints = typing.get_type_hints(cls, include_extras=True)
-    fields: list[Any] = [(f.name, _tuple[file_kind(hints[f.name]), ...]) for f in dataclasses.fields(cls)]
+    fields: list[Any] = []
+    for f in dataclasses.fields(cls):
+        column = _tuple[file_kind(hints[f.name]), ...]
+        fields.append((f.name, _union[column, UnsetType], UNSET) if f.default == () else (f.name, column))
     name = f"Columns of {cls.__name__}"
     table = defstruct(name, fields, bases=(_Column,), frozen=True, kw_only=True, forbid_unknown_fields=True)
     _CLASS_OF[table] = cls
@@ -180,7 +185,7 @@ def _made(held: Struct) -> Any:
 
 
 def _rows(held: Struct) -> tuple[Any, ...]:
-    names = held.__struct_fields__
+    names = [name for name in held.__struct_fields__ if getattr(held, name) is not UNSET]
     table = [getattr(held, name) for name in names]
     if len({len(column) for column in table}) > 1:
         lengths = {name: len(column) for name, column in zip(names, table)}

@@ -26,8 +26,8 @@ from numbers import Integral
 
 from pstar_sim.arguments import refused, whole
 from pstar_sim.errors import ModelError
-from pstar_sim.workload.tape import Tape
-from pstar_sim.workload.workload import Phase, Use, UseKind, Workload
+from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
+from pstar_sim.workload.workload import Phase, Product, Use, UseKind, Workload, product_flops
 
 __all__ = ["ALL_LINEAR", "AdaptedTape", "Adapter", "adapter", "adapter_of", "default_targets"]
 
@@ -163,8 +163,8 @@ class AdaptedTape(Tape):
         """Bytes of the gradients; base parameters have no gradient."""
         return 0
 
-    def weight_flops(self, names: Iterable[str], flops: int) -> int:
-        return 0
+    def weight_products(self, *products: Product) -> list[Product]:
+        return []
 
     # Moments
 
@@ -188,21 +188,31 @@ class AdaptedTape(Tape):
             if name in self._targets and self._phase is Phase.RECOMPUTE:
                 target = self._targets[name]
                 out = self.tokens * target.outputs * self.width
-                super().op(out, flops=2 * self.tokens * target.numel, read=self.tokens * target.inputs * self.width)
+                whole = (1, self.tokens, target.inputs, target.outputs)
+                super().op(out, products=[whole], read=self.tokens * target.inputs * self.width)
                 self._forward(target)
                 super().op(dead=out)
 
     # Operators
 
-    def op(self, out: int = 0, *, dead: int = 0, unsaved: int = 0, flops: int = 0, read: int | None = None) -> None:
-        super().op(out, dead=dead, unsaved=unsaved, flops=flops, read=read)
-        if not flops or not self._pending or self._inside:
+    def op(
+        self,
+        out: int = 0,
+        *,
+        dead: int = 0,
+        unsaved: int = 0,
+        flops: int = 0,
+        products: Sequence[Product] = (),
+        read: int | None = None,
+    ) -> None:
+        super().op(out, dead=dead, unsaved=unsaved, flops=flops, products=products, read=read)
+        if not products or not self._pending or self._inside:
             return
         # The matmul of the first pending matrix, or of several at once (q, k and v of one input).
         total = 0
         for count, name in enumerate(self._pending, start=1):
             total += self._numel(name)
-            if flops == 2 * self.tokens * total:
+            if sum(map(product_flops, products)) == 2 * self.tokens * total:
                 done, self._pending = self._pending[:count], self._pending[count:]
                 for each in done:
                     if each in self._targets:
@@ -216,8 +226,8 @@ class AdaptedTape(Tape):
         rank, w, tokens = self.adapter.rank, self.width, self.tokens
         low, out = tokens * rank * w, tokens * target.outputs * w
         self._inside = True
-        self.op(low, unsaved=low, flops=2 * tokens * rank * target.inputs, read=tokens * target.inputs * w)
-        self.op(out, flops=2 * tokens * rank * target.outputs, read=low)
+        self.op(low, unsaved=low, products=[(1, tokens, target.inputs, rank)], read=tokens * target.inputs * w)
+        self.op(out, products=[(1, tokens, rank, target.outputs)], read=low)
         self.op(out, dead=out)  # scaled
         self.op(out, dead=2 * out, read=2 * out)  # added to the base's output
         self._inside = False
@@ -226,9 +236,9 @@ class AdaptedTape(Tape):
         """Base parameters have no gradient; the gradients of adapters are written by `linear_backward`."""
 
     def linear_backward(
-        self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, flops: int, dead: int = 0
+        self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0
     ) -> None:
-        self.op(grad_in, flops=flops - flops // 2, read=grad_out)
+        self.op(grad_in, products=[input_gradient(product)], read=grad_out)
         rank, w, tokens = self.adapter.rank, self.width, self.tokens
         for name in names:
             target = self._targets.get(name)
@@ -237,9 +247,11 @@ class AdaptedTape(Tape):
             low, out, back = tokens * rank * w, tokens * target.outputs * w, tokens * target.inputs * w
             grad_a, grad_b = rank * target.inputs * w, rank * target.outputs * w
             self.op(out, read=out)  # the scaled gradient
-            self.op(low + grad_b, dead=out, flops=4 * tokens * rank * target.outputs, read=2 * out + low)
+            b = (1, tokens, rank, target.outputs)
+            self.op(low + grad_b, dead=out, products=[input_gradient(b), weight_gradient(b)], read=2 * out + low)
             self._final(target.b, grad_b)
-            self.op(back + grad_a, dead=2 * low, flops=4 * tokens * rank * target.inputs, read=2 * low + back)
+            a = (1, tokens, target.inputs, rank)
+            self.op(back + grad_a, dead=2 * low, products=[input_gradient(a), weight_gradient(a)], read=2 * low + back)
             self._final(target.a, grad_a)
             self.op(back, dead=2 * back, read=2 * back)  # both gradients of the input added
         self.op(dead=dead)

@@ -258,4 +258,5 @@ def _with_bytes(moment: Moment, start: int, peak: int, end: int) -> Moment:
         peak_bytes=peak,
         end_bytes=end,
         duration_s=moment.duration_s,
+        products=moment.products,
     )

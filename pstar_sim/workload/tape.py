@@ -9,9 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Phase, Tensor, Use, UseKind
+from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Phase, Product, Tensor, Use, UseKind, product_flops
 
-__all__ = ["Tape"]
+__all__ = ["Tape", "input_gradient", "weight_gradient"]
+
+
+def input_gradient(product: Product) -> Product:
+    """The product that makes the gradient of a linear layer's input. product: that of its forward pass."""
+    batches, m, k, n = product
+    return batches, m, n, k
+
+
+def weight_gradient(product: Product) -> Product:
+    """The product that makes the gradient of a linear layer's weight. product: that of its forward pass."""
+    batches, m, k, n = product
+    return batches, n, m, k
 
 
 class Tape:
@@ -36,6 +48,7 @@ class Tape:
     def _reset(self) -> None:
         self._start = self._peak = self.level
         self._flops = self._read = self._written = 0
+        self._products: list[Product] = []
 
     # Parameters
 
@@ -56,9 +69,9 @@ class Tape:
         """Bytes of these parameters."""
         return sum(self.tensors[self._index[name]].bytes for name in names)
 
-    def weight_flops(self, names: Iterable[str], flops: int) -> int:
-        """Flops of the gradients of these weights: `flops`, or nothing where none of them is trained."""
-        return flops
+    def weight_products(self, *products: Product) -> list[Product]:
+        """Products that make gradients of weights; none where the weights are not trained."""
+        return list(products)
 
     # Moments
 
@@ -90,21 +103,34 @@ class Tape:
                     start_bytes=self._start,
                     peak_bytes=self._peak,
                     end_bytes=self.level,
+                    products=tuple(self._products),
                 )
             )
         self._reset()
 
     # Operators
 
-    def op(self, out: int = 0, *, dead: int = 0, unsaved: int = 0, flops: int = 0, read: int | None = None) -> None:
+    def op(
+        self,
+        out: int = 0,
+        *,
+        dead: int = 0,
+        unsaved: int = 0,
+        flops: int = 0,
+        products: Sequence[Product] = (),
+        read: int | None = None,
+    ) -> None:
         """An operator allocates `out`; after it `dead` bytes are freed, `unsaved` more where autograd saves nothing.
 
+        flops: flops beside those of its products.
+        products: matrix products, one for each kernel.
         read: activation bytes that it reads (by default as many as it writes); parameters are counted by `open`.
         """
         self.level += out
         self._peak = max(self._peak, self.level)
         self.level -= dead if self.saving else dead + unsaved
-        self._flops += flops
+        self._flops += flops + sum(map(product_flops, products))
+        self._products += products
         self._read += out if read is None else read
         self._written += out
         assert self.level >= 0, "more bytes freed than taken"
@@ -122,15 +148,15 @@ class Tape:
         self.level -= self.size(names)
 
     def linear_backward(
-        self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, flops: int, dead: int = 0
+        self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0
     ) -> None:
         """Backward of a linear layer: gradients of input and parameters together, then the parameters' are taken.
 
         grad_out, saved: bytes it reads.
-        flops: flops of both gradients, half each.
+        product: the layer's product in the forward pass.
         dead: bytes that nothing else needs, freed at the end of the operator.
         """
-        kept = flops - flops // 2 + self.weight_flops(names, flops // 2)
-        self.op(grad_in + self.size(names), flops=kept, read=2 * grad_out + saved)
+        products = [input_gradient(product), *self.weight_products(weight_gradient(product))]
+        self.op(grad_in + self.size(names), products=products, read=2 * grad_out + saved)
         self.gradient(names)
         self.op(dead=dead)

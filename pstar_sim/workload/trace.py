@@ -51,7 +51,8 @@ __all__ = [
 ]
 
 FORMAT = "pstar-sim trace"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Of files in which some moment has products; others are of version 1, which has no column for them."""
 
 _HEADER = (
     "model", "dtype", "batch", "sequence", "micro_batches", "checkpointing", "attention", "source", "torch_version",
@@ -80,9 +81,10 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
         if key in keys[:i]:
             raise TraceError(f"{target}: variants {keys.index(key)} and {i} are both {_words(variants[i])}")
     chosen = any(w.activations or w.stashes for w in variants)
-    schema = _schema(chosen)
+    version = SCHEMA_VERSION if any(m.products for w in variants for m in w.moments) else 1
+    schema = _schema(version, chosen)
     try:
-        table = pa.Table.from_pylist([_row(w, chosen) for w in variants], schema=schema)
+        table = pa.Table.from_pylist([_row(w, version, chosen) for w in variants], schema=schema)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError, TypeError, ValueError) as error:
         raise TraceError(f"{target}: a field does not fit the trace format ({_first_line(error)})") from error
     with replaced_atomically(target, error=TraceError) as temporary:
@@ -187,7 +189,12 @@ def _words(w: Workload) -> str:
     return f"batch {w.batch} x {w.sequence}, {micro_batches}, {w.dtype}, {recompute}"
 
 
-def _schema(chosen: bool = False) -> Any:
+def _columns(cls: Any, version: int) -> list[str]:
+    """Fields of a dataclass that a file of this version has."""
+    return [name for name in _names(cls) if version > 1 or (cls, name) != (Moment, "products")]
+
+
+def _schema(version: int = SCHEMA_VERSION, chosen: bool = False) -> Any:
     """The file's Arrow schema, with format and version in its metadata; chosen: with the column that says what becomes
     of each block's activations."""
     import pyarrow as pa
@@ -203,12 +210,12 @@ def _schema(chosen: bool = False) -> Any:
     optimizer = pa.struct([text("name"), states, whole("dram_bytes_per_param")])
     header = {field.name: field for field in _arrow_fields(Workload, _HEADER)}
     columns = [*header.values(), pa.field("optimizer", optimizer, nullable=False)]
-    columns += [rows(name, _arrow_fields(cls, _names(cls))) for name, cls in _TABLES.items()]
+    columns += [rows(name, _arrow_fields(cls, _columns(cls, version))) for name, cls in _TABLES.items()]
     if chosen:
         columns.append(rows("activations", [text("block"), text("how")]))
         columns.append(rows("stashes", _arrow_fields(Stash, _names(Stash))))
     columns.append(text("digest"))
-    return pa.schema(columns, metadata={"pstar.format": FORMAT, "pstar.schema_version": str(SCHEMA_VERSION)})
+    return pa.schema(columns, metadata={"pstar.format": FORMAT, "pstar.schema_version": str(version)})
 
 
 def _names(cls: Any) -> list[str]:
@@ -223,22 +230,26 @@ def _arrow_fields(cls: type, names: Iterable[str]) -> list[Any]:
     hints = typing.get_type_hints(cls)
     found = []
     for name in names:
-        base, args, _ = split(hints[name])
-        of = args[0] if base is tuple else base
-        kind = plain.get(of, pa.string())
+        of, lists = hints[name], 0
+        while split(of)[0] is tuple:
+            of, lists = split(of)[1][0], lists + 1
+        kind = plain.get(split(of)[0], pa.string())
+        for _ in range(lists):
+            kind = pa.list_(kind)
         optional = type(None) in typing.get_args(hints[name])
-        found.append(pa.field(name, pa.list_(kind) if base is tuple else kind, nullable=optional))
+        found.append(pa.field(name, kind, nullable=optional))
     return found
 
 
-def _row(w: Workload, chosen: bool = False) -> dict[str, Any]:
+def _row(w: Workload, version: int = SCHEMA_VERSION, chosen: bool = False) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(w, name) for name in _HEADER}
     row["optimizer"] = {
         "name": w.optimizer.name,
         "state_bytes": [{"name": name, "bytes": size} for name, size in w.optimizer.state_bytes],
         "dram_bytes_per_param": w.optimizer.dram_bytes_per_param,
     }
-    row["moments"] = [{name: getattr(m, name) for name in _names(Moment)} | {"phase": m.phase.value} for m in w.moments]
+    names = _columns(Moment, version)
+    row["moments"] = [{name: getattr(m, name) for name in names} | {"phase": m.phase.value} for m in w.moments]
     row["tensors"] = [{name: getattr(t, name) for name in _names(Tensor)} | {"shape": list(t.shape)} for t in w.tensors]
     row["uses"] = [{"moment": u.moment, "tensor": u.tensor, "kind": u.kind.value} for u in w.uses]
     if chosen:
@@ -283,16 +294,16 @@ def _read_rows(source: Path) -> list[dict[str, Any]]:
             f"{source}: schema_version is {version}, this pstar-sim reads up to {SCHEMA_VERSION}; update pstar-sim"
         )
     try:
-        _check_schema(source, file.schema_arrow)
+        _check_schema(source, file.schema_arrow, int(version))
         rows: list[dict[str, Any]] = file.read().to_pylist()
     except damage as error:
         raise TraceError(f"{source}: is damaged ({_first_line(error)})") from error
     return rows
 
 
-def _check_schema(source: Path, found: Any) -> None:
+def _check_schema(source: Path, found: Any, version: int) -> None:
     """Raise TraceError naming the first field that is missing, unknown or of another type."""
-    expected = _schema(any(found.get_field_index(name) >= 0 for name in _CHOSEN))
+    expected = _schema(version, any(found.get_field_index(name) >= 0 for name in _CHOSEN))
     for field in expected:
         if found.get_field_index(field.name) < 0:
             raise TraceError(f"{source}: field {field.name} is missing")
@@ -301,7 +312,7 @@ def _check_schema(source: Path, found: Any) -> None:
             raise TraceError(f"{source}: field {field.name} is {actual}; expected {wanted}")
     for name in found.names:
         if expected.get_field_index(name) < 0:
-            raise TraceError(f"{source}: field {name} is unknown in schema_version {SCHEMA_VERSION}")
+            raise TraceError(f"{source}: field {name} is unknown in schema_version {version}")
 
 
 def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:

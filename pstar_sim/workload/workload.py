@@ -25,6 +25,7 @@ __all__ = [
     "Moment",
     "OptimizerSpec",
     "Phase",
+    "Product",
     "Stash",
     "Tensor",
     "Use",
@@ -32,6 +33,7 @@ __all__ = [
     "Workload",
     "activations_text",
     "odd_micro_batch",
+    "product_flops",
     "repeat_micro_batch",
     "retype",
     "single_micro_batch",
@@ -40,6 +42,15 @@ __all__ = [
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ACTIVATIONS = ("keep", "recompute", "offload")
 """What may become of a block's activations between its forward and its backward pass."""
+
+Product = tuple[int, int, int, int]
+"""A matrix product that one kernel computes: (batches, m, k, n) for that many products of m x k by k x n."""
+
+
+def product_flops(product: Product) -> int:
+    """Flops of a product: a multiplication and an addition for each of its terms."""
+    batches, m, k, n = product
+    return 2 * batches * m * k * n
 
 
 class Phase(StrEnum):
@@ -118,6 +129,7 @@ class Moment:
     peak_bytes: the most non-model bytes in it.
     end_bytes: non-model bytes when it closes.
     duration_s: measured seconds of the moment's own work (stalls left out), None in a trace that was not recorded.
+    products: matrix products of its work, whose flops `flops` counts too; empty where nobody wrote them down.
     """
 
     name: str
@@ -131,6 +143,7 @@ class Moment:
     peak_bytes: int
     end_bytes: int
     duration_s: float | None = None
+    products: tuple[Product, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -379,6 +392,11 @@ def _check_moment(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
         raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"there are {w.micro_batches} micro-batches")
     if m.duration_s is not None and not 0 <= m.duration_s < float("inf"):
         raise bad(f"moments[{i}].duration_s", m.duration_s, "it must be a finite number of seconds")
+    if m.products:
+        if min(map(min, m.products)) < 1:
+            raise bad(f"moments[{i}].products", m.products, "extents of products must be at least 1")
+        if sum(map(product_flops, m.products)) > m.flops:
+            raise bad(f"moments[{i}].products", m.products, f"they have more flops than the moment, {m.flops}")
 
 
 def _check_optimizer(w: Workload, bad: _Bad) -> None:
@@ -651,6 +669,7 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
             peak_bytes=m.peak_bytes,
             end_bytes=m.end_bytes,
             duration_s=m.duration_s,
+            products=m.products,
         )
         for u in range(micro_batches)
         for m in body

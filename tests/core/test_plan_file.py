@@ -76,6 +76,14 @@ def test_workloads_of_any_kind_survive(seed: int, hand_plan: MakePlan, tmp_path:
     assert (v.tensors, v.moments, v.uses) == (w.tensors, w.moments, w.uses)
 
 
+def test_products_survive(hand_plan: MakePlan, tmp_path: Path):
+    w = hand_plan().workload
+    first = replace(w.moments[0], flops=150, products=((1, 2, 5, 5), (3, 2, 2, 2)))
+    plan = hand_plan(workload=replace(w, moments=(first, *w.moments[1:])))
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").workload.moments == plan.workload.moments
+
+
 def test_a_step_is_one_line_of_the_file(saved: Path, hand_text: str):
     lines = [line.strip(' ,"') for line in saved.read_text().splitlines()]
     assert all(line in lines for line in hand_text.splitlines())

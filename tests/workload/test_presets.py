@@ -9,7 +9,7 @@ import pytest
 from pstar_sim.catalog.models import ModelEntry, model_entry, model_names
 from pstar_sim.errors import ModelError, TraceError, UnknownName
 from pstar_sim.workload.presets import ATTENTION, preset, workload_of
-from pstar_sim.workload.workload import Phase, Workload
+from pstar_sim.workload.workload import Phase, Workload, product_flops
 
 TOKENS = 2 * 8  # batch 2, sequence 8
 
@@ -75,6 +75,21 @@ def test_flops_of_a_gpt_by_hand() -> None:
     # The math kernel does not compute the scores again.
     w = tiny(entry(), attention="math")
     assert sum(m.flops for m in w.moments if m.phase is Phase.BWD) == 2 * matrices + 2 * attention
+
+
+def test_products_of_a_gpt_by_hand() -> None:
+    # 16 tokens, hidden 16: queries, keys and values in one product; the gradients of the input and of the weight.
+    w = tiny(entry())
+    forward, backward = ([m.products for m in w.moments if m.phase is phase] for phase in (Phase.FWD, Phase.BWD))
+    assert forward[2] == ((1, 16, 16, 48),)
+    assert next(rows for rows in backward if (1, 16, 48, 16) in rows) == ((1, 16, 48, 16), (1, 48, 16, 16))
+    # Attention is no product of its own, except in the math kernel: 2 sequences of 8 tokens, as many products as heads.
+    flops = sum(product_flops(row) for m in w.moments for row in m.products)
+    assert w.flops - flops == 3 * 4 * 2 * 8 * 8 * 16 * 7 // 2
+    math = tiny(entry(), attention="math")
+    heads = entry().heads
+    assert math.moments[3].products[:2] == ((2 * heads, 8, 16 // heads, 8), (2 * heads, 8, 8, 16 // heads))
+    assert sum(product_flops(row) for m in math.moments for row in m.products) == math.flops
 
 
 def test_peak_of_a_gpt_by_hand() -> None:

@@ -14,8 +14,9 @@ from pstar_sim.workload.workload import Moment, Workload, activations_text
 
 __all__ = ["check_budgets", "check_machine", "check_workload_of"]
 
-_MOMENT = tuple(f.name for f in dataclasses.fields(Moment) if f.name != "duration_s")
-"""What two captures of one job have in common: measured durations differ from one recording to the next."""
+_MOMENT = tuple(f.name for f in dataclasses.fields(Moment) if f.name not in ("duration_s", "products"))
+"""What two captures of one job have in common: measured durations differ from one recording to the next, and a file of
+an earlier version says nothing of products."""
 
 
 def check_workload_of(plan: Plan, workload: Workload) -> None:

@@ -18,7 +18,7 @@ from pstar_sim.workload.presets.shared import (
     norm,
     separate_qkv_backward,
 )
-from pstar_sim.workload.tape import Tape
+from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["write_bert"]
@@ -57,19 +57,19 @@ def write_bert(t: Tape, s: Shape) -> None:
         block = f"bert.encoder.layer.{i}"
         qkv = [n for x in ("query", "key", "value") for n in linear(f"{block}.attention.self.{x}")]
         t.open("begin", f"{block}.attention.self.query", phase, qkv)
-        t.op(3 * u, flops=s.flops(h, 3 * h), read=3 * u)
+        t.op(3 * u, products=[s.product(h, h)] * 3, read=3 * u)
         reads = [*linear(f"{block}.attention.output.dense"), *norm(f"{block}.attention.output.LayerNorm")]
         t.open("end", f"{block}.attention.self.value", phase, reads)
         kept = attend(t, s, 3 * u)
-        t.op(u, unsaved=4 * u, flops=s.flops(h, h))
+        t.op(u, unsaved=4 * u, products=[s.product(h, h)])
         t.op(u, dead=u, read=2 * u)
         t.op(u + stats, unsaved=u + stats)
         t.open("begin", f"{block}.intermediate.dense", phase, linear(f"{block}.intermediate.dense"))
-        t.op(f, flops=s.flops(h, m.ffn), read=u)
+        t.op(f, products=[s.product(h, m.ffn)], read=u)
         t.op(f, unsaved=f)
         reads = [*linear(f"{block}.output.dense"), *norm(f"{block}.output.LayerNorm")]
         t.open("begin", f"{block}.output.dense", phase, reads)
-        t.op(u, unsaved=f, flops=s.flops(m.ffn, h), read=f)
+        t.op(u, unsaved=f, products=[s.product(m.ffn, h)], read=f)
         t.op(u, dead=u, unsaved=u, read=2 * u)
         t.op(u + stats, unsaved=u + stats)
         if phase is Phase.RECOMPUTE:
@@ -82,17 +82,17 @@ def write_bert(t: Tape, s: Shape) -> None:
         t.open("grad", out, Phase.BWD, [*norm(f"{out}.LayerNorm"), *linear(f"{out}.dense")])
         layer_norm_backward(t, f"{out}.LayerNorm", u, stats, residual=False)
         names = linear(f"{out}.dense")
-        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, flops=2 * s.flops(m.ffn, h), dead=f)
+        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=f)
         t.open("grad", dense, Phase.BWD, linear(dense))
         t.op(f, dead=2 * f, read=2 * f)
         names = linear(dense)
-        t.linear_backward(names, grad_in=u, grad_out=f, saved=u, flops=2 * s.flops(h, m.ffn), dead=f + u)
+        t.linear_backward(names, grad_in=u, grad_out=f, saved=u, product=s.product(h, m.ffn), dead=f + u)
         t.op(u, dead=2 * u, read=2 * u)
         out = f"{block}.attention.output"
         t.open("grad", out, Phase.BWD, [*norm(f"{out}.LayerNorm"), *linear(f"{out}.dense")])
         layer_norm_backward(t, f"{out}.LayerNorm", u, stats, residual=False)
         names = linear(f"{out}.dense")
-        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, flops=2 * s.flops(h, h))
+        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h))
         attend_backward(t, s, 3 * u, kept)
         separate_qkv_backward(t, s, f"{block}.attention.self", ("value", "key", "query"), u)
         t.op(u, dead=3 * u, read=2 * u)  # the layer's input goes with the residual's gradient
@@ -108,24 +108,25 @@ def write_bert(t: Tape, s: Shape) -> None:
     kept = layers_forward(t, s, forward)
     logits = s.tokens * m.vocab * w
     t.open("begin", f"{transform}.dense", Phase.FWD, [*linear(f"{transform}.dense"), *norm(f"{transform}.LayerNorm")])
-    t.op(u, flops=s.flops(h, h))
+    t.op(u, products=[s.product(h, h)])
     t.op(u)
     t.op(u + stats)
     t.open("begin", "cls.predictions.decoder", Phase.FWD, [head, bias])
-    t.op(logits, flops=s.flops(h, m.vocab), read=u)
+    t.op(logits, products=[s.product(h, m.vocab)], read=u)
     t.op(logits, dead=logits)
     t.open("grad", ROOT, Phase.BWD)
     t.op(logits, read=0)
     t.op(logits, dead=2 * logits, read=2 * logits)
     t.open("grad", "cls.predictions.decoder", Phase.BWD, [head])
-    flops = s.flops(h, m.vocab) + t.weight_flops([head], s.flops(h, m.vocab))
-    t.op(u + t.size([head, bias]), dead=logits + u, flops=flops, read=2 * logits + u)
+    product = s.product(h, m.vocab)
+    products = [input_gradient(product), *t.weight_products(weight_gradient(product))]
+    t.op(u + t.size([head, bias]), dead=logits + u, products=products, read=2 * logits + u)
     t.gradient([bias] if m.tied else [bias, head])
     names = [*linear(f"{transform}.dense"), *norm(f"{transform}.LayerNorm")]
     t.open("grad", f"{transform}.dense", Phase.BWD, names)
     layer_norm_backward(t, f"{transform}.LayerNorm", u, stats, residual=False)
     t.op(u, dead=2 * u)
-    t.linear_backward(linear(f"{transform}.dense"), grad_in=u, grad_out=u, saved=u, flops=2 * s.flops(h, h), dead=2 * u)
+    t.linear_backward(linear(f"{transform}.dense"), grad_in=u, grad_out=u, saved=u, product=s.product(h, h), dead=2 * u)
     layers_backward(t, s, forward, backward, kept)
     t.open("grad", "bert.embeddings.LayerNorm", Phase.BWD, norm(embedded))
     layer_norm_backward(t, embedded, u, stats, residual=False)

@@ -56,14 +56,14 @@ def write_gpt(t: Tape, s: Shape) -> None:
         block = f"transformer.h.{i}"
         t.open("begin", f"{block}.ln_1", phase, [*norm(f"{block}.ln_1"), *linear(f"{block}.attn.c_attn")])
         t.op(u + stats, unsaved=stats)
-        t.op(3 * u, flops=s.flops(h, 3 * h), read=u)
+        t.op(3 * u, products=[s.product(h, 3 * h)], read=u)
         t.open("end", f"{block}.attn.c_attn", phase, linear(f"{block}.attn.c_proj"))
         kept = attend(t, s, 3 * u)
-        t.op(u, unsaved=4 * u, flops=s.flops(h, h))
+        t.op(u, unsaved=4 * u, products=[s.product(h, h)])
         t.op(u, unsaved=u, read=2 * u)
         t.open("begin", f"{block}.ln_2", phase, [*norm(f"{block}.ln_2"), *linear(f"{block}.mlp.c_fc")])
         t.op(u + stats, unsaved=stats)
-        t.op(f, flops=s.flops(h, m.ffn), read=u)
+        t.op(f, products=[s.product(h, m.ffn)], read=u)
         t.open("end", f"{block}.mlp.c_fc", phase, linear(f"{block}.mlp.c_proj"))
         t.op(f)  # x/2, kept
         t.op(f)  # x^3
@@ -78,7 +78,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
                 last_product_again(t, s, u, f)
             t.op(dead=u)  # [Note: early stop]; the attention's output dies with the frame that held it
         else:
-            t.op(u, unsaved=f, flops=s.flops(m.ffn, h), read=f)
+            t.op(u, unsaved=f, products=[s.product(m.ffn, h)], read=f)
             t.op(u, dead=2 * u, unsaved=2 * u, read=2 * u)
         return kept
 
@@ -86,7 +86,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
         block = f"transformer.h.{i}"
         t.open("grad", f"{block}.mlp.c_proj", Phase.BWD, linear(f"{block}.mlp.c_proj"))
         names = linear(f"{block}.mlp.c_proj")
-        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, flops=2 * s.flops(m.ffn, h), dead=f)
+        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=f)
         t.op(f)
         t.op(f, dead=3 * f)
         t.op(f, dead=2 * f)
@@ -100,16 +100,16 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(f, dead=2 * f)
         t.open("grad", f"{block}.mlp.c_fc", Phase.BWD, [*linear(f"{block}.mlp.c_fc"), *norm(f"{block}.ln_2")])
         names = linear(f"{block}.mlp.c_fc")
-        t.linear_backward(names, grad_in=u, grad_out=f, saved=u, flops=2 * s.flops(h, m.ffn), dead=f + u)
+        t.linear_backward(names, grad_in=u, grad_out=f, saved=u, product=s.product(h, m.ffn), dead=f + u)
         layer_norm_backward(t, f"{block}.ln_2", u, stats)
         t.open("grad", f"{block}.attn.c_proj", Phase.BWD, linear(f"{block}.attn.c_proj"))
         names = linear(f"{block}.attn.c_proj")
-        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, flops=2 * s.flops(h, h))
+        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h))
         attend_backward(t, s, 3 * u, kept)
         t.op(3 * u, dead=3 * u)
         t.open("grad", f"{block}.attn.c_attn", Phase.BWD, [*linear(f"{block}.attn.c_attn"), *norm(f"{block}.ln_1")])
         names = linear(f"{block}.attn.c_attn")
-        t.linear_backward(names, grad_in=u, grad_out=3 * u, saved=u, flops=2 * s.flops(h, 3 * h), dead=4 * u)
+        t.linear_backward(names, grad_in=u, grad_out=3 * u, saved=u, product=s.product(h, 3 * h), dead=4 * u)
         layer_norm_backward(t, f"{block}.ln_1", u, stats)
 
     positions = s.sequence * h * w

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pstar_sim.catalog.models import ModelEntry
-from pstar_sim.workload.tape import Tape
-from pstar_sim.workload.workload import Phase
+from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
+from pstar_sim.workload.workload import Phase, Product
 
 __all__ = [
     "ROOT",
@@ -57,14 +57,20 @@ class Shape:
     def tokens(self) -> int:
         return self.batch * self.sequence
 
-    def flops(self, rows: int, columns: int) -> int:
-        """Flops of one matmul of every token with a rows x columns matrix."""
-        return 2 * self.tokens * rows * columns
+    def product(self, rows: int, columns: int) -> Product:
+        """The product of every token with a rows x columns matrix."""
+        return 1, self.tokens, rows, columns
 
     @property
     def attention_flops(self) -> int:
         """Scores and weighted sum, all heads; a causal mask saves nothing in torch's own count."""
         return 4 * self.batch * self.sequence**2 * self.model.hidden
+
+    @property
+    def attention_products(self) -> tuple[Product, Product]:
+        """Scores and weighted sum of the math kernel, all heads of all sequences."""
+        batches, head_dim = self.batch * self.model.heads, self.model.hidden // self.model.heads
+        return (batches, self.sequence, head_dim, self.sequence), (batches, self.sequence, self.sequence, head_dim)
 
 
 # Attention, common to all families
@@ -84,10 +90,11 @@ def attend(t: Tape, s: Shape, qkv: int) -> int:
         copies = qkv * 4 // t.width
         t.op(copies + 2 * scores, dead=scores, read=qkv)
         kept = copies + scores
+        t.op(u, unsaved=kept, products=s.attention_products, read=qkv)
     else:
         kept = s.tokens * m.heads * 4
         t.op(kept, read=0)
-    t.op(u, unsaved=kept, flops=s.attention_flops, read=qkv)
+        t.op(u, unsaved=kept, flops=s.attention_flops, read=qkv)
     return kept
 
 
@@ -96,7 +103,9 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int) -> None:
     u = s.tokens * s.model.hidden * t.width
     if s.attention == "math":
         scores = s.batch * s.model.heads * s.sequence**2 * 4
-        t.op(2 * scores, dead=2 * scores, flops=2 * s.attention_flops)
+        scored, summed = s.attention_products
+        products = [f(x) for x in (summed, scored) for f in (input_gradient, weight_gradient)]
+        t.op(2 * scores, dead=2 * scores, products=products)
         flops = 0
     else:
         flops = s.attention_flops * 5 // 2  # the scores are computed once more
@@ -113,7 +122,7 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
     logits32 = s.tokens * m.vocab * 4
     labels = s.tokens * 8
     t.open("begin", module, Phase.FWD, [weight])
-    t.op(logits, flops=s.flops(m.hidden, m.vocab), read=u)
+    t.op(logits, products=[s.product(m.hidden, m.vocab)], read=u)
     t.open("end", module, Phase.FWD)
     if t.width < 4:
         t.op(logits32, read=logits)
@@ -134,12 +143,12 @@ def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, 
     if t.width < 4:
         t.op(logits, dead=logits32, read=logits32)
     t.open("grad", module, Phase.BWD, [weight])
-    flops = 2 * s.flops(m.hidden, m.vocab)
+    product = s.product(m.hidden, m.vocab)
     if tied:
-        kept = flops // 2 + t.weight_flops([weight], flops // 2)
-        t.op(t.size([weight]) + u, dead=logits + u, flops=kept, read=2 * logits + u)
+        products = [input_gradient(product), *t.weight_products(weight_gradient(product))]
+        t.op(t.size([weight]) + u, dead=logits + u, products=products, read=2 * logits + u)
     else:
-        t.linear_backward([weight], grad_in=u, grad_out=logits, saved=u, flops=flops, dead=logits + u)
+        t.linear_backward([weight], grad_in=u, grad_out=logits, saved=u, product=product, dead=logits + u)
 
 
 def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> None:
@@ -215,7 +224,7 @@ def layers_backward(
 
 def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
     """A layer's last matmul and its residual sum, which a recompute runs again although nothing needs them."""
-    t.op(u, flops=s.flops(s.model.ffn, s.model.hidden), read=f)
+    t.op(u, products=[s.product(s.model.ffn, s.model.hidden)], read=f)
     t.op(u, dead=2 * u, read=2 * u)
 
 
@@ -225,6 +234,6 @@ def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str,
     t.open("grad", f"{module}.{order[0]}", Phase.BWD, [n for x in order for n in linear(f"{module}.{x}")])
     for k, x in enumerate(order):
         names = linear(f"{module}.{x}")
-        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, flops=2 * s.flops(h, h), dead=u)
+        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h), dead=u)
         if k:
             t.op(u, dead=2 * u, read=2 * u)

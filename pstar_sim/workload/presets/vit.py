@@ -17,7 +17,7 @@ from pstar_sim.workload.presets.shared import (
     norm,
     separate_qkv_backward,
 )
-from pstar_sim.workload.tape import Tape
+from pstar_sim.workload.tape import Tape, weight_gradient
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["write_vit"]
@@ -52,19 +52,19 @@ def write_vit(t: Tape, s: Shape) -> None:
         qkv = [n for x in "qkv" for n in linear(f"{block}.attention.{x}_proj")]
         t.open("begin", f"{block}.layernorm_before", phase, [*norm(f"{block}.layernorm_before"), *qkv])
         t.op(u + stats, unsaved=stats)
-        t.op(3 * u, flops=s.flops(h, 3 * h), read=3 * u)
+        t.op(3 * u, products=[s.product(h, h)] * 3, read=3 * u)
         t.open("end", f"{block}.attention.v_proj", phase, linear(f"{block}.attention.o_proj"))
         kept = attend(t, s, 3 * u)
-        t.op(u, unsaved=4 * u, flops=s.flops(h, h))
+        t.op(u, unsaved=4 * u, products=[s.product(h, h)])
         t.op(u, dead=u, unsaved=u, read=2 * u)
         reads = [*norm(f"{block}.layernorm_after"), *linear(f"{block}.mlp.fc1")]
         t.open("begin", f"{block}.layernorm_after", phase, reads)
         t.op(u + stats, unsaved=stats)
-        t.op(f, flops=s.flops(h, m.ffn), read=u)
+        t.op(f, products=[s.product(h, m.ffn)], read=u)
         t.op(f, unsaved=f)
         t.open("begin", f"{block}.mlp.fc2", phase, linear(f"{block}.mlp.fc2"))
         if phase is not Phase.RECOMPUTE:  # [Note: early stop]
-            t.op(u, unsaved=f, flops=s.flops(m.ffn, h), read=f)
+            t.op(u, unsaved=f, products=[s.product(m.ffn, h)], read=f)
             t.op(u, dead=u, unsaved=2 * u, read=2 * u)
         return kept
 
@@ -72,15 +72,15 @@ def write_vit(t: Tape, s: Shape) -> None:
         block = f"vit.layers.{i}"
         t.open("grad", f"{block}.mlp.fc2", Phase.BWD, linear(f"{block}.mlp.fc2"))
         names = linear(f"{block}.mlp.fc2")
-        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, flops=2 * s.flops(m.ffn, h), dead=f)
+        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=f)
         t.op(f, dead=2 * f, read=2 * f)
         names = linear(f"{block}.mlp.fc1")
         t.open("grad", f"{block}.mlp.fc1", Phase.BWD, [*names, *norm(f"{block}.layernorm_after")])
-        t.linear_backward(names, grad_in=u, grad_out=f, saved=u, flops=2 * s.flops(h, m.ffn), dead=f + u)
+        t.linear_backward(names, grad_in=u, grad_out=f, saved=u, product=s.product(h, m.ffn), dead=f + u)
         layer_norm_backward(t, f"{block}.layernorm_after", u, stats)
         names = linear(f"{block}.attention.o_proj")
         t.open("grad", f"{block}.attention.o_proj", Phase.BWD, names)
-        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, flops=2 * s.flops(h, h))
+        t.linear_backward(names, grad_in=u, grad_out=u, saved=u, product=s.product(h, h))
         attend_backward(t, s, 3 * u, kept)
         separate_qkv_backward(t, s, f"{block}.attention", ("v_proj", "k_proj", "q_proj"), u)
         t.op(dead=u)  # the norm's output, which all three read
@@ -91,25 +91,25 @@ def write_vit(t: Tape, s: Shape) -> None:
     others = [f"{front}.cls_token", f"{front}.position_embeddings"]
     t.open("begin", f"{front}.patch_embeddings.projection", Phase.FWD, [*patch, *others])
     patches = s.batch * (m.max_seq - 1)
-    convolution = 2 * patches * 3 * m.patch**2 * h
-    t.op(patches * h * w, flops=convolution, read=pixels * w)
+    convolution = (1, patches, 3 * m.patch**2, h)  # patches do not overlap: a product
+    t.op(patches * h * w, products=[convolution], read=pixels * w)
     t.op(u, dead=patches * h * w)
     t.op(u, dead=u)
     kept = layers_forward(t, s, forward)
-    small = s.batch * m.classes * w
+    small, classes = s.batch * m.classes * w, (1, s.batch, h, m.classes)
     t.open("begin", "vit.layernorm", Phase.FWD, [*norm("vit.layernorm"), *linear("classifier")])
     t.op(u + stats)
-    t.op(3 * small, dead=2 * small, flops=2 * s.batch * h * m.classes)
+    t.op(3 * small, dead=2 * small, products=[classes])
     names = linear("classifier")
     t.open("grad", "classifier", Phase.BWD, names)
-    t.linear_backward(names, grad_in=u, grad_out=small, saved=u, flops=4 * s.batch * h * m.classes, dead=u + small)
+    t.linear_backward(names, grad_in=u, grad_out=small, saved=u, product=classes, dead=u + small)
     t.open("grad", "vit.layernorm", Phase.BWD, norm("vit.layernorm"))
     layer_norm_backward(t, "vit.layernorm", u, stats, residual=False)
     layers_backward(t, s, forward, backward, kept)
     t.open("grad", front, Phase.BWD)
     t.gradient(others, allocated=False)
     t.op(patches * h * w, dead=u)
-    t.op(t.size(patch), flops=t.weight_flops(patch, convolution), read=pixels * w)
+    t.op(t.size(patch), products=t.weight_products(weight_gradient(convolution)), read=pixels * w)
     t.gradient(patch)
     t.op(dead=patches * h * w)
     t.open("backward-end", ROOT, Phase.BWD)
