@@ -129,7 +129,8 @@ class Moment:
     peak_bytes: the most non-model bytes in it.
     end_bytes: non-model bytes when it closes.
     duration_s: measured seconds of the moment's own work (stalls left out), None in a trace that was not recorded.
-    products: matrix products of its work, whose flops `flops` counts too; empty where nobody wrote them down.
+    products: (batches, m, k, n) of each matrix product of its work; `flops` counts their flops too. Empty where nobody
+        wrote them down.
     """
 
     name: str
