@@ -26,10 +26,15 @@ of the HBM (of operators, where it was measured). Which gradients add up on the 
 seconds are not in `moments_s`. A moment whose recorded seconds count has them already. On a layout that is sliced over
 ranks the sum is added to in a reduce_scatter; the model leaves that add out.
 
+[Note: adds in updates] An update that finds gradients of its chunk in several lists adds them up first
+(`folded_lists` in core/effects.py): in a plan without clipping, most often the last gradient to the sum of the others.
+Each list but one takes the seconds and the traffic of an add, on the host those of a cpu_add. On several ranks an
+update on the GPU takes no time for it.
+
 [Note: versions of the model] A plan file says by which version its seconds and its lower bound were predicted, so that
 a figure of an earlier version is not called false (planner/stated.py). A change that predicts other seconds raises
 VERSION, and `changed_since` says for which plans. Version 1, which files do not name, took no time for adds on the GPU,
-and its bounds for several micro-batches were lower.
+and its bounds for several micro-batches were lower. Version 2 took no time for adds in updates.
 
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, its part of the node's cores
 (`Machine.adam_params_per_s`) and of the node's disks, which all ranks use at the same time because they run the same
@@ -51,10 +56,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 from pstar_sim.catalog.curves import best_rate, rate_at
 from pstar_sim.catalog.machine import Gpu, Link, Machine
-from pstar_sim.core.effects import gradient_list
+from pstar_sim.core.effects import folded_lists, gradient_list
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.rules import Rates, StepCosts
@@ -65,6 +71,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = [
     "ADAM_TRAFFIC_BYTES_PER_PARAM",
     "VERSION",
+    "Add",
     "CostModel",
     "GpuAdds",
     "changed_since",
@@ -79,7 +86,7 @@ _COST = ("cost",)  # of what a workload keeps (`Workload.derived`)
 ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 """Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
 
-VERSION = 2
+VERSION = 3
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
@@ -89,9 +96,11 @@ _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"),
 
 def changed_since(version: int, plan: Plan) -> str | None:
     """What an earlier version predicts otherwise for the plan, in words; None where it predicts the same."""
-    if version >= 2 or plan.workload.micro_batches == 1 or len(plan.machine.ranks) > 1:
+    if plan.workload.micro_batches == 1:
         return None
-    return "adds of gradients on the GPU take no time"
+    if version < 2 and len(plan.machine.ranks) == 1:
+        return "adds of gradients on the GPU take no time"
+    return "adds of gradients in updates take no time" if version < 3 and not plan.settings.clip else None
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
@@ -134,6 +143,15 @@ def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
     if not (isinstance(known, CostModel) and known.machine is machine and known.layout is layout):
         workload.derived[_COST] = known = CostModel(workload, machine, layout)
     return known
+
+
+class Add(NamedTuple):
+    """seconds: of adding gradients up.
+    dram_bytes: traffic of the host's DRAM.
+    """
+
+    seconds: float
+    dram_bytes: int
 
 
 class GpuAdds:
@@ -398,11 +416,26 @@ class CostModel:
             for i, step in enumerate(steps):
                 if step.kind is Kind.COMPUTE and step.moment is not None:
                     seconds[i] += added.get(step.moment, 0.0)
+        dram_bytes = [self.dram_bytes(step) for step in steps]
+        for i, lists in self.folded_lists(plan).items():
+            add = self.folding(steps[i].kind, steps[i].chunk or 0, lists)
+            seconds[i] += add.seconds
+            dram_bytes[i] += add.dram_bytes
         return StepCosts(
             seconds=seconds,
-            dram_bytes=[self.dram_bytes(step) for step in steps],
+            dram_bytes=dram_bytes,
             duty=[self.duty(step) for step in steps] if slowed else [1.0] * len(steps),
         )
+
+    def folded_lists(self, plan: Plan) -> Mapping[int, int]:
+        """Step -> gradient lists that an update adds up before it begins, by [Note: adds in updates]."""
+        return folded_lists(plan)
+
+    def folding(self, kind: Kind, chunk: int, lists: int = 1) -> Add:
+        """What an update of that kind takes beside its own work for adding up `lists` lists more than one."""
+        if kind is Kind.CPU_ADAM:
+            return Add(lists * self.cpu_add_s(chunk), lists * self.cpu_add_bytes(chunk))
+        return Add(lists * self.cpu_add_bytes(chunk) / self._operator_bytes_per_s, 0)
 
     def rates(self) -> Rates:
         """What the steps of one rank share, while the other ranks of its node do the same."""

@@ -21,6 +21,7 @@ __all__ = [
     "OTHERS",
     "Touched",
     "category_of",
+    "folded_lists",
     "frees",
     "gradient_list",
     "name_of",
@@ -136,6 +137,32 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
         for i, batch in enumerate(mine):
             target[chunk, batch] = where if i < count else "param"
     return target
+
+
+def folded_lists(plan: Plan) -> dict[int, int]:
+    """Step -> how many gradient lists of its chunk an update adds to another one before it begins. Only steps that add
+    any are named.
+
+    All gradients of a chunk are added up when it is updated. Each micro-batch has one. A cpu_add adds one to the sum on
+    the host, and a sum on the gpu takes each as it arrives; what neither has added is left to the update. Where lists
+    are sliced, updates on the gpu are left out, as are other adds on the gpu.
+    """
+    if plan.workload.micro_batches == 1:
+        return {}
+    opened = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.place is Place.GPU and s.list == "grad32"}
+    stays = {r.chunk for r in plan.initial if r.place is Place.GPU and r.list == "grad32"}
+    summed = opened | stays
+    added = Counter(step.chunk for step in plan.steps if step.kind is Kind.CPU_ADD)
+    arrived = Counter(chunk for chunk, _ in _last_gradients(plan))
+    sliced = plan.layout.ranks > 1
+    folded = {}
+    for i, step in enumerate(plan.steps):
+        if step.kind in UPDATES and step.chunk not in summed and not (sliced and step.kind is Kind.GPU_ADAM):
+            assert step.chunk is not None
+            lists = arrived[step.chunk] - added[step.chunk] + (added[step.chunk] > 0)
+            if lists > 1:
+                folded[i] = lists - 1
+    return folded
 
 
 def overwritten_in_place(plan: Plan) -> list[tuple[int, int]]:

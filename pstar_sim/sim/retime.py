@@ -9,6 +9,7 @@ in the measured seconds already and is not modelled again.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -37,6 +38,10 @@ class _OneSecond(CostModel):
     def gpu_adds(self) -> GpuAdds:
         """None: the seconds of a moment have them already."""
         return GpuAdds(self.workload, self.layout, 1.0, lambda tensor: 0, free=True)
+
+    def folded_lists(self, plan: Plan) -> Mapping[int, int]:
+        """None: the seconds of an update have them already."""
+        return {}
 
 
 def retime(plan: Plan, measured: Timeline) -> float:

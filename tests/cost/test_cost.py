@@ -11,6 +11,7 @@ from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.cost import CostModel, flops_rate
 from pstar_sim.errors import PlanError
 from pstar_sim.policy import find_policy
+from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.workload import OptimizerSpec, Workload
 
@@ -123,3 +124,28 @@ def test_adds_on_the_gpu_make_the_moments_of_later_micro_batches_longer() -> Non
     )
     recorded = chain_workload(1, MPARAM, dtype="fp16", micro_batches=3, forward_s=7.0)
     assert CostModel(recorded, replace(machine, name="virtual"), plan.layout).gpu_adds.chunks_s == [0.0]
+
+
+def adam_s(clip: bool, on_gpu: bool, micro_batches: int) -> list[float]:
+    """Seconds of the updates of `tide` for one layer that is not pinned."""
+    w = chain_workload(2, MPARAM, dtype="fp16", micro_batches=micro_batches)
+    machine = round_machine(gpu_memory_bytes=20 * 2**20, adam_params_per_s=MPARAM / 2, hbm_bytes_per_s=28e6)
+    spec = "tide:pins=0,sums=" + ("on" if on_gpu else "off")
+    plan = find_policy(spec)(w, machine, Settings(update="eager", clip=clip, chunk_bytes=2**21))
+    plan.check()
+    costs = CostModel(w, machine, plan.layout).step_costs(plan)
+    found = [i for i, step in enumerate(plan.steps) if step.kind is Kind.CPU_ADAM]
+    assert len(found) == 2
+    assert [costs.dram_bytes[i] for i in found] == pytest.approx([costs.seconds[i] * 14 * MPARAM for i in found])
+    # What a policy reckons with is what the simulator charges.
+    assert float(str(plan.predictions["policy_iteration_s"])) == pytest.approx(play(plan).iteration_s)
+    return [costs.seconds[i] for i in found]
+
+
+def test_an_update_takes_the_time_of_the_adds_that_nothing_else_made() -> None:
+    """Adam of one layer takes 2 s (28 bytes per parameter). Without clipping the last of three gradients comes to the
+    host in the working list, and Adam adds it to the sum: 2 bytes read, 4 read and 4 written."""
+    add_s = 2 * 10 / 28
+    assert adam_s(clip=False, on_gpu=False, micro_batches=3) == pytest.approx([2 + add_s] * 2)
+    for clip, on_gpu, micro_batches in ((True, False, 3), (False, True, 3), (False, False, 1)):
+        assert adam_s(clip=clip, on_gpu=on_gpu, micro_batches=micro_batches) == pytest.approx([2.0] * 2)

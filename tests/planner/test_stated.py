@@ -18,6 +18,7 @@ from pstar_sim.core import plan as core
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import Place
+from pstar_sim.cost import VERSION
 from pstar_sim.errors import FalseFigures, PlanError, TraceError
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.stated import examine
@@ -330,7 +331,7 @@ def test_ranges_hold_for_plans_that_were_never_in_a_file(hand_plan: Callable[...
 def test_predictions_of_an_earlier_cost_model_are_named_and_not_called_false(values: Values, tmp_path: Path) -> None:
     """A file that names no version is of the first, which took no time for adds on the GPU."""
     now_s, bound_s = values["predictions"]["iteration_s"], values["predictions"]["lower_bound_s"]
-    assert values["choices"].pop("cost_model") == 2
+    assert values["choices"].pop("cost_model") == VERSION
     values["predictions"] |= {"iteration_s": now_s * 0.99, "lower_bound_s": bound_s * 0.9}
     values["predictions"]["tokens_per_s"] /= 0.99
     values["predictions"]["gap"] = now_s * 0.99 / (bound_s * 0.9) - 1
@@ -339,7 +340,7 @@ def test_predictions_of_an_earlier_cost_model_are_named_and_not_called_false(val
     assert line.startswith(
         "iteration_s, tokens_per_s, lower_bound_s: predicted by version 1 of the cost model, in which "
     )
-    assert line.endswith(f"; version 2 predicts {format_s(now_s)} per iteration")
+    assert line.endswith(f"; version {VERSION} predicts {format_s(now_s)} per iteration")
     assert (
         "gap" in found.report.figures and "of an earlier version of the cost model, which is still true" in found.bound
     )
@@ -362,7 +363,7 @@ def test_a_version_that_predicts_the_same_or_is_not_known_excuses_nothing(
     one["predictions"]["iteration_s"] *= 0.99
     with pytest.raises(FalseFigures, match="iteration_s"):
         examine(ps.load_plan(saved(one, tmp_path)))
-    for version in (0, 3, True, "1"):
+    for version in (0, VERSION + 1, True, "1"):
         values["choices"]["cost_model"] = version
         with pytest.raises(
             FalseFigures, match=f"cost_model is {version!r} in the plan; this pstar-sim knows versions 1"

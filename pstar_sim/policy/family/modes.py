@@ -49,6 +49,7 @@ class ModeFacts:
     h2d, d2h, dram: bytes per second.
     dram_adam_bytes: DRAM traffic of one CPU update, per chunk.
     dram_add_bytes: DRAM traffic of all adds on the host, per chunk.
+    dram_fold_bytes: DRAM traffic of the adds that CPU Adam makes, of all chunks together.
     passing_bytes: GPU room that streaming one chunk takes, own use and copies.
     last_room_bytes: room at the last moment, nothing pinned.
     turn_s: when the last backward pass begins.
@@ -70,6 +71,7 @@ class ModeFacts:
     duplex: bool
     dram_adam_bytes: Sequence[int]
     dram_add_bytes: Sequence[int]
+    dram_fold_bytes: int
     passing_bytes: int
     last_room_bytes: int
     turn_s: float
@@ -89,8 +91,9 @@ def mode_facts(job: Job) -> ModeFacts:
         (i for i, m in enumerate(w.moments) if m.micro_batch == last and m.phase is not Phase.FWD), len(w.moments)
     )
     largest = max((job.sizes[c] for c in job.candidates), default=0)
+    pins = pin_facts(job)
     return ModeFacts(
-        pins=pin_facts(job),
+        pins=pins,
         states_bytes=states,
         sum_bytes=[all_bytes - state_bytes for all_bytes, state_bytes in zip(visiting, states)],
         lists=1 if job.sums_on_gpu else w.micro_batches,
@@ -102,6 +105,7 @@ def mode_facts(job: Job) -> ModeFacts:
         duplex=link.duplex,
         dram_adam_bytes=[job.cost.cpu_adam_bytes(c) for c in job.candidates],
         dram_add_bytes=[job.cost.cpu_add_bytes(c) * job.host_adds for c in job.candidates],
+        dram_fold_bytes=sum(job.cost.cpu_add_bytes(c) for c, fold_s in zip(job.candidates, pins.fold_s) if fold_s),
         passing_bytes=max(visiting, default=0) + largest,
         last_room_bytes=job.machine.gpu_budget_bytes - job.small_bytes - job.tide[-1],
         turn_s=sum(job.cost.moments_s[:turn]),
@@ -194,11 +198,13 @@ def roofline(
     d2h = d2h + summed_cpu * (sum_bytes / facts.d2h_bytes_per_s - down)
     traffic = h2d * facts.h2d_bytes_per_s + d2h * facts.d2h_bytes_per_s
     traffic = traffic + cpu * float(np.sum(facts.dram_adam_bytes)) + added * float(np.sum(facts.dram_add_bytes))
+    traffic = traffic + (cpu - summed_cpu) * float(facts.dram_fold_bytes)
     wait = np.zeros_like(z)
     if f.barrier:
         wait = np.maximum(0.0, (visiting - np.maximum(0.0, last)) / facts.h2d_bytes_per_s - z * gpu_adam)
     computed = total_s + (x + z) * gpu_adam + adds_s + wait
-    terms = [computed, cpu * adam + added * add, traffic / facts.dram_bytes_per_s]
+    folded = (cpu - summed_cpu) * float(np.sum(f.fold_s))
+    terms = [computed, cpu * adam + added * add + folded, traffic / facts.dram_bytes_per_s]
     terms += [d2h] if facts.duplex else []
     if not f.barrier:
         terms.append(backward)
@@ -221,7 +227,7 @@ def roofline(
             _in_turn_s(
                 facts,
                 computed_s=(added_s, (x + z) * gpu_adam + wait),
-                adam_s=cpu * adam,
+                adam_s=cpu * adam + folded,
                 up_s=(turn_up / up_rate, spilt / up_rate, (coming - ahead) / up_rate, ahead / up_rate),
                 down_s=((1 - x - summed) * everything / down_rate, spilt / down_rate, sent / down_rate),
             )

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from pstar_sim.core.step import Kind
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.passes import gradients
 
@@ -29,7 +30,7 @@ Array = NDArray[np.float64]
 class PinFacts:
     """For each chunk that could be pinned, in the order of pinning: first and final moment, bytes of the working list,
     bytes pinned (working list and states), seconds of CPU Adam, GPU Adam, accumulation on the host and on the GPU (all
-    micro-batches), copy down and copy up.
+    micro-batches), the add of the last gradient where CPU Adam makes it (`fold_s`), copy down and copy up.
 
     moments_s: seconds of each moment.
     barrier: whether no Adam may run before the last moment.
@@ -45,6 +46,7 @@ class PinFacts:
     adam_s: Sequence[float]
     gpu_adam_s: Sequence[float]
     add_s: Sequence[float]
+    fold_s: Sequence[float]
     gpu_add_s: Sequence[float]
     down_s: Sequence[float]
     up_s: Sequence[float]
@@ -61,7 +63,8 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
         return np.full(most + 1, float(np.sum(facts.moments_s)))
     clock = np.concatenate(([0.0], np.cumsum(facts.moments_s)))
     first, final = np.asarray(facts.first), np.asarray(facts.final)
-    adam, down, up = np.asarray(facts.adam_s), np.asarray(facts.down_s), np.asarray(facts.up_s)
+    adam = np.add(facts.adam_s, facts.fold_s)
+    down, up = np.asarray(facts.down_s), np.asarray(facts.up_s)
     total = float(clock[-1])
     barrier = facts.barrier
     span = total - clock[first] if barrier else np.maximum(0.0, clock[final + 1] - clock[first])
@@ -156,6 +159,7 @@ def _room(job: Job) -> list[int]:
 def pin_facts(job: Job) -> PinFacts:
     """The facts that the closed form for the number of pins needs."""
     uses, cost, order = job.uses, job.cost, job.candidates
+    folds = job.several and not job.sums_on_gpu and not job.add_last
     down = "grad32" if job.sums_on_gpu else "param"
     return PinFacts(
         first=[uses.first_use(c) for c in order],
@@ -165,6 +169,7 @@ def pin_facts(job: Job) -> PinFacts:
         adam_s=[cost.cpu_adam_s(c) for c in order],
         gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
         add_s=[cost.cpu_add_s(c) * job.host_adds for c in order],
+        fold_s=[cost.folding(Kind.CPU_ADAM, c).seconds if folds else 0.0 for c in order],
         gpu_add_s=[cost.gpu_adds.chunks_s[c] for c in order],
         down_s=[job.down[c, down][1] for c in order],
         up_s=[cost.transfer_s(job.sizes[c], "h2d") for c in order],

@@ -3,6 +3,8 @@ once."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pstar_sim.core.draft import Charge
 from pstar_sim.core.effects import frees, takes
 from pstar_sim.core.plan import Resident
@@ -58,6 +60,14 @@ class Charges:
         if charge is None:
             charge = self._known[key] = self._make(kind, chunk, list_name)
         return charge
+
+    def of_update(self, kind: Kind, chunk: int, *, folds: bool) -> Charge:
+        """Charge of an update. folds: whether it adds a last gradient to the sum first."""
+        charge = self.of(kind, chunk)
+        if not folds:
+            return charge
+        add = self.cost.folding(kind, chunk)
+        return replace(charge, seconds=charge.seconds + add.seconds, dram_bytes=charge.dram_bytes + add.dram_bytes)
 
     def of_stash(self, kind: Kind, stash: int) -> Charge:
         """Charge of a stash's copy. A stash's room on the host is a buffer of the plan."""

@@ -124,6 +124,13 @@ class Schedule:
         of it in the working list."""
         return self.job.add_last or self.sums_on_gpu(chunk)
 
+    def folds(self, chunk: int) -> bool:
+        """Whether the update of a chunk that is not resident adds its last gradient to the sum of the others, and that
+        takes time (on several ranks only on the host)."""
+        if self.job.ranks > 1 and chunk in self.updates:
+            return False
+        return not self.all_in_grad32(chunk) and bool(self.job.lists_of(chunk, summed=False))
+
     def sum_waits(self, chunk: int) -> bool:
         """Whether the sum of a streamed chunk's gradients is on the GPU before the states come for the update."""
         return chunk in self.sums and chunk in self.updates and self.sums[chunk][-1].first != self.updates[chunk]

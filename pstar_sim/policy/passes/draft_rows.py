@@ -101,6 +101,10 @@ class DraftRows:
             self._last_computed = here
         return here
 
+    def charge_of_update(self, kind: Kind, chunk: int) -> Charge:
+        """Charge of the update of a chunk that is not resident."""
+        return self._charges.of_update(kind, chunk, folds=self.schedule.folds(chunk))
+
     def writeback(
         self, chunk: int, list_name: str, moment: int, after: After, key: tuple[float, ...], drop: bool
     ) -> int:

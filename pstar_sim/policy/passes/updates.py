@@ -73,7 +73,8 @@ class UpdateRows:
         """Write the GPU Adam of a streamed chunk, which is a position of its own. Returns its row."""
         rows = self._rows
         after = ends_of((*waits, *rows.last_adds, *((rows.sum_of[c],) if c in rows.sum_of else ())))
-        here = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after, is_position=True)
+        charge = rows.charge_of_update(Kind.GPU_ADAM, c)
+        here = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, charge=charge, after=after, is_position=True)
         rows.gpu_update_of[c] = here
         return here
 
@@ -141,7 +142,8 @@ class UpdateRows:
             ]
             waits += [row for row in rows.last_adds if row != rows.add_of[c]]
             key = adam_key(schedule.adam, uses, c)
-            rows.cpu_update_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADAM, c, after=ends_of(waits), key=key)
+            charge = rows.charge_of_update(Kind.CPU_ADAM, c)
+            rows.cpu_update_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADAM, c, charge=charge, after=ends_of(waits), key=key)
         for c, down in self._parameters_down.items():
             if c in schedule.stays:
                 first = schedule.at[job.block_of[uses.spans[c][-1][1]]]  # position of its first last gradient
