@@ -23,7 +23,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.planner.variants import choose
 from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.policy.registry import can
-from pstar_sim.report.tide import tide_figure
+from pstar_sim.report.tide_picture import tide_figure
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from executor.calibration import collectives, compute, copies, disk, host, together
+from executor.calibration import compute, copies, disk, host, together, wire
 from executor.calibration.bench import Bench, Effort
 from executor.calibration.measured_device import Device, VirtualDevice, open_device
 from executor.recording import moment_costs
@@ -154,7 +154,7 @@ def measure(
             found.disks = answer
 
     def network() -> None:
-        answer = collectives.collective_rates()
+        answer = wire.collective_rates()
         if isinstance(answer, str):
             found.skipped.append(answer)
         else:

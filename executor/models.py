@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from executor.devices.on_meta import parameters_on_meta
 from executor.moments.hooks import tensors_of
-from pstar_sim.catalog.models import model_entry
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.errors import ModelError, PstarError
 
 __all__ = [

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from pstar_sim.planner.stated import load_plan
     from pstar_sim.planner.sweep import sweep
     from pstar_sim.report.listing import machines, models, policies
-    from pstar_sim.report.schedule import plot_schedule
-    from pstar_sim.report.tide import plot_tide
+    from pstar_sim.report.schedule_picture import plot_schedule
+    from pstar_sim.report.tide_picture import plot_tide
     from pstar_sim.report.waterfall import plot_waterfall
     from pstar_sim.validation.results import Validation, validate
     from pstar_sim.workload.lora import Adapter
@@ -114,8 +114,8 @@ _WHERE = {
     "max_model": "planner.limits:max_model",
     "models": "report.listing:models",
     "play": "planner.compare:play_plan",
-    "plot_schedule": "report.schedule:plot_schedule",
-    "plot_tide": "report.tide:plot_tide",
+    "plot_schedule": "report.schedule_picture:plot_schedule",
+    "plot_tide": "report.tide_picture:plot_tide",
     "plot_waterfall": "report.waterfall:plot_waterfall",
     "policies": "report.listing:policies",
     "preset": "workload.presets:preset",
@@ -129,14 +129,14 @@ _WHERE = {
 # Class of an answer -> form in which it is shown -> what draws it.
 _RENDERERS = {
     "Ablation": {"text": "report.ablation:ablation_text", "html": "report.ablation:ablation_html"},
-    "Cheapest": {"text": "report.capacity:cheapest_text"},
+    "Cheapest": {"text": "report.capacity_tables:cheapest_text"},
     "Comparison": {"text": "report.tables:comparison_text", "html": "report.html:comparison_html"},
-    "Fits": {"text": "report.capacity:fits_text"},
-    "Limits": {"text": "report.capacity:limits_text"},
+    "Fits": {"text": "report.capacity_tables:fits_text"},
+    "Limits": {"text": "report.capacity_tables:limits_text"},
     "Plan": {"proof": "core.checker.check:check_plan"},
     "Planned": {"html": "report.html:planned_html"},
-    "Sensitivity": {"text": "report.capacity:sensitivity_text"},
-    "Timeline": {"html": "report.html:timeline_html", "tide": "report.tide:plot_tide"},
+    "Sensitivity": {"text": "report.capacity_tables:sensitivity_text"},
+    "Timeline": {"html": "report.html:timeline_html", "tide": "report.tide_picture:plot_tide"},
 }
 
 

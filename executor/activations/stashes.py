@@ -46,7 +46,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.slabs import stash_key
 from pstar_sim.core.step import Kind, Queue, Step
 from pstar_sim.errors import ContractError
-from pstar_sim.policy.kit.stashes import StashMoves
+from pstar_sim.policy.kit.stash_moves import StashMoves
 from pstar_sim.workload.workload import Stash
 
 if TYPE_CHECKING:

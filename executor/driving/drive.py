@@ -1,13 +1,13 @@
 """session.step(micro_batches): an iteration whose order of blocks is the engine's, not the loop's.
 
 The usual loop says in which order blocks run: it calls the whole model, then `loss.backward()`. Here the engine has the
-micro-batches, runs each one's forward with borders at the blocks (`blocks.py`) and then backward part by part, in the
+micro-batches, runs each one's forward with borders at the blocks (`borders.py`) and then backward part by part, in the
 order that `order` names:
 
 | order         | what runs                                                                                   |
 |---------------|---------------------------------------------------------------------------------------------|
 | "depth-first" | for each micro-batch: all blocks forward, then all backward in reverse                      |
-| "relay"       | each block for all micro-batches before the next, forward and backward: `relay.py`          |
+| "relay"       | each block for all micro-batches before the next, forward and backward: `layer_major.py`    |
 
 The order is the plan's (`order=None`): another one is refused.
 
@@ -40,8 +40,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from executor.activations.stashes import Stashes
 from executor.capture import fake_module
 from executor.driving.again import Before
-from executor.driving.blocks import BlockTape, Borders, find_blocks, shared_part
-from executor.driving.relay import relay
+from executor.driving.borders import BlockTape, Borders, find_blocks, shared_part
+from executor.driving.layer_major import relay
 from executor.memory.update import Update
 from executor.models import forward_loss, quiet, unpacked_sequences, unread_padding
 from executor.moments.hooks import tensors_of

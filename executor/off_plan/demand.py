@@ -7,10 +7,10 @@ back to the plan's cut and the next iteration is on plan again.
 The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, the places are put back as
 they were) and a warm-up, which is a session whose plan has no steps.
 
-This file says when the plan is left and what an event means then. `room.py` and `states.py` say which chunks have to be
-on the gpu and which leave it, `gradients.py` where gradients go, `update.py` how an iteration updates, `cut.py` how it
-comes back to the plan, `mending.py` how it goes on after an interruption. `inline.py` performs the steps. `reads.py`
-finds out which parameters are read where the plan does not say so.
+This file says when the plan is left and what an event means then. `room_maker.py` and `states.py` say which chunks have
+to be on the gpu and which leave it, `gradients_off_plan.py` where gradients go, `stepping.py` how an iteration updates,
+`cut.py` how it comes back to the plan, `mending.py` how it goes on after an interruption. `inline.py` performs the
+steps. `reads.py` finds out which parameters are read where the plan does not say so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from executor.contract import tensor_of
 from executor.memory.shares import Shares
 from executor.moments.hooks import ModuleEvent
-from executor.off_plan import cut, gradients, inline, mending, room, states, update
+from executor.off_plan import cut, gradients_off_plan, inline, mending, room_maker, states, stepping
 from executor.off_plan.in_use import InUse
 from executor.off_plan.ladder import Ladder
 from executor.session.cursor import Answer
@@ -41,7 +41,7 @@ __all__ = ["Demand"]
 log = logging.getLogger("executor")
 
 
-class Host(cut.Host, gradients.Host, inline.Host, mending.Host, room.Host, update.Host, Protocol):
+class Host(cut.Host, gradients_off_plan.Host, inline.Host, mending.Host, room_maker.Host, stepping.Host, Protocol):
     """The part of the session that this file uses."""
 
     @property
@@ -76,14 +76,14 @@ class Demand:
         self._inline = inline.Inline(session)
         shares = Shares(session.contents)
         self._states = states.States(session, self._inline, shares)
-        self._room = room.RoomMaker(session, self._inline, self._in_use, self._states)
-        self._arrivals = room.Arrivals(session, self._inline, self._in_use, self._room)
-        self._gradients = gradients.OffPlanGradients(session, self._inline, shares, self._states)
+        self._room = room_maker.RoomMaker(session, self._inline, self._in_use, self._states)
+        self._arrivals = room_maker.Arrivals(session, self._inline, self._in_use, self._room)
+        self._gradients = gradients_off_plan.OffPlanGradients(session, self._inline, shares, self._states)
         self._cut = cut.PlanCut(session, self._inline, self._in_use, shares, self._states)
-        self._stepping = update.Stepping(session, self._inline, self._states, self._room, self._gradients, self._cut)
+        self._stepping = stepping.Stepping(session, self._inline, self._states, self._room, self._gradients, self._cut)
         self._mending = mending.Mending(session, self._gradients, self._states, self._stepping, self._cut)
         self._before_visit: cut.Places | None = None  # during a visit: the places as they were
-        self._tides = room.Tides(session.plan.workload.moments)
+        self._tides = room_maker.Tides(session.plan.workload.moments)
         self._owned: dict[str, set[int]] = {}  # module -> chunks of its own parameters
         self._prefix = False  # the current iteration began on plan
 
@@ -115,7 +115,7 @@ class Demand:
 
     def _tide_of(self, event: ModuleEvent) -> int:
         s = self.session
-        tides = self._tides if s.batches.moments is None else room.Tides(s.batches.moments)
+        tides = self._tides if s.batches.moments is None else room_maker.Tides(s.batches.moments)
         return tides.no_grad_bytes if s.cursor.visiting else tides.at(event.name, s.arena.tide_bytes)
 
     def _reason(self, event: ModuleEvent) -> str:

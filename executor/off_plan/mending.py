@@ -14,9 +14,9 @@ from typing import Protocol
 
 from executor.lifetime.ending import Ending
 from executor.off_plan.cut import PlanCut
-from executor.off_plan.gradients import OffPlanGradients
+from executor.off_plan.gradients_off_plan import OffPlanGradients
 from executor.off_plan.states import States
-from executor.off_plan.update import Stepping
+from executor.off_plan.stepping import Stepping
 from executor.queues.interface import Stillness
 from executor.session.following import Following
 from executor.session.hosting import BytesHost, LoopHost

@@ -100,7 +100,7 @@ class Answer(_Word):
 
 
 class Fact(_Word):
-    """Conditions in the table, beside the state. `session/facts.py` says how each is found out."""
+    """Conditions in the table, beside the state. `session/act_facts.py` says how each is found out."""
 
     TRAINS = "trains"
     """A forward that runs now is one of training."""

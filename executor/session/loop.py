@@ -15,9 +15,9 @@ import torch
 from executor.moments.hooks import ModuleEvent
 from executor.moments.unseen import Watching, modes_standing, unseen
 from executor.queues.interface import Health, Stillness, Timing
+from executor.session.act_facts import ActFacts
 from executor.session.batches import Batches
 from executor.session.cursor import ACTS, Act, Answer, State, answer
-from executor.session.facts import ActFacts
 from executor.session.following import Following
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.reader import Reader

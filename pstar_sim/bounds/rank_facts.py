@@ -35,7 +35,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.policy.kit.facts import Facts
-from pstar_sim.sim.ranks import classes_of
+from pstar_sim.sim.several_ranks import classes_of
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["NetFacts", "costs_of_ranks"]

@@ -11,7 +11,7 @@ so no other order makes any wait end earlier. Successive iterations do not overl
 from __future__ import annotations
 
 from pstar_sim.cost import CostModel
-from pstar_sim.policy.kit.stashes import StashMoves
+from pstar_sim.policy.kit.stash_moves import StashMoves
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["stash_bound_s"]

@@ -56,7 +56,7 @@ def fits(*, job: WorkloadFlags, on: MachineFlags, setting: SettingFlags, asked: 
     """Say whether a job fits a machine, by policy: with how much room to spare, or what is short and what would do."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.fits import fits as ask
-    from pstar_sim.report.capacity import fits_text
+    from pstar_sim.report.capacity_tables import fits_text
 
     machine = machine_of(on)
     workloads = workloads_of(job, machine)
@@ -130,7 +130,7 @@ def max_model(
 
 def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: str) -> int:
     """Print the largest sizes. smallest: what does not fit where no policy has a size."""
-    from pstar_sim.report.capacity import limits_text
+    from pstar_sim.report.capacity_tables import limits_text
 
     if asked.json:
         say_json(answer.to_json())
@@ -229,7 +229,7 @@ def cheapest(
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.cli.inputs import lora_of, settings_of
     from pstar_sim.planner.cheapest import cheapest as ask
-    from pstar_sim.report.capacity import cheapest_text
+    from pstar_sim.report.capacity_tables import cheapest_text
 
     if (changes or gpus) and not machine:
         flag = "--set" if changes else "--gpus"
@@ -279,7 +279,7 @@ def sensitivity(
     """Say what a tenth more GPU memory, RAM, link, DRAM, cores or network is worth, in time and in model size."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.sensitivity import sensitivity as ask
-    from pstar_sim.report.capacity import sensitivity_text
+    from pstar_sim.report.capacity_tables import sensitivity_text
 
     machine = machine_of(on)
     named: dict[str, Any] = {} if policy is None else {"policies": policy}

@@ -44,7 +44,7 @@ def demo(
     from pstar_sim.planner.compare import compare
     from pstar_sim.report.run_figures import figures_text, losses_text
     from pstar_sim.report.tables import comparison_text
-    from pstar_sim.report.tide import tide_figure
+    from pstar_sim.report.tide_picture import tide_figure
     from pstar_sim.terminal import terminal_width
     from pstar_sim.units import format_bytes
     from pstar_sim.workload.trace import save_trace

@@ -161,9 +161,9 @@ def machine_names(incomplete: str) -> list[str]:
 
 
 def model_names(incomplete: str) -> list[str]:
-    from pstar_sim.catalog import models
+    from pstar_sim.catalog import model_shapes
 
-    return list(models.model_names())
+    return list(model_shapes.model_names())
 
 
 def policy_names(incomplete: str) -> list[str]:

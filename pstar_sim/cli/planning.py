@@ -277,7 +277,7 @@ def tide(
 ) -> int:
     """Draw GPU memory over an iteration, stacked by what fills it: non-model data, param16, gradients, optimizer
     states, free; policies side by side."""
-    from pstar_sim.report.tide import tide_figure
+    from pstar_sim.report.tide_picture import tide_figure
 
     if not plans:
         timelines, title = _planned_timelines(job, on, setting, policy)

@@ -129,7 +129,7 @@ def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: Ru
     if flags.perfetto is not None:
         save_perfetto([predicted, result.timeline], plan, Path(flags.perfetto))
     if flags.plot is not None:
-        from pstar_sim.report.tide import tide_figure
+        from pstar_sim.report.tide_picture import tide_figure
 
         w = plan.workload
         each = " per GPU" if len(plan.machine.ranks) > 1 else ""
@@ -160,8 +160,8 @@ def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list
 def retimed_s(plan: Plan, measured: Timeline) -> float | None:
     """Seconds of the re-timed iteration; None for ranks that differ, whose plan is simulated with seconds of their
     own."""
-    from pstar_sim.sim.ranks import classes_of
     from pstar_sim.sim.retime import retime
+    from pstar_sim.sim.several_ranks import classes_of
 
     return None if len(set(classes_of(plan.machine))) > 1 else retime(plan, measured)
 

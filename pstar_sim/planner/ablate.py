@@ -27,8 +27,8 @@ from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.ranks import machine_of, share_out
+from pstar_sim.policy.kit.iteration_order import ORDERS, order_of
 from pstar_sim.policy.kit.options import options_of, show
-from pstar_sim.policy.kit.order import ORDERS, order_of
 from pstar_sim.policy.registry import can, find_policy, named, policy_name
 from pstar_sim.renderers import render_html, render_text
 from pstar_sim.workload.workload import Workload

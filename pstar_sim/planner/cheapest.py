@@ -21,7 +21,7 @@ from pstar_sim.arguments import names as listed
 from pstar_sim.catalog.entries import MOST_NODES_OF_A_MACHINE
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import model_entry
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.prices import Price, load_prices
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings

@@ -27,7 +27,7 @@ from typing import Annotated
 from pstar_sim.arguments import MOST, file_path, parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import model_entry
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.overrides import override, override_paths
 from pstar_sim.core.plan import LOOPS, SUMS, Settings
 from pstar_sim.errors import PstarError

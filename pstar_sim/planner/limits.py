@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import choice, flag, function, instance, text, whole
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
+from pstar_sim.catalog.model_shapes import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from pstar_sim.catalog.loader import load_machine, machine_names, resize
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import ModelEntry
+from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.registry import Policy

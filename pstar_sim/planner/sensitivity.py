@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypedDict
 from pstar_sim.arguments import flag, function, number
 from pstar_sim.arguments import names as listed
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import model_entry
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError

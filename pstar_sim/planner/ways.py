@@ -32,7 +32,7 @@ from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, TraceError
 from pstar_sim.policy.kit.collector import without_garbage_collection
-from pstar_sim.policy.kit.order import ORDERS, in_order
+from pstar_sim.policy.kit.iteration_order import ORDERS, in_order
 from pstar_sim.workload.mixing import block_names, block_runs, mix_blocks, offload_blocks, stashes_of
 from pstar_sim.workload.workload import Phase, Stash, Workload, activations_text, repeat_micro_batch
 

@@ -33,8 +33,8 @@ from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.searched import SearchResult, own_plans
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.collector import without_garbage_collection
+from pstar_sim.policy.kit.iteration_order import ORDERS, in_order, order_of
 from pstar_sim.policy.kit.options import specified
-from pstar_sim.policy.kit.order import ORDERS, in_order, order_of
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options
 from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.kit.ties import burden, least_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
-from pstar_sim.catalog.listing import list_machines, list_models
+from pstar_sim.catalog.listing_rows import list_machines, list_models
 from pstar_sim.policy.kit.options import options_of, show
 from pstar_sim.policy.registry import policies as all_policies
 from pstar_sim.terminal import table_text, terminal_width

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pstar_sim.catalog.efficiency import Efficiency, fitted
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import ModelEntry, count_params, model_entry
+from pstar_sim.catalog.model_shapes import ModelEntry, count_params, model_entry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError
 from pstar_sim.python310 import toml_loads

@@ -12,7 +12,7 @@ from importlib.resources import as_file, files
 from pstar_sim.catalog.efficiency import Efficiency, fitted
 from pstar_sim.catalog.loader import Catalog, load_catalog
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import ModelEntry
+from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError
 from pstar_sim.units import MIB

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pstar_sim.catalog.listing import list_machines
+from pstar_sim.catalog.listing_rows import list_machines
 from pstar_sim.catalog.loader import load_catalog, load_machine, machine_names
 from pstar_sim.errors import CatalogError, PstarError, UnknownName
 

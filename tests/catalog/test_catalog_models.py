@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pstar_sim.catalog.listing import list_models
-from pstar_sim.catalog.models import count_params, model_entry, model_names, read_models
+from pstar_sim.catalog.listing_rows import list_models
+from pstar_sim.catalog.model_shapes import count_params, model_entry, model_names, read_models
 from pstar_sim.errors import CatalogError, UnknownName
 
 

@@ -215,7 +215,7 @@ def test_a_damaged_dictionary_names_the_field():
 
 
 def test_at_most_two_percent_is_wasted_on_every_preset_of_the_catalog():
-    from pstar_sim.catalog.listing import list_models
+    from pstar_sim.catalog.listing_rows import list_models
     from pstar_sim.workload.presets import preset
 
     wasted = {}

@@ -13,7 +13,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import ByteSample, Span, Timeline, load_timeline
 from pstar_sim.errors import TraceError
 from pstar_sim.report.perfetto import to_perfetto
-from pstar_sim.report.tide import plot_tide, tide_figure
+from pstar_sim.report.tide_picture import plot_tide, tide_figure
 from pstar_sim.units import MB
 
 

@@ -18,7 +18,7 @@ from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.limits import Written, _largest, _others_go_on, deeper, max_batch, max_model
 from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, shortage, startup_bytes
 from pstar_sim.policy.registry import find_policy
-from pstar_sim.report.capacity import fits_text
+from pstar_sim.report.capacity_tables import fits_text
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.presets import preset, workload_of
 

@@ -10,7 +10,7 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import model_entry
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Place, Queue
 from pstar_sim.errors import CannotPlan, NothingFits, PlanError

@@ -27,7 +27,7 @@ from pstar_sim.planner.fits import fits
 from pstar_sim.planner.limits import max_batch, max_model
 from pstar_sim.planner.sensitivity import sensitivity
 from pstar_sim.report.ablation import ablation_text
-from pstar_sim.report.capacity import cheapest_text, fits_text, limits_text, sensitivity_text
+from pstar_sim.report.capacity_tables import cheapest_text, fits_text, limits_text, sensitivity_text
 from pstar_sim.report.run_figures import figures, figures_text, losses_text
 from pstar_sim.report.tables import comparison_text, format_percent, refusal_text
 from pstar_sim.report.validation import validation_text

@@ -23,7 +23,7 @@ from pstar_sim.errors import PlanError, PstarError
 from pstar_sim.planner.ranks import shares_of_batch, tightest
 from pstar_sim.schema.reading import convert
 from pstar_sim.sim.play import play
-from pstar_sim.sim.ranks import classes_of, fair_rates
+from pstar_sim.sim.several_ranks import classes_of, fair_rates
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.workload import Workload
 

@@ -181,7 +181,7 @@ def test_a_parameter_out_of_range_is_named() -> None:
 
 
 def test_a_gpt_that_classifies_has_no_logits() -> None:
-    from pstar_sim.catalog.models import model_entry
+    from pstar_sim.catalog.model_shapes import model_entry
     from pstar_sim.workload.presets import workload_of
 
     entry = model_entry("1B")
@@ -195,7 +195,7 @@ def test_a_gpt_that_classifies_has_no_logits() -> None:
 
 
 def test_a_reentrant_checkpoint_runs_the_whole_layer_again() -> None:
-    from pstar_sim.catalog.models import model_entry
+    from pstar_sim.catalog.model_shapes import model_entry
     from pstar_sim.workload.presets import workload_of
 
     entry = model_entry("1B")

@@ -284,7 +284,7 @@ def test_a_policy_is_layer_major_by_itself_or_by_its_option() -> None:
 @pytest.mark.parametrize(
     "code, meant",
     [
-        ("def f():\n    from pstar_sim.report import tide", "pstar_sim.report.tide"),
+        ("def f():\n    from pstar_sim.report import tide_picture", "pstar_sim.report.tide_picture"),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pstar_sim.cli", "pstar_sim.cli"),
         ("import importlib\nimportlib.import_module('pstar_sim.report.html')", "pstar_sim.report.html"),
         ("from ..report import html", "pstar_sim.report.html"),

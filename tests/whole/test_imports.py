@@ -31,7 +31,7 @@ def test_these_are_light(module: str) -> None:
     assert not loaded(f"import pstar_sim.{module}") & {"torch", "matplotlib", "pandas", "simpy"}
 
 
-@pytest.mark.parametrize("module", ["planner.compare", "policy.registry", "sim.play", "report.tide", "cost"])
+@pytest.mark.parametrize("module", ["planner.compare", "policy.registry", "sim.play", "report.tide_picture", "cost"])
 def test_planning_needs_no_torch(module: str) -> None:
     assert "torch" not in loaded(f"import pstar_sim.{module}")
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from pstar_sim.catalog.models import ModelEntry, model_entry, model_names
+from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
 from pstar_sim.errors import ModelError, TraceError, UnknownName
 from pstar_sim.workload.presets import ATTENTION, preset, workload_of
 from pstar_sim.workload.workload import Phase, Workload, product_flops

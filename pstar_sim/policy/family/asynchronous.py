@@ -18,8 +18,8 @@ from pstar_sim.policy.family.course import Knobs
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_facts
 from pstar_sim.policy.family.residency import gaps_of
 from pstar_sim.policy.kit.collector import without_garbage_collection
+from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.order import in_order
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import least_of

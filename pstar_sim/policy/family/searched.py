@@ -21,8 +21,8 @@ from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.search import GOOD_ENOUGH, Search
 from pstar_sim.policy.kit.collector import without_garbage_collection
+from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.order import in_order
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.passes.feasibility import check_gpu

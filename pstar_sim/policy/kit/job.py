@@ -20,7 +20,7 @@ from pstar_sim.policy.kit.blocks import Block, blocks_of
 from pstar_sim.policy.kit.charges import charges_of
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.points import Point
-from pstar_sim.policy.kit.stashes import stash_cuts
+from pstar_sim.policy.kit.stash_moves import stash_cuts
 from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = ["Job"]

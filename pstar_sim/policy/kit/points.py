@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
+from pstar_sim.policy.kit.iteration_order import ORDERS
 from pstar_sim.policy.kit.options import Option, either, one_of, switch, whole_number
-from pstar_sim.policy.kit.order import ORDERS
 
 __all__ = ["Coordinates", "Point", "point_options"]
 

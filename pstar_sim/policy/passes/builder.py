@@ -25,7 +25,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.kit.charges import step_bytes
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.room import budget_bytes, describe_moment
-from pstar_sim.policy.kit.stashes import StashMoves, moment_of
+from pstar_sim.policy.kit.stash_moves import StashMoves, moment_of
 from pstar_sim.policy.passes.edges import memory_edges, without_implied
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload

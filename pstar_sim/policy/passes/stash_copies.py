@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pstar_sim.core.step import Kind, Queue
-from pstar_sim.policy.kit.stashes import StashMoves
+from pstar_sim.policy.kit.stash_moves import StashMoves
 from pstar_sim.policy.passes.draft_rows import DraftRows
 
 __all__ = ["StashCopies"]

@@ -9,7 +9,7 @@ from pstar_sim.core.draft import Draft, DraftRow
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import UPDATES, Kind, Place, Ref
 from pstar_sim.policy.kit.schedule import Schedule
-from pstar_sim.policy.kit.stashes import moment_of
+from pstar_sim.policy.kit.stash_moves import moment_of
 from pstar_sim.policy.passes.builder import After, Builder
 from pstar_sim.policy.passes.edges import memory_edges
 

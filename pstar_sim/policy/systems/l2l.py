@@ -31,9 +31,9 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.family.plan_visits import plan_visits
 from pstar_sim.policy.kit.capabilities import Capabilities
+from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.options import Option, one_of
-from pstar_sim.policy.kit.order import in_order
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.workload.relay import STASH_PLACES, parts_of

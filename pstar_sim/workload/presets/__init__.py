@@ -19,7 +19,7 @@ from functools import partial
 
 from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.models import ModelEntry, model_entry, model_names
+from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.lora import AdaptedTape, Adapter, adapter, adapter_of
 from pstar_sim.workload.optimizers import optimizer_spec

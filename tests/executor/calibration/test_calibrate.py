@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from executor import calibrate as calibration
-from executor.calibration import collectives, compute, copies, disk, host, together
+from executor.calibration import compute, copies, disk, host, together, wire
 from executor.calibration.bench import Bench, Effort
 from executor.calibration.measured_device import CudaDevice, VirtualDevice, open_device
 from executor.recording import moment_costs
@@ -261,14 +261,14 @@ def test_a_disk_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_collectives_from_seconds() -> None:
     # 4 KiB take half a millisecond; 1 GB more takes a second more.
-    rate, latency_s = collectives.from_seconds({4096: 0.0005, 4096 + 10**9: 1.0005})
+    rate, latency_s = wire.from_seconds({4096: 0.0005, 4096 + 10**9: 1.0005})
     assert rate == pytest.approx(1e9)
     assert latency_s == 0.0005
 
 
 @pytest.mark.slow
 def test_two_processes_gather_for_real() -> None:
-    answer = collectives.collective_rates()
+    answer = wire.collective_rates()
     if isinstance(answer, str):
         pytest.skip(answer)  # a machine too busy for two processes that wait for each other
     backend, rate, latency_s = answer
@@ -278,7 +278,7 @@ def test_two_processes_gather_for_real() -> None:
 
 
 def test_collectives_that_do_not_answer_are_skipped_with_the_reason() -> None:
-    answer = collectives.collective_rates(timeout_s=0.01)
+    answer = wire.collective_rates(timeout_s=0.01)
     assert isinstance(answer, str)
     assert "did not answer" in answer or "NCCL needs two" in answer
 
@@ -511,7 +511,7 @@ def test_cpu_seconds_tell_what_others_took() -> None:
 
 @pytest.mark.slow
 def test_a_short_calibration_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "collective_rates", lambda: "collectives: left out here")
+    monkeypatch.setattr(wire, "collective_rates", lambda: "collectives: left out here")
     parts: list[str] = []
     effort = Effort(point_s=0.002, rounds=1, least=1, most=2, window_s=0.02, memory_bytes=64 << 20)
     device = VirtualDevice()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import executor
-from executor.driving.blocks import Borders, find_blocks, shared_part
+from executor.driving.borders import Borders, find_blocks, shared_part
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, ModelError
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pstar_sim.catalog.models import ModelEntry
+from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.workload.presets import preset, workload_of
 from pstar_sim.workload.workload import Phase, UseKind, Workload, product_flops
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from executor.capture import capture
 from executor.models import build, forward_loss
-from pstar_sim.catalog.models import model_entry
+from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.errors import ModelError, UnknownName
 
 BEFORE_5 = int(transformers.__version__.partition(".")[0]) < 5

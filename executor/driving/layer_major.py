@@ -2,7 +2,7 @@
 
 The plan's moments say whose turn it is: what runs next is a piece of the micro-batch that the next moment belongs to. A
 forward runs in a thread of its own (`forwards.py`) and is suspended before an event that is not the plan's next; a
-backward is run part by part (`blocks.py`) by the caller. So blocks run for all micro-batches, in one order within each
+backward is run part by part (`borders.py`) by the caller. So blocks run for all micro-batches, in one order within each
 block, and gradients are added as the usual loop adds them.
 
 A gradient that comes in several parts of a tape (tied weights, a block that is called twice) waits in its parameter
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from executor.contract import raw_grad, set_raw_grad
-from executor.driving.blocks import BlockTape
+from executor.driving.borders import BlockTape
 from executor.driving.forwards import Draws, Forward
 from executor.session.following import Following
 from executor.session.hosting import BytesHost, LoopHost

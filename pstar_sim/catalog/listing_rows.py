@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pstar_sim.catalog.loader import load_catalog
-from pstar_sim.catalog.models import model_entry, model_names
+from pstar_sim.catalog.model_shapes import model_entry, model_names
 from pstar_sim.units import GB
 
 __all__ = ["list_machines", "list_models"]

@@ -9,9 +9,9 @@ import torch
 
 from executor.memory.update import Update
 from executor.off_plan.cut import PlanCut
-from executor.off_plan.gradients import OffPlanGradients
+from executor.off_plan.gradients_off_plan import OffPlanGradients
 from executor.off_plan.inline import Inline
-from executor.off_plan.room import RoomMaker
+from executor.off_plan.room_maker import RoomMaker
 from executor.off_plan.states import States
 from executor.session.hosting import BytesHost
 from executor.session.updates import Updates

@@ -1,6 +1,6 @@
 """Collectives between two processes: gloo on CPUs, NCCL where there are two CUDA devices.
 
-Each rank is a process of its own (`python -m executor.calibration.collectives RANK FILE BACKEND`), found by a file that
+Each rank is a process of its own (`python -m executor.calibration.wire RANK FILE BACKEND`), found by a file that
 both know; the first prints seconds by size as JSON. An all-gather among two sends each rank's part once, so bytes of
 the part over seconds is the rate at which a rank sends, and at the same time receives.
 """
@@ -42,7 +42,7 @@ def collective_rates(*, timeout_s: float = _TIMEOUT_S) -> tuple[str, float, floa
         return "collectives: one CUDA device, and NCCL needs two"
     backend = "nccl" if devices >= 2 else "gloo"
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "executor.calibration.collectives"]
+        command = [sys.executable, "-m", "executor.calibration.wire"]
         meeting = str(Path(folder) / "meeting")
         ranks = [
             subprocess.Popen([*command, str(rank), meeting, backend], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

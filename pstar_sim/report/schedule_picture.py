@@ -17,7 +17,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.compare import Planned
 from pstar_sim.report.byte_curves import steady_start_s
-from pstar_sim.report.tide import COLOURS, PHASE_COLOURS
+from pstar_sim.report.tide_picture import COLOURS, PHASE_COLOURS
 from pstar_sim.units import format_s
 
 if TYPE_CHECKING:
