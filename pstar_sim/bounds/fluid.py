@@ -32,6 +32,9 @@ until it has gone down. Only behind its last gradient but two does a sum on the 
 then it stays. The host adds a chunk's gradients between the first of them and the chunk's next first read; with
 clipping the last one behind its moment. These are windows as in "identity".
 
+Many micro-batches are alike but for the first and the last three. Then one stands for all ([Note: alike micro-batches]
+of fluid_facts.py): the program does not grow with their number, and its points stay close to one another.
+
 What counts is what the dual solution proves (linear.py), or the joint bound (joint.py) where that is larger.
 """
 
@@ -44,7 +47,7 @@ import numpy as np
 
 from pstar_sim.bounds.bound_facts import Array, Bound
 from pstar_sim.bounds.bounds import lower_bound, unknown_sums
-from pstar_sim.bounds.fluid_facts import FluidFacts
+from pstar_sim.bounds.fluid_facts import FluidFacts, shortened
 from pstar_sim.bounds.linear import Expression, Index, LinearProgram, Solution, Unsolved
 from pstar_sim.bounds.rank_facts import costs_of_ranks
 from pstar_sim.catalog.machine import Machine
@@ -76,13 +79,16 @@ def fluid_bound(
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
     if unknown_sums(workload, layout):
         return joint
-    costs = costs_of_ranks(workload, machine, layout, ranked)
+    short, times = shortened(workload) if ranked is None else (workload, 1)
+    costs = costs_of_ranks(short, machine, layout, ranked)
     # ranks that differ may be at different parts of an iteration, and leave one another more than their part of DRAM
     dram = machine.host.dram_bytes_per_s / (machine.local_ranks if len(costs) == 1 else 1)
     best = replace(joint, method="fluid LP")
     for cost in costs:
         try:
-            facts = FluidFacts(workload, machine, layout, cost, dram_bytes_per_s=dram, most_points=most_points)
+            facts = FluidFacts(
+                short, machine, layout, cost, dram_bytes_per_s=dram, most_points=most_points, times=times
+            )
             fluid = _FluidProgram(facts, settings, far_s=FAR * joint.seconds)
             found = fluid.lp.solve(method="ipx", time_limit_s=time_limit_s)
         except Unsolved as error:
@@ -156,7 +162,7 @@ class _FluidProgram:
 
     def _flow(self, most: float) -> _Flow:
         upto = self.lp.variables(self.facts.intervals + 1, most=[0.0, *[most] * self.facts.intervals])
-        within = upto[1:] - upto[:-1]
+        within = (upto[1:] - upto[:-1]) / self.facts.times
         self.lp.add(within >= 0.0)
         return _Flow(upto=upto, within=within)
 
@@ -164,8 +170,44 @@ class _FluidProgram:
         """Variables of a cyclic stock at each point: the stock at the next point is the stock at this point plus the
         interval's change."""
         stock = self.lp.variables(self.facts.intervals, most=most)
-        self.lp.add(stock[self.facts.following] == stock + change)
+        self.lp.add(self._next(stock, most) == stock + change)
         return stock
+
+    def _next(self, stock: Expression, most: float) -> Expression:
+        """What lies at the point after each interval. most: of the stock at the first point of alike micro-batches."""
+        period = self.facts.period
+        if period is None:
+            return stock[self.facts.following]
+        entered = self._entered(stock, most)
+        return self._behind(self._before(stock[self.facts.following], entered), stock, stock, entered)
+
+    def _entered(self, stock: Expression, most: float) -> Expression:
+        """`entered` of [Note: alike micro-batches]."""
+        period = self.facts.period
+        assert period is not None
+        entered = self.lp.variable(most=most)
+        self.lp.add(entered <= period.times * stock[period.first])
+        return entered
+
+    def _before(self, following: Expression, entered: Expression) -> Expression:
+        """following: what lies at the point after each interval, except after the last one before the alike
+        micro-batches."""
+        period, n = self.facts.period, self.facts.intervals
+        assert period is not None
+        before = period.first - 1
+        return following * np.where(np.arange(n) == before, 0.0, 1.0) + entered.gathered([before], n)
+
+    def _behind(self, following: Expression, stock: Expression, left: Expression, entered: Expression) -> Expression:
+        """following: what lies at the point after each interval, except after the last one of the alike micro-batches.
+        stock, left: the stocks that lie at the first point of these micro-batches, and behind them."""
+        period, n = self.facts.period, self.facts.intervals
+        assert period is not None
+        mean = stock[period.first] + (left[period.last + 1] - entered) / period.times
+        return following * np.where(np.arange(n) == period.last, 0.0, 1.0) + mean.gathered([period.last], n)
+
+    def _in_all(self, within: Expression) -> Expression:
+        """A single row: the sum over the iteration of what happens in each interval."""
+        return (within * self.facts.times).sum()
 
     def _running(self, of: Expression, most: Array | float) -> Expression:
         """Variables of running sums: of all rows up to each row, so that rows that use the sums are short."""
@@ -222,7 +264,7 @@ class _FluidProgram:
         for flow in (self.gradients_down, self.adam, self.params_up):
             lp.add(flow.upto[-1] == cpu[-1])
         lp.add(self.streamed_adam.upto[-1] == streamed[-1])
-        lp.add(gpu_s[-1] + self.gpu_adds.sum() <= self.stall.upto[-1])
+        lp.add(gpu_s[-1] + self._in_all(self.gpu_adds) <= self.stall.upto[-1])
 
     def _final(self) -> Index:
         """Of the chunks up to j in the order of first reads: the interval in which the earliest last gradient comes."""
@@ -270,7 +312,10 @@ class _FluidProgram:
             lies = np.asarray(np.bincount(gap.points, gap.units, minlength=n), dtype=float)
             given_up = lp.variables(len(gap.points), most=gap.units).gathered(gap.points, n)  # at each point
             copied = lp.variables(len(gap.points), most=gap.units).gathered(gap.points, n)  # in the interval after it
-            lp.add((given_up - given_up[facts.following])[gap.points] <= copied[gap.points])
+            following = given_up[facts.following]
+            if facts.period is not None and lies[facts.period.first]:
+                following = self._next(given_up, float(lies[facts.period.first]))
+            lp.add((given_up - following)[gap.points] <= copied[gap.points])
             self.held += -given_up + lies
             again += copied
         lp.add(self.again == again)
@@ -289,7 +334,7 @@ class _FluidProgram:
         if batches == 2:
             lp.add(on_gpu <= self.gpu_sum)
         self._down_each_time()
-        for batch in range(batches - 1):
+        for batch in range(facts.shown - 1):
             self._added_on_gpu(batch)
         if batches > 2 and facts.gpu_adds:  # with two, the first may wait in a list of its own
             interval, chunk = np.array([where for where, _ in facts.gpu_adds], dtype=np.intp).T
@@ -301,7 +346,7 @@ class _FluidProgram:
     def _down_each_time(self) -> None:
         """Gradients that do not add up on the gpu wait for the link: for CPU Adam of all micro-batches but the last,
         for Adam on the gpu of all but the last two."""
-        facts, n, before_last = self.facts, self.facts.intervals, self.facts.batches - 1
+        facts, n, before_last = self.facts, self.facts.intervals, self.facts.shown - 1
         arrives = [
             (facts.interval_of_end(m), c, batch == before_last - 1)
             for c, arrivals in enumerate(facts.arrivals)
@@ -312,7 +357,7 @@ class _FluidProgram:
         units = (self.on_cpu - self.cpu_sum)[chunk] + (self.p + self.q - self.gpu_sum)[chunk] * np.where(
             may_wait, 0.0, 1.0
         )
-        most = self.all_units * before_last
+        most = self.all_units * (facts.batches - 1)
         self.early_down = self._flow(most).within
         self.held += self._stock(most, (units * facts.size[chunk]).gathered(interval, n) - self.early_down)
 
@@ -333,8 +378,15 @@ class _FluidProgram:
         # in each interval from the one before the first point on
         intervals = np.append(points[0] - 1, points)
         down, up = lp.variables(len(intervals), most=most), lp.variables(len(intervals), most=most)
-        index = np.arange(len(points))
-        lp.add(down - up == spilt.gathered(index, len(intervals)) - spilt.gathered(index + 1, len(intervals)))
+        stock = spilt.gathered(points, n)
+        following = stock[facts.following]
+        if facts.period is not None and batch == 0:  # the sums that alike micro-batches begin with
+            self.spilt, self.spilt_entered = stock, self._entered(stock, most)
+            lp.add(self.spilt_entered <= there.gathered(points, n)[facts.period.first])
+            following = self._before(following, self.spilt_entered)
+        elif facts.period is not None and batch == 1:  # the sums that they end with
+            following = self._behind(following, self.spilt, stock, self.spilt_entered)
+        lp.add(down - up == (following - stock)[intervals])
         self.sums_down += down.gathered(intervals % n, n)
         self.sums_up += up.gathered(intervals % n, n)
 
@@ -355,7 +407,7 @@ class _FluidProgram:
         self.lp.add((added * add_s).sum() <= adds.upto[-1])
         self.adds = adds.within
         if batches > 2:
-            added_in = [facts.interval_of_end(arrivals[batches - 3]) for arrivals in facts.arrivals]
+            added_in = [facts.interval_of_end(arrivals[facts.shown - 3]) for arrivals in facts.arrivals]
             sums = summed_on_host * (facts.params * (4 / facts.unit))
             up = self._flow(4 * self.all_units)
             self._window(
@@ -452,15 +504,15 @@ class _FluidProgram:
         states_up_s, states_down_s = facts.copy_s("h2d", states), facts.copy_s("d2h", states)
         adam_s = np.array([cost.cpu_adam_s(c) for c in facts.chunks], dtype=float)
         up = (self.on_cpu * up_s + self.q * states_up_s).sum() + self.stash_up_s
-        up += ((self.again + self.back) / facts.up + self.sums_up / facts.up_states).sum()
+        up += self._in_all((self.again + self.back) / facts.up + self.sums_up / facts.up_states)
         down = (self.on_cpu * down_s + self.q * states_down_s).sum() + self.stash_down_s
-        down += ((self.leave + self.early_down) / facts.down + self.sums_down / facts.down_states).sum()
+        down += self._in_all((self.leave + self.early_down) / facts.down + self.sums_down / facts.down_states)
         if facts.duplex:
             lp.add(up <= seconds)
             lp.add(down <= seconds)
         else:
             lp.add(up + down <= seconds)
-        lp.add((self.on_cpu * adam_s).sum() + self.adds.sum() <= seconds)
+        lp.add((self.on_cpu * adam_s).sum() + self._in_all(self.adds) <= seconds)
 
     # -- the answer --
 
@@ -485,16 +537,16 @@ class _FluidProgram:
     def busy(self, found: Solution) -> dict[str, float]:
         """Seconds of work over the iteration, by resource."""
         facts = self.facts
-        up, down = (float(found.of(seconds).sum()) for seconds in self._link_s())
-        updated = float(found.of(self.adam.within).sum())
+        up, down = (float(found.of(self._in_all(seconds))[0]) for seconds in self._link_s())
+        updated = float(found.of(self.adam.upto)[-1])
         moved = up * facts.up + down * facts.down + facts.adam_traffic * updated
         moved += 2 * sum(stash.bytes for stash in facts.workload.stashes) / facts.unit
         up, down = up + self.stash_up_s, down + self.stash_down_s
         work = {
             "compute": facts.compute_s
             + float(found.of(self.p + self.q) @ facts.gpu_adam_s)
-            + float(found.of(self.gpu_adds).sum()),
-            "adam": facts.adam_s * updated + float(found.of(self.adds).sum()),
+            + float(found.of(self._in_all(self.gpu_adds))[0]),
+            "adam": facts.adam_s * updated + float(found.of(self._in_all(self.adds))[0]),
             "h2d": up,
             "d2h": down,
             "dram": moved / facts.dram,

@@ -1,5 +1,15 @@
 """What the fluid program knows of a job: the points at which time is cut, and arrays with an entry per point, interval
-or chunk. Bytes are counted in units of the largest working list (`unit` bytes), seconds as they are."""
+or chunk. Bytes are counted in units of the largest working list (`unit` bytes), seconds as they are.
+
+[Note: alike micro-batches] The rows of the fluid program name the first micro-batch (first reads, first gradients) and
+the last three (where gradients wait, where a sum may come up, last gradients). All in between are alike: each has the
+same rows. The rows are linear, so the mean of a schedule's quantities over these micro-batches satisfies them, too. So
+one micro-batch of means stands for all: its intervals count `times` in every sum over the iteration. What lies at
+a point carries over from one micro-batch to the next. Let X be the mean of a stock at the first point of the alike
+micro-batches, `entered` the stock at the first of these points and `left` the stock at the point behind the last of the
+alike micro-batches. One point later in each micro-batch than the last point is the next micro-batch's first point; the
+mean over these is X + (left - entered) / times. And entered <= times * X, because no stock is negative.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +25,38 @@ from pstar_sim.bounds.linear import Index
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.cost import CostModel
+from pstar_sim.errors import TraceError
 from pstar_sim.policy.kit.facts import facts_of
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_micro_batch
 
-__all__ = ["FluidFacts", "Gap"]
+__all__ = ["FluidFacts", "Gap", "Period", "shortened"]
+
+MOST_SHOWN = 8
+"""Up to so many micro-batches have points of their own each: with more, a point each would be far from the next."""
+SHOWN = 5
+"""Beyond that: the first one, one for all that are alike, and the last three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Period:
+    """The points of the micro-batch that stands for `times` alike ones, from `first` to `last`."""
+
+    first: int
+    last: int
+    times: int
+
+
+def shortened(workload: Workload) -> tuple[Workload, int]:
+    """The workload with one micro-batch in place of all that are alike, and number of micro-batches for which its
+    second one stands ([Note: alike micro-batches]). The workload itself, and 1, where no such micro-batch is to be had:
+    few micro-batches, micro-batches that differ, a layer-major iteration, stashes."""
+    if workload.micro_batches <= max(MOST_SHOWN, SHOWN) or workload.layer_major or workload.stashes:
+        return workload, 1
+    try:
+        short = repeat_micro_batch(single_micro_batch(workload), SHOWN)
+    except TraceError:
+        return workload, 1
+    return short, workload.micro_batches - SHOWN + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +78,9 @@ class FluidFacts:
     points: the moments at whose starts time is cut; point `ends` is the end of the last moment.
     intervals: number of intervals. One begins at each point; the last one runs to the first moment of the next
         iteration.
+    period: the points of the micro-batch that stands for several; None: each stands for itself.
+    times: of each interval, how often an iteration has it.
+    batches: micro-batches of an iteration. shown: those that have points of their own.
     """
 
     def __init__(
@@ -51,22 +92,28 @@ class FluidFacts:
         *,
         dram_bytes_per_s: float,
         most_points: int,
+        times: int = 1,
     ) -> None:
-        """dram_bytes_per_s: what the rank may use of host DRAM at any time."""
+        """dram_bytes_per_s: what the rank may use of host DRAM at any time. times: for how many micro-batches the
+        second one of `workload` stands."""
         self.workload, self.layout, self.cost = workload, layout, cost
         self.job = job = facts_of(workload, layout)
         self.chunks = sorted(job.trained, key=lambda c: (job.reads[c][0], c))
-        self.batches = workload.micro_batches if job.every_batch else 1
-        self._points(most_points)
+        self.shown = workload.micro_batches if job.every_batch else 1
+        self.batches = self.shown + times - 1
+        self._points(most_points, times)
         self._sizes(machine)
         self._lives()
         self._speeds(dram_bytes_per_s)
 
-    def _points(self, most: int) -> None:
+    def _points(self, most: int, times: int) -> None:
         """One point for each run of moments that read the same chunks: the moment with the highest tide. Where these
-        are too many, every n-th one is kept, and the one with the highest tide of all."""
+        are too many, every n-th one is kept, and the one with the highest tide of all. Each micro-batch begins with a
+        point."""
         w, sets = self.workload, self.job.read_in
-        points, begin = [0], 0
+        batch = [m.micro_batch for m in w.moments]
+        edges = [batch.index(number) for number in range(1, self.shown)]
+        points, begin = [0, *edges], 0
         for m in range(1, len(sets) + 1):
             if m == len(sets) or sets[m] != sets[begin]:
                 points.append(max(range(begin, m), key=lambda i: w.moments[i].peak_bytes))
@@ -75,14 +122,20 @@ class FluidFacts:
         if len(points) > most:
             top = max(points, key=lambda i: w.moments[i].peak_bytes)
             stride = -(-len(points) // most)
-            points = sorted({0, top, *points[::stride]})
+            points = sorted({0, top, *edges, *points[::stride]})
         self.points = points
         self.end = len(points)
         self.intervals = len(points) + 1
         self.following: Index = (np.arange(self.intervals) + 1) % self.intervals
         clock = np.concatenate(([0.0], np.cumsum(self.cost.moments_s)))
-        self.compute_s = float(clock[-1])  # of the iteration without any stall
         self.seconds: Array = np.append(np.diff(clock[[*points, -1]]), 0.0)  # of each interval
+        self.times: Array = np.ones(self.intervals)
+        self.period: Period | None = None
+        if times > 1:
+            first, behind = (points.index(m) for m in edges[:2])
+            self.times[first:behind] = times
+            self.period = Period(first=first, last=behind - 1, times=times)
+        self.compute_s = float(self.times @ self.seconds)  # of the iteration without any stall
 
     def _sizes(self, machine: Machine) -> None:
         """Units of each chunk's lists, and the room at each point."""
@@ -169,7 +222,9 @@ class FluidFacts:
 
     def gaps(self) -> list[Gap]:
         """One class of gaps for each pair of phases and micro-batches between which chunks are read again; within a
-        class each gap opens before any closes. A chunk that is never updated also has a gap to the next iteration."""
+        class each gap opens before any closes. A chunk that is never updated also has a gap to the next iteration. With
+        alike micro-batches the gaps from one micro-batch to the next are one class: one begins where the other has
+        ended, or the rows of both are added up."""
         w = self.workload
         classes: dict[tuple[object, ...], dict[int, float]] = {}
 
@@ -182,7 +237,9 @@ class FluidFacts:
         for c, moments in self.read_at.items():
             for a, b in pairwise(moments):
                 x, y = w.moments[a], w.moments[b]
-                lies((x.micro_batch, x.phase, y.micro_batch, y.phase), self.inside(a, b), self.payload[c])
+                over = self.period is not None and x.micro_batch != y.micro_batch
+                where = ("next",) if over else (x.micro_batch, y.micro_batch)
+                lies((*where, x.phase, y.phase), self.inside(a, b), self.payload[c])
             if c not in trained:
                 behind = range(bisect_right(self.points, moments[-1]), self.intervals)
                 lies(("border",), (*behind, *self.inside(-1, moments[0])), self.payload[c])
