@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.sim.play import Jitter, play
@@ -145,6 +145,10 @@ def round_machine(
     ranks: int = 1,
     peer_bytes_per_s: float | None = None,
     peer_latency_s: float = 0.0,
+    nvme_memory_bytes: int | None = None,
+    nvme_read_bytes_per_s: float = 8 * MIB,
+    nvme_write_bytes_per_s: float = 4 * MIB,
+    nvme_latency_s: float = 0.0,
     measured: bool = True,
     name: str = "virtual",
 ) -> Machine:
@@ -159,6 +163,7 @@ def round_machine(
     flops_per_s: per dtype, or one figure for bf16, fp16 and fp32.
     ranks: number of GPUs; each has an equal share of the batch.
     peer_bytes_per_s: rate of the link between the GPUs; None: there is no such link.
+    nvme_memory_bytes: what the disks of the node hold; None: there are none. Their rates are figures of the node.
     """
     rates = flops_per_s if isinstance(flops_per_s, Mapping) else dict.fromkeys(("bf16", "fp16", "fp32"), flops_per_s)
     gpu = Gpu(
@@ -196,8 +201,19 @@ def round_machine(
         peer = Fabric(
             name=name, bytes_per_s=peer_bytes_per_s, latency_s=peer_latency_s, measured=measured, source="by hand"
         )
+    nvme = None
+    if nvme_memory_bytes is not None:
+        nvme = Nvme(
+            name=name,
+            memory_bytes=nvme_memory_bytes,
+            read_bytes_per_s=nvme_read_bytes_per_s,
+            write_bytes_per_s=nvme_write_bytes_per_s,
+            latency_s=nvme_latency_s,
+            measured=measured,
+            source="by hand",
+        )
     rank = Rank(gpu=gpu, link=link, batch_share=1 / ranks)
-    return Machine(name=name, ranks=(rank,) * ranks, host=host, peer=peer)
+    return Machine(name=name, ranks=(rank,) * ranks, host=host, peer=peer, nvme=nvme)
 
 
 def _opened(layers: int, checkpointing: bool) -> list[tuple[str, Phase, int]]:

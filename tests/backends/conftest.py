@@ -16,6 +16,7 @@ sys.modules["executor_test_kit"] = _KIT
 _SPEC.loader.exec_module(_KIT)
 
 kit = _KIT.kit
+streaming = _KIT.streaming
 start = _KIT.start
 
 

@@ -110,12 +110,8 @@ def test_streams_equal_the_serial_order_to_the_bit(kit: Any, on_cuda: Callable[.
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
 
 
-def test_states_that_visit(kit: Any, on_cuda: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def every_second(order: Any, *_: object) -> tuple[list[int], list[int]]:
-        return [], list(order[::2])
-
-    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.family.search"), "interleave", every_second)
-    monkeypatch.setattr(importlib.import_module("pstar_sim.policy.optimal"), "_others", lambda *_: [])
+@pytest.mark.usefixtures("streaming")
+def test_states_that_visit(kit: Any, on_cuda: Callable[..., Any]) -> None:
     run = on_cuda("gpt2", "optimal", micro_batches=2, clip=0.5)
     assert run.plan.modes.count("stream") > 2
     same(kit, run, micro_batches=2)

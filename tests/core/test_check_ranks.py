@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from pstar_sim.catalog.machine import Fabric, Machine, Nvme
+from pstar_sim.catalog.machine import Fabric, Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.ledger import Moves
 from pstar_sim.core.plan import Plan, Resident, Settings, load_plan, steps_from_text
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PlanError
 from pstar_sim.sim.play import play
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 
 UNCLIPPED = Settings(clip=False)  # no norm, for which the sums of all gradients would have to be there
 
@@ -201,21 +201,9 @@ def test_the_ledger_follows_the_steps(two: Machine) -> None:
         moves.book([0, 1, 6, 7])  # the drop of the other rank's slice, which is not gathered yet
 
 
-def disks(memory_bytes: int) -> Nvme:
-    return Nvme(
-        name="d",
-        memory_bytes=memory_bytes,
-        read_bytes_per_s=1.0,
-        write_bytes_per_s=1.0,
-        latency_s=0.0,
-        measured=False,
-        source="made up",
-    )
-
-
 def test_disks_have_a_budget(two: Machine) -> None:
     """The states of chunk 0 are on the disks and come to the host for its update."""
-    two = replace(two, nvme=disks(2 * 6144))
+    two = replace(two, nvme=round_machine(nvme_memory_bytes=2 * 6144).nvme)
     states = ("param32", "momentum", "variance")
     reads = "\n".join(
         f"{20 + i} nvme nvme_read chunk=0 list={name} bytes=2048 after=12" for i, name in enumerate(states)
@@ -238,7 +226,7 @@ def test_disks_have_a_budget(two: Machine) -> None:
 
 
 def test_the_file_of_a_plan(two: Machine, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    two = replace(two, nvme=disks(20))
+    two = replace(two, nvme=round_machine(nvme_memory_bytes=20).nvme)
     plan = make(two, nvme_budget_bytes=5)
     path = tmp_path / "plan.json"
     plan.save(path)

@@ -4,47 +4,32 @@ from dataclasses import replace
 
 import pytest
 
-from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
+from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.step import Kind, Place, Queue, Step
 from pstar_sim.cost import CostModel, gradient_traffic_bytes
-from pstar_sim.testing import chain_workload
+from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.workload.workload import Workload
 
-GPU = Gpu(
-    name="virtual",
-    memory_bytes=10**9,
-    usable_bytes=10**9,
-    context_bytes=0,
+_ROUND = round_machine(
+    gpu_memory_bytes=10**9,
+    host_memory_bytes=10**10,
+    h2d_bytes_per_s=10e9,
+    d2h_bytes_per_s=5e9,
     hbm_bytes_per_s=20e9,
     flops_per_s={"fp32": 100e9},
-    measured=True,
-    source="by hand",
+    dram_bytes_per_s=20e9,
+    cores=2,
+    adam_params_per_s=1e9,
+)
+GPU = replace(
+    _ROUND.gpu,
     launch_s=1e-3,
     matmul_tables={"fp32": ((1e6, 50e9), (1e8, 100e9))},
     operator_bytes_per_s=10e9,
 )
-LINK = Link(
-    name="link",
-    h2d_bytes_per_s=10e9,
-    d2h_bytes_per_s=5e9,
-    latency_s=0.0,
-    duplex=True,
-    measured=True,
-    source="by hand",
-    h2d_table=((1e6, 5e9), (100e6, 10e9)),
-)
-HOST = Host(
-    name="host",
-    memory_bytes=10**10,
-    reserved_bytes=0,
-    dram_bytes_per_s=20e9,
-    cores=2,
-    adam_params_per_s=1e9,
-    measured=True,
-    source="by hand",
-)
-MACHINE = Machine(name="my", ranks=(Rank(gpu=GPU, link=LINK),), host=HOST)
+LINK = replace(_ROUND.link, h2d_table=((1e6, 5e9), (100e6, 10e9)))
+MACHINE = replace(_ROUND, name="my", ranks=(Rank(gpu=GPU, link=LINK),))
 
 
 def model(w: Workload, machine: Machine = MACHINE) -> CostModel:

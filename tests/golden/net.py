@@ -24,14 +24,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import to_text
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy import find_policy
 from pstar_sim.sim.play import play
-from pstar_sim.testing import chain_workload, random_machine, random_ranks, random_settings, random_workload
+from pstar_sim.testing import (
+    chain_workload,
+    random_machine,
+    random_ranks,
+    random_settings,
+    random_workload,
+    round_machine,
+)
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
@@ -99,56 +106,31 @@ def machine(
 ) -> Machine:
     """A GPU of gpu_mib, 0.1 ms for a list of 2 MiB over the link; two ranks a switch, a peer link where there are
     several."""
-    gpu = Gpu(
+    made = round_machine(
         name="net",
-        memory_bytes=gpu_mib * MIB,
-        usable_bytes=gpu_mib * MIB,
-        context_bytes=0,
-        hbm_bytes_per_s=8e11,
-        flops_per_s={"bf16": 4e13, "fp16": 4e13, "fp32": 1e13},
-        measured=True,
-        source="by hand",
-    )
-    link = Link(
-        name="net",
+        gpu_memory_bytes=gpu_mib * MIB,
+        host_memory_bytes=2 * 2**30 * ranks,
         h2d_bytes_per_s=2e10,
         d2h_bytes_per_s=1.8e10,
         latency_s=1e-5,
         duplex=duplex,
-        measured=True,
-        source="by hand",
-    )
-    host = Host(
-        name="net",
-        memory_bytes=2 * 2**30 * ranks,
-        reserved_bytes=0,
+        hbm_bytes_per_s=8e11,
+        flops_per_s={"bf16": 4e13, "fp16": 4e13, "fp32": 1e13},
         dram_bytes_per_s=dram_gb_per_s * 1e9 * ranks,
         cores=8,
         adam_params_per_s=1.5e9 * ranks,
-        measured=True,
-        source="by hand",
+        ranks=ranks,
+        peer_bytes_per_s=5e10 if ranks > 1 else None,
+        peer_latency_s=1e-5,
+        nvme_memory_bytes=2**33 if disk else None,
+        nvme_read_bytes_per_s=6e9,
+        nvme_write_bytes_per_s=3e9,
+        nvme_latency_s=1e-4,
     )
-    fabric = Fabric(name="net", bytes_per_s=5e10, latency_s=1e-5, measured=True, source="by hand")
-    nvme = Nvme(
-        name="net",
-        memory_bytes=2**33,
-        read_bytes_per_s=6e9,
-        write_bytes_per_s=3e9,
-        latency_s=1e-4,
-        measured=True,
-        source="by hand",
-    )
-    return Machine(
-        name="net",
-        ranks=tuple(
-            Rank(gpu=gpu, link=link, batch_share=1 / ranks, root=None if ranks == 1 else i // 2) for i in range(ranks)
-        ),
-        host=host,
-        peer=fabric if ranks > 1 else None,
-        root_bytes_per_s=2.2e10 if ranks > 1 else None,
-        nvme=nvme if disk else None,
-        slowdowns=slowdowns or {},
-    )
+    if ranks > 1:
+        on_switches = tuple(replace(rank, root=i // 2) for i, rank in enumerate(made.ranks))
+        made = replace(made, ranks=on_switches, root_bytes_per_s=2.2e10)
+    return replace(made, slowdowns=slowdowns or {})
 
 
 MEASURED = {

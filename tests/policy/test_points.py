@@ -13,7 +13,7 @@ import pytest
 from drawn import TIME_TO_SHRINK, Drawn, jobs, planned
 from hypothesis import given, settings
 
-from pstar_sim.catalog.machine import Fabric, Machine
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Timeline
@@ -220,9 +220,7 @@ def test_every_point_makes_correct_plans_on_several_ranks(spec: str) -> None:
 
 def test_on_demand_other_ranks_slices_wait_too() -> None:
     """Two ranks: neither this rank's slice nor the other's comes while anything is computed."""
-    one = machine(12)
-    peer = Fabric(name="toy", bytes_per_s=MIB, latency_s=0.0, measured=True, source="by hand")
-    two = replace(one, ranks=(replace(one.ranks[0], batch_share=0.5),) * 2, peer=peer)
+    two = round_machine(gpu_memory_bytes=12 * MIB, ranks=2, peer_bytes_per_s=MIB)
     plan = find_policy("tide:prefetch=none,pins=0")(chain(), two, EAGER)
     plan.check()
     timeline = play(plan)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from pstar_sim.catalog.machine import Machine, Nvme
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import Timeline
@@ -38,7 +38,7 @@ SMALL = "bucket=1048576,reuse=0,prefetch=1048576"  # a bucket and a prefetch of 
 
 def machine(ranks: int = 1, *, disks: bool = True, **figures: float | None) -> Machine:
     """figures: of round_machine, per GPU."""
-    node = round_machine(
+    return round_machine(
         **{  # type: ignore[arg-type]
             "ranks": ranks,
             "gpu_memory_bytes": GB,
@@ -46,19 +46,12 @@ def machine(ranks: int = 1, *, disks: bool = True, **figures: float | None) -> M
             "pageable_bytes_per_s": MIB,
             "adam_params_per_s": MIB * ranks,
             "peer_bytes_per_s": 6 * MIB if ranks > 1 else None,
+            "nvme_memory_bytes": GB if disks else None,
+            "nvme_read_bytes_per_s": 8 * MIB * ranks,
+            "nvme_write_bytes_per_s": 4 * MIB * ranks,
             **figures,
         }
     )
-    nvme = Nvme(
-        name="toy",
-        memory_bytes=GB,
-        read_bytes_per_s=8 * MIB * ranks,
-        write_bytes_per_s=4 * MIB * ranks,
-        latency_s=0.0,
-        measured=True,
-        source="by hand",
-    )
-    return replace(node, nvme=nvme if disks else None)
 
 
 def chain(layers: int = 4, *, micro_batches: int = 1, checkpointing: bool = False) -> Workload:

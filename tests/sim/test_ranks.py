@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from pstar_sim.catalog.loader import load_machine
-from pstar_sim.catalog.machine import Fabric, Machine, Nvme, Rank
+from pstar_sim.catalog.machine import Fabric, Machine, Rank
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.layout_file import LayoutForm, layout_of
 from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
@@ -185,17 +185,11 @@ def test_collectives_by_hand() -> None:
 
 def test_disks_are_shared_by_the_ranks_of_a_node() -> None:
     """1 MB of each of two ranks from 4 MB/s, to 2 MB/s, after 0.5 s."""
-    disks = Nvme(
-        name="d",
-        memory_bytes=100,
-        read_bytes_per_s=4e6,
-        write_bytes_per_s=2e6,
-        latency_s=0.5,
-        measured=True,
-        source="by hand",
+    disks = round_machine(
+        nvme_memory_bytes=100, nvme_read_bytes_per_s=4e6, nvme_write_bytes_per_s=2e6, nvme_latency_s=0.5
     )
     w = chain_workload(1, MB)
-    m = machine(nvme=disks)
+    m = machine(nvme=disks.nvme)
     cost = CostModel(w, m, layout(w))
     assert (cost.nvme_s(MB, "read"), cost.nvme_s(MB, "write")) == (1.0, 1.5)
     assert m.nvme_budget_bytes == 50
