@@ -62,6 +62,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "search_constants": PLANNED,
     "simulate": PLANNED,
     "sweep": PLANNED,
+    "sums": EXECUTED,
     "table_policies": PLANNED,
     "tide_bytes": PLANNED,
     "whale": EXECUTED,
