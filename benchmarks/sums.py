@@ -14,8 +14,8 @@ from _results import write_result
 
 CONTEST = Contest(
     policies=("tide:streams=on", "tide:streams=on,sums=on", "optimal:sums=off", "optimal"),
-    bandwidth_bytes_per_s=0.04e9,
-    room_share=2.5,
+    bandwidth_bytes_per_s=0.015e9,
+    room_share=2.2,
 )
 
 if __name__ == "__main__":
