@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,6 +203,57 @@ def test_off_the_plan_sums_go_where_the_states_are(
     assert run.session.deviations == 2
     assert {(r.place, r.chunk, r.list) for r in run.plan.initial} == run.session.timetable.cut
     assert_same(run, exact=False)
+
+
+@pytest.mark.parametrize("spill", [False, True])
+def test_an_overflow_leaves_sums_and_states_as_they_were(kit: Any, trained: Callable[..., Any], spill: bool) -> None:
+    """fp16, so losses are scaled. The sums of an iteration that overflows are dropped wherever they are; what follows
+    is as under a plan whose gradients add up on the host alone."""
+    run = trained("step", 0.5, torch.float16, spill=spill)
+    twin = copy.deepcopy(run.reference.model)
+    plan = kit.tight_plan("tide:sums=off", run.plan.workload, run.plan.settings)
+    assert not [s for s in plan.steps if s.kind is Kind.ALLOC and s.list == "grad32"]
+    spec = executor.AdamW(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+    other, optimizer = executor.prepare(twin, plan, spec, watchdog_s=5.0)
+    rows = [next(run.batches)["x"] for _ in range(3 * MICRO_BATCHES)]
+    rows[MICRO_BATCHES + 1] = torch.full_like(rows[0], 6e4)  # its gradients overflow
+    for one, optimizer_of in ((run.model, run.optimizer), (other, optimizer)):
+        for n, x in enumerate(rows):
+            (one(x) / MICRO_BATCHES).backward()
+            if n % MICRO_BATCHES == MICRO_BATCHES - 1:
+                optimizer_of.step()
+                optimizer_of.zero_grad()
+    assert run.session.scaling.skipped_steps == optimizer.session.scaling.skipped_steps == 1
+    assert run.session.deviations == 0
+    mine, theirs = run.optimizer.state_dict()["state"], optimizer.state_dict()["state"]
+    for number, states in theirs.items():
+        assert all(torch.equal(mine[number][name], states[name]) for name in ("exp_avg", "exp_avg_sq"))
+    optimizer.session.close(restore=False)
+
+
+@pytest.mark.parametrize("update", ["eager", "step"])
+def test_a_run_with_sums_that_spill_goes_on_from_its_checkpoint(
+    kit: Any, trained: Callable[..., Any], tmp_path: Path, update: str
+) -> None:
+    run = trained(update, None, torch.float32, spill=True)
+    both(kit, run)
+    run.optimizer.save(tmp_path / "c")
+    both(kit, run)
+    again = trained(update, None, torch.float32, spill=True)
+    both(kit, again)
+    both(kit, again)  # other values than the checkpoint's
+    again.optimizer.load(tmp_path / "c")
+    again.reference, again.batches = run.reference, run.batches
+    run.optimizer.load(tmp_path / "c")
+    rows = [next(run.batches)["x"] for _ in range(MICRO_BATCHES)]
+    for one in (run, again):
+        for x in rows:
+            (one.model(x) / MICRO_BATCHES).backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+        assert one.session.deviations == 0
+    values, others = run.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(values[name], others[name]) for name in values)
 
 
 def test_sums_that_are_dropped_do_not_go_to_the_host(kit: Any, trained: Callable[..., Any]) -> None:
