@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pstar_sim.core.layout import sum_bytes_of
 from pstar_sim.core.plan import MODES, Plan
 from pstar_sim.core.step import Kind, to_text
 from pstar_sim.errors import PlanError
@@ -19,7 +20,7 @@ def check_fields(plan: Plan) -> None:
     ranks = len(plan.machine.ranks)
     if plan.layout.ranks not in (1, ranks):
         raise PlanError(f"field 'layout.ranks' is {plan.layout.ranks}; it must be 1 or the machine's {ranks} ranks")
-    width = 2 if plan.settings.sums == "16-bit" else 4
+    width = sum_bytes_of(plan.workload, plan.settings.sums)
     if plan.layout.sum_bytes != width:
         raise PlanError(
             f"field 'layout.sum_bytes' is {plan.layout.sum_bytes}; with sums={plan.settings.sums!r} it must be {width}"

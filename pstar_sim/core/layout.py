@@ -24,7 +24,7 @@ from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
 from pstar_sim.workload.workload import DTYPE_BYTES, UseKind, Workload
 
-__all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near"]
+__all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near", "sum_bytes_of"]
 
 ALIGN = 16  # elements: 64 bytes in fp32, what vectorised kernels and copy engines like
 # docs/results/search-constants.md says what each of these buys. Plans of small models with smaller chunks are a little
@@ -244,13 +244,20 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: i
 
 
 def _with_sums(layout: Layout, workload: Workload, sums: str) -> Layout:
-    """The layout with sums of gradients of that width. Raises PlanError for 16 bits and a model that is not bf16."""
+    """The layout with sums of gradients of that width. Raises PlanError as `sum_bytes_of`."""
+    sum_bytes = sum_bytes_of(workload, sums)
+    return layout if layout.sum_bytes == sum_bytes else replace(layout, sum_bytes=sum_bytes)
+
+
+def sum_bytes_of(workload: Workload, sums: str) -> int:
+    """Bytes per parameter of a sum of gradients. sums: as `Settings.sums`. Raises PlanError for 16 bits and a model
+    that is not bf16."""
     if sums == "32-bit":
-        return layout
+        return 4
     if workload.dtype != "bf16":
         why = "its gradients have 32 bits" if workload.dtype == "fp32" else "a sum of its gradients may overflow unseen"
         raise PlanError(f"sums in 16 bits are for bf16 models; {workload.model} is {workload.dtype}, and {why}")
-    return replace(layout, sum_bytes=2)
+    return 2
 
 
 def layout_of_parts(workload: Workload, parts: Sequence[tuple[int, int]], *, sums: str = "32-bit") -> Layout:

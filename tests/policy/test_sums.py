@@ -157,6 +157,9 @@ def test_sums_in_16_bits_take_half(tmp_path: Path) -> None:
     exact.save(tmp_path / "other.json")
     with pytest.raises(PlanError, match=r"layout.sum_bytes' is 2; with sums='32-bit' it must be 4"):
         load_plan(tmp_path / "other.json")
+    wide = replace(on_gpu, workload=replace(on_gpu.workload, dtype="fp16"))
+    with pytest.raises(PlanError, match="16 bits are for bf16 models"):
+        wide.check()
 
 
 @pytest.mark.parametrize(("dtype", "why"), [("fp32", "its gradients have 32 bits"), ("fp16", "may overflow unseen")])
