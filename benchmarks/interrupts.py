@@ -1,7 +1,7 @@
 """KeyboardInterrupt at every line of the executor; a full run leaves its figures in results/interrupts.json.
 
     python benchmarks/interrupts.py                        # the first, a middle and the last hit of every line
-    python benchmarks/interrupts.py --all --count 5000     # so many of all hits of all lines, drawn with --seed
+    python benchmarks/interrupts.py --all --count 5000     # a sample of all hits of all lines, drawn with --seed
     python benchmarks/interrupts.py --minutes 20           # as many as are struck by then, in an order drawn alike
 
 What is struck and what has to come of it: _interrupts.py. Exit status 1 if anything was not as it should be.
@@ -130,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="draw from all hits rather than three of each line")
     parser.add_argument("--count", type=int, help="how many (default: every one)")
-    parser.add_argument("--minutes", type=float, help="stop after so many (default: at the end)")
+    parser.add_argument("--minutes", type=float, help="stop after this number of minutes (default: at the end)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--no-write", action="store_true", help="leave results/interrupts.json as it is")

@@ -76,7 +76,7 @@ def points() -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", type=int, default=len(JOBS), help="the first so many of the jobs")
+    parser.add_argument("--jobs", type=int, default=len(JOBS), help="number of jobs, from the first")
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
     beaten = 0

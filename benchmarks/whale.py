@@ -80,7 +80,7 @@ def part(batch: dict[str, torch.Tensor], shares: Sequence[int], rank: int) -> di
 
 
 def job(sequences: int) -> Workload:
-    """What a process with so many sequences does."""
+    """What a process with its number of sequences does."""
     with torch.device("meta"):
         model = build()
     ids = torch.zeros(sequences, TOKENS, dtype=torch.long, device="meta")
@@ -121,7 +121,7 @@ def machine_of(flops_per_s: Sequence[float]) -> Machine:
 
 
 def seconds_of_share(sequences: int, pace_s: float) -> float:
-    """Forward and backward of so many sequences in plain PyTorch, in this process; the median of some."""
+    """Forward and backward of some sequences in plain PyTorch, in this process; the median of some."""
     model, taken = build(), []
     throttle(model, pace_s, sequences)
     for step in range(6):

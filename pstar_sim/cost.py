@@ -432,7 +432,7 @@ class CostModel:
         return folded_lists(plan)
 
     def folding(self, kind: Kind, chunk: int, lists: int = 1) -> Add:
-        """What an update of that kind takes beside its own work for adding up `lists` lists more than one."""
+        """The additions of an update that first adds `lists` further gradient lists to its own."""
         if kind is Kind.CPU_ADAM:
             return Add(lists * self.cpu_add_s(chunk), lists * self.cpu_add_bytes(chunk))
         return Add(lists * self.cpu_add_bytes(chunk) / self._operator_bytes_per_s, 0)

@@ -581,8 +581,8 @@ def check_once(
     except DoesNotFit as error:
         if error.needed_bytes <= error.available_bytes:
             raise PlanError(
-                f"DoesNotFit needs {error.needed_bytes} bytes of the {error.place} but has {error.available_bytes}: "
-                "that would fit"
+                f"DoesNotFit says that {error.needed_bytes} bytes of the {error.place} are needed and "
+                f"{error.available_bytes} are there: that would fit"
             ) from error
         return False
     if not isinstance(plan, Plan):

@@ -269,7 +269,7 @@ class Ranks:
             who = ", ".join(f"{counts[rank]:g} on rank {rank}" for rank in odd)
             raise ModelError(
                 f"prepare(count=...) gives {who} for a micro-batch (ranks 0 to {len(counts) - 1}: {rows}); let it give "
-                "over how many (sequences, tokens) the rank's loss is a mean: a finite number, 0 or more"
+                "the number of sequences or tokens that the rank's loss is the mean of: finite, 0 or more"
             )
         if not sum(counts) > 0:
             raise ModelError(

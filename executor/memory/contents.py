@@ -134,12 +134,12 @@ class Contents:
         self._require_fetchable(chunk, list_name)
         state = self.chunks[chunk]
         waiting = state.where(HOST, list_name)
-        parked = bool(waiting)  # gradients go back up for their update on the gpu; nobody can read what comes
+        gradients_up = bool(waiting)  # for their update on the gpu; nobody can read what comes
         with self.arena.payloads.steady(chunk):
-            self._copy_up(chunk, list_name, in_fp32=in_fp32, from_masters=list_name == "param" and not parked)
+            self._copy_up(chunk, list_name, in_fp32=in_fp32, from_masters=list_name == "param" and not gradients_up)
         if list_name == "param":
             state.whole = False  # as far as anybody knows
-        if parked:
+        if gradients_up:
             state.where(GPU, list_name).update(waiting)
             if list_name == "param":
                 state.current.discard(HOST)  # its slots keep the gradients that went up

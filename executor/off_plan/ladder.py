@@ -351,7 +351,7 @@ class Ladder(Sequence[Rung]):
             needed_bytes=last.needed_bytes if last else budget + refused.asked_bytes,
             available_bytes=last.available_bytes if last else budget,
             what=(f"{last.what}; " if last else "")
-            + f"after {refused}; parameters are those after step {s.iteration - 1}, whole",
+            + f"after {refused}; all parameters are those after step {s.iteration - 1}",
         )
 
     def _available(self) -> int:

@@ -25,7 +25,7 @@ class StepLog(NamedTuple):
     copied_bytes: int = 0
 
     def at(self, start_s: float, end_s: float) -> StepLog:
-        """The step with these times, as ready when it began."""
+        """A record of the step with these times. It counts as ready when it began."""
         return self._replace(ready_s=start_s, start_s=start_s, end_s=end_s)
 
     def after_wait(self, ready_s: float, cause: str) -> StepLog:

@@ -40,8 +40,8 @@ class AtWork:
         self.depth -= 1
 
     def run(self, action: Callable[..., None], *given: Any) -> None:
-        """Call the action in a block `with at_work:`, by one call where the block takes two: for events and gradients,
-        of which an iteration has hundreds."""
+        """Call the action as in a block `with at_work:`, at the cost of one call instead of two: an iteration has
+        hundreds of events and gradients."""
         self.depth += 1
         try:
             action(*given)

@@ -177,7 +177,7 @@ class Reader:
             self.host.ranks.come_to_read(float(tensor * len(lists) + lists.index(list_name)))
 
     def still(self) -> AbstractContextManager[None]:
-        """Updates of finished iterations are done and nothing moves inside."""
+        """Inside, the updates of finished iterations are done and nothing moves."""
         return self.host.loop.still()
 
     def own_slice(self, chunk: int) -> torch.Tensor:

@@ -161,7 +161,7 @@ def _uses(reads: Sequence[Iterable[int]], chunks: int) -> list[list[int]]:
 
 
 def _by_name(names: Sequence[str], reads: Sequence[Iterable[int]]) -> dict[str, set[int]]:
-    """Name of a moment -> chunks in the rows of `reads` beside moments of that name."""
+    """Name of a moment -> chunks that any moment of that name reads."""
     found: dict[str, set[int]] = {}
     for name, chunks in zip(names, reads):
         found.setdefault(name, set()).update(chunks)

@@ -77,13 +77,13 @@ def _of_rank(
     barrier = settings.barrier(workload.dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
     if unknown_sums(workload, layout):
-        return _of_compute(facts, "gradients add up in 16 bits, which the linear program does not know")
+        return _of_compute(facts, "its linear program does not know gradients that add up in 16 bits")
     if not stream:
         return pinned_bound(facts, barrier, limit, clip=settings.clip)
     try:
         return joint_bound(workload, layout, facts, cost, barrier=barrier, clip=settings.clip, x_limit=limit)
     except Unsolved as error:
-        return _of_compute(facts, f"the joint linear program did not solve ({error})")
+        return _of_compute(facts, f"its linear program was not solved ({error})")
 
 
 def _with_stashes(bound: Bound, workload: Workload, cost: CostModel) -> Bound:
@@ -104,7 +104,7 @@ def _of_compute(facts: BoundFacts, why: str) -> Bound:
         terms={"compute": seconds},
         pinned_params=0,
         max_pinned_params=0,
-        notes=(f"{why}; the bound is that of compute alone",),
+        notes=(f"the lower bound counts compute alone: {why}",),
     )
 
 

@@ -59,7 +59,7 @@ __all__ = ["fluid_bound"]
 
 # docs/results/search-constants.md says what each of these buys.
 MOST_POINTS = 600  # of an iteration in the program; fewer give a lower bound sooner
-FAR = 20.0  # no stall longer than so many joint bounds is looked at: every variable needs an upper bound, a small one
+FAR = 20.0  # the longest stall, as a multiple of the joint bound: every variable needs an upper bound, a small one
 TIME_LIMIT_S = 60.0  # of the solver; a program that takes longer leaves the joint bound
 
 

@@ -4,11 +4,12 @@ or chunk. Bytes are counted in units of the largest working list (`unit` bytes),
 [Note: alike micro-batches] The rows of the fluid program name the first micro-batch (first reads, first gradients) and
 the last three (where gradients wait, where a sum may come up, last gradients). All in between are alike: each has the
 same rows. The rows are linear, so the mean of a schedule's quantities over these micro-batches satisfies them, too. So
-one micro-batch of means stands for all: its intervals count `times` in every sum over the iteration. What lies at
-a point carries over from one micro-batch to the next. Let X be the mean of a stock at the first point of the alike
-micro-batches, `entered` the stock at the first of these points and `left` the stock at the point behind the last of the
-alike micro-batches. One point later in each micro-batch than the last point is the next micro-batch's first point; the
-mean over these is X + (left - entered) / times. And entered <= times * X, because no stock is negative.
+one micro-batch of means stands for all: its intervals count `times` in every sum over the iteration. A stock carries
+over from one micro-batch to the next: the point behind the last point of a micro-batch is the first point of the next
+one. Let X be the mean of a stock at the first points of the alike micro-batches, `entered` the stock at the first of
+these points, and `left` the stock at the point behind the last alike micro-batch. Then the mean of the stock at the
+points behind the alike micro-batches is X + (left - entered) / times. And entered <= times * X, because no stock is
+negative.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_mic
 __all__ = ["FluidFacts", "Gap", "Period", "shortened"]
 
 MOST_SHOWN = 8
-"""Up to so many micro-batches have points of their own each: with more, a point each would be far from the next."""
+"""Up to this number of micro-batches each has points of its own: with more, its points would be far apart."""
 SHOWN = 5
 """Beyond that: the first one, one for all that are alike, and the last three."""
 

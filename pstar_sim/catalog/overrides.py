@@ -231,7 +231,7 @@ def _flops(dtype: str) -> _Path:
 
 
 def _cores(machine: Machine, count: float) -> Machine:
-    """The machine with so many cores, and Adam's rate on them: [Note: cores and Adam]."""
+    """The machine with `count` cores, and Adam's rate on them: [Note: cores and Adam]."""
     host = machine.host
     most = max(host.adam_params_per_s, host.dram_bytes_per_s / ADAM_BYTES_PER_PARAM)
     rate = min(host.adam_params_per_s * count / host.cores, most)

@@ -26,7 +26,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["Balanced", "Cut", "all_balance", "balanced", "refuse_balance"]
 
 Cut = Callable[[int], Workload]
-"""Sequences of a micro-batch -> the job of a GPU that takes so many."""
+"""Number of sequences per micro-batch -> the job of a GPU that takes them."""
 
 
 def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
@@ -117,11 +117,11 @@ def _cut(workload: Workload, sequences: int, cut: Cut | None, policy: str) -> Wo
     if cut is None:
         why = "keeps its activations block by block" if can_vary(workload) else "was not written from a preset"
         raise CannotPlan(
-            f"{wanted}, and {workload.model!r} cannot be cut: it {why}; give compare(cut=...), which gives the job of "
-            "so many sequences"
+            f"{wanted}, and {workload.model!r} cannot be cut: it {why}; give compare(cut=...), a function from a "
+            "number of sequences to their job"
         )
     try:
-        return instance(f"cut({sequences})", cut(sequences), Workload, "a Workload of so many sequences")
+        return instance(f"cut({sequences})", cut(sequences), Workload, f"a Workload of {sequences} sequences")
     except PstarError as error:
         raise CannotPlan(f"{wanted}: {error}") from error
 

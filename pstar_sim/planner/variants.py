@@ -135,8 +135,8 @@ def choose(
 
 
 def _own_ways(ways: Sequence[Way], machine: Machine, settings: Settings, policy: str) -> list[Way]:
-    """The ways that the policy's own rule makes of those in which no block was chosen yet; none where it has no such
-    rule, or where the ways are of one kind only."""
+    """Ways that the policy's own rule makes from the ways without choices for blocks. Empty if the policy has no such
+    rule or all ways are of one kind."""
     rule = can(policy).activations
     if rule is None:
         return []

@@ -69,7 +69,7 @@ class Way:
         self.micro_batches = one.micro_batches * repeats
         self.layer_major = one.layer_major or order != OWN
         self.boundaries_on_host = one.boundaries_on_host or order == RELAY_HOST
-        self._repeated: dict[int, Workload] = {}  # the micro-batch so many times
+        self._repeated: dict[int, Workload] = {}  # number of micro-batches -> the workload with them
 
     @property
     def source(self) -> Workload:
@@ -376,8 +376,8 @@ def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequen
 
 
 def layer_major_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
-    """The ways of several micro-batches in the layer-major orders that they have; boundaries go to the host where all
-    blocks recompute. policy: for messages."""
+    """The ways with several micro-batches, each in every layer-major order that it allows; boundaries go to the host
+    where all blocks recompute. policy: for messages."""
     known: dict[tuple[int, str], bool] = {}
     for way, order in product(ways, ORDERS[1:]):
         if way.micro_batches == 1 or way.layer_major or way.stash_bytes or way.boundaries_on_host:

@@ -237,7 +237,7 @@ def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
 
 
 def shifted(moment: Moment, shift: int) -> Moment:
-    """The moment with so many more non-model bytes; never fewer than 0."""
+    """The moment with `shift` more non-model bytes, at least 0."""
     if not shift:
         return moment
     start, peak, end = (max(0, size + shift) for size in (moment.start_bytes, moment.peak_bytes, moment.end_bytes))

@@ -123,7 +123,8 @@ class DraftRows:
         self.rows[row].after += after
 
     def next_number(self) -> float:
-        """Numbers what is sent or added in the order in which it becomes ready."""
+        """The next key for what is sent or added: a key per call, ascending, so that the order is the one of becoming
+        ready."""
         self._number += 1
         return float(self._number)
 

@@ -50,9 +50,9 @@ def memory_edges(
 
 
 def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tuple[Step, ...]:
-    """The steps with their data and memory edges. Edges are left out that the order of a queue implies, or an earlier
-    step of the same queue that waited for the same step or a later one. A reference more than one iteration back
-    becomes one to the first step of that queue in the previous iteration, which comes after it."""
+    """The steps with their data and memory edges, less the edges that are implied: by the order of a queue, or by an
+    earlier step of the same queue that waits for the same step or for a later one. A reference more than one iteration
+    back becomes a reference to the first step of that queue in the previous iteration, which comes after it."""
     queue_of = {step.id: step.queue for step in steps}
     position_of, lengths, first = _positions(queue_of)
     # (queue, other queue) -> latest position waited for, in the previous iteration < 0

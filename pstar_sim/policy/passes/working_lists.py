@@ -58,8 +58,9 @@ class WorkingLists:
         return row
 
     def behind(self, n: int, here: int) -> None:
-        """The list of a streamed chunk that has stayed over the border may still be on its way down from there: its
-        drop goes behind that copy, and the compute queue does not wait for it."""
+        """Drop the lists that are not needed behind position n. The list of a streamed chunk that stayed over the
+        border may still be on its way down: it is dropped behind that copy, for which the compute queue does not
+        wait."""
         rows, schedule = self._rows, self._rows.schedule
         for c in self._drops_behind.get(n, ()):
             moment = schedule.job.blocks[schedule.positions[n].block].last

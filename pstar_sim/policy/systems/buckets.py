@@ -43,7 +43,7 @@ class Buckets:
         self._stall: list[int] = []  # what the next moment waits for
 
     def before(self, m: int) -> list[int]:
-        """Lists open for gradients that begin to arrive in moment `m`; returns the steps that it waits for."""
+        """Open the lists of gradients that begin to arrive in moment `m`. Returns the steps that it waits for."""
         gone = self._freed[-2] if len(self._freed) >= 2 else []  # two buckets at most are under way
         for c in self.lists.opens.get(m, ()):
             self.lists.open(c, m, gone)

@@ -40,7 +40,8 @@ _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 
 def _blocks(workload: Workload) -> list[tuple[int, int]]:
     """Runs of moments (first, last) of one block in one direction. A block is a module's path up to its first number
-    ("h.5" for "h.5.mlp.c_fc"), without one the module itself; moments that use nothing go with the block before."""
+    ("h.5" for "h.5.mlp.c_fc"), or the module itself if there is none; moments that use nothing belong to the block
+    before."""
     runs: list[tuple[int, int]] = []
     open_key: tuple[str, bool, int] | None = None
     for m, moment in enumerate(workload.moments):

@@ -130,7 +130,7 @@ class _Layers:
         return found
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """(first moment, layer) wherever another layer is used."""
+        """(moment, layer) of each moment that uses another layer than the moment before."""
         last = -1
         for m, chunks in enumerate(self.job.uses.by_moment):
             for layer in sorted({self.of[c] for c in chunks if c in self.of}):

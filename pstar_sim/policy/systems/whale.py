@@ -81,7 +81,7 @@ def balance(
     has none.
     """
     if batch < len(machine.ranks):
-        raise CannotPlan(f"whale: {batch} sequences for {len(machine.ranks)} ranks; give each rank one at least")
+        raise CannotPlan(f"whale: {batch} sequences for {len(machine.ranks)} ranks; give each rank at least one")
     even = workload_of(max(1, batch // len(machine.ranks)))
     kinds = _kinds(machine)
     alone = {kind: _all_like(machine, kind) for kind in sorted(set(kinds))}

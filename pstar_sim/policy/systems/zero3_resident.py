@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, reshard: bool = True) -> Plan:
-    """GPU bytes per rank: 18 N / P, a block's parameters whole and the next block's, its gradients beside them, the
+    """GPU bytes per rank: 18 N / P, the whole parameters of a block and of the next one, the block's gradients, and the
     tide.
 
     reshard: False keeps what forward has gathered until backward (FSDP's SHARD_GRAD_OP).

@@ -96,7 +96,7 @@ class GradientLists:
     # Steps.
 
     def open(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """The lists open in moment `m`; returns the step that opens the last of them."""
+        """Open the lists whose time begins in moment `m`. Returns the step that opens the last of them."""
         waits = [*after, *self._earlier(self.freed, c)]
         return [self._b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=waits) for name in self._names][-1]
 
