@@ -12,7 +12,9 @@ simulator decides what happens when copies and CPU Adam want more host DRAM band
    launch_s. Large products and element-wise operators of a module run one after the other, so their times add. A
    moment without flops and bytes (the optimizer step's) costs nothing. Where `pstar calibrate` measured them, the rate
    is that of a product as large as the moment's, the bandwidth that of a training step's operators, and the bytes are
-   also those of what the engine does to gradients that arrive.
+   also those of what the engine does to gradients that arrive. Where the GPU has figures of products by shape
+   (`gpu.products`) and the moment names its products, each of these lasts what its shape says
+   (catalog/product_shape.py). Other flops run at the rate of large products, and other bytes at the HBM's bandwidth.
 4. Otherwise the roofline: max(flops / rate, (bytes read + bytes written) / HBM bandwidth).
 
 A dtype that the catalog does not give for the GPU (bf16 forced on a V100) is timed at the rate of the other 2-byte
@@ -66,7 +68,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.rules import Rates, StepCosts
 from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
 from pstar_sim.errors import PlanError
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import DTYPE_BYTES, Product, Workload, product_flops
 
 __all__ = [
     "ADAM_TRAFFIC_BYTES_PER_PARAM",
@@ -211,6 +213,7 @@ class CostModel:
         self.layout = layout
         self.gpu = machine.gpu if rank is None else machine.ranks[rank].gpu
         self.link = expected_link(machine) if rank is None else machine.ranks[rank].link
+        self._products: dict[Product, tuple[int, float]] = {}
 
     @cached_property
     def moments_s(self) -> tuple[float, ...]:
@@ -258,12 +261,29 @@ class CostModel:
         if not (m.flops or moved):
             return 0.0
         assert gpu.launch_s is not None
+        by_shape = gpu.products is not None and bool(m.products)
         curve = gpu.matmul_tables.get(w.dtype, ())
-        if curve and m.flops:
+        if curve and m.flops and not by_shape:
             rate *= rate_at(curve, m.flops) / best_rate(curve)  # a rate that was changed by hand keeps the curve's form
         if gpu.operator_bytes_per_s is not None:
             moved += gradient_traffic_bytes(w, moment)
-        return m.flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
+        flops, products_s = m.flops, 0.0
+        if by_shape:
+            rows = [self._product(product, rate) for product in m.products]
+            flops -= sum(map(product_flops, m.products))
+            moved = max(0, moved - sum(size for size, _ in rows))
+            products_s = sum(seconds for _, seconds in rows)
+        return products_s + flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
+
+    def _product(self, product: Product, rate: float) -> tuple[int, float]:
+        """(bytes, seconds) of a matrix product; rate: flops/s of large ones."""
+        known = self._products.get(product)
+        if known is None:
+            assert self.gpu.products is not None
+            batches, m, k, n = product
+            size = batches * (m * k + k * n + m * n) * DTYPE_BYTES[self.workload.dtype]
+            self._products[product] = known = (size, self.gpu.products.seconds(product, rate, size))
+        return known
 
     @cached_property
     def params(self) -> tuple[int, ...]:

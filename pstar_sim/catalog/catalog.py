@@ -34,9 +34,12 @@ from pstar_sim.catalog.entries import (
     HostEntry,
     LinkEntry,
     MachineEntry,
+    ProductsEntry,
     scaled,
 )
+from pstar_sim.catalog.generations import generations
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.errors import CatalogError, UnknownName
 from pstar_sim.schema.fields import Table, fields_of, want
 from pstar_sim.schema.parsing import parse_toml, read_toml
@@ -107,6 +110,7 @@ class Catalog:
             launch_s=None if launch is None else launch * 1e-6,
             matmul_tables={dtype: curve for dtype, curve in tables.items() if curve},
             operator_bytes_per_s=None if operators is None else operators * GB,
+            products=None if card.products is None else _shape(card.products),
         )
 
     def link(self, name: str) -> Link:
@@ -186,11 +190,11 @@ class Catalog:
         peer = self._joined(e, "peer_link", "gpu-gpu")
         node = self._ranks(e)
         host = self.host(e.known("host", "host", tuple(self.hosts)))
-        if given.rates == "fitted":
+        if given.rates != "catalog":
             efficiency = efficiency or fitted()
+            fit = self._curves_gpu if given.rates == "curves" else self._fitted_gpu
             node = [
-                replace(rank, gpu=self._fitted_gpu(rank.gpu, efficiency), link=fitted_link(rank.link, efficiency))
-                for rank in node
+                replace(rank, gpu=fit(rank.gpu, efficiency), link=fitted_link(rank.link, efficiency)) for rank in node
             ]
             host = fitted_host(host, self.hosts[host.name].values.dram_peak_gb_per_s * GB, efficiency)
         root_rate = None if given.root_gb_per_s is None else given.root_gb_per_s * GB
@@ -236,6 +240,12 @@ class Catalog:
         known = {dtype: getattr(card, f"{dtype}_tflops") for dtype in gpu.flops_per_s}
         peaks = {dtype: peak * TERA for dtype, peak in known.items() if peak is not None}
         return fitted_gpu(gpu, peaks, card.hbm_gb_per_s * GB, efficiency)
+
+    def _curves_gpu(self, gpu: Gpu, efficiency: Efficiency) -> Gpu:
+        """The GPU with rates of products by the curve of its generation, otherwise as `_fitted_gpu`."""
+        e = self.gpus[gpu.name]
+        name = e.known("generation", "generation", tuple(generations()))
+        return generations()[name].gpu(self._fitted_gpu(gpu, efficiency), e.values.hbm_gb_per_s * GB, efficiency)
 
     def _joined(self, e: Entry[MachineEntry], field: str, connects: str) -> Fabric | None:
         if getattr(e.values, field) is None:
@@ -284,6 +294,17 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
 
 def _bytes(gigabytes: float) -> int:
     return round(gigabytes * GB)
+
+
+def _shape(given: ProductsEntry) -> ProductShape:
+    return ProductShape(
+        sms=given.sms,
+        tile=given.tile,
+        wave_loss=given.wave_loss,
+        depth=given.depth,
+        bytes_per_s=given.gb_per_s * GB,
+        kernel_s=given.kernel_us * 1e-6,
+    )
 
 
 def _curve(e: Entry[GpuEntry] | Entry[LinkEntry], field: str, best: str, size_unit: float, rate_unit: float) -> Curve:

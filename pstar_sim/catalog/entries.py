@@ -25,6 +25,7 @@ __all__ = [
     "HostEntry",
     "LinkEntry",
     "MachineEntry",
+    "ProductsEntry",
     "scaled",
 ]
 
@@ -38,6 +39,8 @@ _Efficiency = Annotated[float, between(0.01, 1)]
 _Adam = Annotated[float, between(1e-3, 1e3)]
 _Latency = Annotated[float, between(0, 1e5)]
 _SlowDown = Annotated[float, between(1, 1000)]
+_Extent = Annotated[int, between(1, 100_000)]
+_Tile = tuple[_Extent, _Extent]
 
 
 class _Origin(Table, frozen=True, kw_only=True):
@@ -68,6 +71,17 @@ class CalibratedGpu(_Origin, frozen=True, kw_only=True):
     launch_us: Annotated[_Latency | None, says("kernels and hooks of one moment, whatever their size")] = None
 
 
+class ProductsEntry(_Origin, frozen=True, kw_only=True):
+    """Figures by which the rate of a matrix product depends on its shape (product_shape.py)."""
+
+    sms: Annotated[int, between(1, 100_000), says("streaming multiprocessors")]
+    tile: Annotated[_Tile, says("rows and columns of a tile of the result")]
+    wave_loss: Annotated[float, between(0, 1), says("share of the last wave's idle time that is lost")]
+    depth: Annotated[float, between(0, 1e6), says("terms of a dot product that a tile's beginning and end take")]
+    gb_per_s: Annotated[_Rate, says("rate at which factors and result move through the card's memory")]
+    kernel_us: Annotated[_Latency, says("beginning and end of a kernel")]
+
+
 class GpuEntry(_Origin, frozen=True, kw_only=True):
     """A card."""
 
@@ -84,6 +98,8 @@ class GpuEntry(_Origin, frozen=True, kw_only=True):
     launch_us: Annotated[
         _Latency | None, says("kernels and hooks of one moment; given, rates are those of kernels, not of iterations")
     ] = None
+    generation: Annotated[Text | None, says("name of an entry of generations.toml, for rates = curves")] = None
+    products: Annotated[ProductsEntry | None, says("rate of products by their shape; needs launch_us")] = None
     device_names: Annotated[tuple[Text, ...], says("what nvidia-smi calls the card")] = ()
     calibrated: Annotated[CalibratedGpu | None, says("effective values; they are used as they are")] = None
 
@@ -198,7 +214,8 @@ class MachineEntry(_Origin, frozen=True, kw_only=True):
     disks: Annotated[Text | None, says("name of an entry of disks")] = None
     host: Annotated[Text, says("name of an entry of hosts")]
     rates: Annotated[
-        Literal["catalog", "fitted"], says("fitted: by the efficiency model instead of the parts' own rates")
+        Literal["catalog", "fitted", "curves"],
+        says("fitted: by the efficiency model instead of the parts' own rates; curves: matrix products by shape, too"),
     ] = "catalog"
     notes: Annotated[Text | None, says("what `pstar machines` prints")] = None
     price_usd_per_hour: Annotated[Annotated[float, between(1e-3, 1e4)] | None, says("of one node")] = None

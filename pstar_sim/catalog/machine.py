@@ -13,6 +13,7 @@ from functools import cached_property
 
 from pstar_sim.arguments import flag, instance, number, text, whole
 from pstar_sim.catalog.curves import Curve
+from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.errors import CatalogError
 from pstar_sim.units import format_bytes
 
@@ -57,6 +58,8 @@ class Gpu:
         then the best rate of the curve.
     operator_bytes_per_s: bandwidth that the operators of a moment reach, where it was measured; None: the bandwidth of
         the HBM.
+    products: how the rate of a matrix product depends on its shape (product_shape.py); flops_per_s is then the rate of
+        large products. None: all products run at flops_per_s.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Gpu:
     launch_s: float | None = None
     matmul_tables: Mapping[str, Curve] = field(default_factory=dict)
     operator_bytes_per_s: float | None = None
+    products: ProductShape | None = None
 
     def __post_init__(self) -> None:
         positive = ("memory_bytes", "usable_bytes", "hbm_bytes_per_s", "operator_bytes_per_s")
@@ -78,6 +82,8 @@ class Gpu:
             raise CatalogError(f"{where}: flops_per_s = {self.flops_per_s!r}: it must be a rate by dtype")
         for dtype, rate in self.flops_per_s.items():
             number(f"{where}: flops_per_s[{dtype!r}]", rate, error=CatalogError)
+        if self.products is not None and self.launch_s is None:
+            raise CatalogError(f"{where}: products need launch_s, because their figures are those of kernels")
         if self.usable_bytes > self.memory_bytes:
             raise CatalogError(
                 f"{where}: usable_bytes = {self.usable_bytes}: the card has {self.memory_bytes} bytes; give no more"

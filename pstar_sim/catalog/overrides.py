@@ -239,10 +239,14 @@ def _cores(machine: Machine, count: float) -> Machine:
 
 
 def _with_hbm(gpu: Gpu, rate: float) -> Gpu:
-    """The GPU with another memory bandwidth; a measured bandwidth of a moment's operators changes in proportion."""
+    """The GPU with another memory bandwidth; that of a moment's operators and of products changes in proportion."""
     measured = gpu.operator_bytes_per_s
+    factor = rate / gpu.hbm_bytes_per_s
     operators = None if measured is None else measured * rate / gpu.hbm_bytes_per_s
-    return replace(gpu, hbm_bytes_per_s=rate, operator_bytes_per_s=operators)
+    shape = gpu.products
+    if shape is not None:
+        shape = replace(shape, bytes_per_s=shape.bytes_per_s * factor)
+    return replace(gpu, hbm_bytes_per_s=rate, operator_bytes_per_s=operators, products=shape)
 
 
 def _dram(machine: Machine, rate: float) -> Machine:

@@ -4,12 +4,13 @@ rounding."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
 from pstar_sim.catalog.curves import Curve, best_rate
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme
+from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.errors import CatalogError
 from pstar_sim.files import write_atomically
 from pstar_sim.units import GB
@@ -39,6 +40,8 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
     for part in made:
         origin = {"source": part.source, "checked": checked}
         parts.append(_table(part.name, {**part.values, **origin}))
+        if part.products:
+            parts.append(_table(f"{part.name}.products", {**part.products, **origin}))
         if part.measured:
             parts.append(_table(f"{part.name}.calibrated", {**part.calibrated, **origin}))
     parts.append(_table(name, {**_whole(machine, per_root), "source": "written by pstar", "checked": checked}))
@@ -52,6 +55,7 @@ class _Part:
     """A table of the file.
 
     calibrated: what its calibrated table holds, if it is measured.
+    products: what its table of products by shape holds; empty where it has none.
     """
 
     name: str
@@ -59,6 +63,7 @@ class _Part:
     measured: bool
     source: str
     calibrated: dict[str, object]
+    products: dict[str, object] = field(default_factory=dict)
 
 
 def _gpu_part(gpu: Gpu) -> _Part:
@@ -78,7 +83,19 @@ def _gpu_part(gpu: Gpu) -> _Part:
         measured=gpu.measured,
         source=gpu.source,
         calibrated={**hbm, **rates, **_gpu_curves(gpu)},
+        products={} if gpu.products is None else _products(gpu.products),
     )
+
+
+def _products(shape: ProductShape) -> dict[str, object]:
+    return {
+        "sms": shape.sms,
+        "tile": list(shape.tile),
+        "wave_loss": shape.wave_loss,
+        "depth": shape.depth,
+        "gb_per_s": shape.bytes_per_s / GB,
+        "kernel_us": shape.kernel_s * 1e6,
+    }
 
 
 def _link_part(link: Link) -> _Part:

@@ -1,0 +1,161 @@
+"""Seconds of matrix products by their shape, by hand; the generations of GPUs, and the fit that they come from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pstar_sim.catalog.catalog import load_catalog
+from pstar_sim.catalog.generations import generations, read_generations
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.overrides import override
+from pstar_sim.catalog.product_shape import ProductShape
+from pstar_sim.catalog.writing import save_machine
+from pstar_sim.core.layout import build_layout
+from pstar_sim.cost import CostModel
+from pstar_sim.errors import CatalogError
+from pstar_sim.testing import chain_workload
+
+ROOT = Path(__file__).resolve().parents[2]
+RATE = 1e12  # flops/s of large products
+SHAPE = ProductShape(sms=10, tile=(100, 100), wave_loss=1.0, depth=0.0, bytes_per_s=1e18, kernel_s=0.0)
+
+
+def seconds(shape: ProductShape, *product: int, moved_bytes: float = 0.0) -> float:
+    return shape.seconds(product, RATE, moved_bytes)
+
+
+def test_the_last_wave_leaves_sms_idle() -> None:
+    full = 2 * 1000 * 500 * 1000 / RATE
+    assert seconds(SHAPE, 1, 1000, 500, 1000) == pytest.approx(full)  # 100 tiles: ten waves
+    # 110 tiles are eleven waves, and so are 101: an eleventh row of one column of tiles.
+    assert seconds(SHAPE, 1, 1100, 500, 1000) == pytest.approx(1.1 * full)
+    assert seconds(SHAPE, 1, 10_100, 500, 100) == pytest.approx(1.1 * full)
+    assert seconds(replace(SHAPE, wave_loss=0.0), 1, 10_100, 500, 100) == pytest.approx(1.01 * full)
+    assert seconds(SHAPE, 1, 100, 500, 100) == pytest.approx(full / 10)  # one tile takes as long as ten
+    assert seconds(SHAPE, 10, 100, 500, 100) == pytest.approx(full / 10)
+
+
+def test_short_dot_products_little_work_and_many_bytes_cost_more() -> None:
+    full = 2 * 1000 * 500 * 1000 / RATE
+    assert seconds(replace(SHAPE, depth=250.0), 1, 1000, 500, 1000) == pytest.approx(1.5 * full)
+    assert seconds(replace(SHAPE, kernel_s=1e-3), 1, 1000, 500, 1000) == pytest.approx(full + 1e-3)
+    # As long for the bytes as for the arithmetic: the corner is round, the fourth root of 2.
+    assert seconds(replace(SHAPE, bytes_per_s=1e9), 1, 1000, 500, 1000, moved_bytes=1e6) == pytest.approx(
+        full * 2**0.25
+    )
+    assert seconds(replace(SHAPE, bytes_per_s=1e9), 1, 1000, 500, 1000, moved_bytes=1e8) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sms": 0}, "sms"),
+        ({"tile": (0, 4)}, "tile rows"),
+        ({"wave_loss": 1.5}, "from 0 to 1"),
+        ({"depth": -1}, "depth"),
+    ],
+)
+def test_figures_that_no_gpu_has_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(CatalogError, match=words):
+        replace(SHAPE, **change)
+
+
+def by_curves(tmp_path: Path) -> Path:
+    file = tmp_path / "my.toml"
+    file.write_text(
+        '[machines.my]\ngpu = "a100-40"\ngpus = 1\nlink = "pcie4-x16"\nhost = "server-512"\nrates = "curves"\n'
+    )
+    names = load_catalog().hosts
+    file.write_text(file.read_text().replace("server-512", next(iter(names))))
+    return file
+
+
+def test_a_machine_with_curves_times_each_product_by_its_shape(tmp_path: Path) -> None:
+    machine = load_machine(by_curves(tmp_path))
+    gpu, a100 = machine.gpu, generations()["a100"]
+    assert gpu.products is not None and gpu.launch_s is not None
+    assert gpu.products.bytes_per_s == pytest.approx(a100.memory * 1555e9)
+    assert gpu.flops_per_s["bf16"] == pytest.approx(312e12 * a100.plateau)
+    w = chain_workload(2, 1024)
+    products = ((1, 4096, 512, 1024), (4, 64, 64, 64))
+    first = replace(w.moments[0], flops=10**11, bytes_read=10**9, bytes_written=0, products=products)
+    own = [2 * b * (m * k + k * n + m * n) for b, m, k, n in products]
+    work = [2 * b * m * k * n for b, m, k, n in products]
+    rate = gpu.flops_per_s["bf16"]
+    expected = (
+        sum(gpu.products.seconds(p, rate, size) for p, size in zip(products, own, strict=True))
+        + (10**11 - sum(work)) / rate
+        + (10**9 - sum(own)) / gpu.hbm_bytes_per_s
+        + gpu.launch_s
+    )
+    w = replace(w, moments=(first, *w.moments[1:]))
+    assert CostModel(w, machine, build_layout(w)).moments_s[0] == pytest.approx(expected)
+    # A moment that names no products is timed as on a machine with fitted rates.
+    plain = replace(w, moments=(replace(first, products=()), *w.moments[1:]))
+    assert CostModel(plain, machine, build_layout(plain)).moments_s[0] == pytest.approx(
+        10**11 / rate + 10**9 / gpu.hbm_bytes_per_s + gpu.launch_s
+    )
+
+
+def test_figures_of_products_come_back_from_a_machine_file_and_follow_the_memory(tmp_path: Path) -> None:
+    machine = load_machine(by_curves(tmp_path))
+    save_machine(machine, tmp_path / "again.toml")
+    before, after = machine.gpu.products, load_machine(tmp_path / "again.toml").gpu.products
+    assert before is not None and after is not None
+    assert (after.sms, after.tile, after.wave_loss, after.depth) == (108, (128, 256), before.wave_loss, before.depth)
+    assert after.bytes_per_s == pytest.approx(before.bytes_per_s)
+    assert after.kernel_s == pytest.approx(before.kernel_s)
+    hbm = machine.gpu.hbm_bytes_per_s
+    faster = override(machine, {"gpu.hbm": f"{2 * hbm / 1e9}GB/s"}).gpu.products
+    assert faster is not None and faster.bytes_per_s == pytest.approx(2 * before.bytes_per_s)
+
+
+def test_a_gpu_of_no_generation_has_no_curves(tmp_path: Path) -> None:
+    file = by_curves(tmp_path)
+    file.write_text(file.read_text().replace("a100-40", "l4"))
+    with pytest.raises(CatalogError, match=r"\[l4\] generation = None; must be the name of a generation, such as"):
+        load_machine(file)
+
+
+def test_only_machines_that_ask_for_curves_have_them() -> None:
+    catalog = load_catalog()
+    asking = {name for name, e in catalog.machines.items() if e.values.rates == "curves"}
+    assert {name for name in catalog.machines if catalog.machine(name).gpu.products is not None} == asking
+
+
+def test_every_figure_of_a_generation_says_how_it_is_known() -> None:
+    text = "[x]\nsms = 1\ntile = [1, 1]\nplateau = 0.5\nwave_loss = 0\ndepth = 0\nmemory = 0.5\nkernel_us = 0\n"
+    text += 'source = "by hand"\nchecked = 2026-11-23\n'
+    with pytest.raises(CatalogError, match=r"x\.toml: \[x\] known names sms; it must name sms, tile, plateau"):
+        read_generations("x.toml", text + 'known = { sms = "measured" }\n')
+    with pytest.raises(CatalogError, match="guessed"):
+        read_generations("x.toml", text + 'known = { sms = "guessed" }\n')
+
+
+def test_fitted_generations_are_those_of_the_benchmark() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "gemm.json").read_text(encoding="utf-8"))
+    for name, gpu, memory in (("a100", "A100-PCIe", 1935), ("b200", "B200", 8000)):
+        made, fit = generations()[name], result[gpu]
+        assert (made.sms, list(made.tile)) == (fit["sms"], fit["tile"])
+        for figure in ("plateau", "wave_loss", "depth", "kernel_us"):
+            assert made.known[figure] == "fitted"
+            assert getattr(made, figure) == pytest.approx(fit[figure], rel=0.01)
+        assert made.memory * memory == pytest.approx(fit["gb_per_s"], rel=0.01)
+
+
+def test_the_page_says_what_the_benchmark_found() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "gemm.json").read_text(encoding="utf-8"))
+    page = (ROOT / "docs" / "results" / "matrix-products.md").read_text(encoding="utf-8")
+    for gpu in ("A100-PCIe", "B200"):
+        columns = ("left_out", "one_constant", "left_out_with_neighbours", "repeated")
+        cells = [f"{result[gpu][c]['median']:.1%}, {result[gpu][c]['p90']:.1%}".replace("%", " %") for c in columns]
+        assert f"| {gpu} | {result[gpu]['products']} | {' | '.join(cells)} |" in page
+    carried = result["B200"]["from_a100"]
+    assert f"median {carried['median']:.1%}, 90th percentile {carried['p90']:.1%}".replace("%", " %") in page
+    assert result["A100-PCIe"]["left_out"]["median"] <= 0.03 and result["A100-PCIe"]["left_out"]["p90"] <= 0.20
+    assert result["B200"]["left_out"]["median"] <= 0.06 and carried["median"] <= 0.12
