@@ -422,6 +422,59 @@ def search_constants() -> str:
     return "\n".join(lines)
 
 
+def gemm() -> str:
+    """A row per GPU of measured matrix products."""
+    found = result("gemm")
+    lines = [
+        "| GPU | products | (k, n) left out: median, 90th | one constant | corrected by like products | same product |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    columns = ("left_out", "one_constant", "left_out_with_neighbours", "repeated")
+    for gpu in ("A100-PCIe", "B200"):
+        r = found[gpu]
+        cells = [f"{100 * r[c]['median']:.1f} %, {100 * r[c]['p90']:.1f} %" for c in columns]
+        lines.append(f"| {gpu} | {r['products']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gemm_carried() -> str:
+    r = result("gemm")["B200"]["from_a100"]
+    return f"median {100 * r['median']:.1f} %, 90th percentile {100 * r['p90']:.1f} % ({link('gemm')})"
+
+
+def gemm_figures() -> str:
+    """The fitted figures of each GPU."""
+    a100, b200 = (result("gemm")[gpu] for gpu in ("A100-PCIe", "B200"))
+    lines = ["| figure | A100 | B200 | how it is known |", "|---|---:|---:|---|"]
+    for words, key, unit, known in (
+        ("SMs", "sms", "", "datasheet"),
+        ("tile, rows x columns", "tile", "", "assumed"),
+        ("share of the peak that large products reach", "plateau", "", "fitted"),
+        ("share of the last wave's idle time that is lost", "wave_loss", "", "fitted"),
+        ("terms of a dot product that a tile's beginning and end take", "depth", "", "fitted"),
+        ("rate of the memory, factors and result", "gb_per_s", " GB/s", "fitted"),
+        ("kernel", "kernel_us", " us", "fitted"),
+    ):
+        cells = [" x ".join(map(str, r[key])) if key == "tile" else f"{r[key]}{unit}" for r in (a100, b200)]
+        lines.append(f"| {words} | {' | '.join(cells)} | {known} |")
+    return "\n".join(lines)
+
+
+def families() -> str:
+    """What one model for all would change, a row per entry of the catalog, and how many pairs are outside."""
+    found = result("families")
+    counts = found["counts"]
+    now, fitted, curves = (f"{c['outside']} of {c['pairs']} pairs outside" for c in counts.values())
+    lines = [
+        f"| machine | model | now by | tokens/s: {now} | seconds, fitted: {fitted} | seconds, curves: {curves} |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for r in found["seconds_change"]:
+        cells = [_change(r[way], digits=0) for way in ("fitted", "curves")]
+        lines.append(f"| {r['machine']} | {r['model']} | {r['rates']} | {r['tokens_per_s']:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _change(part: float, digits: int = 2) -> str:
     """A relative change with its sign; nothing where it rounds to 0."""
     text = f"{100 * part:+.{digits}f} %"
@@ -434,9 +487,11 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     for f in (
         accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, interleavings, leaks, mutations,
         faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated, tide_bytes, whale,
+        gemm_carried,
     )
 } | {
     "demo-taken": lambda: link("demo"),
+    "families-taken": lambda: link("families"),
     "search-constants-taken": lambda: link("search_constants"),
     "table-taken": lambda: link("table_policies"),
     "validation-taken": lambda: link("validation"),
@@ -447,7 +502,10 @@ PHRASES: Mapping[str, Callable[[], str]] = {
 BLOCKS: Mapping[str, Callable[[], str]] = {
     "contract": contract_table,
     "demo": demo,
+    "families": families,
     "gaps": gaps_table,
+    "gemm": gemm,
+    "gemm-figures": gemm_figures,
     "peers": peers_resident,
     "peers-away": peers_away,
     "search-constants": search_constants,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from _help import only_help
 from _results import write_result
 from scipy.optimize import least_squares
 
@@ -158,6 +159,7 @@ def repeated(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def main() -> None:
+    only_help(__doc__)
     figures: dict[str, object] = {}
     a100, _ = fitted("A100-PCIe", rows_of("A100-PCIe"))
     for gpu in DATASHEET:

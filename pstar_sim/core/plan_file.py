@@ -77,7 +77,7 @@ def _to_json(plan: Plan) -> str:
         "nvme_budget_bytes": plan.nvme_budget_bytes,
         "predictions": dict(plan.predictions),
         "choices": dict(plan.choices),
-        "machine": dataclasses.asdict(plan.machine),
+        "machine": _machine_to_dict(plan.machine),
         "workload": _workload_to_dict(plan.workload),
         "layout": plan.layout.to_dict(),
         "modes": list(plan.modes),
@@ -92,6 +92,16 @@ def _to_json(plan: Plan) -> str:
             raise PlanError(f"plan field {name!r} cannot be written: {error}") from None
     steps = ",\n".join(json.dumps(to_text(step)) for step in plan.steps)
     return "{\n" + ",\n".join(parts) + ',\n"steps": [\n' + steps + "\n]\n}\n"
+
+
+def _machine_to_dict(machine: Machine) -> dict[str, object]:
+    """The machine as plain values. `products` of a GPU is left out where there is none: such files are as they were
+    before the field existed."""
+    values = dataclasses.asdict(machine)
+    for rank in values["ranks"]:
+        if rank["gpu"]["products"] is None:
+            del rank["gpu"]["products"]
+    return values
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:

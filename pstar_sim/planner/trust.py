@@ -1,9 +1,10 @@
 """Trust: how far off predicted iteration times were, by class of machine.
 
 [Note: classes] A class is a generation of GPUs (the first part of the GPU's catalog name: "v100", "a100", "h100") and
-how many of them: "one GPU", "node" (several in one node) or "nodes". Its errors are those of the tested rows of whole
-iterations, kept in catalog/expected_errors.json, which `pstar validate --write` makes. A policy that no published run
-stands for has the errors of its class; a class without rows has none.
+how many of them: "one GPU", "node" (several in one node) or "nodes"; machines that time products by shape are classes
+of their own. Its errors are those of the tested rows of whole iterations, kept in catalog/expected_errors.json, which
+`pstar validate --write` makes. A policy that no published run stands for has the errors of its class; a class without
+rows has none.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class ExpectedError:
 def class_of(machine: Machine) -> str:
     """Class of a machine: [Note: classes]. Unequal GPUs are a class of their own ("a100 + v100 node")."""
     generations = " + ".join(dict.fromkeys(r.gpu.name.split("-")[0] for r in machine.ranks))
-    return class_name(generations, ranks=len(machine.ranks), nodes=machine.nodes)
+    name = class_name(generations, ranks=len(machine.ranks), nodes=machine.nodes)
+    return name if machine.gpu.products is None else f"{name} with products by shape"
 
 
 def class_name(generation: str, *, ranks: int, nodes: int) -> str:
