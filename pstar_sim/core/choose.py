@@ -15,17 +15,21 @@ a lead unless it is the earliest of its queue not yet started: memory is reserve
 ready, and the last slots stay for urgent ones. Without `room` (the steps have an order already), a step may take
 bytes before earlier ones of the draft only if these could still run one after the other in what is left (the banker's
 rule).
+
+[Note: a window again] What starts next follows from what has started and ended, from the bytes that are free, and from
+which step ends first. So where an iteration begins as the one before it began, the same steps follow in the same order,
+and only the clock is advanced over them. That gives the same seconds to the bit, because the same seconds are added in
+the same order; where rounding would let another step end first, the window is run like the others.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import pairwise
-from operator import attrgetter
-from typing import Any
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +44,7 @@ __all__ = ["Window", "choose"]
 # Iterations that are run until two agree; where none do, the last one counts. docs/results/search-constants.md says
 # what fewer cost.
 MOST_WINDOWS = 6
+TOLERANCE = 1e-6  # relative, within which two successive periods agree
 ROUNDING = 1e-9  # relative, far more than the seconds of a window can be off by adding them up
 COMPUTE, H2D, D2H, ADAM, NET, NVME = range(6)
 _INDEX = {
@@ -52,35 +57,75 @@ _INDEX = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Events(Sequence[tuple[int, int, bool]]):
+    """(row, iteration relative to the window, ended?) in the order in which they happened. Behind the end of an op come
+    the events of its parts. A search looks at the events of its best attempts alone, so they are read from the log each
+    time.
+
+    log: entries of one iteration.
+    lap: number of that iteration.
+    rows: number of rows of the draft.
+    parts: op -> its parts.
+    """
+
+    log: Sequence[int]
+    lap: int
+    rows: int
+    parts: Mapping[int, Sequence[int]]
+
+    def __len__(self) -> int:
+        return len(self.log) + 2 * sum(map(len, self.parts.values()))
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, int, bool]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[tuple[int, int, bool]]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[int, int, bool] | Sequence[tuple[int, int, bool]]:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[tuple[int, int, bool]]:
+        for entry in self.log:
+            k, i = divmod(entry // 2, self.rows)
+            k -= self.lap
+            yield (i, k, bool(entry % 2))
+            if entry % 2:
+                for part in self.parts.get(i, ()):
+                    yield (part, k, False)
+                    yield (part, k, True)
+
+
 @dataclass(slots=True)
 class Window:
     """One iteration of a schedule that repeats, from the first step of its compute queue to the first step of the next
     iteration.
 
     iteration_s: predicted seconds per iteration.
-    events: (row, iteration relative to the window, ended?) in the order in which they happened.
+    events: what happened, in order.
     gpu_free_bytes, host_free_bytes: free when the window opens.
     stuck: None, or (row, place, bytes wanted, bytes free) of the step that can never start.
     periods_s: seconds of each iteration that was tried.
     """
 
     iteration_s: float
-    events: list[tuple[int, int, bool]]
+    events: Sequence[tuple[int, int, bool]]
     gpu_free_bytes: int
     host_free_bytes: int
     stuck: tuple[int, str, int, int] | None = None
     periods_s: list[float] = field(default_factory=list)
 
 
-def choose(draft: Draft, *, tolerance: float = 1e-6, limit_s: float = math.inf) -> Window:
-    """Advance the draft from the cut until its window repeats and two successive periods agree within the relative
-    tolerance, for MOST_WINDOWS windows at most.
+def choose(draft: Draft, *, limit_s: float = math.inf) -> Window:
+    """Advance the draft from the cut until its window repeats and two successive periods agree within TOLERANCE, for
+    MOST_WINDOWS windows at most.
 
     Gives up, without events, once a window is certain to take longer than limit_s and at least as long as the one
     before. (As a rule the first window is the shortest, because it waits for nothing of an earlier iteration.)
     `iteration_s` is then a lower bound of the window's seconds.
     """
-    return _Chooser(draft).choose(tolerance, limit_s)
+    return _Chooser(draft).choose(limit_s)
 
 
 class _Chooser:
@@ -93,10 +138,7 @@ class _Chooser:
         self.draft = draft
         rows = draft.rows
         count = len(rows)
-        charges, self.use, self.is_position = _columns(rows, "charge", "use", "is_position")
-        self.seconds, self.gpu_take, self.gpu_free, self.host_take, self.host_free, dram_bytes = _columns(
-            charges, "seconds", "gpu_take", "gpu_free", "host_take", "host_free", "dram_bytes"
-        )
+        dram_bytes = self._read(rows)
         self.parts: dict[int, list[int]] = {}  # op -> rows that follow it at once
         op_of = self._join(rows)
         self._link(rows, op_of)
@@ -125,6 +167,16 @@ class _Chooser:
         ]
         self._reserve(free)
 
+    def _read(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Read the columns of the rows. Returns bytes of host DRAM, which only the demand is made of."""
+        charges = [row.charge for row in rows]
+        self.use = [row.use for row in rows]
+        self.is_position = [row.is_position for row in rows]
+        self.seconds = [charge.seconds for charge in charges]
+        self.gpu_take, self.gpu_free = [c.gpu_take for c in charges], [c.gpu_free for c in charges]
+        self.host_take, self.host_free = [c.host_take for c in charges], [c.host_free for c in charges]
+        return [charge.dram_bytes for charge in charges]
+
     def _join(self, rows: Sequence[DraftRow]) -> list[int]:
         """The op that each row is, or is a part of. Raises ValueError for a row that cannot be a part."""
         op_of = list(range(len(rows)))
@@ -146,13 +198,14 @@ class _Chooser:
         self.successors: dict[int, list[int]] = {}  # in the next one
         self.base_waits = [len(row.after) for row in rows]
         self.first_waits = list(self.base_waits)  # of the first iteration, whose predecessor is taken as done
+        followers = self.followers
         for i, row in enumerate(rows):
             for j, back in row.after:
                 if back:
                     self.successors.setdefault(op_of[j], []).append(i)
                     self.first_waits[i] -= 1
                 else:
-                    self.followers[op_of[j]].append(i)
+                    followers[op_of[j]].append(i)
 
     def _reserve(self, free: Sequence[int]) -> None:
         """Find the queues whose steps take bytes ahead of their use, and sort these steps by use. free: steps that
@@ -175,12 +228,12 @@ class _Chooser:
             rest_s += self.seconds[i]
             self.upcoming[n], self.rest_s[n] = need, rest_s
 
-    def choose(self, tolerance: float, limit_s: float) -> Window:
+    def choose(self, limit_s: float) -> Window:
         draft, count = self.draft, len(self.queue_of)
         gpu_take, gpu_give, host_take, host_give = self.gpu_take, self.gpu_free, self.host_take, self.host_free
         seconds_of, use, is_position = self.seconds, self.use, self.is_position
         followers, successors, rank, by_rank = self.followers, self.successors, self.rank, self.by_rank
-        queue_of, queues, others, on_dram = self.queue_of, self.queues, self.others, self.on_dram
+        queue_of, queues, on_dram = self.queue_of, self.queues, self.on_dram
         gpu_free, host_free = draft.gpu_free_bytes, draft.host_free_bytes
         log: list[int] = []
         marks: list[tuple[float, int, int, int]] = []  # time, length of the log, gpu_free, host_free
@@ -210,6 +263,7 @@ class _Chooser:
         refused = [(-1, -1)] * queues
         latest_s = limit_s * (1 + ROUNDING)  # when the compute queue has to be done with its iteration
         now = 0.0
+        begun: tuple[object, ...] = ()  # the state in which the latest iteration began
 
         def open_iteration() -> None:
             nonlocal slack
@@ -217,7 +271,7 @@ class _Chooser:
             row = list(self.base_waits if k else self.first_waits)
             opened = self.at_once if k else [i for i in by_rank if not row[i]]
             for i in opened:
-                heapq.heappush(ready[queue_of[i]], k * count + rank[i])
+                heappush(ready[queue_of[i]], k * count + rank[i])
             if k:  # steps of the previous iteration that have ended already
                 previous = ended[k - 1]
                 for j, behind in successors.items():
@@ -225,7 +279,7 @@ class _Chooser:
                         for i in behind:
                             row[i] -= 1
                             if not row[i] and rank[i] >= 0:
-                                heapq.heappush(ready[queue_of[i]], k * count + rank[i])
+                                heappush(ready[queue_of[i]], k * count + rank[i])
             waits.append(row)
             started.append(bytearray(count))
             ended.append(bytearray(self.is_part))
@@ -237,20 +291,20 @@ class _Chooser:
             gpu_free += gpu_give[i]
             host_free += host_give[i]
             ended[k][i] = 1
-            log.append(2 * (k * count + i) + 1)
-            if is_position[i]:
-                position += 1
+            base = k * count
+            log.append(2 * (base + i) + 1)
+            position += is_position[i]
             row = waits[k]
             for j in followers[i]:
-                row[j] -= 1
-                if not row[j] and rank[j] >= 0:
-                    heapq.heappush(ready[queue_of[j]], k * count + rank[j])
+                row[j] = waiting = row[j] - 1
+                if not waiting and rank[j] >= 0:
+                    heappush(ready[queue_of[j]], base + rank[j])
             if i in successors and k + 1 < len(waits):
                 row = waits[k + 1]
                 for j in successors[i]:
-                    row[j] -= 1
-                    if not row[j] and rank[j] >= 0:
-                        heapq.heappush(ready[queue_of[j]], (k + 1) * count + rank[j])
+                    row[j] = waiting = row[j] - 1
+                    if not waiting and rank[j] >= 0:
+                        heappush(ready[queue_of[j]], base + count + rank[j])
 
         def start(q: int, i: int, k: int) -> bool:
             """Start step i of iteration k on queue q. Returns whether the step has ended already, because it takes no
@@ -259,22 +313,30 @@ class _Chooser:
             gpu_free -= gpu_take[i]
             host_free -= host_take[i]
             started[k][i] = 1
-            log.append(2 * (k * count + i))
-            seconds = seconds_of[i]
-            if seconds <= 0.0:
+            op = k * count + i
+            log.append(2 * op)
+            if seconds_of[i] <= 0.0:
                 finish(i, k)
                 return True
-            running[q] = k * count + i
+            occupy(q, op, seconds_of[i])
+            return False
+
+        def occupy(q: int, op: int, seconds: float) -> None:
+            running[q] = op
             until[q] = now + seconds
             if shared and q in on_dram:
                 left[q] = seconds
                 speed[q] = 0.0  # until now
                 retime()
-            return False
+
+        def vacate(q: int) -> None:
+            running[q], until[q] = -1, math.inf
+            if shared and q in on_dram:
+                retime()
 
         def leave(q: int) -> None:
             """The first of the steps that are ready leaves its queue."""
-            heapq.heappop(ready[q])
+            heappop(ready[q])
             unstarted[q] -= 1
             if not unstarted[q]:
                 current[q] += 1
@@ -293,6 +355,63 @@ class _Chooser:
                 speed[q] = rate
                 until[q] = now + max(0.0, left[q]) / rate
 
+        def state() -> tuple[object, ...]:
+            """All that the order of the steps after a mark follows from, counted from the iteration before it; empty
+            while something older is still under way."""
+            last = lap - 1
+            if last and 0 in ended[last - 1]:
+                return ()
+            zero = last * count
+            return (
+                gpu_free,
+                host_free,
+                position - last * self.positions,
+                [list(row) for row in waits[last:]],
+                [bytes(ops) for ops in started[last:]],
+                [bytes(ops) for ops in ended[last:]],
+                [sorted([op - zero for op in ops]) for ops in ready],
+                [op - zero if op >= 0 else op for op in running],
+                [k - last for k in current[H2D:]],
+                list(unstarted),
+                slack[position:].tobytes(),
+            )
+
+        def pass_over(entries: Sequence[int]) -> bool:
+            """Advance the clock over these entries of the log. Returns whether their steps end in that order."""
+            nonlocal now
+            for entry in entries:
+                op = entry // 2
+                i = op % count
+                if seconds_of[i] <= 0.0:
+                    continue
+                q = queue_of[i]
+                if not entry % 2:
+                    occupy(q, op, seconds_of[i])
+                    continue
+                now = min(until)
+                if until.index(now) != q:
+                    return False
+                vacate(q)
+            return True
+
+        def again() -> Window | None:
+            """The outcome, where the latest window comes again; None, and all is as before, where it does not: [Note: a
+            window again]."""
+            nonlocal now, settled_s
+            clock = now, settled_s, running[:], until[:], left[:], speed[:]
+            entries, windows = len(log), len(marks)
+            window, outcome = log[marks[-2][1] :], None
+            while outcome is None:
+                window = [entry + 2 * count for entry in window]
+                if not pass_over(window):
+                    now, settled_s, running[:], until[:], left[:], speed[:] = clock
+                    del log[entries:], marks[windows:]
+                    break
+                log.extend(window)
+                marks.append((now, len(log), gpu_free, host_free))
+                outcome = self._outcome(marks, log, limit_s)
+            return outcome
+
         open_iteration()
         open_iteration()
         marks.append((0.0, 0, gpu_free, host_free))
@@ -306,10 +425,11 @@ class _Chooser:
                     break
                 if at == 0 and lap > 0:
                     marks.append((now, len(log), gpu_free, host_free))
-                    if (abandoned := _too_long(marks, limit_s)) is not None:
-                        return abandoned
-                    outcome = self._repeats(marks, log, tolerance, lap >= MOST_WINDOWS)
+                    outcome = self._outcome(marks, log, limit_s)
                     if outcome is not None:
+                        return outcome
+                    before, begun = begun, state()
+                    if begun and begun == before and (outcome := again()) is not None:
                         return outcome
                     latest_s = now + max(limit_s, marks[-1][0] - marks[-2][0]) * (1 + ROUNDING)
                 elif now + self.rest_s[at] > latest_s:
@@ -322,8 +442,8 @@ class _Chooser:
                     if lap + 1 >= len(waits):
                         open_iteration()
             # Whether a step that took no time has made room, or set others free, after these were looked at.
-            again = False
-            for q in others:
+            at_once = False
+            for q in self.others:
                 while ready[q] and running[q] < 0:
                     k, place = divmod(ready[q][0], count)
                     i = by_rank[place]
@@ -332,7 +452,7 @@ class _Chooser:
                     if gpu_take[i] and not ahead and not self._safe(i, k, gpu_free, started, ended):
                         break
                     leave(q)
-                    again |= start(q, i, k)
+                    at_once |= start(q, i, k)
             for q in self.reserving:
                 while ready[q] and running[q] < 0:
                     first_ready = ready[q][0]
@@ -367,8 +487,8 @@ class _Chooser:
                         break
                     refused[q] = (-1, -1)
                     leave(q)
-                    again |= start(q, i, k)
-            if again:
+                    at_once |= start(q, i, k)
+            if at_once:
                 continue
             # Advance to the next end.
             now = min(until)
@@ -376,41 +496,38 @@ class _Chooser:
                 return self._stuck(waits, lap, compute[at], gpu_free, host_free, ready)
             q = until.index(now)
             k, i = divmod(running[q], count)
-            running[q], until[q] = -1, math.inf
-            if shared and q in on_dram:
-                retime()
+            vacate(q)
             finish(i, k)
 
     def _safe(self, i: int, k: int, gpu_free: int, started: Sequence[bytearray], ended: Sequence[bytearray]) -> bool:
         """The banker's rule: could all earlier steps of the draft still run one by one if step i of iteration k took
         its bytes now?"""
-        left = gpu_free - self.gpu_take[i]
+        gpu_take, gpu_free_of = self.gpu_take, self.gpu_free
+        left = gpu_free - gpu_take[i]
         for lap in range(max(0, k - 1), k + 1):
             on, off = started[lap], ended[lap]
-            first = off.find(0)  # what has ended counts for nothing
-            for j in range(len(off) if first < 0 else first, len(off) if lap < k else i):
-                if off[j]:
-                    continue
+            end = len(off) if lap < k else i
+            j = off.find(0, 0, end)  # what has ended counts for nothing
+            while j >= 0:
                 if not on[j]:
-                    left -= self.gpu_take[j]
+                    left -= gpu_take[j]
                     if left < 0:
                         return False
-                left += self.gpu_free[j]
+                left += gpu_free_of[j]
+                j = off.find(0, j + 1, end)
         return True
 
-    def _repeats(
-        self,
-        marks: list[tuple[float, int, int, int]],
-        log: list[int],
-        tolerance: float,
-        give_up: bool,
-    ) -> Window | None:
-        """The outcome if the window that just ended is as long as the one before and contains every step once."""
+    def _outcome(self, marks: list[tuple[float, int, int, int]], log: list[int], limit_s: float) -> Window | None:
+        """The outcome if the window that just ended took too long, or is as long as the one before and contains every
+        step once."""
+        if (abandoned := _too_long(marks, limit_s)) is not None:
+            return abandoned
         lap = len(marks) - 2
+        give_up = lap + 1 >= MOST_WINDOWS
         (begin_s, low, gpu_free, host_free), (end_s, high, _, _) = marks[-2], marks[-1]
         period = end_s - begin_s
         periods = [b[0] - a[0] for a, b in pairwise(marks)]
-        if not give_up and (len(periods) < 2 or not agree(period, periods[-2], tolerance)):
+        if not give_up and (len(periods) < 2 or not agree(period, periods[-2], TOLERANCE)):
             return None
         whole = 2 * len(self.queue_of)
         closed = high - low == 2 * self.ops == len({entry % whole for entry in log[low:high]})
@@ -430,27 +547,11 @@ class _Chooser:
             shown = log[low:high]
         return Window(
             iteration_s=period,
-            events=self._events(shown, lap),
+            events=Events(shown, lap, len(self.queue_of), self.parts),
             gpu_free_bytes=gpu_free,
             host_free_bytes=host_free,
             periods_s=periods,
         )
-
-    def _events(self, log: Sequence[int], lap: int) -> list[tuple[int, int, bool]]:
-        """Events of a stretch of the log, iterations relative to `lap`. Behind the end of an op come the events of its
-        parts."""
-        count, parts = len(self.queue_of), self.parts
-        events: list[tuple[int, int, bool]] = []
-        for entry in log:
-            k, i = divmod(entry // 2, count)
-            k -= lap
-            if entry % 2:
-                events.append((i, k, True))
-                for part in parts.get(i, ()):
-                    events += ((part, k, False), (part, k, True))
-            else:
-                events.append((i, k, False))
-        return events
 
     def _stuck(
         self,
@@ -472,11 +573,6 @@ class _Chooser:
         return Window(
             0.0, [], gpu_free, host_free, stuck=short[0] if short else (first, "gpu", self.gpu_take[first], gpu_free)
         )
-
-
-def _columns(things: Sequence[object], *names: str) -> list[list[Any]]:
-    """The named attributes of the objects, one list per name."""
-    return [list(column) for column in zip(*map(attrgetter(*names), things))]
 
 
 def _too_long(marks: Sequence[tuple[float, int, int, int]], limit_s: float) -> Window | None:
