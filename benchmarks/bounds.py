@@ -26,12 +26,9 @@ from statistics import mean, median
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 from _results import RESULTS, write_result
-from bounded import SPECS, bounds_of, hold, random_job, random_spec
+from bounded import SPECS, bounds_of, held_plans
 from exact_optimum import Tiny
 from tiny import Compared, Optima, compare_tiny, from_text, layer_major, optima_of, random_tiny, to_text
-
-from pstar_sim.errors import CannotPlan, DoesNotFit
-from pstar_sim.policy.registry import find_policy
 
 MOST_STATES = 30_000
 JOBS = 90
@@ -163,28 +160,14 @@ def _plans(wanted: int, seed: int) -> Mapping[str, object]:
     counts: Counter[str] = Counter()
     by_binding: dict[str, list[float]] = defaultdict(list)
     wrong: list[str] = []
-    for number in count():
-        if counts["plans"] == wanted:
-            break
-        rng = random.Random(f"plan {seed} {number}")
-        w, machine, settings = random_job(rng)
-        spec = random_spec(rng)
-        try:
-            plan = find_policy(spec)(w, machine, settings)
-        except (DoesNotFit, CannotPlan):
-            counts["no plan"] += 1
-            continue
-        held = hold(plan)
-        counts["plans"] += 1
-        counts[f"of {spec.partition(':')[0]}"] += 1
-        counts[f"{w.micro_batches} micro-batches"] += 1
+    for plan, held, below in held_plans(f"plan {seed}", wanted, counts):
         counts["layer-major"] += plan.workload.layer_major
         counts["with stashes"] += bool(plan.workload.stashes)
-        counts["behind a barrier"] += settings.barrier(w.dtype) is not None
-        counts["with clipping"] += settings.clip
+        counts["behind a barrier"] += plan.settings.barrier(plan.workload.dtype) is not None
+        counts["with clipping"] += plan.settings.clip
         counts["held against the closed form, too"] += "closed" in held.bounds
         by_binding[held.binding].append(held.seconds / held.bounds["fluid"])
-        wrong += [f"{line}: plan {number}, {spec}, {settings}" for line in held.wrong]
+        wrong += below
     return {
         **{key: counts[key] for key in sorted(counts)},
         "plan over fluid program": {binding: _spread(by_binding[binding]) for binding in sorted(by_binding)},

@@ -10,21 +10,16 @@ what binds it; writes results/bounds_ranks.json; exit 1 where a plan is below a 
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import count
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 from _results import write_result
-from bounded import hold, random_job, random_spec, several
-
-from pstar_sim.errors import CannotPlan, DoesNotFit
-from pstar_sim.policy.registry import find_policy
+from bounded import held_plans
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,27 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts: Counter[str] = Counter()
     over: defaultdict[str, list[float]] = defaultdict(list)
     wrong: list[str] = []
-    for number in count():
-        if counts["plans"] >= args.plans:
-            break
-        rng = random.Random(f"ranks {args.seed} {number}")
-        w, machine, settings = random_job(rng)
-        machine = several(rng, machine, rng.choice((2, 3, 4, 6, 8)))
-        spec = random_spec(rng)
-        try:
-            plan = find_policy(spec)(w, machine, settings)
-        except (DoesNotFit, CannotPlan):
-            counts["no plan"] += 1
-            continue
-        held = hold(plan)
-        counts["plans"] += 1
-        counts[f"of {spec.partition(':')[0]}"] += 1
-        counts[f"{len(machine.ranks)} GPUs"] += 1
-        counts[f"{w.micro_batches} micro-batches"] += 1
-        counts["GPUs that differ"] += machine.mixed
+    for plan, held, below in held_plans(f"ranks {args.seed}", args.plans, counts, gpus=(2, 3, 4, 6, 8)):
+        counts[f"{len(plan.machine.ranks)} GPUs"] += 1
+        counts["GPUs that differ"] += plan.machine.mixed
         counts["whole chunks on each GPU"] += plan.layout.ranks == 1
         over[held.binding].append(held.seconds / held.bounds["fluid"])
-        wrong += [f"{line}: plan {number}, {spec}, {settings}" for line in held.wrong]
+        wrong += below
     figures = {
         **{key: counts[key] for key in sorted(counts)},
         "plan over bound, median": {binding: round(median(over[binding]), 4) for binding in sorted(over)},

@@ -36,7 +36,8 @@ update on the GPU takes no time for it.
 [Note: versions of the model] A plan file says by which version its seconds and its lower bound were predicted, so that
 a figure of an earlier version is not called false (planner/stated.py). A change that predicts other seconds raises
 VERSION, and `changed_since` says for which plans. Version 1, which files do not name, took no time for adds on the GPU,
-and its bounds for several micro-batches were lower. Version 2 took no time for adds in updates.
+and its bounds for several micro-batches were lower. Version 2 took no time for adds in updates, and its bounds for
+several micro-batches were lower than today's, too.
 
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, its part of the node's cores
 (`Machine.adam_params_per_s`) and of the node's disks, which all ranks use at the same time because they run the same

@@ -29,8 +29,8 @@ A gradient of several micro-batches goes down each time, or adds up on the gpu (
 gradient that goes down waits on the gpu from the moment in which it comes until its copy. A sum on the gpu takes 4
 bytes per parameter from one backward pass to the next, and behind the last gradient until the update; for CPU Adam
 until it has gone down. Only behind its last gradient but two does a sum on the host come up for Adam on the gpu, and
-then it stays. The host adds a chunk's gradients between the first of them and the chunk's next first read; with
-clipping the last one behind its moment. These are windows as in "identity".
+then it stays. The host adds a chunk's gradients between the first of them and the chunk's next first read; the last one
+behind its moment and without clipping inside the update. These are windows as in "identity".
 
 Many micro-batches are alike but for the first and the last three. Then one stands for all ([Note: alike micro-batches]
 of fluid_facts.py): the program does not grow with their number, and its points stay close to one another.
@@ -391,19 +391,19 @@ class _FluidProgram:
         self.sums_up += up.gathered(intervals % n, n)
 
     def _added_on_host(self, summed_on_host: Expression) -> None:
-        """Gradients are added on the host from the first one that comes down to the next first read; with clipping the
-        last one, too, behind the last gradient. A sum for Adam on the gpu comes up behind the last gradient but two
-        and stays until the update. summed_on_host: the part of each chunk that is updated on the gpu while its sum is
-        on the host."""
+        """Gradients are added on the host from the first one that comes down to the next first read; for CPU Adam the
+        last one behind the last gradient, inside the update where nothing is clipped. A sum for Adam on the gpu comes
+        up behind the last gradient but two and stays until the update. summed_on_host: the part of each chunk that is
+        updated on the gpu while its sum is on the host."""
         facts, batches = self.facts, self.facts.batches
         add_s = np.array([facts.cost.cpu_add_s(c) for c in facts.chunks], dtype=float)
         each_time = self.on_cpu - self.cpu_sum
-        added = each_time * (batches if self.clip else batches - 2) + summed_on_host * (batches - 2)
+        added = each_time * (batches if self.clip or batches > 2 else 1) + summed_on_host * (batches - 2)
         adds = self._flow(self.far_s)
         first = np.array([facts.interval_of_end(arrivals[0]) for arrivals in facts.arrivals], dtype=np.intp)
         self._window(adds, self._running(added * add_s, self.far_s), np.minimum.accumulate(first), facts.first_at)
-        if self.clip:
-            self._window(adds, self._running(each_time * add_s, self.far_s), self._final(), facts.first_at)
+        last = self._final() if self.clip else self._update()
+        self._window(adds, self._running(each_time * add_s, self.far_s), last, facts.first_at)
         self.lp.add((added * add_s).sum() <= adds.upto[-1])
         self.adds = adds.within
         if batches > 2:

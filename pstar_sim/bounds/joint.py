@@ -10,8 +10,8 @@ working list per parameter, v: bytes of the states per parameter). What any lega
 - room: v x <= room_t - K_t at every moment t.
 - compute: all moments + s * traffic / HBM, and adds on the gpu (below). adam: (E - s) / R, and accumulation on the host
   (below).
-- windows, eager and behind a barrier: those of pinned.py with s in place of x. With clipping and several micro-batches
-  the host adds the last gradients in the eager windows, too, unless they add up on the gpu.
+- windows, eager and behind a barrier: those of pinned.py with s in place of x. With several micro-batches the host adds
+  the last gradients in these windows, too (with clipping in the eager ones alone), unless they add up on the gpu.
 - the border: during the last moments every gradient is final and no parameter is read any more. A parameter that is
   updated on the gpu has w bytes then: its gradient, or its new value. They are on the gpu (`kept` bytes in all), or
   they went down before and come up after. Frozen chunks are kept (`frozen_kept`) or come up again.
@@ -36,9 +36,10 @@ working list per parameter, v: bytes of the states per parameter). What any lega
 - gradients of U > 1 micro-batches: the bound chooses for any share of the parameters one of two ways. On the gpu: the
   gradients add up in a list of 4 bytes (with U = 2 the first may wait in a list of w bytes). The list is held from one
   backward pass to the next, or sent down and up in between. Then it goes down once (4 bytes) if Adam runs on the CPU.
-  On the host: each gradient goes down (w bytes), and all but two (for CPU Adam with clipping: all) are added there.
-  Adam on the gpu then needs the sum up (4 bytes). Where gradients add up on the gpu, it adds all but the first, unless
-  U = 2 and the first waits. In a layer-major iteration no row asks for room for a held sum.
+  On the host: each gradient goes down (w bytes). For CPU Adam all are added there, some of them inside the update
+  ([Note: adds in updates] of cost.py): U adds, or 1 where U = 2 and nothing is clipped. For Adam on the gpu all but two
+  are added there, and Adam needs the sum up (4 bytes). Where gradients add up on the gpu, it adds all but the first,
+  unless U = 2 and the first waits. In a layer-major iteration no row asks for room for a held sum.
 - stashes: as in pinned.py, on h2d, d2h, link and dram. Those whose way up begins behind a moment come up behind it too,
   beside what is read from there on (the compute queue row).
 - link, dram: as in pinned.py, of these bytes. A copy's latency counts, by bytes, as in the largest list it could be of.
@@ -225,10 +226,12 @@ class _Job:
             for resource, values in seconds.items():
                 name = "barrier" if windows.behind_barrier else resource
                 rows.setdefault((name, "s", slopes[resource]), []).append((windows.params, values))
-            if self.clip and self.u > 1 and not windows.behind_barrier:  # the last gradient is added in the window, too
+            # the last gradient is added in the window, too, with clipping before the barrier
+            if self.u > 1 and not (self.clip and windows.behind_barrier):
+                name = "barrier" if windows.behind_barrier else "adam"
                 each_s = self.per_param_s + self.add_s
                 values = windows.seconds(adam_s=each_s, up=self.up, down=self.down)["adam"]
-                rows.setdefault(("adam", "s, sums", each_s), []).append((windows.params, values))
+                rows.setdefault((name, "s, sums", each_s), []).append((windows.params, values))
             endless = np.full(len(windows.span_s), np.inf)
             if facts.net.updates_s:  # of chunks updated anywhere, and of those updated on the gpu
                 on_gpu_s = windows.gpu_s(gpu_s) - self.total * gpu_s
@@ -356,12 +359,12 @@ class _JointProgram:
     # -- seconds --
 
     def _added(self) -> Expression:
-        """Parameters added on the host, counted once per addition: all gradients but two are added, for CPU Adam with
-        clipping all."""
+        """Parameters added on the host, counted once per addition: for CPU Adam all gradients, for Adam on the gpu all
+        but two."""
         job = self.job
         if job.u == 1:
             return Expression.zero(1)
-        each = job.u if job.clip else job.u - 2
+        each = job.u if job.clip or job.u > 2 else 1
         return each * (job.total - self.s - self.cpu_sum) + (job.u - 2) * (self.s - self.gpu_sum)
 
     def _compute_and_adam(self) -> None:

@@ -49,13 +49,14 @@ def test_one_micro_batch_by_hand() -> None:
 
 
 def test_where_gradients_of_two_micro_batches_live_by_hand() -> None:
-    """One layer, compute 2 x 3. Updated on the CPU its border is down, Adam, up beside all of compute: 9 for a list of
-    its own that overwrites the parameters, and 9 for a sum as wide as that list; 10 where a sum is twice as wide, and
-    11 where the GPU takes a unit to add the second gradient to it. On the GPU, with room: 6 and Adam."""
+    """One layer, compute 2 x 3. Updated on the CPU its border is down, Adam, up beside all of compute: 9 for a sum as
+    wide as a gradient, and 10 for a list of its own that overwrites the parameters, because the update adds the other
+    gradient to it; 10 where a sum is twice as wide, and 11 where the GPU takes a unit to add the second gradient to it.
+    On the GPU, with room: 6 and Adam."""
     one = tiny(layers=1, tide=(0, 0), micro_batches=2)
-    assert [exact_optimum(one, ways=[(way,)]) for way in (ON_CPU, ON_CPU_SUMMED)] == [9, 9]
+    assert [exact_optimum(one, ways=[(way,)]) for way in (ON_CPU, ON_CPU_SUMMED)] == [10, 9]
     wide = replace(one, wide=2, slots=6)
-    assert [exact_optimum(wide, ways=[(way,)]) for way in (ON_CPU, ON_CPU_SUMMED)] == [9, 10]
+    assert [exact_optimum(wide, ways=[(way,)]) for way in (ON_CPU, ON_CPU_SUMMED)] == [10, 10]
     slow = replace(wide, gpu_add=1)
     assert [exact_optimum(slow, ways=[(way,)]) for way in (ON_CPU_SUMMED, ON_GPU_SUMMED, ON_GPU)] == [11, 8, 7]
 
@@ -69,12 +70,13 @@ def test_a_sum_goes_down_and_comes_up_where_two_have_no_room() -> None:
     assert exact_optimum(replace(t, tide=(1, 0)), ways=[(ON_CPU_SUMMED,)]) == 11
 
 
-def test_clipping_has_the_host_add_every_gradient() -> None:
-    """One layer, two micro-batches, CPU Adam of 1 unit, adds of 3: without clipping both gradients go down and nothing
-    is added. With it the last of two adds and Adam stand between the last gradient and the next forward pass."""
+def test_the_host_adds_the_last_gradient_behind_it() -> None:
+    """One layer, two micro-batches, CPU Adam of 1 unit, adds of 3. Without clipping the update adds one gradient to the
+    other, with clipping a step of its own adds the last one. Either stands, with Adam, between the last gradient and
+    the next forward pass; the 9 units are those without any add."""
     t = tiny(layers=1, tide=(0, 0), micro_batches=2, cpu_add=3)
-    assert exact_optimum(t, ways=[(ON_CPU,)]) == 9
-    assert exact_optimum(replace(t, clip=True), ways=[(ON_CPU,)]) == 9 + 3
+    for clip in (False, True):
+        assert exact_optimum(replace(t, clip=clip), ways=[(ON_CPU,)]) == 9 + 3
 
 
 def test_without_streams_states_stay() -> None:

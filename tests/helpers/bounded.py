@@ -4,15 +4,17 @@ every row of the bounds binds somewhere."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
 from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import LOOPS, Plan, Settings
-from pstar_sim.errors import TraceError
+from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.policy.kit.options import options_of
 from pstar_sim.policy.registry import find_policy, named
 from pstar_sim.sim.play import play
@@ -22,7 +24,15 @@ from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 __all__ = [
-    "SPECS", "Held", "bounds_of", "hold", "offloaded_chain", "random_job", "random_spec", "several",
+    "SPECS",
+    "Held",
+    "bounds_of",
+    "held_plans",
+    "hold",
+    "offloaded_chain",
+    "random_job",
+    "random_spec",
+    "several",
 ]  # fmt: skip
 
 _POINT = {
@@ -186,3 +196,32 @@ def hold(plan: Plan) -> Held:
     if "stream" not in plan.modes:
         bounds["closed"] = lower_bound(*job, stream=False).seconds
     return Held(seconds=play(plan).iteration_s, bounds=bounds, binding=fluid.binding)
+
+
+def held_plans(
+    drawn: str, wanted: int, counts: Counter[str], *, gpus: Sequence[int] = ()
+) -> Iterator[tuple[Plan, Held, list[str]]]:
+    """`wanted` random plans, each beside its bounds, and the bounds that it is below, in words.
+
+    drawn: the same text draws the same plans.
+    counts: gets "plans", "no plan", plans of each policy and plans of each number of micro-batches.
+    gpus: numbers of GPUs to choose from; none: one GPU.
+    """
+    for number in count():
+        if counts["plans"] >= wanted:
+            return
+        rng = random.Random(f"{drawn} {number}")
+        w, machine, settings = random_job(rng)
+        if gpus:
+            machine = several(rng, machine, rng.choice(gpus))
+        spec = random_spec(rng)
+        try:
+            plan = find_policy(spec)(w, machine, settings)
+        except (DoesNotFit, CannotPlan):
+            counts["no plan"] += 1
+            continue
+        held = hold(plan)
+        counts["plans"] += 1
+        counts[f"of {spec.partition(':')[0]}"] += 1
+        counts[f"{w.micro_batches} micro-batches"] += 1
+        yield plan, held, [f"{line}: plan {number}, {spec}, {settings}" for line in held.wrong]

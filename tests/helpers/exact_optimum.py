@@ -13,9 +13,10 @@ have a list of their own. Everything else is chosen step by step, whenever a que
   may working lists. A sum on the GPU may go down and come up again between two gradients or before the update. A
   gradient in a list of its own may wait on the GPU for the update, go down and be added there, go down and wait there
   for the update or for the way up.
-- Adds: on the host one step each. The last gradient that came down needs no add, unless it is in the way of the next
-  one or gradients are clipped (the checker's norm). A sum made on the host comes up for an update on the GPU. On the
-  GPU an add makes the backward moment longer.
+- Adds: on the host one step each. The last gradient that came down needs no step, unless it is in the way of the next
+  one or gradients are clipped (the checker's norm). An update on the CPU is longer by an add for each list of gradients
+  that it finds, but for one. (An update on the GPU would be, too, which is left out.) A sum made on the host comes up
+  for an update on the GPU. On the GPU an add makes the backward moment longer.
 - What a queue does next, or that it waits although it could start a step.
 - Slots hold lists, lists on their way up from the start of the copy, lists on their way down until its end, and the
   tide of the moment that runs (between two moments the lower tide of both). A list whose content the host has too may
@@ -150,14 +151,17 @@ def _least(t: Tiny, ways: Sequence[Way]) -> int:
             up += t.wide * (adds > 0)
             cpu += adds * t.cpu_add
             continue
-        if t.clip and t.micro_batches > 1 and not way.summed:
-            adds = t.micro_batches
+        folds = int(t.micro_batches > 1 and not t.clip and not way.summed)  # adds inside the update, at least
+        if t.micro_batches > 1 and not way.summed:
+            adds = t.micro_batches if t.clip or t.micro_batches > 2 else 1
         last_down = t.wide if way.summed else 1
         cpu += t.cpu_adam + adds * t.cpu_add
         up += 1
         down += last_down if way.summed else t.micro_batches
         uses = [m for m, (layer, _, _) in enumerate(t.moments) if layer == i]
-        around = max(around, sum(length[uses[0] : uses[-1] + 1]) + last_down * t.down + t.cpu_adam + t.up)
+        around = max(
+            around, sum(length[uses[0] : uses[-1] + 1]) + last_down * t.down + t.cpu_adam + folds * t.cpu_add + t.up
+        )
     return max(compute, cpu, up * t.up, down * t.down, around)
 
 
@@ -220,7 +224,7 @@ class _Graph:
         # of each chunk: the moment of the last gradient that has a list of its own
         self.own_last = [max(np.flatnonzero(before_last & (self.layer == i)), default=-1) for i in range(t.layers)]
         self.rows = 10 + 5 * t.layers
-        most = max(int(self.length.max()), t.gpu_adam, t.cpu_adam, t.cpu_add, t.wide * t.up, t.wide * t.down) + 1
+        most = max(int(self.length.max()), t.gpu_adam, t.cpu_adam + 2 * t.cpu_add, t.wide * t.up, t.wide * t.down) + 1
         queues = [self.count, 2 + t.layers, most, *([1 + 5 * t.layers, most] * 2), 1 + 3 * t.layers, most]
         radix = [*queues, *([3, 2, 5, 4, 3] * t.layers)]
         self.place = np.cumprod([1, *radix[:-1]], dtype=np.float64)
@@ -392,14 +396,13 @@ class _Graph:
         for i, way in enumerate(self.ways):
             if not way.on_gpu:
                 ready = idle & self._may_update_on_cpu(x, i, way)
-                made.append(_with(x[:, ready], _CPU, 1 + 3 * i + _UPDATE, _CPU_LEFT, t.cpu_adam))
+                units = t.cpu_adam + t.cpu_add * self._folded(x[:, ready], i, way)
+                made.append(_with(x[:, ready], _CPU, 1 + 3 * i + _UPDATE, _CPU_LEFT, units))
             if way.summed or t.micro_batches == 1:
                 continue
             p, pending, w, _, added = x[self.row(i, 0) : self.row(i + 1, 0)]
             open_still = idle & ~self._norm_is_taken(x, i)
             ready = open_still & (w >= _W_BOTH) & (x[_UP] != self._copy(i, _W))
-            if not way.on_gpu and not t.clip:
-                ready &= ~((w == _W_HOST) & self._all_own(x, i))  # Adam reads this one as it is
             made.append(_with(x[:, ready], _CPU, 1 + 3 * i + _ADD_W, _CPU_LEFT, t.cpu_add))
             if t.clip and not way.on_gpu:
                 ready = open_still & (pending == 1) & (p == _HOST) & (added == 0)
@@ -419,6 +422,13 @@ class _Graph:
         else:
             ready &= (p == _HOST) & ((w == _NO_W) | (w == _W_HOST))
         return ready & self._norm_is_there(x)
+
+    def _folded(self, x: _States, i: int, way: Way) -> _States:
+        """Gradients that an update on the CPU adds up itself: the last one to the sum of the others, and the one before
+        it where that has a list of its own and others were added before."""
+        if way.summed or self.t.clip or self.t.micro_batches == 1:
+            return np.zeros(x.shape[1], dtype=np.int64)
+        return 1 + (x[self.row(i, _W)] == _W_HOST) * (self.t.micro_batches > 2)
 
     # -- what is under way --
 

@@ -328,6 +328,20 @@ def test_ranges_hold_for_plans_that_were_never_in_a_file(hand_plan: Callable[...
 # Earlier versions of the cost model.
 
 
+def test_a_lower_bound_of_an_earlier_version_is_still_true(values: Values, tmp_path: Path) -> None:
+    """Version 2 takes the same seconds for a plan with clipping; its bounds of several micro-batches were lower."""
+    values["choices"]["cost_model"] = 2
+    values["predictions"]["lower_bound_s"] *= 0.9
+    values["predictions"]["gap"] = values["predictions"]["iteration_s"] / values["predictions"]["lower_bound_s"] - 1
+    assert (
+        "of an earlier version of the cost model, which is still true"
+        in examine(ps.load_plan(saved(values, tmp_path))).bound
+    )
+    values["choices"]["cost_model"] = VERSION
+    with pytest.raises(PlanError, match="lower_bound_s is"):
+        examine(ps.load_plan(saved(values, tmp_path)))
+
+
 def test_predictions_of_an_earlier_cost_model_are_named_and_not_called_false(values: Values, tmp_path: Path) -> None:
     """A file that names no version is of the first, which took no time for adds on the GPU."""
     now_s, bound_s = values["predictions"]["iteration_s"], values["predictions"]["lower_bound_s"]
