@@ -58,7 +58,7 @@ def job(
 
 def planned(where: Job, modes: Modes) -> Plan:
     """The plan with these modes, proved."""
-    made = attempt(where, modes, Knobs(linger=False))
+    made = attempt(where, modes, Knobs(linger=False, stay=0.25))  # so that some parameters leave over the border
     assert made.window.stuck is None
     plan = made.plan()
     plan.check()

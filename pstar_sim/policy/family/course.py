@@ -44,7 +44,7 @@ class Knobs:
     linger: bool = True
     lead_chunks: int = 2
     down: str = "edf"
-    stay: float = 0.25
+    stay: float = 1.0
     states_first: bool = False
     prefetch: str | int | None = None
     capacity: str | None = None

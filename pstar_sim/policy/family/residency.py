@@ -65,27 +65,28 @@ def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int])
     open_gaps: list[tuple[int, int, UseGap]] = []  # farthest end first
     closing = [0] * (2 * length + 1)
     gone: list[UseGap] = []
-    wrapped = [0] * length  # what gaps over the border hold at the beginning of the iteration
+    # Gaps over the border also hold their bytes from the beginning of the iteration to their ends.
+    wrapped = [0] * (length + 1)  # by the end: bytes that gaps over the border hold until then
     for gap in gaps:
         if gap.end > length:
-            for t in range(gap.end - length):
-                wrapped[t] += sizes[gap.chunk]
+            held += sizes[gap.chunk]
+            wrapped[gap.end - length] += sizes[gap.chunk]
     for t in range(length):
-        held -= closing[t]
+        held -= closing[t] + wrapped[t]
         for gap in opening.get(t, ()):
             held += sizes[gap.chunk]
             heapq.heappush(open_gaps, (-gap.end, gap.chunk, gap))
             closing[gap.end] += sizes[gap.chunk]
-        while held + wrapped[t] > room[t] and open_gaps:
+        while held > room[t] and open_gaps:
             _, _, gap = heapq.heappop(open_gaps)
             if gap.end <= t:  # everything that is still open ended before: nothing left to give up
                 break
             held -= sizes[gap.chunk]
             closing[gap.end] -= sizes[gap.chunk]
             gone.append(gap)
-            if gap.end > length:
-                for early in range(gap.end - length):
-                    wrapped[early] -= sizes[gap.chunk]
+            if gap.end - length > t:
+                held -= sizes[gap.chunk]
+                wrapped[gap.end - length] -= sizes[gap.chunk]
     return gone
 
 

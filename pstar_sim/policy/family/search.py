@@ -43,7 +43,9 @@ AGAIN = 1.2  # another start downhill may be slower than the best attempt by thi
 # A chunk LARGE times as large as the usual one has a mode of its own, the first MOST_LARGE of them: all combinations of
 # their modes are tried. MOST_LARGE bounds the combinations: a Llama 30B has 182 such chunks.
 LARGE, MOST_LARGE = 2.5, 3
-FIRST_STRIDE = 32  # downhill begins with changes by the number of chunks over this, and ends with changes by 1
+# The first descent begins with changes by the number of chunks over this, the others with changes by the number over
+# NEXT_STRIDE; all end with changes by 1.
+FIRST_STRIDE, NEXT_STRIDE = 6, 32
 # The share of CPU Adam may grow with up to this power of the depth. Early layers have the shortest time between their
 # last gradient and their next use.
 MOST_TILT = 4
@@ -83,7 +85,7 @@ OTHER_ROOM: tuple[Mapping[str, object], ...] = ({"capacity": "peak"}, {"prefetch
 # Knobs that are turned last.
 TURNS: tuple[Mapping[str, object], ...] = (
     {"linger": False},
-    {"stay": 0.0},
+    {"stay": 0.25},
     {"down": "fifo"},
     {"states_first": True},
 )
@@ -167,7 +169,8 @@ class Search:
         self._seconds_of: dict[tuple[Modes, Knobs], float] = {}  # what different trials may come to
         self.best: tuple[float, Trial] | None = None
         self.here: tuple[float, Trial] | None = None
-        self.begun = False  # whether all starts were looked at
+        self.begun = False  # whether the starts were looked at
+        self.descended = False  # whether the search has gone downhill
         self.least_short_bytes = 0
         self.reason: DoesNotFit | None = None  # why the first trial that did not fit did not
         self.count = len(job.candidates)
@@ -343,31 +346,33 @@ class Search:
         may schedule. like: a search with chunks of another size, whose best trial is tried here too."""
         self.effort_ops = effort_ops
         self.here = self.best
-        if not self.begun:
-            for trial in self._starts():
-                if not self.try_one(trial) and trial in self.no_room:
-                    self.try_one(self._with_room(trial))
-            self.begun = not self.spent
-        self.here = self.best
         if like is not None and like.count:  # without, it has only small chunks
             trial = self._like(like)
             if not self.try_one(trial) and trial in self.no_room:
                 self.try_one(self._with_room(trial))
-        self._downhill()
+        if not self.begun:
+            for trial in self._starts(turned=self.best is None):
+                if not self.try_one(trial) and trial in self.no_room:
+                    self.try_one(self._with_room(trial))
+            self.begun = self.best is not None
+        self.here = self.best
+        self._downhill(NEXT_STRIDE if self.descended else FIRST_STRIDE)
+        self.descended = True
         before = None
         while self.best is not None and self.best[1] != before:
             before = self.best[1]
             for trial in self._elsewhere(before):
                 if self.good_enough or self.spent:
                     return self.fastest
-                self.here = None
-                if self.try_one(trial):
+                self.here, least_s = None, self.seconds
+                if self.try_one(trial) and self.here[0] != least_s:  # an equal plan has no other way down
                     self._downhill()
         self.exhausted = not self.spent
         return self.fastest
 
-    def _downhill(self) -> None:
-        stride = max(1, self.count // FIRST_STRIDE)
+    def _downhill(self, parts: int = NEXT_STRIDE) -> None:
+        """Go downhill from `here`, first with changes by the number of chunks over `parts`."""
+        stride = max(1, self.count // parts)
         while self.here is not None and not self.good_enough and not self.spent:
             if self._descend(stride):
                 continue
@@ -426,10 +431,16 @@ class Search:
         needed = budget + max(1, self.least_short_bytes)
         return DoesNotFit(policy=self.job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
 
-    def _starts(self) -> Iterator[Trial]:
+    def _starts(self, *, turned: bool) -> Iterator[Trial]:
+        """Trials to begin with. turned: whether the best of them is also tried with one thing after the other turned;
+        not where a search with chunks of another size has done so."""
+        if not turned:
+            yield from self._roofline_starts(turned=False)
+            yield from self._turned_large()
+            return
         may_sum = self.job.may_sum
         if may_sum:
-            yield from self._roofline_starts()
+            yield from self._roofline_starts(turned=True)
             seconds, pins, streams = self.without_sums
             if self.best is None or seconds < self.best[0]:
                 self.here = None  # so that the next one is not given up early
@@ -446,7 +457,7 @@ class Search:
         if self.good_enough:
             return
         if not may_sum:
-            yield from self._roofline_starts()
+            yield from self._roofline_starts(turned=True)
         if self.best is None:
             yield Trial(pins=self.fewest, streams=0, head=0, hosts=no_sums)
             yield Trial(pins=self.most, streams=0, head=self.most, hosts=no_sums)
@@ -458,7 +469,7 @@ class Search:
             return replace(USUAL, linger=False, states_first=True)
         return ALL_AT_ONCE if self.job.may_sum else USUAL
 
-    def _roofline_starts(self) -> Iterator[Trial]:
+    def _roofline_starts(self, *, turned: bool) -> Iterator[Trial]:
         knobs = self._first_knobs()
         for number, (seconds, pins, streams, hosts, spills) in enumerate(self.starts):
             if number and seconds > self.starts[0].seconds * WORTH_A_START:
@@ -470,7 +481,7 @@ class Search:
                 start = replace(start, spills=spills, knobs=replace(knobs, linger=True))
                 yield replace(start, spills=round(FEWER_SPILLS * spills))
             yield start
-        if self.best is not None and self.best[1].streams:
+        if turned and self.best is not None and self.best[1].streams:
             yield from self._turned(self.best[1].knobs)
 
     def _turned(self, knobs: Knobs) -> Iterator[Trial]:
@@ -482,7 +493,12 @@ class Search:
         yield replace(self.best[1], head=self.best[1].pins // 2)
         if not self.job.may_sum and self.best[0] > self.floor_s * WORTH_SPREADING:
             yield from self._spread_otherwise()
-        if self.large:
+        yield from self._turned_large()
+
+    def _turned_large(self) -> Iterator[Trial]:
+        """The best trial, with other modes of the large chunks."""
+        assert self.best is not None
+        if self.large and self.best[1].streams:
             first = ("stream", *("cpu",) * (len(self.large) - 1))
             for modes in (first,) if self.job.may_sum else self._modes_of_large():
                 yield self._beside(self.best[1], modes)
