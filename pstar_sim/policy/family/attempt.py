@@ -39,6 +39,14 @@ class Attempt:
         return sum([row.charge.gpu_take for row in self.draft.rows if row.queue is Queue.H2D])
 
     @property
+    def busy_s(self) -> tuple[float, float]:
+        """Nominal seconds of CPU Adam, and of the busier direction of the link."""
+        seconds = dict.fromkeys(Queue, 0.0)
+        for row in self.draft.rows:
+            seconds[row.queue] += row.charge.seconds
+        return seconds[Queue.ADAM], max(seconds[Queue.H2D], seconds[Queue.D2H])
+
+    @property
     def modes(self) -> Modes:
         return self.course.modes
 

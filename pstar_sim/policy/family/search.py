@@ -167,6 +167,7 @@ class Search:
         self.fastest: list[Attempt] = []
         self._jobs: dict[str, Job] = {}
         self._seconds_of: dict[tuple[Modes, Knobs], float] = {}  # what different trials may come to
+        self._busy: dict[tuple[Modes, Knobs], tuple[float, float]] = {}  # `Attempt.busy_s` of what fits
         self.best: tuple[float, Trial] | None = None
         self.here: tuple[float, Trial] | None = None
         self.begun = False  # whether the starts were looked at
@@ -272,16 +273,20 @@ class Search:
         return True
 
     def _seconds(self, trial: Trial) -> float:
-        key = (self._modes(trial), trial.knobs)
+        key = self._key(trial)
         if key not in self._seconds_of:
             found = self._fit(*key)
             self._seconds_of[key] = math.inf if found is None else found.iteration_s
             if found is not None:
+                self._busy[key] = found.busy_s
                 known = sorted((*self.fastest, found), key=lambda a: a.iteration_s)
                 # The least of the fast ones, and the fastest of the others: no faster one is ever lost.
                 first = least_of(known, seconds=lambda a: a.iteration_s, burden=burden_of)
                 self.fastest = [first, *(a for a in known if a is not first)][:2]
         return self._seconds_of[key]
+
+    def _key(self, trial: Trial) -> tuple[Modes, Knobs]:
+        return self._modes(trial), trial.knobs
 
     def _modes(self, trial: Trial) -> Modes:
         g = self.job
@@ -365,7 +370,7 @@ class Search:
                 if self.good_enough or self.spent:
                     return self.fastest
                 self.here, least_s = None, self.seconds
-                if self.try_one(trial) and self.here[0] != least_s:  # an equal plan has no other way down
+                if self.try_one(trial) and self.tried[trial] != least_s:  # an equal plan has no other way down
                     self._downhill()
         self.exhausted = not self.spent
         return self.fastest
@@ -557,7 +562,7 @@ class Search:
     def _descend(self, stride: int) -> bool:
         """Try changes by `stride` (in the last round, stride 1, also of a knob). Returns whether one was better."""
         improved = False
-        for pins, streams in ((-1, 1), (1, -1), (0, 1), (0, -1), (-1, 0), (1, 0)):
+        for pins, streams in self._directions():
             improved |= self._go(stride, pins=pins, streams=streams)
         for pins, hosts, spills in SUMS_TURNS if self.job.may_sum else ():
             improved |= self._go(stride, pins=pins, hosts=hosts, spills=spills)
@@ -569,6 +574,15 @@ class Search:
             for knobs in TURNS:
                 improved |= self._change({}, knobs)
         return improved
+
+    def _directions(self) -> tuple[tuple[int, int], ...]:
+        """Changes of pins and streams, first those that relieve what is busier in the plan at `here`: CPU Adam or the
+        link."""
+        assert self.here is not None
+        adam_s, link_s = self._busy[self._key(self.here[1])]
+        if adam_s > link_s:
+            return (0, 1), (1, 0), (-1, 1), (1, -1), (0, -1), (-1, 0)
+        return (1, -1), (0, -1), (1, 0), (-1, 1), (-1, 0), (0, 1)
 
     def _go(self, first: int, **numbers: int) -> bool:
         """Change the numbers by `first` times these. A change that was better is made again, twice as large as long as
