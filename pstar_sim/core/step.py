@@ -323,16 +323,16 @@ def from_text(line: str) -> Step:
         if match is None:
             raise bad(text, 'is not a step id such as "7" or "7@-1"')
         refs.append(Ref(int(match[1]), 1 if match[2] else 0))
-    return Step(
-        id=natural(words[0], words[0]),
-        queue=queue,
-        kind=kind,
-        bytes=natural("bytes", seen.get("bytes", "0")),
-        chunk=natural("chunk", seen["chunk"]) if "chunk" in seen else None,
-        list=seen.get("list"),
-        place=place,
-        moment=natural("moment", seen["moment"]) if "moment" in seen else None,
-        after=tuple(refs),
-        via=seen.get("via"),
-        stash=natural("stash", seen["stash"]) if "stash" in seen else None,
+    return step_with(
+        natural(words[0], words[0]),
+        queue,
+        kind,
+        natural("bytes", seen.get("bytes", "0")),
+        natural("chunk", seen["chunk"]) if "chunk" in seen else None,
+        seen.get("list"),
+        place,
+        natural("moment", seen["moment"]) if "moment" in seen else None,
+        tuple(refs),
+        seen.get("via"),
+        natural("stash", seen["stash"]) if "stash" in seen else None,
     )

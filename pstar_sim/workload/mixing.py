@@ -18,7 +18,7 @@ each has the time of two blocks. The last offloaded block gets as many blocks' t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from pstar_sim.errors import TraceError
@@ -40,6 +40,7 @@ _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 BlockRun = tuple[str | None, bool, range]
 """Block (None: moments of no block), whether it is the forward pass, moments."""
 
+_RUNS = ("runs of blocks",)  # of what a workload keeps (`Workload.derived`)
 _Block = tuple[str, range, range]  # name, moments forward, moments backward
 
 
@@ -215,16 +216,22 @@ def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]
     )
 
 
-def block_runs(w: Workload) -> list[BlockRun]:
-    """Moments in runs of one block and direction; moments of no block between two runs are a run of their own."""
-    out: list[BlockRun] = []
-    for m, moment in enumerate(w.moments):
-        block, forward = block_of(moment.module), moment.phase is Phase.FWD
-        if out and out[-1][:2] == (block, forward):
-            out[-1] = (block, forward, range(out[-1][2].start, m + 1))
-        else:
-            out.append((block, forward, range(m, m + 1)))
-    return out
+def block_runs(w: Workload) -> Sequence[BlockRun]:
+    """Moments in runs of one block and direction; moments of no block between two runs are a run of their own. Derived
+    once per workload."""
+    known = w.derived.get(_RUNS)
+    if not isinstance(known, tuple):
+        known = w.derived[_RUNS] = tuple(_block_runs(w.moments))
+    return known
+
+
+def _block_runs(moments: Sequence[Moment]) -> Iterator[BlockRun]:
+    sides = [(block_of(moment.module), moment.phase is Phase.FWD) for moment in moments]
+    begin = 0
+    for m, side in enumerate(sides):
+        if m + 1 == len(sides) or sides[m + 1] != side:
+            yield (*side, range(begin, m + 1))
+            begin = m + 1
 
 
 def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:

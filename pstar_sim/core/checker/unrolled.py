@@ -59,9 +59,12 @@ class Unrolled:
             for ref in steps[i].after:
                 if ref.back > k:
                     continue
-                for p, value in enumerate(at_end[(k - ref.back) * self.count + position[ref.id]]):
-                    if value > now[p]:
-                        now[p] = value
+                j = position[ref.id]
+                p = self.queue_of[j]
+                lap = k - ref.back
+                if now[p] > lap * self.length[p] + self.rank[j]:
+                    continue  # something that waits for it has ended: all that precedes it is in the clock
+                now = list(map(max, now, at_end[lap * self.count + j]))
             self.clock[s] = now
             after = list(now)
             after[q] = k * self.length[q] + self.rank[i] + 1

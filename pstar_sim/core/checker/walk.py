@@ -247,9 +247,11 @@ class Walk:
         del self.content[key]
         self.frees[s] = (key[2], self.plan.layout.payload_bytes(key[0], key[1]))
 
-    def _present(self, step: Step, key: _Key, why: str) -> _Content | None:
+    def _present(self, step: Step, key: _Key, why: str, tensor: int | None = None) -> _Content | None:
+        """The contents of a list that has to be there. why: verb of the message; tensor: its object, in the list."""
         if key not in self.content:
-            raise PlanError(f"{label(step)} {why} {_key_name(key)}, which is not there")
+            what = "" if tensor is None else f"{self._name(tensor)} in "
+            raise PlanError(f"{label(step)} {why} {what}{_key_name(key)}, which is not there")
         return self.content[key]
 
     def _name(self, tensor: int) -> str:
@@ -278,7 +280,7 @@ class Walk:
     def _read(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
         """A moment reads tensor t in a working list (or the other ranks' part of it)."""
         self._look(s, key)
-        content = self._present(step, key, f"reads {self._name(t)} in")
+        content = self._present(step, key, "reads", t)
         if content is None:
             raise PlanError(f"{label(step)} reads {self._name(t)} in {_key_name(key)}, which nothing has filled")
         wanted = k if key[0] in self.expected else 0
@@ -298,7 +300,7 @@ class Walk:
         assert step.moment is not None
         u = w.moments[step.moment].micro_batch
         self._change(s, key)
-        content = self._present(step, key, f"puts the gradient of {self._name(t)} in")
+        content = self._present(step, key, "puts the gradient of", t)
         if OTHERS.get(key[1], key[1]) == "param":
             if content is None:
                 raise PlanError(f"{label(step)} overwrites {_key_name(key)}, which nothing has filled")

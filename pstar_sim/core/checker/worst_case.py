@@ -40,11 +40,12 @@ def worst_case(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> Worst
     held = _held_at_cut(plan, walk, place)
     frees = _frees(program, walk, place)
     # Each take forces the frees of a prefix of every queue to have happened: how many, per queue.
+    ends = [[done for done, _ in row] for row in frees]
     groups: dict[tuple[int, ...], int] = {}
     members: dict[tuple[int, ...], list[int]] = {}
     for s, (where, size) in walk.takes.items():
         if where is place and size:
-            forced = tuple(bisect_left(row, (done, 0)) for row, done in zip(frees, program.clock[s]))
+            forced = tuple(map(bisect_left, ends, program.clock[s]))
             groups[forced] = groups.get(forced, 0) + size
             members.setdefault(forced, []).append(s)
     gain, chosen = closure(list(groups.items()), [[size for _, size in row] for row in frees])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from pstar_sim.core.draft import Draft
+from pstar_sim.core.draft import Charge, Draft
 from pstar_sim.core.effects import tide_at_cut
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
@@ -59,7 +58,7 @@ def _moments(rows: DraftRows, n: int, waits: Sequence[int]) -> int:
     job, position = rows.schedule.job, rows.schedule.positions[n]
     charge = job.block_charges[position.block]
     if position.seconds != charge.seconds:  # gradients are added in it
-        charge = replace(charge, seconds=position.seconds)
+        charge = Charge(position.seconds, charge.gpu_take, charge.gpu_free)
     return rows.add(
         Queue.COMPUTE,
         Kind.COMPUTE,
