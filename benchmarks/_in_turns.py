@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pstar_sim as ps
 from executor.measuring.rates import measure_virtual_machine
-from executor.run import Job, RunResult
+from executor.run import RunResult, TrainingJob
 from pstar_sim.core.plan import Plan, Settings
 
 CONFIG = {"model_type": "gpt2", "n_layer": 8, "n_embd": 256, "n_head": 4, "n_positions": 64, "vocab_size": 512,
@@ -42,8 +42,15 @@ class Contest:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(CONFIG))
-            job = Job(model=f"hf:{path}", batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True, lr=1e-4,
-                      clip=False)  # fmt: skip
+            job = TrainingJob(
+                model=f"hf:{path}",
+                batch=BATCH,
+                sequence=SEQUENCE,
+                dtype="fp32",
+                checkpointing=True,
+                lr=1e-4,
+                clip=False,
+            )
             planned = self._planned(job)
             plans = {spec: planned[spec][0] for spec in self.policies}
             link = (self.bandwidth_bytes_per_s, self.bandwidth_bytes_per_s)
@@ -57,7 +64,7 @@ class Contest:
         gpu_bytes = plans[self.policies[0]].gpu_budget_bytes
         return {"rows": rows, "losses_equal": len(losses) == 1, "gpu_bytes": gpu_bytes}
 
-    def _planned(self, job: Job) -> Mapping[str, tuple[Plan, float | None]]:
+    def _planned(self, job: TrainingJob) -> Mapping[str, tuple[Plan, float | None]]:
         """The plan of each policy and its lower bound, for the rates of this machine, the throttled link and a GPU
         without room for the states."""
         rates = measure_virtual_machine(ps.machine("virtual", gpu_memory="2GB"))

@@ -30,7 +30,7 @@ import torch
 from _interleavings import drawn_queues
 
 from executor import prepare
-from executor.run import Job
+from executor.run import TrainingJob
 from executor.training import train
 from pstar_sim.cli import main
 from pstar_sim.core.plan import Plan, load_plan
@@ -552,8 +552,8 @@ class Bench:
             return
         self.compare("losses", losses, self.plain_run(plan)[0])
 
-    def job(self, plan: Plan) -> Job:
-        return Job.of_plan(plan, NET, data=DATA, lr=3e-4, seed=0)
+    def job(self, plan: Plan) -> TrainingJob:
+        return TrainingJob.of_plan(plan, NET, data=DATA, lr=3e-4, seed=0)
 
     def plain_run(self, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
         w = plan.workload

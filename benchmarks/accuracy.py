@@ -16,7 +16,7 @@ from _help import only_help
 from _results import write_result
 
 from executor.measuring.rates import measure_virtual_machine
-from executor.run import Job
+from executor.run import TrainingJob
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.planner.compare import play_plan
@@ -29,7 +29,7 @@ CASES = [("tide", bandwidth) for bandwidth in BANDWIDTHS_BYTES_PER_S] + [("patri
 
 
 def main() -> None:
-    job = Job(model="gpt2", batch=2, sequence=64, dtype="fp32", checkpointing=True, lr=1e-4, clip=False)
+    job = TrainingJob(model="gpt2", batch=2, sequence=64, dtype="fp32", checkpointing=True, lr=1e-4, clip=False)
     machine = load_machine("virtual", gpu_memory="1.2GB")
     rates = measure_virtual_machine(machine)
     workload = job.record(rates)

@@ -30,7 +30,7 @@ from executor.calibrate import calibrate
 from executor.capture import capture
 from executor.measuring.rates import throttled
 from executor.measuring.status import Status
-from executor.run import Job
+from executor.run import TrainingJob
 from executor.training import StepReport
 from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.core.plan import Plan, Settings
@@ -52,7 +52,7 @@ class Iteration:
     others_cores: float
 
 
-def one_run(job: Job, plan: Plan, bandwidth: float, steps: int) -> list[Iteration]:
+def one_run(job: TrainingJob, plan: Plan, bandwidth: float, steps: int) -> list[Iteration]:
     """The iterations after the first. Raises RuntimeError for a run that left its plan."""
     rows: list[Iteration] = []
     others = Others()
@@ -91,7 +91,7 @@ def main() -> None:
             machine = load_machine(Path(folder) / "this.toml")
     else:
         machine = load_machine(args.machine)
-    job = Job(model="gpt2", batch=2, sequence=64, dtype="fp32", checkpointing=True, lr=1e-4, clip=True)
+    job = TrainingJob(model="gpt2", batch=2, sequence=64, dtype="fp32", checkpointing=True, lr=1e-4, clip=True)
     workload = capture(
         job.model, batch=job.batch, sequence=job.sequence, micro_batches=1, dtype=job.dtype, checkpointing=True
     )

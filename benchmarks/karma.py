@@ -20,7 +20,7 @@ from _results import write_result
 
 import pstar_sim as ps
 from executor.measuring.rates import measure_virtual_machine
-from executor.run import Job
+from executor.run import TrainingJob
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit
@@ -96,8 +96,9 @@ def measured(batch: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(CONFIG))
-        job = Job(model=f"hf:{path}", batch=batch, sequence=SEQUENCE, dtype="fp32", checkpointing=False, lr=1e-4,
-                  clip=False)  # fmt: skip
+        job = TrainingJob(
+            model=f"hf:{path}", batch=batch, sequence=SEQUENCE, dtype="fp32", checkpointing=False, lr=1e-4, clip=False
+        )
         rates = measure_virtual_machine(ps.machine("virtual", gpu_memory="2GB"))
         kept, recomputed = (replace(job, checkpointing=c).record(rates) for c in (False, True))
         peak_bytes = {w.checkpointing: w.peak_non_model_bytes for w in (kept, recomputed)}

@@ -74,7 +74,7 @@ def train(folder: str, name: str, resume: bool) -> None:
     """What a process does: the job, with a line for each step, until it is through or killed."""
     import numpy
 
-    from executor.run import Job
+    from executor.run import TrainingJob
     from executor.running.keeping import Keeping
     from pstar_sim.core.plan import load_plan
 
@@ -82,7 +82,7 @@ def train(folder: str, name: str, resume: bool) -> None:
     numpy.random.seed(1)
     here = Path(folder)
     plan = load_plan(here / "plan.json")
-    job = Job.of_plan(plan, "tiny-gpt2", data=f"text:{here / 'corpus'}", lr=1e-3, seed=1)
+    job = TrainingJob.of_plan(plan, "tiny-gpt2", data=f"text:{here / 'corpus'}", lr=1e-3, seed=1)
     checkpoint = str(here / name)
     with (here / f"{name}.log").open("a") as log:
 

@@ -15,7 +15,7 @@ from _help import only_help
 from _results import write_result
 
 from executor import AdamW, prepare
-from executor.run import Job
+from executor.run import TrainingJob
 from executor.training import train_step
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Settings
@@ -26,7 +26,7 @@ WARM_UP = 2
 
 
 def main() -> None:
-    job = Job(model="gpt2", batch=2, sequence=64, dtype="fp32", checkpointing=False, lr=1e-4, clip=False)
+    job = TrainingJob(model="gpt2", batch=2, sequence=64, dtype="fp32", checkpointing=False, lr=1e-4, clip=False)
     machine = load_machine("virtual", gpu_memory="6GB")
     workload = job.record(machine)
     plan = find_policy("all_on_gpu")(workload, machine, Settings(update="step", clip=False))

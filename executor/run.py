@@ -36,7 +36,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Job", "Keeping", "RunResult", "check_device", "check_hardware", "recording_machine"]
+__all__ = ["Keeping", "RunResult", "TrainingJob", "check_device", "check_hardware", "recording_machine"]
 
 MAX_GRAD_NORM = 1.0
 
@@ -130,7 +130,7 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingJob:
     """A training job by name.
 
     model: name of the model, as for `pstar trace`.
@@ -156,7 +156,7 @@ class Job:
     @classmethod
     def of_plan(
         cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int, weights: str | None = None
-    ) -> Job:
+    ) -> TrainingJob:
         """The job a plan was made for, on a model given by name. Where the plan chooses for each block, the model's own
         checkpointing stays off: the plan's choices are carried out by `prepare`."""
         w = plan.workload
@@ -260,13 +260,13 @@ class Job:
         def standing(done: int) -> dict[str, Any]:
             return {"data": data, "sequences": at.sequences + (done - at.steps) * each, "empty": at.empty}
 
-        def told(report: StepReport) -> None:
+        def report_step(report: StepReport) -> None:
             if on_step is not None:
                 on_step(report, session.status())
 
         try:
             keeping.load(optimizer)
-            after = keeping.saving(optimizer, last=steps - 1, extra=standing, on_step=told)
+            after = keeping.saving(optimizer, last=steps - 1, extra=standing, on_step=report_step)
             before = ProcessorTime.now()
             with named_failures(self.model, model):
                 reports = train(

@@ -1,6 +1,6 @@
 """Keeping a job: where its checkpoints go, how often, and where a later run takes up its data again.
 
-Between `Job.run` and `optimizer.save`: knows jobs, neither chunks nor file formats.
+Between `TrainingJob.run` and `optimizer.save`: knows jobs, neither chunks nor file formats.
 """
 
 from __future__ import annotations

@@ -8,14 +8,14 @@ import typer
 
 from pstar_sim.cli import ablating, calibrating, capacity, demo, listing_commands, planning, running, validate
 from pstar_sim.cli.exit_status import HELP
-from pstar_sim.cli.usage import Group
+from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.version import __version__
 
 __all__ = ["app"]
 
 app = typer.Typer(
     name="pstar",
-    cls=Group,
+    cls=CommandGroup,
     invoke_without_command=True,
     subcommand_metavar="COMMAND ...",
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -73,7 +73,7 @@ def demo(
         tell(f"2. Compare: {micro_batches} micro-batch{'es' if micro_batches > 1 else ''}, on the rates measured here")
         say(comparison_text(compare(repeat_micro_batch(traced, micro_batches), machine)))
 
-    job = executor_module("run").Job(
+    job = executor_module("run").TrainingJob(
         model=MODEL, batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True, lr=LEARNING_RATE, seed=seed
     )
     tell("3. Warm-up: real iterations, chunks fetched on demand, bytes and seconds of every moment recorded")

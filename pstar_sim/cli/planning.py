@@ -27,7 +27,7 @@ from pstar_sim.cli.flags import (
     policies,
 )
 from pstar_sim.cli.output import note, save_perfetto, save_picture, say, say_json, tell
-from pstar_sim.cli.usage import Group
+from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def explain(
 
 
 plot = typer.Typer(
-    cls=Group,
+    cls=CommandGroup,
     subcommand_metavar="PICTURE ...",
     help="Draw pictures.",
     epilog="example: pstar plot tide --model 15B --batch 8 --seq 1024 --machine v100-32 -o tide.png",

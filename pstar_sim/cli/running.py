@@ -180,7 +180,7 @@ def record_on_device(asked: _TraceFlags) -> Workload:
     jobs = executor_module("run")
     limit = parse_bytes(asked.gpu_memory) if asked.gpu_memory is not None else None
     named = load_machine(asked.machine) if asked.machine is not None else None
-    job = jobs.Job(
+    job = jobs.TrainingJob(
         model=asked.model,
         batch=asked.batch,
         sequence=asked.seq,
@@ -218,7 +218,9 @@ def run(*, flags: RunFlags) -> int:
     bandwidth = (limit or link.h2d_bytes_per_s, limit or link.d2h_bytes_per_s)
     keeping = jobs.Keeping(save=flags.save, every=flags.save_every, resume=flags.resume)
     keeping.check(flags.steps)
-    job = jobs.Job.of_plan(plan, flags.model, data=flags.data, lr=flags.lr, seed=flags.seed, weights=flags.weights)
+    job = jobs.TrainingJob.of_plan(
+        plan, flags.model, data=flags.data, lr=flags.lr, seed=flags.seed, weights=flags.weights
+    )
     virtual = flags.device == "virtual"
     memory = parse_bytes(flags.gpu_memory) if flags.gpu_memory is not None else None
     with bar("measuring this machine's rates", quiet=flags.json or flags.quiet):

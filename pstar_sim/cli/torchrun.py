@@ -18,7 +18,7 @@ import typer
 
 from executor.compatibility import check_processes
 from executor.distributed.processes import Processes, processes_of
-from executor.run import Job, Keeping, RunResult, check_hardware
+from executor.run import Keeping, RunResult, TrainingJob, check_hardware
 from pstar_sim.arguments import parse_bytes, parse_bytes_per_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.cli.declare import command
@@ -80,7 +80,7 @@ def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
     mine = processes.on_all(lambda: _files_of(flags, rank))
     keeping = Keeping(save=flags.save, every=flags.save_every, resume=flags.resume)
     keeping.check(flags.steps)
-    job = Job.of_plan(plan, flags.model, data=flags.data, lr=flags.lr, seed=flags.seed, weights=flags.weights)
+    job = TrainingJob.of_plan(plan, flags.model, data=flags.data, lr=flags.lr, seed=flags.seed, weights=flags.weights)
     rate = parse_bytes_per_s(flags.bandwidth) if flags.bandwidth is not None else None
     memory = parse_bytes(flags.gpu_memory) if flags.gpu_memory is not None else None
     link = plan.machine.link

@@ -14,7 +14,7 @@ from pstar_sim.cli.flag_values import did_you_mean
 from pstar_sim.errors import PstarError, UnknownName
 from pstar_sim.terminal import terminal_width
 
-__all__ = ["Command", "Group", "run_app"]
+__all__ = ["Command", "CommandGroup", "run_app"]
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
@@ -184,7 +184,7 @@ class Command(TyperCommand):
         _write_epilog(self, formatter)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group of commands. Its metavar, such as COMMAND, is the word for one of them."""
 
     def __init__(self, **options: Any) -> None:

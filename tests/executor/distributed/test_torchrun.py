@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from executor.models import forward_loss
-from executor.run import MAX_GRAD_NORM, Job
+from executor.run import MAX_GRAD_NORM, TrainingJob
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.cli import main
 from pstar_sim.core.plan import load_plan
@@ -121,7 +121,7 @@ def test_two_processes_from_the_command_line(tmp_path: Path, capsys: pytest.Capt
     assert len(again.ranks) == 2 and again.gpu.measured and again.host.measured
 
     # One process, the two ranks' batches joined: rank r takes every second batch of the same stream.
-    job = Job.of_plan(load_plan(file), model, data=None, lr=3e-4, seed=0)
+    job = TrainingJob.of_plan(load_plan(file), model, data=None, lr=3e-4, seed=0)
     built = job.build()
     batches = job.batches(built)
     optimizer = torch.optim.AdamW(built.module.parameters(), lr=3e-4, fused=True)

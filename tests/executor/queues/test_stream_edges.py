@@ -299,8 +299,10 @@ def test_a_recording_keeps_to_the_memory_it_is_given(monkeypatch: pytest.MonkeyP
     asked: list[Any] = []
     monkeypatch.setattr(jobs, "record", lambda *_, **options: asked.append(options["gpu_memory"]))
     monkeypatch.setattr(jobs, "recording_machine", lambda device, machine, memory: asked.append((device, memory)))
-    job = jobs.Job(model="gpt2-tiny", batch=1, sequence=8, dtype=None, checkpointing=False)
-    monkeypatch.setattr(jobs.Job, "build", lambda self, empty: types.SimpleNamespace(module=torch.nn.Linear(1, 1)))
-    monkeypatch.setattr(jobs.Job, "batches", lambda self, built: iter([1]))
+    job = jobs.TrainingJob(model="gpt2-tiny", batch=1, sequence=8, dtype=None, checkpointing=False)
+    monkeypatch.setattr(
+        jobs.TrainingJob, "build", lambda self, empty: types.SimpleNamespace(module=torch.nn.Linear(1, 1))
+    )
+    monkeypatch.setattr(jobs.TrainingJob, "batches", lambda self, built: iter([1]))
     job.record(kit.small_machine(10**8), device="cuda:0", gpu_memory=5 * 10**8)
     assert asked == [("cuda:0", 5 * 10**8), 5 * 10**8]
