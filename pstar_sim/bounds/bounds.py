@@ -3,7 +3,8 @@
 Knows workload, machine, settings and layout; knows no plan. Update windows, room and bytes for chunks of unequal size,
 several micro-batches in either order, frozen parameters, a barrier and shared DRAM. pinned.py is the closed form where
 no chunk is streamed (`stream=False`); joint.py adds streaming to it and is a small linear program; fluid.py is the
-finer one, in time; rank_facts.py says what several ranks add; stashes.py is the bound of offloaded activations alone.
+finer one, in time; rank_facts.py says what several ranks add; stash_bound.py is the bound of offloaded activations
+alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pstar_sim.bounds.joint import joint_bound
 from pstar_sim.bounds.linear import Unsolved
 from pstar_sim.bounds.pinned import pinned_bound
 from pstar_sim.bounds.rank_facts import costs_of_ranks
-from pstar_sim.bounds.stashes import stash_bound_s
+from pstar_sim.bounds.stash_bound import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Settings
@@ -87,7 +88,7 @@ def _of_rank(
 
 
 def _with_stashes(bound: Bound, workload: Workload, cost: CostModel) -> Bound:
-    """The bound with the waits for stashes ([Note: the bound of stashes] in stashes.py)."""
+    """The bound with the waits for stashes ([Note: the bound of stashes] in stash_bound.py)."""
     if not workload.stashes:
         return bound
     seconds = stash_bound_s(workload, cost)

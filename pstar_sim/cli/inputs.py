@@ -11,7 +11,7 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ModelError, PstarError
-from pstar_sim.planner.ranks import share_out, shares_of_batch
+from pstar_sim.planner.batch_shares import share_out, shares_of_batch
 from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.units import MIB
 from pstar_sim.workload.lora import Adapter, adapter

@@ -24,9 +24,9 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import NothingFits, PstarError
 from pstar_sim.planner.asked import settings_of
 from pstar_sim.planner.balance import refuse_balance
+from pstar_sim.planner.batch_shares import machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
-from pstar_sim.planner.ranks import machine_of, share_out
 from pstar_sim.policy.kit.iteration_order import ORDERS, order_of
 from pstar_sim.policy.kit.options import options_of, show
 from pstar_sim.policy.registry import can, find_policy, named, policy_name

@@ -16,7 +16,7 @@ from pstar_sim.arguments import instance
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
-from pstar_sim.planner.ranks import Share, equal_shares, tightest
+from pstar_sim.planner.batch_shares import Share, equal_shares, tightest
 from pstar_sim.policy.kit.capabilities import capabilities_of
 from pstar_sim.policy.kit.options import Specified
 from pstar_sim.policy.registry import Policy, find_policy, policy_name

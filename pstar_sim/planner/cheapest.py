@@ -29,10 +29,10 @@ from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.balance import refuse_balance
+from pstar_sim.planner.batch_shares import machine_of, shares_of_batch, tightest
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.memory_needs import memory_need
-from pstar_sim.planner.ranks import machine_of, shares_of_batch, tightest
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text

@@ -21,12 +21,12 @@ from pstar_sim.cost import VERSION
 from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, PstarError
 from pstar_sim.planner.asked import OnPart, asked_policies, settings_of, teller
 from pstar_sim.planner.balance import Balanced, Cut, all_balance, balanced
+from pstar_sim.planner.batch_shares import Share, machine_of, share_out, unmodelled_notes
 from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.nearest import Elsewhere, nearest
-from pstar_sim.planner.ranks import Share, machine_of, share_out, unmodelled_notes
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared

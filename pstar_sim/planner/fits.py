@@ -16,10 +16,10 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.balance import refuse_balance
+from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory_needs import LOADING, Need, host_shortage, least_gpu_bytes, memory_need, need_with_room
 from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, in_words, remedies
-from pstar_sim.planner.ranks import Share, machine_of, share_out
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.registry import built_in, can, find_policy

@@ -31,7 +31,7 @@ from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.overrides import override, override_paths
 from pstar_sim.core.plan import LOOPS, SUMS, Settings
 from pstar_sim.errors import PstarError
-from pstar_sim.planner.ranks import shares_of_batch
+from pstar_sim.planner.batch_shares import shares_of_batch
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.schema.fields import (
     Natural,

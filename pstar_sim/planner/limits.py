@@ -23,10 +23,10 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.balance import refuse_balance
+from pstar_sim.planner.batch_shares import least_batch, machine_of, share_out, shares_of_batch, tightest
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory_needs import LOADING, memory_need
 from pstar_sim.planner.nearest import Elsewhere, nearest
-from pstar_sim.planner.ranks import least_batch, machine_of, share_out, shares_of_batch, tightest
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name

@@ -27,10 +27,10 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.asked import asked_names, settings_of
 from pstar_sim.planner.balance import refuse_balance
+from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, compare
 from pstar_sim.planner.limits import Written, max_model
-from pstar_sim.planner.ranks import Share, machine_of, share_out
 from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text

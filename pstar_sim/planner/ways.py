@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from pstar_sim.bounds.stashes import stash_bound_s
+from pstar_sim.bounds.stash_bound import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.cost import CostModel
@@ -136,7 +136,7 @@ class Way:
 
     def compute_s(self, machine: Machine, chunk_bytes: int) -> float:
         """Least seconds of computing and stashes with the link to themselves: [Note: the bound of stashes] in
-        bounds/stashes.py, run by run of moments, since all waits are at their ends. Of boundaries on the host, of
+        bounds/stash_bound.py, run by run of moments, since all waits are at their ends. Of boundaries on the host, of
         computing alone. chunk_bytes: size of the chunks, for the cost model."""
         variants = tuple(_seconds_of(w, machine, chunk_bytes) for w in (self._one, self._kept or self._one))
         if self.repeats == 1 and self._kept is None and not self.stashes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pstar_sim.planner.ranks import UNMODELLED, unmodelled_notes
+from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
 from pstar_sim.report.tables import batch_words, trust_lines

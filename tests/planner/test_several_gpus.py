@@ -16,8 +16,8 @@ from pstar_sim.cli import main
 from pstar_sim.core.plan import Settings, load_plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CatalogError
+from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.compare import compare
-from pstar_sim.planner.ranks import UNMODELLED, unmodelled_notes
 from pstar_sim.workload.presets import preset
 from pstar_sim.workload.workload import Workload
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pstar_sim.bounds.bounds import lower_bound
-from pstar_sim.bounds.stashes import stash_bound_s
+from pstar_sim.bounds.stash_bound import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings

@@ -19,14 +19,14 @@ from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch
-from pstar_sim.policy.passes import collectives, gradients, updates
+from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 from pstar_sim.policy.passes.builder import Builder
-from pstar_sim.policy.passes.collectives import Collectives
+from pstar_sim.policy.passes.collective_rows import Collectives
 from pstar_sim.policy.passes.draft_rows import DraftRows, Pass
 from pstar_sim.policy.passes.floors import Floors
-from pstar_sim.policy.passes.gradients import GradientRows
+from pstar_sim.policy.passes.gradient_rows import GradientRows
 from pstar_sim.policy.passes.lowering import draft_of
-from pstar_sim.policy.passes.updates import UpdateRows
+from pstar_sim.policy.passes.update_rows import UpdateRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 from pstar_sim.policy.passes.write_plan import step_of
 from pstar_sim.testing import chain_workload, random_machine, random_ranks, random_settings, random_workload
@@ -140,7 +140,7 @@ def test_collectives_make_a_chunk_whole_for_each_visit_and_sum_behind_the_last()
         (3, Kind.REDUCE_SCATTER),
     ]
     others = 3 * s.job.sizes[1]  # three ranks of four
-    assert collectives.room(s.job, {1: s.whole[1]}, 6) == [0, others, 0, others, 0, 0]
+    assert collective_rows.room(s.job, {1: s.whole[1]}, 6) == [0, others, 0, others, 0, 0]
 
 
 def test_states_of_a_streamed_chunk_come_and_go() -> None:
@@ -161,17 +161,17 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     assert [row.list_name for row in mine if row.kind is Kind.WRITEBACK] == [*lists, "param"]
     adam = next(i for i, row in enumerate(rows.rows) if row.kind is Kind.GPU_ADAM and row.chunk == 1)
     assert rows.gpu_update_of[1] == adam
-    assert updates.room(s.job, s.positions[update], s.modes) == sum(
+    assert update_rows.room(s.job, s.positions[update], s.modes) == sum(
         s.job.layout.payload_bytes(1, name) for name in lists
     )
 
 
 def test_a_list_of_gradients_takes_room_unless_it_is_pinned() -> None:
     job = schedule(micro_batches=2).job
-    open_in = [n for n in range(len(job.blocks)) if gradients.room(job, n)]
+    open_in = [n for n in range(len(job.blocks)) if gradient_rows.room(job, n)]
     assert open_in
-    assert all(gradients.room(job, n) == CHUNK for n in open_in)
-    assert not any(gradients.room(job, n, frozenset(range(LAYERS))) for n in open_in)
+    assert all(gradient_rows.room(job, n) == CHUNK for n in open_in)
+    assert not any(gradient_rows.room(job, n, frozenset(range(LAYERS))) for n in open_in)
 
 
 @pytest.mark.parametrize("prefetch, floor", [("none", 2), (1, 1), ("edf", None)])

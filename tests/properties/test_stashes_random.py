@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
-from pstar_sim.bounds.stashes import stash_bound_s
+from pstar_sim.bounds.stash_bound import stash_bound_s
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings

@@ -20,7 +20,7 @@ from pstar_sim.core.plan import Plan, Resident, Settings, steps_from_text
 from pstar_sim.core.step import Place
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import PlanError, PstarError
-from pstar_sim.planner.ranks import shares_of_batch, tightest
+from pstar_sim.planner.batch_shares import shares_of_batch, tightest
 from pstar_sim.schema.reading import convert
 from pstar_sim.sim.play import play
 from pstar_sim.sim.several_ranks import classes_of, fair_rates

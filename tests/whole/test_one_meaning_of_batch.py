@@ -11,7 +11,7 @@ import pytest
 import pstar_sim as ps
 from pstar_sim.cli import main
 from pstar_sim.errors import PstarError
-from pstar_sim.planner.ranks import share_out
+from pstar_sim.planner.batch_shares import share_out
 from pstar_sim.workload.trace import save_trace
 
 SEQ = 128

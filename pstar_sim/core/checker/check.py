@@ -9,7 +9,7 @@ from pstar_sim.core.check_fields import check_fields
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.barrier import check_barrier
 from pstar_sim.core.checker.same_job import check_budgets, check_machine, check_workload_of
-from pstar_sim.core.checker.stashes import check_stashes
+from pstar_sim.core.checker.stash_trips import check_stashes
 from pstar_sim.core.checker.structure import check_pins, check_structure
 from pstar_sim.core.checker.unrolled import Unrolled
 from pstar_sim.core.checker.walk import Walk

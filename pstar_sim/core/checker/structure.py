@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pstar_sim.core.checker.order import legal_order
-from pstar_sim.core.checker.stashes import check_stash_step
+from pstar_sim.core.checker.stash_trips import check_stash_step
 from pstar_sim.core.checker.unrolled import OTHERS, label
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import Kind, Place, Queue, Step

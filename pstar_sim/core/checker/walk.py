@@ -319,7 +319,7 @@ class Walk:
         content.marks.add((u, t))
 
     def _nothing(self, s: int, k: int, step: Step) -> None:
-        """Nothing to do: a stash is not a list, its bytes are part of the tide, its order is proved in stashes.py."""
+        """Nothing to do: a stash is not a list, its bytes are part of the tide, stash_trips.py proves its order."""
 
     def _alloc(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None and step.place is not None

@@ -14,7 +14,7 @@ from pstar_sim.policy.family.eviction import keep_set
 from pstar_sim.policy.family.residency import UseGap, gaps_of, held_over
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, Position, Schedule, Stretch
-from pstar_sim.policy.passes import collectives, gradients, updates
+from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 
 __all__ = ["Course", "Knobs"]
 
@@ -142,8 +142,8 @@ class Course:
             size = job.sizes[c]
             for n in mine:
                 room[n] -= size
-        others = collectives.room(job, self.needed_whole, len(room))
-        sums = gradients.held(job, self.sums, self.at, len(room))
+        others = collective_rows.room(job, self.needed_whole, len(room))
+        sums = gradient_rows.held(job, self.sums, self.at, len(room))
         return [left - other - held for left, other, held in zip(room, others, sums)]
 
     def _sum_stretches(self, c: int) -> list[Stretch]:
@@ -162,8 +162,8 @@ class Course:
     def _beside(self, position: Position) -> int:
         """Bytes that a position needs beside working lists."""
         if position.chunk >= 0:
-            return updates.room(self.job, position, self.modes)
-        return gradients.room(self.job, position.block, self.modes.pinned | self.modes.summed)
+            return update_rows.room(self.job, position, self.modes)
+        return gradient_rows.room(self.job, position.block, self.modes.pinned | self.modes.summed)
 
     def _keep(self) -> set[UseGap]:
         """Gaps over which a chunk stays, where there is room for it."""
@@ -232,7 +232,7 @@ class Course:
         positions: list[Position] = []
         at: list[int] = []
         updates: dict[int, int] = {}
-        for n, (block, adds_s) in enumerate(zip(job.blocks, gradients.adds_s(job, self.modes))):
+        for n, (block, adds_s) in enumerate(zip(job.blocks, gradient_rows.adds_s(job, self.modes))):
             at.append(len(positions))
             positions.append(Position(n, -1, block.tide_bytes, block.seconds + adds_s))
             for c in behind.get(n, ()):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pstar_sim.core.step import Kind
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.passes import gradients
+from pstar_sim.policy.passes import gradient_rows
 
 __all__ = ["PinFacts", "iteration_bounds", "most_pins", "most_pins_of", "pin_facts"]
 
@@ -151,7 +151,7 @@ def _room(job: Job) -> list[int]:
     """Bytes that the tide, gradient lists and small chunks leave free for all other chunks in each block."""
     budget = job.machine.gpu_budget_bytes - job.small_bytes
     return [
-        budget - block.tide_bytes - gradients.room(job, n) - sum(job.remote[c] for c in block.chunks)
+        budget - block.tide_bytes - gradient_rows.room(job, n) - sum(job.remote[c] for c in block.chunks)
         for n, block in enumerate(job.blocks)
     ]
 

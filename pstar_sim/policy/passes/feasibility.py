@@ -10,7 +10,7 @@ from pstar_sim.policy.kit.blocks import Block
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import describe_moment
 from pstar_sim.policy.kit.schedule import Modes
-from pstar_sim.policy.passes import gradients
+from pstar_sim.policy.passes import gradient_rows
 from pstar_sim.units import format_bytes
 
 __all__ = ["check_gpu", "check_host", "held_on_host"]
@@ -19,7 +19,7 @@ __all__ = ["check_gpu", "check_host", "held_on_host"]
 def check_gpu(job: Job) -> None:
     """Raise DoesNotFit if the worst block needs more than the budget with nothing pinned."""
     needs = [
-        job.small_bytes + _own_bytes(job, block) + gradients.room(job, n) + block.tide_bytes
+        job.small_bytes + _own_bytes(job, block) + gradient_rows.room(job, n) + block.tide_bytes
         for n, block in enumerate(job.blocks)
     ]
     budget = job.machine.gpu_budget_bytes
@@ -35,7 +35,7 @@ def _own_bytes(job: Job, block: Block) -> int:
 
 def _parts(job: Job, worst: int) -> list[str]:
     """What a block needs, in words."""
-    block, lists = job.blocks[worst], gradients.room(job, worst)
+    block, lists = job.blocks[worst], gradient_rows.room(job, worst)
     moment = max(range(block.first, block.last + 1), key=lambda m: job.tide[m])
     highest = f"the tide's peak, {format_bytes(max(job.tide))}, at every moment"
     parts = [describe_moment(job.workload, moment) if job.follow_tide else highest]

@@ -9,13 +9,13 @@ from pstar_sim.core.effects import tide_at_cut
 from pstar_sim.core.rules import Rates
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.schedule import Schedule
-from pstar_sim.policy.passes.collectives import Collectives
+from pstar_sim.policy.passes.collective_rows import Collectives
 from pstar_sim.policy.passes.draft_rows import DraftRows, Pass, ends_of
 from pstar_sim.policy.passes.feasibility import held_on_host
 from pstar_sim.policy.passes.floors import Floors
-from pstar_sim.policy.passes.gradients import GradientRows
+from pstar_sim.policy.passes.gradient_rows import GradientRows
 from pstar_sim.policy.passes.stash_copies import StashCopies
-from pstar_sim.policy.passes.updates import UpdateRows
+from pstar_sim.policy.passes.update_rows import UpdateRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
 __all__ = ["draft_of"]

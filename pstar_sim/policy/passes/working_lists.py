@@ -15,7 +15,7 @@ __all__ = ["WorkingLists"]
 
 class WorkingLists:
     """Fetches a chunk for each visit, and drops a copy that equals the host's. Changed lists hold gradients
-    (gradients.py) or updated parameters (updates.py)."""
+    (gradient_rows.py) or updated parameters (update_rows.py)."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows

@@ -33,7 +33,7 @@ from pstar_sim.policy.kit.options import Option, either, one_of, whole_number
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.kit.visits import Visit
-from pstar_sim.policy.passes import gradients
+from pstar_sim.policy.passes import gradient_rows
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.mixing import block_of
 from pstar_sim.workload.workload import Workload
@@ -110,7 +110,7 @@ class _Layers:
         held = [0] * self.count
         for c, layer in self.of.items():
             held[layer] += job.whole_bytes(c)
-        return max(held, default=0) + max(gradients.room(job, n) for n in range(len(job.blocks)))
+        return max(held, default=0) + max(gradient_rows.room(job, n) for n in range(len(job.blocks)))
 
     @cached_property
     def chunks_of_one(self) -> int:

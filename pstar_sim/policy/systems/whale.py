@@ -55,8 +55,9 @@ def whale(
     """The plan of `schedule` for shares that are chosen already: the shares of the machine's ranks (`balance` chooses
     them).
 
-    workload: the job of the rank that has least room and takes longest (`planner.ranks.tightest`). Raises what the
-    policy named by `schedule` raises.
+    workload: the job of the rank that has least room and takes longest (`planner.batch_shares.tightest`).
+
+    Raises what the policy named by `schedule` raises.
     """
     try:
         plan = _SCHEDULES[schedule](workload, machine, settings)

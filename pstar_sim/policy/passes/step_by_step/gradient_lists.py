@@ -2,7 +2,8 @@
 
 A gradient that has a list of its own opens the list in the moment in which its first part arrives. Once the gradient is
 complete it is summed over the ranks. It goes to the host, where the gradients of several micro-batches are added, or
-stays on the GPU, where the sum over the ranks is added. passes/gradients.py does the same for the asynchronous family.
+stays on the GPU, where the sum over the ranks is added. passes/gradient_rows.py does the same for the
+asynchronous family.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def reduce(rows: DraftRows, c: int, list_name: str, moment: int, n: int, after: 
 
 class Collectives:
     """Gathers a chunk for each stretch in which it has to be whole, and sums its last gradient behind the last stretch.
-    Where gradients of all micro-batches add up on the GPU, gradients.py sums the last one, too."""
+    Where gradients of all micro-batches add up on the GPU, gradient_rows.py sums the last one, too."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows

@@ -14,7 +14,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.errors import CannotPlan
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, Stretch
-from pstar_sim.policy.passes.collectives import reduce
+from pstar_sim.policy.passes.collective_rows import reduce
 from pstar_sim.policy.passes.draft_rows import After, DraftRows
 from pstar_sim.policy.passes.working_lists import WorkingLists
 

@@ -3,7 +3,7 @@
 [Note: the bound of stashes] No plan is faster than this schedule. The moments run one after the other. Each stash is
 copied out behind the moment that makes it; the moment behind which its bytes are no longer counted waits for that copy.
 The stash is copied in behind the moment from which its bytes are counted again; the moment that needs it waits for that
-copy. The link carries nothing else. Every plan has these waits (core/checker/stashes.py proves them) and more on the
+copy. The link carries nothing else. Every plan has these waits (the checker proves them) and more on the
 link. On one direction the copies go in the order in which they are made; a stash made earlier is also awaited earlier,
 so no other order makes any wait end earlier. Successive iterations do not overlap on the compute queue.
 """
