@@ -16,6 +16,7 @@ from executor.devices.torch_private import storage_key
 from executor.moments.hooks import ModuleEvent
 from executor.moments.live_bytes import LiveStorages
 from pstar_sim.errors import ModelError
+from pstar_sim.workload.kernels import CAPTURED
 from pstar_sim.workload.workload import DTYPE_BYTES, Moment, OptimizerSpec, Phase, Tensor, Use, UseKind, Workload
 
 __all__ = ["MomentRecorder", "attention_seen", "describe_parameters", "working_dtype"]
@@ -171,6 +172,7 @@ class MomentRecorder:
         if not any(use.kind is UseKind.GRADIENT for use in self._uses):
             raise ModelError(f"{model}: no gradient reached any parameter; is the loss connected to the model?")
         return Workload(
+            kernels=CAPTURED,
             model=model,
             dtype=dtype or working_dtype(self.tensors),
             batch=batch,

@@ -37,6 +37,7 @@ class ModelShape(Table, frozen=True, kw_only=True):
     patch: Annotated[_Count | None, says("pixels of a patch's side, ViT only")] = None
     image: Annotated[_Count | None, says("pixels of an image's side, ViT only")] = None
     classes: Annotated[_Count | None, says("outputs of the head, ViT only")] = None
+    kernels: Annotated[Literal["eager", "fused", "compiled", "megatron"], says("how its users run it")] = "eager"
     params: Annotated[int, between(1, 10**15), says("true parameter count, tied weights once")]
     aliases: Annotated[tuple[Text, ...], says("other names of the same model")] = ()
     notes: Annotated[Text | None, says("what `pstar models` prints")] = None
@@ -53,6 +54,7 @@ class ModelEntry:
     max_seq: positions the model has (learned ones are parameters).
     tied: whether the head is the token embedding.
     attention_bias: whether q, k and v have biases in the llama family (the others always have all biases).
+    kernels: flavour in which its users run it (workload/kernels.py).
     patch, image, classes: pixels of a patch's and an image's side, outputs of the head; ViT only, else 0.
     """
 
@@ -69,6 +71,7 @@ class ModelEntry:
     params: int
     source: str
     attention_bias: bool = False
+    kernels: str = "eager"
     patch: int = 0
     image: int = 0
     classes: int = 0

@@ -120,6 +120,7 @@ def max_model(
             micro_batches=micro_batches,
             dtype=job.dtype,
             checkpointing=job.checkpointing,
+            kernels=job.kernels,
             lora=lora_of(job.lora),
             optimizer=job.optimizer,
             loading=asked.loading,
@@ -169,6 +170,7 @@ def max_batch(
             micro_batches=micro_batches,
             dtype=job.dtype or default_dtype(machine),
             checkpointing=job.checkpointing,
+            kernels=job.kernels,
             lora=adapter,
             optimizer=job.optimizer,
         )
@@ -247,6 +249,7 @@ def cheapest(
             settings=settings_of(setting),
             dtype=job.dtype,
             checkpointing=job.checkpointing,
+            kernels=job.kernels,
             lora=lora_of(job.lora),
             optimizer=job.optimizer,
             prices=prices,

@@ -46,6 +46,14 @@ Dtype = Annotated[
         parser=one_of(DTYPES), help="working dtype (default: bf16 where the GPU has it, else fp16, or the trace's)"
     ),
 ]
+FLAVOURS = Literal["eager", "fused", "compiled", "megatron"]
+Kernels = Annotated[
+    FLAVOURS | None,
+    typer.Option(
+        parser=one_of(FLAVOURS),
+        help="how a preset's operators run, attention aside: each a kernel (eager) or fused (default: as its users do)",
+    ),
+]
 JsonList = Annotated[bool, typer.Option("--json", help="a list of JSON objects instead of the table")]
 JsonObject = Annotated[bool, typer.Option("--json", help="a JSON object instead of sentences and tables")]
 Lora = Annotated[
@@ -114,6 +122,7 @@ class OptionalWorkloadFlags:
             help=f"{RECOMPUTE} (default: on for presets; with --trace: picks a variant)",
         ),
     ] = None
+    kernels: Kernels = None
     lora: Lora = None
     optimizer: Annotated[
         str | None, typer.Option(metavar="O", help=f"{OPTIMIZERS} (default: adamw, or the trace's)")
@@ -145,6 +154,7 @@ class JobFlags:
     seq: Annotated[int, typer.Option(parser=positive, metavar="S", help="tokens per sequence")]
     dtype: Dtype = None
     checkpointing: Annotated[bool, typer.Option("--checkpointing/--no-checkpointing", help=RECOMPUTE)] = True
+    kernels: Kernels = None
     lora: Lora = None
     optimizer: Annotated[str, typer.Option(metavar="O", help=OPTIMIZERS)] = "adamw"
 

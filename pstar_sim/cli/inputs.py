@@ -145,6 +145,8 @@ def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -
 def _one_workload(job: OptionalWorkloadFlags, machine: Machine, batch: int | None) -> Workload:
     adapter = lora_of(job.lora)
     if job.trace is not None:
+        if job.kernels is not None:
+            raise PstarError("--kernels is for presets (--model); a trace has the kernels that ran")
         if adapter is not None:
             raise PstarError(
                 "--lora is for presets (--model); trace a model that has its adapters: pstar trace py:MODULE:FACTORY, "
@@ -181,6 +183,7 @@ def _preset(job: OptionalWorkloadFlags, machine: Machine, batch: int | None, che
         micro_batches=job.micro_batches or 1,
         dtype=job.dtype or default_dtype(machine),
         checkpointing=checkpointing,
+        kernels=job.kernels,
         lora=lora_of(job.lora),
         optimizer=job.optimizer or "adamw",
     )

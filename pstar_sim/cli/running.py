@@ -155,6 +155,7 @@ def _facts(w: Workload) -> dict[str, object]:
         "flops": w.flops,
         "peak_non_model_bytes": w.peak_non_model_bytes,
         "attention": w.attention,
+        "kernels": w.kernels,
         "checkpointing": w.checkpointing,
     }
 
@@ -166,9 +167,10 @@ def _model_words(w: Workload) -> str:
 def _variant_words(w: Workload) -> str:
     from pstar_sim.units import format_bytes
 
+    how = f"{w.attention} attention, {w.kernels} kernels, {'with' if w.checkpointing else 'without'} checkpointing"
     return (
         f"{len(w.moments)} moments, {w.flops / 1e12:.2f} TFLOP, at most {format_bytes(w.peak_non_model_bytes)} of "
-        f"non-model data ({w.attention} attention, {'with' if w.checkpointing else 'without'} checkpointing)"
+        f"non-model data ({how})"
     )
 
 

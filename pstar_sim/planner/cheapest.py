@@ -151,6 +151,7 @@ def cheapest(
     settings: Settings | None = None,
     dtype: str | None = None,
     checkpointing: bool = True,
+    kernels: str | None = None,
     lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
     prices: str | None = None,
@@ -160,6 +161,7 @@ def cheapest(
     """The cheapest machine that trains a model on `tokens` tokens by the deadline.
 
     batch: sequences per iteration, all ranks and micro-batches together.
+    kernels: as in `preset`.
     machines: by default every machine with a price.
     prices: a file that comes before the shipped list.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
@@ -187,6 +189,7 @@ def cheapest(
         seq,
         dtype,
         checkpointing,
+        kernels,
         lora,
         optimizer,
         settings,
@@ -224,6 +227,7 @@ class _CheapestJob:
     seq: int
     dtype: str | None
     checkpointing: bool
+    kernels: str | None
     lora: Adapter | None
     optimizer: str
     settings: Settings
@@ -243,6 +247,7 @@ class _CheapestJob:
             micro_batches=micro_batches,
             dtype=self.dtype or default_dtype(machine),
             checkpointing=self.checkpointing,
+            kernels=self.kernels,
             lora=self.lora,
             optimizer=self.optimizer,
         )

@@ -250,6 +250,8 @@ def _job(plan: Plan) -> list[str]:
     checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
     if w.activations:
         checkpointing = activations_text(w)
+    if w.kernels:
+        checkpointing += f", {w.kernels} kernels"
     return [
         f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
         *([f"on each of {len(m.ranks)} GPUs, whose steps and figures these are"] if len(m.ranks) > 1 else []),

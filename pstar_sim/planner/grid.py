@@ -49,6 +49,7 @@ from pstar_sim.schema.fields import (
 from pstar_sim.schema.parsing import read_toml
 from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
+from pstar_sim.workload.kernels import KERNELS
 from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import optimizer_spec, with_optimizer
 from pstar_sim.workload.presets import ATTENTION, default_dtype, preset
@@ -80,6 +81,7 @@ class Axes(Table, frozen=True, kw_only=True):
     dtype: Annotated[str | None, choice(DTYPE_BYTES), says("fp32, bf16 or fp16 (default: what the GPU has)")] = None
     checkpointing: Annotated[bool, says("true or false")] = True
     attention: Annotated[str, choice(ATTENTION), says("flash, efficient or math")] = "flash"
+    kernels: Annotated[str | None, choice(KERNELS), says("eager, fused, compiled or megatron")] = None
     lora: Annotated[Natural, says("rank of the adapters, 0 for none")] = 0
     optimizer: Annotated[str, says("adamw, adamw-bf16-states, sgd-momentum or sgd")] = "adamw"
     update: Annotated[str, choice(("step", "eager")), says("step or eager")] = "step"
@@ -296,12 +298,24 @@ def _preset(values: tuple[tuple[str, Value], ...]) -> Workload:
         dtype=str(given["dtype"]),
         checkpointing=bool(given.get("checkpointing", True)),
         attention=str(given.get("attention", "flash")),
+        kernels=str(given["kernels"]) if "kernels" in given else None,
         lora=Adapter(rank=rank) if rank else None,
         optimizer=str(given.get("optimizer", "adamw")),
     )
 
 
-_OF_WORKLOAD = ("model", "batch", "seq", "micro_batches", "dtype", "checkpointing", "attention", "lora", "optimizer")
+_OF_WORKLOAD = (
+    "model",
+    "batch",
+    "seq",
+    "micro_batches",
+    "dtype",
+    "checkpointing",
+    "attention",
+    "kernels",
+    "lora",
+    "optimizer",
+)
 
 
 def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:

@@ -155,6 +155,7 @@ def max_model(
     micro_batches: int = 1,
     dtype: str | None = None,
     checkpointing: bool = True,
+    kernels: str | None = None,
     lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
     loading: str = "whole",
@@ -168,6 +169,7 @@ def max_model(
 
     batch: sequences per micro-batch, of all ranks together.
     dtype: by default what the GPU has.
+    kernels: as in `preset`.
     near: by policy, the number of layers at which the search begins, such as the limit of a similar machine.
     written: workloads that calls about the same job on other machines have made; this call adds its own.
     on_policy: called with a policy, its number and how many there are before it is looked at.
@@ -201,6 +203,7 @@ def max_model(
             micro_batches=micro_batches,
             dtype=working,
             checkpointing=checkpointing,
+            kernels=kernels,
             lora=lora,
             optimizer=optimizer,
         ),

@@ -313,6 +313,7 @@ class _Asked:
             micro_batches=workload.micro_batches,
             dtype=workload.dtype,
             checkpointing=workload.checkpointing,
+            kernels=workload.kernels or None,
             lora=adapter_of(workload),
             optimizer=workload.optimizer.name,
             catalog=False,

@@ -55,6 +55,7 @@ def heading(answer: TableAnswer) -> str:
         w.dtype,
         *([w.optimizer.name] if w.optimizer.name != "adamw" else []),
         activations_text(w) if w.activations else "checkpointing" if w.checkpointing else "no checkpointing",
+        *([f"{w.kernels} kernels"] if w.kernels else []),
         f"update {s.update}",
         "clipping" if s.clip else "no clipping",
         f"barrier: {barrier}" if barrier else "no barrier",

@@ -10,7 +10,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
 from pstar_sim.planner.trust import ANY, FILE, class_name
 from pstar_sim.policy.kit.options import split_spec
-from pstar_sim.validation.results import FIRST_FILE, Result, Validation, errors_of
+from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of
 from pstar_sim.validation.rows import published_rows
 
 __all__ = ["ERRORS_FILE", "errors_by_class", "write_errors"]
@@ -19,14 +19,12 @@ ERRORS_FILE = Path(str(FILE))
 
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, tuple[float, float, int]]]:
-    """Class -> policy (and "any policy") -> (median, 90th percentile, rows), of tested rows of whole iterations.
-
-    Rows of the later files are left out: their runs had other kernels than they are replayed with."""
+    """Class -> policy (and "any policy") -> (median, 90th percentile, rows), of tested rows of whole iterations."""
     groups: dict[str, dict[str, list[Result]]] = {}
     for r in results:
-        if r.use != "tested" or r.kind != "time" or r.file != FIRST_FILE:
+        if r.use != "tested" or r.metric not in WHOLE:
             continue
-        name = class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=1)
+        name = class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=r.nodes)
         for key in (ANY, split_spec(r.policy)[0]):
             groups.setdefault(name, {}).setdefault(key, []).append(r)
     found: dict[str, dict[str, tuple[float, float, int]]] = {}

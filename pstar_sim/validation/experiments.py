@@ -42,7 +42,7 @@ NOTES = (
     "PatrickStar may use 0.8 of the GPU and of the host (overall_gpu_mem_ratio, overall_cpu_mem_ratio)",
     "checkpoints are reentrant, as these systems made them: a recompute runs the whole layer",
     "runs before 2023 have no flash attention; those of the Deep Optimizer States logs are taken to have it",
-    "MPT and NeuSight's GPT run the kernels of this project's GPT here: an eager GELU and an unfused loss",
+    "kernels are those of the run's source: fused for MPT, eager for every other system; OPT's ReLU is taken as a GELU",
     "models of the Deep Optimizer States logs: 4 key-value heads, vocabulary 50304: this gives the published counts",
 )
 

@@ -23,15 +23,17 @@ from pstar_sim.validation.setups import Experiment
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["FAR", "FIRST_FILE", "NEAR", "Errors", "Pair", "Result", "Validation", "errors_of", "validate"]
+__all__ = ["FAR", "FIRST_FILE", "NEAR", "WHOLE", "Errors", "Pair", "Result", "Validation", "errors_of", "validate"]
 
 NEAR, FAR = 0.15, 0.35
 """What the tested rows are held to: median and 90th percentile of the absolute error. A row beyond FAR is a miss."""
 DIFFERENT = 0.10
 """Published values that differ by less have no order to keep."""
 _IN_SCOPE = ("fitted", "to fit", "tested")
+WHOLE = ("iter_ms", "iter_s", "total_TFLOPS_8N", "tokens_per_s_per_gpu")
+"""Metrics of a whole iteration."""
 _SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1, "tokens_per_s_per_gpu": 1, "fwd_bwd_ms": -1}
-"""Metrics of a whole iteration (of one without its optimizer step); 1: more is faster."""
+"""Metrics of a whole iteration, and of one without its optimizer step; 1: more is faster."""
 FIRST_FILE = next(iter(FILES))
 """The rows of the other files had never been replayed when their scope was fixed."""
 
@@ -43,7 +45,7 @@ class Result:
     file, line: where the row stands.
     predicted: None where the run does not fit here, `reason` says why.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
-    machine, policy: the machine and the policy with which it was replayed.
+    machine, nodes, policy: the machine, its number of nodes and the policy with which it was replayed.
     """
 
     file: str
@@ -60,6 +62,7 @@ class Result:
     rule: str
     machine: str
     gpu: str
+    nodes: int
     policy: str
     published: float
     predicted: float | None
@@ -312,28 +315,16 @@ def _no_row(system: str | None, machine: str | None) -> PstarError:
 
 def _replayed(run: Sequence[PublishedRow], experiment: Experiment, rules: Mapping[PublishedRow, Rule]) -> list[Result]:
     """The result of each row of a run. rules: row -> its rule."""
-    outcome, machine = replay(experiment), experiment.machine
-    return [
-        _result(
-            row,
-            rules[row],
-            machine.name,
-            machine.gpu.name,
-            experiment.policy,
-            row_value(row, outcome),
-            outcome.reason,
-        )
-        for row in run
-    ]
+    outcome = replay(experiment)
+    return [_result(row, rules[row], experiment, row_value(row, outcome), outcome.reason) for row in run]
 
 
 def _holds(text: str | None, where: str) -> bool:
     return text is None or text.lower() in where.lower()
 
 
-def _result(
-    row: PublishedRow, rule: Rule, machine: str, gpu: str, policy: str, value: float | None, reason: str
-) -> Result:
+def _result(row: PublishedRow, rule: Rule, experiment: Experiment, value: float | None, reason: str) -> Result:
+    machine = experiment.machine
     return Result(
         file=row.file,
         line=row.line,
@@ -347,9 +338,10 @@ def _result(
         kind=_kind(row.metric),
         use=rule.use,
         rule=rule.name,
-        machine=machine,
-        gpu=gpu,
-        policy=policy,
+        machine=machine.name,
+        gpu=machine.gpu.name,
+        nodes=machine.nodes,
+        policy=experiment.policy,
         published=row.value,
         predicted=value,
         reason=reason,

@@ -40,7 +40,7 @@ class Experiment:
     loop_s: seconds per micro-batch outside the three phases.
     other_host_bytes: in use on the node beside the plans of its ranks.
     host_bytes_per_param: host memory that the system really takes, where that is more than its plan takes.
-    checkpointing, early_stop, language_head, optimizer: as in `workload_of`.
+    checkpointing, early_stop, kernels, language_head, optimizer: as in `workload_of`.
     """
 
     rows: tuple[PublishedRow, ...]
@@ -58,6 +58,7 @@ class Experiment:
     host_bytes_per_param: float = 0.0
     checkpointing: bool = True
     early_stop: bool = False
+    kernels: str = "eager"
     language_head: bool = True
     optimizer: str = "adamw"
 
@@ -73,6 +74,7 @@ class Experiment:
             attention=self.attention,
             language_head=self.language_head,
             early_stop=self.early_stop,
+            kernels=self.kernels,
             optimizer=self.optimizer,
         )
 

@@ -73,6 +73,7 @@ def _fsdp(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         settings=Settings(update="step", clip=True),
         checkpointing="no checkpointing" not in row.settings,
         early_stop=True,
+        kernels="fused",
     )
 
 

@@ -52,11 +52,11 @@ __all__ = [
 
 FORMAT = "pstar-sim trace"
 SCHEMA_VERSION = 2
-"""Of files in which some moment has products; others are of version 1, which has no column for them."""
+"""Of files that name kernels or products of some variant; others are of version 1, which has no columns for them."""
 
 _HEADER = (
-    "model", "dtype", "batch", "sequence", "micro_batches", "checkpointing", "attention", "source", "torch_version",
-    "recorded_on", "notes",
+    "model", "dtype", "batch", "sequence", "micro_batches", "checkpointing", "attention", "kernels", "source",
+    "torch_version", "recorded_on", "notes",
 )  # fmt: skip
 """Fields of a workload that are columns of their own, in file order; their types are those of `Workload`."""
 _TABLES: dict[str, type] = {"moments": Moment, "tensors": Tensor, "uses": Use}
@@ -81,7 +81,7 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
         if key in keys[:i]:
             raise TraceError(f"{target}: variants {keys.index(key)} and {i} are both {_words(variants[i])}")
     chosen = any(w.activations or w.stashes for w in variants)
-    version = SCHEMA_VERSION if any(m.products for w in variants for m in w.moments) else 1
+    version = SCHEMA_VERSION if any(w.kernels or any(m.products for m in w.moments) for w in variants) else 1
     schema = _schema(version, chosen)
     try:
         table = pa.Table.from_pylist([_row(w, version, chosen) for w in variants], schema=schema)
@@ -194,6 +194,11 @@ def _columns(cls: Any, version: int) -> list[str]:
     return [name for name in _names(cls) if version > 1 or (cls, name) != (Moment, "products")]
 
 
+def _header(version: int) -> list[str]:
+    """Fields of a workload that are columns of a file of this version."""
+    return [name for name in _HEADER if version > 1 or name != "kernels"]
+
+
 def _schema(version: int = SCHEMA_VERSION, chosen: bool = False) -> Any:
     """The file's Arrow schema, with format and version in its metadata; chosen: with the column that says what becomes
     of each block's activations."""
@@ -208,7 +213,7 @@ def _schema(version: int = SCHEMA_VERSION, chosen: bool = False) -> Any:
     )
     states = rows("state_bytes", [text("name"), whole("bytes")])
     optimizer = pa.struct([text("name"), states, whole("dram_bytes_per_param")])
-    header = {field.name: field for field in _arrow_fields(Workload, _HEADER)}
+    header = {field.name: field for field in _arrow_fields(Workload, _header(version))}
     columns = [*header.values(), pa.field("optimizer", optimizer, nullable=False)]
     columns += [rows(name, _arrow_fields(cls, _columns(cls, version))) for name, cls in _TABLES.items()]
     if chosen:
@@ -242,7 +247,7 @@ def _arrow_fields(cls: type, names: Iterable[str]) -> list[Any]:
 
 
 def _row(w: Workload, version: int = SCHEMA_VERSION, chosen: bool = False) -> dict[str, Any]:
-    row: dict[str, Any] = {name: getattr(w, name) for name in _HEADER}
+    row: dict[str, Any] = {name: getattr(w, name) for name in _header(version)}
     row["optimizer"] = {
         "name": w.optimizer.name,
         "state_bytes": [{"name": name, "bytes": size} for name, size in w.optimizer.state_bytes],

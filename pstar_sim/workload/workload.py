@@ -208,6 +208,8 @@ class Workload:
     optimizer: states that the optimizer keeps for each trainable parameter.
     dtype_open: whether nobody named the dtype, so that a comparison takes what the GPU has.
     attention: "flash", "efficient", "math" or "none".
+    kernels: flavour in which the other operators run (kernels.py); "captured" for those of the module itself, "" in a
+        file that does not say.
     source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
     recorded_on: name of the machine whose durations the moments carry, or None.
     torch_version: version of torch that it was captured with; "" for a preset.
@@ -232,6 +234,7 @@ class Workload:
     activations: tuple[tuple[str, str], ...] = ()
     stashes: tuple[Stash, ...] = ()
     dtype_open: bool = False
+    kernels: str = ""
 
     def __post_init__(self) -> None:
         check_workload(self)

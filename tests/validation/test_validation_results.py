@@ -31,6 +31,7 @@ def result(published: float, predicted: float | None, **changes: object) -> Resu
         "rule": "r",
         "machine": "h100-80x4",
         "gpu": "h100-80",
+        "nodes": 1,
         "policy": "zero3_offload:ratio=0.8",
         "published": published,
         "predicted": predicted,
@@ -117,6 +118,8 @@ def test_errors_by_class_are_those_of_tested_iterations() -> None:
             result(100, 300, kind="phase", metric="fwd_ms"),
             result(100, 300, use="fitted"),
             result(100, 95, gpus=1),
+            result(100, 300, metric="fwd_bwd_ms"),  # no whole iteration
+            result(100, 80, metric="tokens_per_s_per_gpu", gpus=16, nodes=2, policy="zero3_resident"),
         ]
     )
     assert found == {
@@ -125,6 +128,7 @@ def test_errors_by_class_are_those_of_tested_iterations() -> None:
             "deep_optimizer_states": (0.3, 0.3, 1),
             "zero3_offload": (0.1, 0.1, 1),
         },
+        "h100 nodes": {"any policy": (0.2, 0.2, 1), "zero3_resident": (0.2, 0.2, 1)},
         "h100 one GPU": {"any policy": (0.05, 0.05, 1), "zero3_offload": (0.05, 0.05, 1)},
     }
 
@@ -166,7 +170,9 @@ def test_kept_errors_are_those_of_a_run_of_today(tmp_path: Path) -> None:
 def test_shipped_errors_are_of_whole_classes() -> None:
     assert expected_errors.ERRORS_FILE.is_file()
     kept = json.loads(expected_errors.ERRORS_FILE.read_text(encoding="utf-8"))
-    assert set(kept) == {"a100 node", "a100 one GPU", "h100 node", "v100 node", "v100 one GPU"}
+    assert set(kept) == {
+        "a100 node", "a100 nodes", "a100 one GPU", "h100 node", "h100 nodes", "v100 node", "v100 one GPU",
+    }  # fmt: skip
     assert all(any_policy["any policy"]["rows"] >= 1 for any_policy in kept.values())
 
 

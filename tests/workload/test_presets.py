@@ -8,7 +8,8 @@ import pytest
 
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
 from pstar_sim.errors import ModelError, TraceError, UnknownName
-from pstar_sim.workload.presets import ATTENTION, preset, workload_of
+from pstar_sim.workload.kernels import KERNELS
+from pstar_sim.workload.presets import ATTENTION, preset, variant, workload_of
 from pstar_sim.workload.workload import Phase, Workload, product_flops
 
 TOKENS = 2 * 8  # batch 2, sequence 8
@@ -153,6 +154,68 @@ def test_llama_groups_its_keys_and_qwen_has_three_biases() -> None:
         t.name for t in tiny(entry("llama", kv_heads=2, bias=True)).tensors if "layers.0" in t.name and "bias" in t.name
     ]
     assert [n.split(".")[-2] for n in names] == ["q_proj", "k_proj", "v_proj"]
+
+
+def test_kernels_of_a_gpt_by_hand() -> None:
+    """What a layer keeps beside its attention's log-sum and two norms' statistics: with eager kernels 28 u, of which
+    12 u are x/2, tanh and 1 + tanh of the activation. Fused keeps 16 u; compiled neither outputs of norms (2 u) nor of
+    the activation (4 u)."""
+    u, stats, lse, batch = TOKENS * 16 * 2, 2 * TOKENS * 2, TOKENS * 4 * 4, 16 * TOKENS
+    logits, logits32, labels = TOKENS * 100 * 2, TOKENS * 100 * 4, 8 * TOKENS
+    loss = {
+        "eager": logits32 * 3,
+        "fused": 2 * logits + labels + 4 * TOKENS,
+        "compiled": 2 * logits + labels + 4 * TOKENS,
+        "megatron": logits32 + logits,  # labels have gone
+    }
+    for kernels, kept in (("eager", 28), ("fused", 16), ("compiled", 10), ("megatron", 16)):
+        w = workload_of(entry(), batch=2, sequence=8, checkpointing=False, kernels=kernels)
+        at_loss = next(m for m in w.moments if m.name == "grad:<root>")
+        layers = 3 * (kept * u + 2 * stats + lse)
+        assert w.kernels == kernels
+        assert at_loss.peak_bytes == batch + u + layers + u + stats + loss[kernels], kernels
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_every_flavour_comes_back_to_where_it_began(kernels: str, checkpointing: bool, family: str) -> None:
+    """The same flops and uses; no flavour but eager has a higher tide than eager's."""
+    for dtype in ("bf16", "fp32"):
+        for early_stop in (True, False):
+            w, eager = (
+                workload_of(entry(family), batch=2, sequence=8, checkpointing=checkpointing, dtype=dtype,
+                            early_stop=early_stop, kernels=which)
+                for which in (kernels, "eager")
+            )  # fmt: skip
+            assert w.moments[-1].end_bytes == w.moments[0].start_bytes
+            assert [(m.name, m.flops, m.products) for m in w.moments] == [
+                (m.name, m.flops, m.products) for m in eager.moments
+            ]
+            assert w.uses == eager.uses and w.peak_non_model_bytes <= eager.peak_non_model_bytes
+
+
+def test_kernels_of_a_llama_by_hand() -> None:
+    """Of the feed-forward layer eager keeps gate, its SiLU, up and their product; fused all but the SiLU; compiled gate
+    and up. Fused norms keep their input and 4 bytes of a token, not an fp32 copy and what they normalized."""
+    e = entry("llama", kv_heads=2)
+    u, f, kv, row = TOKENS * 16 * 2, TOKENS * 64 * 2, TOKENS * 8 * 2, TOKENS * 4
+    lse = TOKENS * 4 * 4
+    kept = {}
+    for kernels in ("eager", "fused", "compiled"):
+        w = workload_of(e, batch=2, sequence=8, checkpointing=False, kernels=kernels)
+        ends = [m.end_bytes for m in w.moments if m.name.startswith("end:") and m.module.endswith("up_proj")]
+        kept[kernels] = ends[1] - ends[0]
+    attention = 2 * u + 2 * kv + lse  # q, k, v and the output
+    assert kept["eager"] == 2 * (2 * u + u + u + row) + attention + 4 * f  # fp32 copy, normalized, output
+    assert kept["fused"] == 2 * (u + u + row) + attention + 3 * f
+    assert kept["compiled"] == 2 * (u + row) + attention + 2 * f
+
+
+def test_a_flavour_nobody_knows_is_refused() -> None:
+    with pytest.raises(ModelError, match="kernels is 'fast'; known flavours are eager, fused, compiled, megatron"):
+        preset("gpt2", batch=1, seq=8, kernels="fast")
+    assert variant(preset("gpt2", batch=1, seq=8, kernels="fused"), batch=2).kernels == "fused"
 
 
 def test_the_math_kernel_keeps_the_scores() -> None:

@@ -21,6 +21,7 @@ from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
 from pstar_sim.errors import ModelError
+from pstar_sim.workload.kernels import FLAVOURS, KERNELS
 from pstar_sim.workload.lora import AdaptedTape, Adapter, adapter, adapter_of
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets.bert import write_bert
@@ -52,6 +53,7 @@ def preset(
     dtype: str | None = None,
     checkpointing: bool = True,
     attention: str = "flash",
+    kernels: str | None = None,
     lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
 ) -> Workload:
@@ -67,12 +69,14 @@ def preset(
         token embedding (tied) and the loss is the language model's, as the planning figures assume, though the
         published runs classified sequences. Non-model bytes are logical bytes of live storages; the accelerator's
         context is a term of the machine, not of the workload.
+    kernels: how the other operators run, one of KERNELS (kernels.py); None for what the model's catalog entry says,
+        which is what its users run.
     lora: the model itself is frozen and adapters are trained (lora.py); an Adapter, a rank, or a text such as "r=16" or
         "r=8,targets=q_proj+v_proj".
     optimizer: its name (optimizers.py).
 
-    Raises UnknownName (with the nearest names) and ModelError for a batch, sequence, dtype or attention the model
-    cannot have.
+    Raises UnknownName (with the nearest names) and ModelError for a batch, sequence, dtype, attention or kernels the
+    model cannot have.
     """
     entry = model_entry(name)
     made = workload_of(
@@ -83,6 +87,7 @@ def preset(
         dtype="bf16" if dtype is None else dtype,
         checkpointing=checkpointing,
         attention=attention,
+        kernels=kernels,
         lora=None if lora is None else adapter(lora),
         optimizer=optimizer,
     )
@@ -103,6 +108,7 @@ def workload_of(
     dtype: str = "bf16",
     checkpointing: bool = True,
     attention: str = "flash",
+    kernels: str | None = None,
     lora: Adapter | None = None,
     optimizer: str = "adamw",
     model: str | None = None,
@@ -125,7 +131,8 @@ def workload_of(
     ):
         flag(f"model {name}: {what}", switch, error=ModelError)
     _check_sequence(name, entry, sequence)
-    _check_kinds(name, dtype, attention)
+    kernels = entry.kernels if kernels is None else kernels
+    _check_kinds(name, dtype, attention, kernels)
     spec = optimizer_spec(optimizer)
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
     tape = adapted or Tape(dtype)
@@ -139,6 +146,7 @@ def workload_of(
         sequence=sequence,
         checkpointing=checkpointing,
         attention=attention,
+        flavour=FLAVOURS[kernels],
         language_head=language_head,
         early_stop=early_stop,
     )
@@ -154,6 +162,7 @@ def workload_of(
         micro_batches=1,
         checkpointing=checkpointing,
         attention=attention,
+        kernels=kernels,
         source="preset",
         tensors=tuple(tape.tensors),
         moments=tuple(tape.moments),
@@ -168,11 +177,13 @@ def _refusal(model: str, what: str, value: object, want: str) -> ModelError:
     return ModelError(f"model {model}: {what} is {value!r}; {want}")
 
 
-def _check_kinds(model: str, dtype: object, attention: object) -> None:
+def _check_kinds(model: str, dtype: object, attention: object, kernels: object) -> None:
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _refusal(model, "dtype", dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
     if not isinstance(attention, str) or attention not in ATTENTION:
         raise _refusal(model, "attention", attention, f"known kernels are {', '.join(ATTENTION)}")
+    if not isinstance(kernels, str) or kernels not in KERNELS:
+        raise _refusal(model, "kernels", kernels, f"known flavours are {', '.join(KERNELS)}")
 
 
 def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
@@ -213,6 +224,7 @@ def variant(
         dtype=workload.dtype if dtype is None else dtype,
         checkpointing=workload.checkpointing if checkpointing is None else checkpointing,
         attention=workload.attention,
+        kernels=workload.kernels or None,
         lora=adapter_of(workload),
     )
     return replace(made, optimizer=workload.optimizer)

@@ -27,8 +27,9 @@ __all__ = ["write_gpt"]
 
 
 def write_gpt(t: Tape, s: Shape) -> None:
-    """GPT-2: learned positions, LayerNorm with bias, fused qkv, "gelu_new" as eight element-wise operators."""
+    """GPT-2: learned positions, LayerNorm with bias, fused qkv, "gelu_new" as eight operators or as one."""
     m = s.model
+    flavour = s.flavour
     h, w = m.hidden, t.width
     u, f = s.tokens * h * w, s.tokens * m.ffn * w
     stats = 2 * s.tokens * w
@@ -52,19 +53,15 @@ def write_gpt(t: Tape, s: Shape) -> None:
     else:
         t.parameter(head, m.vocab, h)
 
-    def forward(i: int, phase: Phase) -> int:
-        block = f"transformer.h.{i}"
-        t.open("begin", f"{block}.ln_1", phase, [*norm(f"{block}.ln_1"), *linear(f"{block}.attn.c_attn")])
-        t.op(u + stats, unsaved=stats)
-        t.op(3 * u, products=[s.product(h, 3 * h)], read=u)
-        t.open("end", f"{block}.attn.c_attn", phase, linear(f"{block}.attn.c_proj"))
-        kept = attend(t, s, 3 * u)
-        t.op(u, unsaved=4 * u, products=[s.product(h, h)])
-        t.op(u, unsaved=u, read=2 * u)
-        t.open("begin", f"{block}.ln_2", phase, [*norm(f"{block}.ln_2"), *linear(f"{block}.mlp.c_fc")])
-        t.op(u + stats, unsaved=stats)
-        t.op(f, products=[s.product(h, m.ffn)], read=u)
-        t.open("end", f"{block}.mlp.c_fc", phase, linear(f"{block}.mlp.c_proj"))
+    # Bytes that are not kept for backward, which computes them again: the output of a norm, of the activation.
+    normed, again = (u, f) if flavour.recomputed else (0, 0)
+
+    def activate(phase: Phase) -> None:
+        """From the product's output (f) to what the next product reads (f)."""
+        if flavour.fused:
+            if not (flavour.recomputed and phase is Phase.RECOMPUTE):
+                t.op(f, unsaved=f)
+            return
         t.op(f)  # x/2, kept
         t.op(f)  # x^3
         t.op(f, dead=f)
@@ -73,20 +70,12 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(f, dead=f)  # tanh, kept
         t.op(f, unsaved=f)  # 1 + tanh, kept
         t.op(f, unsaved=3 * f, read=2 * f)
-        if phase is Phase.RECOMPUTE:
-            if not s.early_stop:
-                last_product_again(t, s, u, f)
-            t.op(dead=u)  # [Note: early stop]; the attention's output dies with the frame that held it
-        else:
-            t.op(u, unsaved=f, products=[s.product(m.ffn, h)], read=f)
-            t.op(u, dead=2 * u, unsaved=2 * u, read=2 * u)
-        return kept
 
-    def backward(i: int, kept: int) -> None:
-        block = f"transformer.h.{i}"
-        t.open("grad", f"{block}.mlp.c_proj", Phase.BWD, linear(f"{block}.mlp.c_proj"))
-        names = linear(f"{block}.mlp.c_proj")
-        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=f)
+    def activate_backward() -> None:
+        """From the gradient of the activation's output (f) to that of its input (f); what was kept goes."""
+        if flavour.fused:
+            t.op(f, dead=2 * f, read=2 * f)
+            return
         t.op(f)
         t.op(f, dead=3 * f)
         t.op(f, dead=2 * f)
@@ -98,8 +87,40 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(f, dead=2 * f)
         t.op(f, dead=f)
         t.op(f, dead=2 * f)
+
+    def forward(i: int, phase: Phase) -> int:
+        block = f"transformer.h.{i}"
+        t.open("begin", f"{block}.ln_1", phase, [*norm(f"{block}.ln_1"), *linear(f"{block}.attn.c_attn")])
+        t.op(u + stats, unsaved=stats)
+        t.op(3 * u, products=[s.product(h, 3 * h)], dead=normed, read=u)
+        t.open("end", f"{block}.attn.c_attn", phase, linear(f"{block}.attn.c_proj"))
+        kept = attend(t, s, 3 * u)
+        t.op(u, unsaved=4 * u - normed, products=[s.product(h, h)])
+        t.op(u, unsaved=u, read=2 * u)
+        t.open("begin", f"{block}.ln_2", phase, [*norm(f"{block}.ln_2"), *linear(f"{block}.mlp.c_fc")])
+        t.op(u + stats, unsaved=stats)
+        t.op(f, products=[s.product(h, m.ffn)], dead=normed, read=u)
+        t.open("end", f"{block}.mlp.c_fc", phase, linear(f"{block}.mlp.c_proj"))
+        activate(phase)
+        if phase is Phase.RECOMPUTE:
+            if not s.early_stop:
+                last_product_again(t, s, u, f)
+            t.op(dead=u)  # [Note: early stop]; the attention's output dies with the frame that held it
+        else:
+            t.op(u, dead=again, unsaved=f - again, products=[s.product(m.ffn, h)], read=f)
+            t.op(u, dead=2 * u, unsaved=2 * u - normed, read=2 * u)
+        return kept
+
+    def backward(i: int, kept: int) -> None:
+        block = f"transformer.h.{i}"
+        t.open("grad", f"{block}.mlp.c_proj", Phase.BWD, linear(f"{block}.mlp.c_proj"))
+        names = linear(f"{block}.mlp.c_proj")
+        t.op(again)
+        t.linear_backward(names, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=f)
+        activate_backward()
         t.open("grad", f"{block}.mlp.c_fc", Phase.BWD, [*linear(f"{block}.mlp.c_fc"), *norm(f"{block}.ln_2")])
         names = linear(f"{block}.mlp.c_fc")
+        t.op(normed)
         t.linear_backward(names, grad_in=u, grad_out=f, saved=u, product=s.product(h, m.ffn), dead=f + u)
         layer_norm_backward(t, f"{block}.ln_2", u, stats)
         t.open("grad", f"{block}.attn.c_proj", Phase.BWD, linear(f"{block}.attn.c_proj"))
@@ -109,6 +130,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(3 * u, dead=3 * u)
         t.open("grad", f"{block}.attn.c_attn", Phase.BWD, [*linear(f"{block}.attn.c_attn"), *norm(f"{block}.ln_1")])
         names = linear(f"{block}.attn.c_attn")
+        t.op(normed)
         t.linear_backward(names, grad_in=u, grad_out=3 * u, saved=u, product=s.product(h, 3 * h), dead=4 * u)
         layer_norm_backward(t, f"{block}.ln_1", u, stats)
 

@@ -26,11 +26,14 @@ __all__ = ["write_llama"]
 def write_llama(t: Tape, s: Shape) -> None:
     """Llama and Qwen2: rotary positions, RMSNorm in fp32, grouped keys and values, gated feed-forward (SiLU)."""
     m = s.model
+    flavour = s.flavour
     h, w = m.hidden, t.width
     kv_width = m.kv_heads * m.head_dim
     u, f, kv = s.tokens * h * w, s.tokens * m.ffn * w, s.tokens * kv_width * w
-    upcast = w < 4
-    wide = s.tokens * h * 4 if upcast else 0  # a norm's fp32 copy of its input; in fp32 it keeps the input itself
+    upcast = w < 4 and not flavour.fused
+    wide = s.tokens * h * 4 if upcast else 0  # a norm's fp32 copy of its input; in fp32, or fused, it keeps the input
+    # Bytes that are not kept for backward, which computes them again: the output of a norm, of the activation.
+    normed, again = (u, f) if flavour.recomputed else (0, 0)
     row = s.tokens * 4
     embedding, norm, head = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
     t.parameter(embedding, m.vocab, h)
@@ -59,6 +62,9 @@ def write_llama(t: Tape, s: Shape) -> None:
         return [name for x in modules for name in linear(f"{block}.{x}", bias=x in biased)]
 
     def rms_norm() -> None:
+        if flavour.fused:
+            t.op(u + row, unsaved=row)
+            return
         if upcast:
             t.op(wide, read=u)
         square = wide or u
@@ -71,6 +77,12 @@ def write_llama(t: Tape, s: Shape) -> None:
 
     def rms_norm_backward(name: str, residual: bool = True) -> None:
         """Backward of the norm: from the gradient of its output (and the residual's, both alive) to their sum (1 u)."""
+        if flavour.fused:
+            t.op(u + t.size([name]), dead=2 * u + row, read=2 * u)
+            t.gradient([name])
+            if residual:
+                t.op(u, dead=2 * u, read=2 * u)
+            return
         square = wide or u
         t.op(u)
         t.op(u)
@@ -94,6 +106,9 @@ def write_llama(t: Tape, s: Shape) -> None:
             t.op(u, dead=2 * u, read=2 * u)
 
     def rope(q: int) -> None:
+        if flavour.fused:
+            t.op(q)
+            return
         t.op(q)
         t.op(q // 2)
         t.op(q, dead=q // 2)
@@ -101,6 +116,9 @@ def write_llama(t: Tape, s: Shape) -> None:
         t.op(q, dead=2 * q, read=2 * q)
 
     def rope_backward(q: int) -> None:
+        if flavour.fused:
+            t.op(q, dead=q)
+            return
         t.op(q)
         t.op(q // 2)
         t.op(q, dead=q // 2)
@@ -115,31 +133,33 @@ def write_llama(t: Tape, s: Shape) -> None:
         qkv = weights(block, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         t.open("begin", f"{block}.input_layernorm", phase, [f"{block}.input_layernorm.weight", *qkv])
         rms_norm()
-        t.op(u + 2 * kv, products=[s.product(h, n) for n in (h, kv_width, kv_width)], read=3 * u)
+        t.op(u + 2 * kv, products=[s.product(h, n) for n in (h, kv_width, kv_width)], dead=normed, read=3 * u)
         t.open("end", f"{block}.self_attn.v_proj", phase, weights(block, "self_attn.o_proj"))
         rope(u)
         rope(kv)
         t.op(dead=u + kv)
         kept = attend(t, s, u + 2 * kv)
-        t.op(u, unsaved=2 * u + 2 * kv, products=[s.product(h, h)])
+        t.op(u, unsaved=2 * u + 2 * kv - normed, products=[s.product(h, h)])
         t.op(u, dead=u, unsaved=u, read=2 * u)
         gated = weights(block, "mlp.gate_proj", "mlp.up_proj")
         after = f"{block}.post_attention_layernorm"
         t.open("begin", after, phase, [f"{after}.weight", *gated])
         rms_norm()
         t.op(f, products=[s.product(h, m.ffn)], read=u)
-        t.op(f, unsaved=f)
-        t.op(f, products=[s.product(h, m.ffn)], read=u)
+        if not flavour.fused:
+            t.op(f, unsaved=f)
+        t.op(f, products=[s.product(h, m.ffn)], dead=normed, read=u)
         t.open("end", f"{block}.mlp.up_proj", phase, weights(block, "mlp.down_proj"))
-        t.op(f, unsaved=2 * f, read=2 * f)
+        if not (flavour.recomputed and phase is Phase.RECOMPUTE):
+            t.op(f, unsaved=2 * f, read=2 * f)
         if phase is Phase.RECOMPUTE:
             if not s.early_stop:
                 last_product_again(t, s, u, f)
             t.op(dead=u if upcast else 0)  # [Note: early stop]; the residual dies with its frame
         else:
-            t.op(u, unsaved=f, products=[s.product(m.ffn, h)], read=f)
+            t.op(u, dead=again, unsaved=f - again, products=[s.product(m.ffn, h)], read=f)
             gone = u + (u if upcast else 0) + (u if entered else 0)
-            t.op(u, dead=gone, unsaved=u + (0 if upcast else u), read=2 * u)
+            t.op(u, dead=gone, unsaved=u + (0 if upcast else u) - normed, read=2 * u)
         return kept
 
     def backward(i: int, kept: int) -> None:
@@ -148,11 +168,17 @@ def write_llama(t: Tape, s: Shape) -> None:
         o, q, k, v = (weights(block, f"self_attn.{x}_proj") for x in "oqkv")
         up_product = s.product(h, m.ffn)
         t.open("grad", f"{block}.mlp.down_proj", Phase.BWD, [*down, *up, *gate])
+        t.op(again)
         t.linear_backward(down, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=f)
-        t.op(f)
-        t.op(f, dead=3 * f)
+        if flavour.fused:
+            t.op(2 * f, dead=3 * f, read=3 * f)
+        else:
+            t.op(f)
+            t.op(f, dead=3 * f)
+        t.op(normed)
         t.linear_backward(up, grad_in=u, grad_out=f, saved=u, product=up_product, dead=f)
-        t.op(f, dead=2 * f)
+        if not flavour.fused:
+            t.op(f, dead=2 * f)
         t.linear_backward(gate, grad_in=u, grad_out=f, saved=u, product=up_product, dead=f + u)
         t.op(u, dead=2 * u)
         t.open("grad", f"{block}.post_attention_layernorm", Phase.BWD, [f"{block}.post_attention_layernorm.weight"])
@@ -163,6 +189,7 @@ def write_llama(t: Tape, s: Shape) -> None:
         rope_backward(kv)
         rope_backward(u)
         t.open("grad", f"{block}.self_attn.v_proj", Phase.BWD, [*v, *k, *q, f"{block}.input_layernorm.weight"])
+        t.op(normed)
         t.linear_backward(v, grad_in=u, grad_out=kv, saved=u, product=s.product(h, kv_width), dead=kv)
         t.linear_backward(k, grad_in=u, grad_out=kv, saved=u, product=s.product(h, kv_width), dead=kv)
         t.op(u, dead=2 * u)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pstar_sim.catalog.model_shapes import ModelEntry
+from pstar_sim.workload.kernels import FLAVOURS, Flavour
 from pstar_sim.workload.tape import Tape, input_gradient, weight_gradient
 from pstar_sim.workload.workload import Phase, Product
 
@@ -40,6 +41,7 @@ class Shape:
     """A model with the batch that runs through it.
 
     attention: "flash", "efficient" or "math".
+    flavour: how the other operators run.
     language_head: False for a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few
         labels, is left out).
     early_stop: see [Note: early stop]; False for reentrant checkpoints, which run the whole layer again (gpt, llama).
@@ -50,6 +52,7 @@ class Shape:
     sequence: int
     checkpointing: bool
     attention: str
+    flavour: Flavour = FLAVOURS["eager"]
     language_head: bool = True
     early_stop: bool = True
 
@@ -116,7 +119,8 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int) -> None:
 
 
 def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
-    """Logits in the working dtype, in fp32, and their log-softmax; the last is what stays for backward."""
+    """Logits in the working dtype, in fp32, and their log-softmax; the last is what stays for backward. A fused loss
+    keeps the logits themselves and a log-sum of each token, one in place the fp32 logits."""
     m = s.model
     logits = s.tokens * m.vocab * t.width
     logits32 = s.tokens * m.vocab * 4
@@ -124,8 +128,14 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
     t.open("begin", module, Phase.FWD, [weight])
     t.op(logits, products=[s.product(m.hidden, m.vocab)], read=u)
     t.open("end", module, Phase.FWD)
+    if s.flavour.loss == "fused":
+        t.op(labels + 4 * s.tokens, read=logits)
+        return
     if t.width < 4:
         t.op(logits32, read=logits)
+    if s.flavour.loss == "in place":
+        t.op(labels, dead=logits if t.width < 4 else 0, read=logits32)
+        return
     t.op(labels + logits32, read=logits32)
     t.op(dead=logits32 if t.width == 4 else logits + logits32)
 
@@ -138,10 +148,16 @@ def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, 
     logits32 = s.tokens * m.vocab * 4
     labels = s.tokens * 8
     t.open("grad", ROOT, Phase.BWD)
-    t.op(logits32, dead=labels, read=0)
-    t.op(logits32, dead=2 * logits32, read=2 * logits32)
-    if t.width < 4:
-        t.op(logits, dead=logits32, read=logits32)
+    if s.flavour.loss == "fused":
+        t.op(logits, dead=labels + 4 * s.tokens + logits, read=logits)
+    else:
+        if s.flavour.loss == "unfused":
+            t.op(logits32, dead=labels, read=0)
+            t.op(logits32, dead=2 * logits32, read=2 * logits32)
+        else:
+            t.op(dead=labels, read=logits32)
+        if t.width < 4:
+            t.op(logits, dead=logits32, read=logits32)
     t.open("grad", module, Phase.BWD, [weight])
     product = s.product(m.hidden, m.vocab)
     if tied:
