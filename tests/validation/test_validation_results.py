@@ -150,20 +150,20 @@ def test_few_rows_of_a_policy_say_nothing_of_it() -> None:
 
 
 def test_kept_errors_are_those_of_a_run_of_today(tmp_path: Path) -> None:
-    """The H100 node's rows replayed again give the figures of expected_errors.json."""
-    v = validate(machine="4xH100")
+    """The Yard's rows replayed again give the figures of expected_errors.json."""
+    v = validate(machine="Yard")
     kept = json.loads(expected_errors.ERRORS_FILE.read_text(encoding="utf-8"))
-    for policy, values in errors_by_class(v.results)["h100 node"].items():
-        assert kept["h100 node"][policy]["rows"] == values[2]
-        assert (kept["h100 node"][policy]["median"], kept["h100 node"][policy]["p90"]) == pytest.approx(
+    for policy, values in errors_by_class(v.results)["v100 node"].items():
+        assert kept["v100 node"][policy]["rows"] == values[2]
+        assert (kept["v100 node"][policy]["median"], kept["v100 node"][policy]["p90"]) == pytest.approx(
             values[:2], abs=0.002
         )
     tested = v.errors(use="tested")
-    assert tested is not None and tested.rows == v.counts["tested"] == 108 and v.counts["fitted"] == 0
+    assert tested is not None and tested.rows == v.counts["tested"] == 34 and v.counts["fitted"] == 0
     with pytest.raises(PstarError, match="of a part of the rows are not kept"):
         write_errors(v, tmp_path / "errors.json")
     frame = v.to_frame()
-    assert len(frame) == 108 and {"published", "predicted", "error", "use"} <= set(frame.columns)
+    assert len(frame) == 34 and {"published", "predicted", "error", "use"} <= set(frame.columns)
     json.dumps(v.to_json(), allow_nan=False)
 
 
