@@ -13,7 +13,7 @@ from torch.nn import functional
 from executor.capture import capture_module
 from executor.models import BuiltModel, build
 from executor.recording.record import record
-from pstar_sim.catalog.models import ModelEntry
+from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.workload.kernels import CAPTURED
 from pstar_sim.workload.presets import workload_of
 from pstar_sim.workload.workload import Workload
