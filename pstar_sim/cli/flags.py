@@ -51,7 +51,8 @@ Kernels = Annotated[
     FLAVOURS | None,
     typer.Option(
         parser=one_of(FLAVOURS),
-        help="how a preset's operators run, attention aside: each a kernel (eager) or fused (default: as its users do)",
+        metavar="K",
+        help="kernels of a preset, attention aside: eager, fused, compiled or megatron (default: the usual)",
     ),
 ]
 JsonList = Annotated[bool, typer.Option("--json", help="a list of JSON objects instead of the table")]
