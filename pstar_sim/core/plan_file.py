@@ -34,7 +34,12 @@ FORMAT = "pstar-sim plan"
 VERSION = 1
 
 _COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use, "stashes": Stash}
-_ONLY_IF_ANY = ("activations", "stashes", "dtype_open")  # fields of the workload that are left out where they are empty
+_ONLY_IF_ANY = (
+    "activations",
+    "stashes",
+    "dtype_open",
+    "kernels",
+)  # fields of the workload that are left out where they are empty
 
 
 @dataclass(frozen=True, kw_only=True)
