@@ -135,6 +135,10 @@ def test_no_published_run_says_how_right_curves_are(tmp_path: Path) -> None:
     assert "not validated for class a100 one GPU with products by shape (no published runs" in found.label
 
 
+def test_every_generation_has_a_card() -> None:
+    assert {card.values.generation for card in load_catalog().gpus.values()} - {None} == set(generations())
+
+
 def test_every_figure_of_a_generation_says_how_it_is_known() -> None:
     text = "[x]\nsms = 1\ntile = [1, 1]\nplateau = 0.5\nwave_loss = 0\ndepth = 0\nmemory = 0.5\nkernel_us = 0\n"
     text += 'source = "by hand"\nchecked = 2026-11-23\n'
