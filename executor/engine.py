@@ -266,7 +266,7 @@ class Session:
         self.loop.drain()
 
     def still(self) -> AbstractContextManager[None]:
-        """Updates of finished iterations are done and nothing moves inside; the queues go on afterwards."""
+        """Inside, the updates of finished iterations are done and nothing moves; the queues go on afterwards."""
         return self.loop.still()
 
     def renew(self, plan: Plan) -> None:

@@ -132,7 +132,8 @@ class MomentRecorder:
         self._use(tensor, UseKind.READ)
 
     def gradient(self, tensor: int) -> int:
-        """A gradient of parameter `tensor` (index) has been accumulated. Returns how many have, in this micro-batch."""
+        """Note an accumulated gradient of parameter `tensor` (index). Returns the number of its gradients in this
+        micro-batch."""
         assert self._event is not None
         self._use(tensor, UseKind.GRADIENT)
         key = (self._event.micro_batch, tensor)

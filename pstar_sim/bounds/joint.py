@@ -72,7 +72,7 @@ def joint_bound(
 ) -> Bound:
     """The bound of [Note: the joint bound]. x_limit: the most pinned parameters. Raises linear.Unsolved if HiGHS
     fails."""
-    job = _Job(workload, layout, facts, cost, barrier, clip, x_limit)
+    job = _JointFacts(workload, layout, facts, cost, barrier, clip, x_limit)
     found = _best_windows(job)
     ordered = {name: found.terms[name] for name in NAMES if name in found.terms}
     top = max(ordered.values())
@@ -106,7 +106,7 @@ class _Solved:
         return self.pinned + self.streamed
 
 
-def _best_windows(job: _Job) -> _Solved:
+def _best_windows(job: _JointFacts) -> _Solved:
     """The best s lies in one [ends[k], ends[k + 1]]. The program is solved with the windows of k and s >= ends[k]. If
     its s is beyond ends[k + 1], the best s lies further up. If s >= ends[k] stops it, the best s lies further down, or
     here."""
@@ -157,7 +157,7 @@ class _Family:
         return float(self.best[k]) if k < len(self.best) else None
 
 
-class _Job:
+class _JointFacts:
     """The quantities of [Note: the joint bound] that hold for every choice of windows.
 
     u: micro-batches, where each gives every gradient.
@@ -256,7 +256,7 @@ class _JointProgram:
     [Note: the joint bound]. The solver counts parameters in parts of all, bytes in parts of all and seconds in parts of
     the job's scale; the rows here are in parameters, bytes and seconds."""
 
-    def __init__(self, job: _Job, s_min: float) -> None:
+    def __init__(self, job: _JointFacts, s_min: float) -> None:
         self.job, self.s_min = job, s_min
         self.all_params = max(job.total, 1.0)
         self.all_bytes = max(job.bytes + job.frozen, 1.0)

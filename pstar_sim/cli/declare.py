@@ -19,8 +19,8 @@ Function = Callable[..., int]
 
 
 def command(app: typer.Typer, example: str, *, name: str | None = None) -> Callable[[Function], Function]:
-    """Adds the function below as a command. example: a command line, shown below the help. name: where the name is not
-    the function's."""
+    """Adds the function below as a command. example: a command line, shown below the help. name: name of the
+    command, by default the function's."""
 
     def declare(function: Function) -> Function:
         app.command(name, cls=Command, epilog=f"example: {example}")(flat(function))

@@ -293,7 +293,7 @@ def _compare(
     found = _Found()
     for name, policy in asked:
         tell(name, len(found.rows), len(asked))
-        job = _Job(share=share, machine=machine, settings=settings, free=free)
+        job = _Question(share=share, machine=machine, settings=settings, free=free)
         try:
             found.add(name, policy, job, certifier, made.get(name), cut=cut, certify=certify, only_best=only_best)
         except CannotPlan as reason:
@@ -354,7 +354,7 @@ class _Found:
         self,
         name: str,
         policy: Policy,
-        job: _Job,
+        job: _Question,
         certifier: Certifier,
         made: tuple[Plan, Timeline] | None,
         *,
@@ -410,7 +410,7 @@ def _free(share: Share, machine: Machine, settings: Settings, wanted: bool) -> _
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
+class _Question:
     """What a policy is asked for. free: the same job if nothing makes Adam wait; None if that is not asked."""
 
     share: Share
@@ -423,10 +423,10 @@ class _Job:
         return plan_and_play(policy, share.workload, self.machine, self.settings, label=name, workloads=share.ranked)
 
 
-def _of_balance(own: Balanced, settings: Settings, *, wanted: bool) -> _Job:
+def _of_balance(own: Balanced, settings: Settings, *, wanted: bool) -> _Question:
     """The job with the shares that a policy chose. wanted: whether the cost of the barrier is asked."""
     free = _free(own.share, own.machine, settings, wanted)
-    return _Job(share=own.share, machine=own.machine, settings=settings, free=free)
+    return _Question(share=own.share, machine=own.machine, settings=settings, free=free)
 
 
 def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> str:

@@ -322,7 +322,7 @@ def _lines_of_sums(plan: Plan) -> list[str]:
 
 
 def _moved_sums(plan: Plan, kind: Kind) -> set[int | None]:
-    """Chunks whose sums of gradients such steps copy."""
+    """Chunks whose sums of gradients are copied by steps of this kind."""
     return {step.chunk for step in plan.steps if step.kind is kind and step.list == "grad32"}
 
 
@@ -344,7 +344,7 @@ def _places_of_sums(plan: Plan) -> dict[int, str]:
             words[chunk] = "on the GPU, and wait there for their states"
         else:
             times = plan.workload.micro_batches
-            words[chunk] = f"on the host, to which each goes down ({times} times), and which adds them"
+            words[chunk] = f"on the host: each goes down {times} times, and the host adds them up"
     return words
 
 

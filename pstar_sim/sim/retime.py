@@ -36,7 +36,7 @@ class _OneSecond(CostModel):
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:
-        """None: the seconds of a moment have them already."""
+        """None, because the seconds of the moments contain the adds."""
         return GpuAdds(self.workload, self.layout, 1.0, lambda tensor: 0, free=True)
 
     def folded_lists(self, plan: Plan) -> Mapping[int, int]:

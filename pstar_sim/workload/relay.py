@@ -52,7 +52,11 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
     if stash not in STASH_PLACES:
         raise TraceError(f"relay: stash is {stash!r}; it is one of {', '.join(STASH_PLACES)}")
     if workload.layer_major or workload.stashes:
-        why = "is layer-major already" if workload.layer_major else "offloads activations, which a relay cannot"
+        why = (
+            "is layer-major already"
+            if workload.layer_major
+            else "offloads activations, which a layer-major order cannot"
+        )
         raise TraceError(f"workload {workload.model!r} {why}")
     if stash == "host" and not workload.checkpointing:
         raise TraceError(

@@ -165,13 +165,13 @@ def test_a_step_and_its_text() -> None:
 
 
 def test_blocks_that_offload_their_activations_have_no_other_order(machine: Machine) -> None:
-    with pytest.raises(CannotPlan, match=r"l2l: .* offloads activations, which a relay cannot"):
+    with pytest.raises(CannotPlan, match=r"l2l: .* offloads activations, which a layer-major order cannot"):
         find_policy("l2l")(offloaded(), machine, Settings())
     slower = chain_workload(6, 1024, tide_bytes=MIB, checkpointing=True, forward_s=1.0)
     chosen = choose([offloaded(), slower], machine, Settings(), policy="l2l")
     assert chosen.workload.checkpointing and len(chosen.tried) == 1
     assert "1 of 2 ways: l2l: workload" in chosen.left_out[-1]
-    with pytest.raises(CannotPlan, match="which a relay cannot"):
+    with pytest.raises(CannotPlan, match="which a layer-major order cannot"):
         choose([offloaded()], machine, Settings(), policy="l2l")
 
 

@@ -490,7 +490,8 @@ class Search:
             yield from self._turned(self.best[1].knobs)
 
     def _turned(self, knobs: Knobs) -> Iterator[Trial]:
-        """The best trial, one thing after the other turned. knobs: those of the best trial at first."""
+        """The best trial with one decision turned to its other value, one after another. knobs: knobs of the best trial
+        at the beginning."""
         assert self.best is not None
         yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
         yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
@@ -560,7 +561,7 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, stride: int) -> bool:
-        """Try changes by `stride` (in the last round, stride 1, also of a knob). Returns whether one was better."""
+        """Try changes by `stride`, in the last round (stride 1) also of a knob. Returns whether one was better."""
         improved = False
         for pins, streams in self._directions():
             improved |= self._go(stride, pins=pins, streams=streams)
