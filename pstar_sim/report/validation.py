@@ -29,6 +29,8 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
     parts.append(summary_text(v, width))
     if len({r.file for r in v.results}) > 1:
         parts.append(files_text(v, width))
+    if len(v.by_distance()) > 1:
+        parts.append(distance_text(v, width))
     parts.append(folded(_verdict(v)))
     if every_row:
         parts.append(_rows_text("Rows in scope", list(v.results), width))
@@ -88,6 +90,16 @@ def files_text(v: Validation, width: int) -> str:
             name = file.removesuffix(".csv")
             rows.append((name, use, str(e.rows), _share(e.median), _share(e.p90), bias, str(e.lost or ""), *orders))
     return table_text(heads, rows, width=width, keys=2)
+
+
+def distance_text(v: Validation, width: int) -> str:
+    """One line per distance of tested times from the machines of the fitted rows."""
+    rows = [
+        (name, str(e.rows), _share(e.median), _share(e.p90), "" if e.bias is None else f"{e.bias:+.1%}")
+        for name, e in v.by_distance().items()
+    ]
+    heads = ("tested times, from the fitted ones", "rows", "median", "90th", "bias")
+    return table_text(heads, rows, width=width, keys=1)
 
 
 def _kept(kept: int, pairs: int) -> str:

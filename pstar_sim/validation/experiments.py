@@ -38,6 +38,7 @@ NOTES = (
     "memory is what the GPUs report (32 GiB of a V100), not the catalog's nominal 32 GB",
     "host memory of DeepSpeed: 24 bytes per parameter (its estimator's 16 x 1.5) and 20 GiB of system and processes",
     "the Yard's runs classify sequences, as PatrickStar's code has it, DeepSpeed's for comparison too: no logits",
+    "DeepSpeed on the Yard is ZeRO-3 with buckets of 10 M parameters; its checkpoints, in host memory there, stay here",
     "one process on DGX-2 and Yard reaches the cores and the memory of one of two sockets",
     "PatrickStar may use 0.8 of the GPU and of the host (overall_gpu_mem_ratio, overall_cpu_mem_ratio)",
     "checkpoints are reentrant, as these systems made them: a recompute runs the whole layer",
@@ -59,6 +60,8 @@ UNEXPLAINED = (
 OTHER_HOST_BYTES = 20 * GIB
 HOST_BYTES_PER_PARAM = 24.0
 PATRICKSTAR_RATIO = 0.8
+YARD_DEEPSPEED = "zero3_offload:bucket=10000000,prefetch=10000000"
+"""Stage 3 with clipping, as PatrickStar's authors ran it for comparison (tests/ds_zero_stage_3_config.json there)."""
 KV_HEADS, DOS_VOCAB, GPT_VOCAB = 4, 50304, 50257
 POLARIS_CORES_A_RANK = 7
 
@@ -227,14 +230,14 @@ def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     return Experiment(
         rows=run,
         machine=machine,
-        policy="patrickstar" if patrickstar else "zero_offload",
+        policy="patrickstar" if patrickstar else YARD_DEEPSPEED,
         sizes=tuple(model_entry(name) for name in _YARD_SIZES) if largest else (_gpt_of(row),),
         sequence=whole_number(row, "sequence", row.sequence),
         batches=batches,
         micro_batches=1,
         dtype="fp16",
         attention="math",
-        settings=Settings(update="step", clip=False),
+        settings=Settings(update="step", clip=not patrickstar),
         other_host_bytes=OTHER_HOST_BYTES,
         host_bytes_per_param=0.0 if patrickstar else HOST_BYTES_PER_PARAM,
         language_head=False,

@@ -30,6 +30,9 @@ NEAR, FAR = 0.15, 0.35
 DIFFERENT = 0.10
 """Published values that differ by less have no order to keep."""
 _IN_SCOPE = ("fitted", "to fit", "tested")
+DISTANCES = ("same machine", "same generation", "new generation")
+"""[Note: distance] A tested row is of the same machine where rows of that machine, with as many nodes, were fitted; of
+the same generation where rows of another machine with such GPUs were; else of a new generation."""
 WHOLE = ("iter_ms", "iter_s", "total_TFLOPS_8N", "tokens_per_s_per_gpu")
 """Metrics of a whole iteration."""
 _SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1, "tokens_per_s_per_gpu": 1, "fwd_bwd_ms": -1}
@@ -197,6 +200,19 @@ class Validation(Collection):
         """The part that had never been replayed when its scope was fixed: the rows of all files but the first."""
         return replace(self, results=tuple(r for r in self.results if r.file != FIRST_FILE))
 
+    def by_distance(self) -> dict[str, Errors]:
+        """Errors of tested times by how far the run's machine is from those of the fitted rows ([Note: distance]), the
+        nearest first; empty where no row is fitted."""
+        fitted = [r for r in self.results if r.use == "fitted"]
+        machines, generations = {_machine_of(r) for r in fitted}, {_generation(r) for r in fitted}
+        groups: dict[str, list[Result]] = {name: [] for name in DISTANCES}
+        for r in self.results if fitted else ():
+            if r.use == "tested" and r.kind in ("time", "phase"):
+                near = _machine_of(r) in machines
+                name = DISTANCES[0 if near else 1 if _generation(r) in generations else 2]
+                groups[name].append(r)
+        return {name: e for name, rows in groups.items() if (e := errors_of(rows)) is not None}
+
     def misses(self) -> list[Result]:
         """Tested rows that are off by more than FAR, the worst first."""
         missed = [r for r in self.results if r.use == "tested" and abs(r.error) > FAR]
@@ -221,6 +237,7 @@ class Validation(Collection):
             "tested": plain(self.errors(use="tested")),
             "fitted": plain(self.errors(use="fitted")),
             "first_replayed": plain(self.first_replayed().errors(use="tested")),
+            "by_distance": {name: plain(e) for name, e in self.by_distance().items()},
             "by_kind": {k: plain(self.errors(use="tested", kind=k)) for k in ("time", "phase", "memory", "size")},
             "order": {
                 kind: dict(zip(("kept", "pairs"), self.order(kind), strict=True)) for kind in ("systems", "models")
@@ -237,6 +254,15 @@ class Validation(Collection):
     def _repr_html_(self) -> str:
         html: str = self.to_frame().to_html()
         return html
+
+
+def _machine_of(r: Result) -> tuple[str, int]:
+    """Machine of the catalog and its nodes, whatever number of its GPUs is in use."""
+    return r.machine.partition(" (")[0], r.nodes
+
+
+def _generation(r: Result) -> str:
+    return r.gpu.partition("-")[0]
 
 
 def _comparable(a: Result, b: Result) -> bool:

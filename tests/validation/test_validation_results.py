@@ -81,6 +81,29 @@ def test_rows_of_later_files_are_reported_alone() -> None:
     assert "had never been replayed" not in only and "rows of" not in only
 
 
+def test_errors_by_distance_from_the_fitted_machines() -> None:
+    """Fitted on a Polaris node: it with fewer GPUs is the same machine, two such nodes and another A100 are of the same
+    generation, an H100 is of a new one; memory does not count, and without fitted rows nothing is near or far."""
+
+    def on(machine: str, gpu: str, predicted: float, **changes: object) -> Result:
+        return result(100, predicted, machine=machine, gpu=gpu, **changes)
+
+    fitted = on("polaris-a100-40x4", "a100-40", 500, use="fitted")
+    tested = (
+        on("polaris-a100-40x4 (1 in use)", "a100-40", 110),
+        on("polaris-a100-40x4", "a100-40", 120, nodes=2),
+        on("a100-80x8", "a100-80", 140),
+        on("h100-80x4", "h100-80", 150),
+        on("h100-80x4", "h100-80", 900, kind="memory", metric="gpu_peak_GiB"),
+    )
+    v = Validation(counts={}, results=(fitted, *tested))
+    found = {name: (e.rows, round(e.median, 3)) for name, e in v.by_distance().items()}
+    assert found == {"same machine": (1, 0.1), "same generation": (2, 0.3), "new generation": (1, 0.5)}
+    lines = [line.split() for line in validation_text(v, width=120).splitlines()]
+    assert ["new", "generation", "1", "50.0%", "50.0%", "+50.0%"] in lines
+    assert Validation(counts={}, results=tested).by_distance() == {}
+
+
 def test_orders_of_systems_and_models() -> None:
     a, b = result(100, 90, line=1), result(120, 80, line=2, system="B")  # reversed
     c = result(105, 95, line=3, system="C")  # within 10 % of a; 14 % from b: reversed against it
