@@ -190,6 +190,9 @@ class _Chooser:
                 self.parts.setdefault(op, []).append(i)
                 self.gpu_free[op] += self.gpu_free[i]
                 self.host_free[op] += self.host_free[i]
+        self.no_bytes = bytearray(  # on the GPU
+            part or not (take or free) for part, take, free in zip(self.is_part, self.gpu_take, self.gpu_free)
+        )
         return op_of
 
     def _link(self, rows: Sequence[DraftRow], op_of: Sequence[int]) -> None:
@@ -240,6 +243,7 @@ class _Chooser:
         waits: list[list[int]] = []
         started: list[bytearray] = []
         ended: list[bytearray] = []
+        over: list[bytearray] = []  # ended, or without bytes on the GPU
         ready: list[list[int]] = [[] for _ in range(queues)]
         unstarted = list(self.lengths)  # of each queue, in the iteration it is at
         current = [0] * queues  # that iteration
@@ -283,6 +287,7 @@ class _Chooser:
             waits.append(row)
             started.append(bytearray(count))
             ended.append(bytearray(self.is_part))
+            over.append(bytearray(self.no_bytes))
             if ahead:
                 slack = np.concatenate((slack, base))
 
@@ -290,7 +295,7 @@ class _Chooser:
             nonlocal gpu_free, host_free, position
             gpu_free += gpu_give[i]
             host_free += host_give[i]
-            ended[k][i] = 1
+            ended[k][i] = over[k][i] = 1
             base = k * count
             log.append(2 * (base + i) + 1)
             position += is_position[i]
@@ -421,7 +426,7 @@ class _Chooser:
                 i = compute[at]
                 if waits[lap][i] or gpu_take[i] > gpu_free or host_take[i] > host_free:
                     break
-                if not ahead and gpu_take[i] and not self._safe(i, lap, gpu_free, started, ended):
+                if not ahead and gpu_take[i] and not self._safe(i, lap, gpu_free, started, over):
                     break
                 if at == 0 and lap > 0:
                     marks.append((now, len(log), gpu_free, host_free))
@@ -449,7 +454,7 @@ class _Chooser:
                     i = by_rank[place]
                     if k > current[q] or host_take[i] > host_free or gpu_take[i] > gpu_free:
                         break
-                    if gpu_take[i] and not ahead and not self._safe(i, k, gpu_free, started, ended):
+                    if gpu_take[i] and not ahead and not self._safe(i, k, gpu_free, started, over):
                         break
                     leave(q)
                     at_once |= start(q, i, k)
@@ -483,7 +488,7 @@ class _Chooser:
                                 refused[q] = (first_ready, low + int((span < wanted).nonzero()[0][-1]))
                                 break
                             span -= size
-                    elif size > gpu_free or not (ahead or self._safe(i, k, gpu_free, started, ended)):
+                    elif size > gpu_free or not (ahead or self._safe(i, k, gpu_free, started, over)):
                         break
                     refused[q] = (-1, -1)
                     leave(q)
@@ -499,15 +504,15 @@ class _Chooser:
             vacate(q)
             finish(i, k)
 
-    def _safe(self, i: int, k: int, gpu_free: int, started: Sequence[bytearray], ended: Sequence[bytearray]) -> bool:
+    def _safe(self, i: int, k: int, gpu_free: int, started: Sequence[bytearray], over: Sequence[bytearray]) -> bool:
         """The banker's rule: could all earlier steps of the draft still run one by one if step i of iteration k took
         its bytes now?"""
         gpu_take, gpu_free_of = self.gpu_take, self.gpu_free
         left = gpu_free - gpu_take[i]
         for lap in range(max(0, k - 1), k + 1):
-            on, off = started[lap], ended[lap]
+            on, off = started[lap], over[lap]
             end = len(off) if lap < k else i
-            j = off.find(0, 0, end)  # what has ended counts for nothing
+            j = off.find(0, 0, end)
             while j >= 0:
                 if not on[j]:
                     left -= gpu_take[j]

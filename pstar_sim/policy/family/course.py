@@ -68,6 +68,7 @@ class Course:
         self.modes = modes
         self.knobs = knobs
         self._blocks = blocks
+        self._in_place = modes.pinned | modes.summed  # chunks that add their gradients where they arrive
         self.resident_bytes = job.small_bytes + sum(job.permanent[c] for c in modes.pinned)
         self.moving = [c for c in job.moving if c not in modes.pinned and job.touched[c]]
         self.positions, self.at, self.updates = self._lay_out()
@@ -163,7 +164,7 @@ class Course:
         """Bytes that a position needs beside working lists."""
         if position.chunk >= 0:
             return update_rows.room(self.job, position, self.modes)
-        return gradient_rows.room(self.job, position.block, self.modes.pinned | self.modes.summed)
+        return gradient_rows.room(self.job, position.block, self._in_place)
 
     def _keep(self) -> set[UseGap]:
         """Gaps over which a chunk stays, where there is room for it."""
