@@ -11,7 +11,7 @@ Prints a row per change and keeps it at once in results/search_constants.json, b
 that plans depend on has changed since; otherwise the file begins anew. --missing measures only what the file lacks, so
 that a run that was cut off goes on. At the end it names the constants that have no row here, and those that have one
 and are gone: exit status 1. `.ci/refresh_readme.py` writes the table of docs/results/search-constants.md from the file.
-About 10 minutes of CPU time.
+About 25 minutes of CPU time.
 """
 
 from __future__ import annotations
@@ -103,18 +103,19 @@ CHANGES: tuple[Change, ...] = (
     *instead("search", "policy.family.search.NEXT_STRIDE", 6, 10**6),
     *instead("search", "policy.family.search.MOST_TILT", 0, 1),
     *instead("search", "policy.family.search.FEWER_PINS", (0.85,), none=()),
+    *instead("search", "policy.family.search.WORTH_SPREADING", 1.0, 10.0),
     *instead("search, sums", "policy.family.search.OTHER_ROOM", none=()),
     *instead("sums", "policy.family.search.ALL_AT_ONCE", as_usual=Knobs()),
     *instead("many chunks", "policy.family.search.MOST_PAIRS", 2_500),
     *instead("sums", "policy.family.search.POINTS", 11),
     *instead("sums", "policy.family.search.SUMS", 5),
-    *instead("sums", "policy.family.search.SUMS_OF_A_PIN", 1, 9),
     *instead("sums", "policy.family.search.SPILLS", (0.0, 1.0)),
     *instead("sums", "policy.family.search.WORTH_A_START", 1.0, 10.0),
     *instead("sums", "policy.family.search.FEWER_SPILLS", 1.0),
     *instead("sums", "policy.family.search.CLOSER", 0),
     *instead("sums", "policy.family.search.NEAR", 5),
-    *instead("sums", "policy.family.search.SUMS_TURNS", nothing_spills=((1, 3, 0), (-1, -3, 0), (0, -1, 0), (0, 1, 0))),
+    *instead("sums", "policy.family.search.SUMS_TURNS", nothing_spills=((1, 3, 0), (-1, -3, 0), (0, -1, 0), (0, 1, 0)),
+             pins_alone=((1, 0, 0), (-1, 0, 0), (0, -1, 1), (0, 1, -1), (0, -1, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1))),
     *instead("plenty", "policy.family.search.GOOD_ENOUGH", -1.0, 1e-2),
     *instead("search, many chunks", "policy.family.search.LARGE", 1e9),
     *instead("many chunks", "policy.family.search.MOST_LARGE", 1, 1000),
@@ -159,16 +160,21 @@ CHANGES: tuple[Change, ...] = (
              without_the_last=karma.INTERLEAVES[:-1]),
     *instead("variants", "planner.variants.SEARCHED", 3),
     *instead("variants", "planner.variants.ALIKE", 1),
+    *instead("variants", "planner.ways.STAND_INS", none=()),
+    *instead("ranks", "policy.passes.collective_rows.GATHERS_AHEAD", 2, 1000),
+    *instead("many alike", "bounds.fluid_facts.MOST_SHOWN", 64),
     *instead("fluid", "bounds.fluid.MOST_POINTS", 75, 1200),
     *instead("fluid", "bounds.fluid.FAR", 2.0, 200.0),
 )  # fmt: skip
 
 # Where constants of a search or a heuristic stand, and the numbers there that are none.
-SEARCHES = ("policy/family", "policy/kit", "policy/systems/karma.py", "core/layout.py",
-            "core/choose.py", "bounds", "planner/variants.py")  # fmt: skip
+SEARCHES = ("policy/family", "policy/kit", "policy/passes", "policy/systems/karma.py", "core/layout.py",
+            "core/choose.py", "bounds", "planner/variants.py", "planner/ways.py")  # fmt: skip
 OTHER_NUMBERS = {
     "ALIGN": "alignment of tensors",
     "ROUNDING": "rounding of seconds",
+    "TOLERANCE": "agreement of seconds",
+    "SHOWN": "the first micro-batch, one for those that are alike, the last three",
     "TIME_LIMIT_S": "patience with the solver",
     "MOST_MICRO_BATCHES": "a limit of the question",
     "MOST_SPLITS_NAMED": "length of a message",
@@ -200,6 +206,7 @@ def jobs() -> dict[str, Job]:
         "1B, 5 GB, eager": (gpt("1B", 4), ps.machine("rtx4090", gpu_memory="5GB"), EAGER),
         "12B, v100-32": (gpt("12B", 8), ps.machine("v100-32"), BARRIER),
         "llama-3-8b, h100-80, eager": (gpt("llama-3-8b", 1), ps.machine("h100-80"), EAGER),
+        "12B, h100-80": (gpt("12B", 1), ps.machine("h100-80"), BARRIER),
     }
 
 
@@ -250,6 +257,7 @@ def of_sums() -> dict[str, Job]:
     return {
         "1B, 6 GB, 3 micro-batches": (gpt("1B", 2, 3), ps.machine("rtx4090", gpu_memory="6GB"), BARRIER),
         "llama-3-8b, h100-80, 4 micro-batches, eager": (gpt("llama-3-8b", 1, 4), ps.machine("h100-80"), EAGER),
+        "12B, rtx4090, 8 micro-batches, eager": (gpt("12B", 1, 8), ps.machine("rtx4090"), EAGER),
     }  # fmt: skip
 
 
@@ -272,6 +280,16 @@ def of_tide() -> dict[str, Job]:
         for word, settings in (("eager", EAGER), ("barrier", BARRIER))
         if (model, micro, word) != ("12B", 3, "barrier")  # as the eager one, and takes long
     }  # fmt: skip
+
+
+def of_ranks() -> dict[str, Job]:
+    """Eight GPUs, chunks in slices."""
+    return {"llama-3-70b, h100-80x8, eager": (gpt("llama-3-70b", 4), ps.machine("h100-80x8"), EAGER)}
+
+
+def of_many_alike() -> dict[str, Job]:
+    """More micro-batches than the fluid bound shows one by one."""
+    return {"1B, 5 GB, 12 micro-batches": (gpt("1B", 1, 12), ps.machine("rtx4090", gpu_memory="5GB"), EAGER)}
 
 
 def of_variants() -> dict[str, tuple[Sequence[Way], Machine]]:
@@ -357,6 +375,8 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
     "stronghold": (of_stronghold, lambda job: by_policy(stronghold, job)),
     "karma": (of_karma, of_ways),
     "variants": (of_variants, of_race),
+    "ranks": (of_ranks, lambda job: own(job, POINT)),
+    "many alike": (of_many_alike, bounded),
     "fluid": (jobs, bounded),
 }
 
@@ -479,6 +499,7 @@ def numbers(source: str) -> Iterator[str]:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple):
             targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else node.targets
             plain = all(isinstance(n, NUMBERS) for n in ast.walk(node.value))
+            plain = plain and any(isinstance(n, ast.Constant) for n in ast.walk(node.value))
             text = any(
                 isinstance(n, ast.Constant) and not isinstance(n.value, int | float) for n in ast.walk(node.value)
             )

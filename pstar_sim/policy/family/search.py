@@ -66,11 +66,11 @@ SPILLS = (0.0, 0.5, 0.75, 1.0)  # shares of what has no room between two micro-b
 WORTH_A_START = 1.05  # a start that is slower than the best by this factor, by the roofline, is not tried
 FEWER_SPILLS = 0.8  # share of the spills of the roofline that a second start has
 CLOSER, NEAR = 2, 9  # looks closer around the best of them, and points along each in one
-SUMS_OF_A_PIN = 3  # sums that need the room by which a pin is larger than a sum
-# Changes of (pins, sums on the host, sums that spill) that are tried downhill.
+# Changes of (pins, sums on the host, sums that spill) that are tried downhill. A pin takes as much more room than a sum
+# as three sums take.
 SUMS_TURNS = (
-    (1, SUMS_OF_A_PIN, 0),
-    (-1, -SUMS_OF_A_PIN, 0),
+    (1, 3, 0),
+    (-1, -3, 0),
     (0, -1, 1),
     (0, 1, -1),
     (0, -1, 0),
