@@ -209,7 +209,7 @@ def test_the_iterations_of_both_runs_are_counted(start: Callable[..., Any], kit:
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     """A job on a tiny GPT-2 with its plan, and its folder."""
     from executor.capture import capture
-    from executor.run import Job
+    from executor.run import TrainingJob
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.policy.registry import find_policy
 
@@ -218,7 +218,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     (folder / "text" / "a.txt").write_text("to be or not to be, that is the question; " * 50)
     w = capture("tiny-gpt2", batch=2, sequence=32, micro_batches=2, dtype="bf16")
     plan = find_policy("tide")(w, load_machine("virtual", gpu_memory="20MB"), Settings(update="step", clip=True))
-    return plan, Job.of_plan(plan, "tiny-gpt2", data=f"text:{folder / 'text'}", lr=1e-3, seed=3), folder
+    return plan, TrainingJob.of_plan(plan, "tiny-gpt2", data=f"text:{folder / 'text'}", lr=1e-3, seed=3), folder
 
 
 def losses(result: Any) -> list[tuple[int, float]]:
