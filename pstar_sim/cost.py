@@ -77,6 +77,7 @@ __all__ = [
     "Add",
     "CostModel",
     "GpuAdds",
+    "UpdateAdds",
     "changed_since",
     "cost_of",
     "expected_link",
@@ -196,6 +197,28 @@ class GpuAdds:
         return added
 
 
+class UpdateAdds:
+    """Adds that updates make themselves, by [Note: adds in updates]."""
+
+    def __init__(self, cost: CostModel, gpu_bytes_per_s: float) -> None:
+        self._cost = cost
+        self._gpu_bytes_per_s = gpu_bytes_per_s
+
+    def of(self, plan: Plan) -> Mapping[int, Add]:
+        """Step -> the adds of an update that makes any."""
+        return {
+            i: self.of_update(plan.steps[i].kind, plan.steps[i].chunk or 0, lists)
+            for i, lists in folded_lists(plan).items()
+        }
+
+    def of_update(self, kind: Kind, chunk: int, lists: int = 1) -> Add:
+        """The adds of one update. lists: how many gradient lists are added to another one."""
+        cost = self._cost
+        if kind is Kind.CPU_ADAM:
+            return Add(lists * cost.cpu_add_s(chunk), lists * cost.cpu_add_bytes(chunk))
+        return Add(lists * cost.cpu_add_bytes(chunk) / self._gpu_bytes_per_s, 0)
+
+
 def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
     """(tensor, micro-batch) -> the moment in which its gradient is final."""
     return {(t, w.moments[m].micro_batch): m for m, tensors in enumerate(w.gradients) for t in tensors}
@@ -243,6 +266,11 @@ class CostModel:
         t = self.workload.tensors[tensor]
         copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
         return 2 * self.layout.sum_width(self.layout.chunk_of[tensor]) * t.numel + t.bytes - copied
+
+    @cached_property
+    def update_adds(self) -> UpdateAdds:
+        """Seconds of adds of gradients in updates, of any plan."""
+        return UpdateAdds(self, self._operator_bytes_per_s)
 
     @property
     def _recorded(self) -> bool:
@@ -296,10 +324,6 @@ class CostModel:
     def adam_bytes_per_s(self) -> float:
         """Host memory traffic per second of one rank's CPU Adam running alone."""
         return self.machine.adam_params_per_s * ADAM_TRAFFIC_BYTES_PER_PARAM
-
-    def compute_s(self, moment: int) -> float:
-        """Seconds of the moment's own work, waiting left out."""
-        return self.moments_s[moment]
 
     def transfer_s(self, size_bytes: int, direction: str, via: str | None = None) -> float:
         """latency + bytes / rate over the link; direction "h2d" or "d2h"; via "pageable": host memory that is not
@@ -438,8 +462,7 @@ class CostModel:
                 if step.kind is Kind.COMPUTE and step.moment is not None:
                     seconds[i] += added.get(step.moment, 0.0)
         dram_bytes = [self.dram_bytes(step) for step in steps]
-        for i, lists in self.folded_lists(plan).items():
-            add = self.folding(steps[i].kind, steps[i].chunk or 0, lists)
+        for i, add in self.update_adds.of(plan).items():
             seconds[i] += add.seconds
             dram_bytes[i] += add.dram_bytes
         return StepCosts(
@@ -447,16 +470,6 @@ class CostModel:
             dram_bytes=dram_bytes,
             duty=[self.duty(step) for step in steps] if slowed else [1.0] * len(steps),
         )
-
-    def folded_lists(self, plan: Plan) -> Mapping[int, int]:
-        """Step -> gradient lists that an update adds up before it begins, by [Note: adds in updates]."""
-        return folded_lists(plan)
-
-    def folding(self, kind: Kind, chunk: int, lists: int = 1) -> Add:
-        """The additions of an update that first adds `lists` further gradient lists to its own."""
-        if kind is Kind.CPU_ADAM:
-            return Add(lists * self.cpu_add_s(chunk), lists * self.cpu_add_bytes(chunk))
-        return Add(lists * self.cpu_add_bytes(chunk) / self._operator_bytes_per_s, 0)
 
     def rates(self) -> Rates:
         """What the steps of one rank share, while the other ranks of its node do the same."""

@@ -121,16 +121,16 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
     alloc, gpu = Kind.ALLOC, Place.GPU
     opened = [step for step in plan.steps if step.kind is alloc and step.place is gpu]
     allocated = Counter([step.chunk for step in opened if step.list == "grad"])
-    summed = {step.chunk for step in opened if step.list == "grad32"}
-    stays = {(r.list, r.chunk) for r in plan.initial if r.place is gpu}
+    summed = _summed_on_gpu(plan)
+    stays = {r.chunk for r in plan.initial if r.place is gpu and r.list == "grad"}
     batches: dict[int, list[int]] = {}
     for chunk, batch in _last_gradients(plan):
         batches.setdefault(chunk, []).append(batch)
     target: dict[tuple[int, int], str] = {}
     for chunk, mine in batches.items():
-        if (("grad32", chunk) in stays or chunk in summed) and plan.layout.ranks == 1:
+        if chunk in summed and plan.layout.ranks == 1:
             count, where = len(mine), "grad32"
-        elif ("grad", chunk) in stays:
+        elif chunk in stays:
             count, where = len(mine), "grad"
         else:
             count, where = allocated[chunk], "grad"
@@ -149,20 +149,19 @@ def folded_lists(plan: Plan) -> dict[int, int]:
     """
     if plan.workload.micro_batches == 1:
         return {}
+    summed, added = _summed_on_gpu(plan), Counter(step.chunk for step in plan.steps if step.kind is Kind.CPU_ADD)
+    arrived = Counter(chunk for chunk, _ in _last_gradients(plan))
+    kinds = UPDATES if plan.layout.ranks == 1 else {Kind.CPU_ADAM}
+    updates = {i: step.chunk for i, step in enumerate(plan.steps) if step.kind in kinds and step.chunk is not None}
+    lists = {i: arrived[c] - added[c] + (added[c] > 0) for i, c in updates.items() if c not in summed}
+    return {i: count - 1 for i, count in lists.items() if count > 1}
+
+
+def _summed_on_gpu(plan: Plan) -> set[int]:
+    """Chunks that have a list for the sum of their gradients on the gpu, always or for a time."""
     opened = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.place is Place.GPU and s.list == "grad32"}
     stays = {r.chunk for r in plan.initial if r.place is Place.GPU and r.list == "grad32"}
-    summed = opened | stays
-    added = Counter(step.chunk for step in plan.steps if step.kind is Kind.CPU_ADD)
-    arrived = Counter(chunk for chunk, _ in _last_gradients(plan))
-    sliced = plan.layout.ranks > 1
-    folded = {}
-    for i, step in enumerate(plan.steps):
-        if step.kind in UPDATES and step.chunk not in summed and not (sliced and step.kind is Kind.GPU_ADAM):
-            assert step.chunk is not None
-            lists = arrived[step.chunk] - added[step.chunk] + (added[step.chunk] > 0)
-            if lists > 1:
-                folded[i] = lists - 1
-    return folded
+    return {chunk for chunk in opened | stays if chunk is not None}
 
 
 def overwritten_in_place(plan: Plan) -> list[tuple[int, int]]:

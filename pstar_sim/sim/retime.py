@@ -17,7 +17,7 @@ from itertools import pairwise
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue, Step
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.cost import CostModel, GpuAdds
+from pstar_sim.cost import Add, CostModel, GpuAdds, UpdateAdds
 from pstar_sim.errors import PlanError
 from pstar_sim.sim.play import play
 
@@ -39,8 +39,14 @@ class _OneSecond(CostModel):
         """None, because the seconds of the moments contain the adds."""
         return GpuAdds(self.workload, self.layout, 1.0, lambda tensor: 0, free=True)
 
-    def folded_lists(self, plan: Plan) -> Mapping[int, int]:
+    @cached_property
+    def update_adds(self) -> UpdateAdds:
         """None: the seconds of an update have them already."""
+        return _NoAdds(self, 1.0)
+
+
+class _NoAdds(UpdateAdds):
+    def of(self, plan: Plan) -> Mapping[int, Add]:
         return {}
 
 

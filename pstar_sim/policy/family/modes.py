@@ -91,9 +91,8 @@ def mode_facts(job: Job) -> ModeFacts:
         (i for i, m in enumerate(w.moments) if m.micro_batch == last and m.phase is not Phase.FWD), len(w.moments)
     )
     largest = max((job.sizes[c] for c in job.candidates), default=0)
-    pins = pin_facts(job)
     return ModeFacts(
-        pins=pins,
+        pins=pin_facts(job),
         states_bytes=states,
         sum_bytes=[all_bytes - state_bytes for all_bytes, state_bytes in zip(visiting, states)],
         lists=1 if job.sums_on_gpu else w.micro_batches,
@@ -105,13 +104,13 @@ def mode_facts(job: Job) -> ModeFacts:
         duplex=link.duplex,
         dram_adam_bytes=[job.cost.cpu_adam_bytes(c) for c in job.candidates],
         dram_add_bytes=[job.cost.cpu_add_bytes(c) * job.host_adds for c in job.candidates],
-        dram_fold_bytes=sum(job.cost.cpu_add_bytes(c) for c, fold_s in zip(job.candidates, pins.fold_s) if fold_s),
+        dram_fold_bytes=job.folds * sum(job.cost.cpu_add_bytes(c) for c in job.candidates),
         passing_bytes=max(visiting, default=0) + largest,
         last_room_bytes=job.machine.gpu_budget_bytes - job.small_bytes - job.tide[-1],
         turn_s=sum(job.cost.moments_s[:turn]),
         first_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0),
         forward_s=sum(s for s, m in zip(job.cost.moments_s, w.moments) if m.micro_batch == 0 and m.phase is Phase.FWD),
-        adds_before=(last - 1) / last if last else 0.0,
+        adds_before=max(0, last - 1) / max(1, last),
         net_s=_least_net_s(job),
     )
 

@@ -159,7 +159,6 @@ def _room(job: Job) -> list[int]:
 def pin_facts(job: Job) -> PinFacts:
     """The facts that the closed form for the number of pins needs."""
     uses, cost, order = job.uses, job.cost, job.candidates
-    folds = job.several and not job.sums_on_gpu and not job.add_last
     down = "grad32" if job.sums_on_gpu else "param"
     return PinFacts(
         first=[uses.first_use(c) for c in order],
@@ -169,7 +168,7 @@ def pin_facts(job: Job) -> PinFacts:
         adam_s=[cost.cpu_adam_s(c) for c in order],
         gpu_adam_s=[cost.gpu_adam_s(c) for c in order],
         add_s=[cost.cpu_add_s(c) * job.host_adds for c in order],
-        fold_s=[cost.folding(Kind.CPU_ADAM, c).seconds if folds else 0.0 for c in order],
+        fold_s=[job.folds * cost.update_adds.of_update(Kind.CPU_ADAM, c).seconds for c in order],
         gpu_add_s=[cost.gpu_adds.chunks_s[c] for c in order],
         down_s=[job.down[c, down][1] for c in order],
         up_s=[cost.transfer_s(job.sizes[c], "h2d") for c in order],

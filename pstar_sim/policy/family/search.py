@@ -352,13 +352,10 @@ class Search:
         self.effort_ops = effort_ops
         self.here = self.best
         if like is not None and like.count:  # without, it has only small chunks
-            trial = self._like(like)
-            if not self.try_one(trial) and trial in self.no_room:
-                self.try_one(self._with_room(trial))
+            self._try_with_room(self._like(like))
         if not self.begun:
             for trial in self._starts(turned=self.best is None):
-                if not self.try_one(trial) and trial in self.no_room:
-                    self.try_one(self._with_room(trial))
+                self._try_with_room(trial)
             self.begun = self.best is not None
         self.here = self.best
         self._downhill(NEXT_STRIDE if self.descended else FIRST_STRIDE)
@@ -406,6 +403,11 @@ class Search:
             spills=round(trial.spills * self.count / other.count),
             large=large,
         )
+
+    def _try_with_room(self, trial: Trial) -> None:
+        """Make the trial, or the nearest one that has room."""
+        if not self.try_one(trial) and trial in self.no_room:
+            self.try_one(self._with_room(trial))
 
     def _with_room(self, trial: Trial) -> Trial:
         """A trial that has no room, with as many pins as have, and streams in place of the others."""

@@ -66,7 +66,7 @@ class Charges:
         charge = self.of(kind, chunk)
         if not folds:
             return charge
-        add = self.cost.folding(kind, chunk)
+        add = self.cost.update_adds.of_update(kind, chunk)
         return replace(charge, seconds=charge.seconds + add.seconds, dram_bytes=charge.dram_bytes + add.dram_bytes)
 
     def of_stash(self, kind: Kind, stash: int) -> Charge:

@@ -38,6 +38,7 @@ class Job:
         In a layer-major workload the gradients of a chunk follow one another.
     add_last: whether a last gradient without a sum on the GPU is added to the others before the update, because the
         norm is that of their sum.
+    folds: whether the update of a chunk without a sum on the GPU adds the last gradient itself.
     host_adds: adds on the host per iteration of a chunk without a sum on the GPU.
     may_sum: whether modes may ask for sums on the GPU.
     tide: non-model bytes to reckon with in each moment: its own bytes, or with capacity "peak" the highest of any
@@ -97,6 +98,7 @@ class Job:
         on_host = self.several and not self.sums_on_gpu
         self.add_last = on_host and self.settings.clip
         self.host_adds = w.micro_batches - (0 if self.add_last else 1) if on_host else 0
+        self.folds = on_host and not self.add_last
         self.may_sum = on_host and self.point.sums
 
     def _weigh_chunks(self) -> None:
