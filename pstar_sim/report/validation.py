@@ -16,7 +16,7 @@ __all__ = ["validation_text"]
 def validation_text(validation: Validation, *, width: int | None = None, every_row: bool = False) -> str:
     """Everything `pstar validate` prints. width: of the terminal, where none is given. every_row: also each row in
     scope."""
-    width = terminal_width() if width is None else width
+    width = width or terminal_width()
     v = validation
 
     def folded(texts: Iterable[str]) -> str:
@@ -36,20 +36,25 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
         parts.append(_rows_text("Rows in scope", list(v.results), width))
     if missed := v.misses():
         parts.append(_rows_text(f"Tested rows off by more than {FAR:.0%}", missed, width))
-    if wrong := [p for p in v.pairs() if not p.kept]:
-        lines = [
-            f"  {p.first.system} and {p.second.system}, {p.first.params} and {p.second.params}, {p.first.gpus} GPUs: "
-            f"{p.first.metric} {_figure(p.first.published)} and {_figure(p.second.published)}, predicted "
-            f"{_figure(p.first.predicted)} and {_figure(p.second.predicted)}"
-            for p in wrong
-        ]
-        parts.append(folded(["Pairs in the wrong order:", *lines]))
+    if wrong := _wrong_orders(v):
+        parts.append(folded(["Pairs in the wrong order:", *wrong]))
     reasons = sorted({r.reason for r in v.results if r.reason})
     if reasons:
         parts.append(folded(["Runs that do not fit here:", *(f"  {reason}" for reason in reasons)]))
     for title, notes in (("Assumed", NOTES), ("Not explained, and not tuned away", UNEXPLAINED)):
         parts.append(folded([f"{title}:", *(f"  {note}" for note in notes)]))
     return "\n".join(parts)
+
+
+def _wrong_orders(v: Validation) -> list[str]:
+    """A line for each pair whose order is predicted wrongly."""
+    return [
+        f"  {p.first.system} and {p.second.system}, {p.first.params} and {p.second.params}, {p.first.gpus} GPUs: "
+        f"{p.first.metric} {_figure(p.first.published)} and {_figure(p.second.published)}, predicted "
+        f"{_figure(p.first.predicted)} and {_figure(p.second.predicted)}"
+        for p in v.pairs()
+        if not p.kept
+    ]
 
 
 _USES = {
