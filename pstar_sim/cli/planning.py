@@ -134,7 +134,13 @@ def plan(
     from pstar_sim.planner.confidence import confidence, confidence_line
 
     if json:
-        say_json({**best.row.to_json(), "confidence": confidence(result.workload, result.machine)})
+        say_json(
+            {
+                **best.row.to_json(),
+                "kernels": result.workload.kernels,
+                "confidence": confidence(result.workload, result.machine),
+            }
+        )
         return 0
     from pstar_sim.core.figures import LEAST_ROOM, own_shares
     from pstar_sim.report.tables import format_percent

@@ -38,7 +38,7 @@ from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import optimizer_spec
-from pstar_sim.workload.presets import default_dtype, preset
+from pstar_sim.workload.presets import default_dtype, kernels_of, preset
 from pstar_sim.workload.workload import DTYPE_BYTES, MOST_MOMENTS, Workload
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class Offer:
 class Cheapest(Collection):
     """The answer of `cheapest`.
 
+    kernels: flavour in which the model runs, as in `Workload`.
     rows: offers that make the deadline, cheapest first; then offers that do not, fastest first; then offers without
     figures."""
 
@@ -114,6 +115,7 @@ class Cheapest(Collection):
     tokens: float
     deadline_s: float | None
     rows: tuple[Offer, ...]
+    kernels: str = ""
 
     _name = "machine"
 
@@ -128,7 +130,8 @@ class Cheapest(Collection):
         return self.best is None and any(row.days is not None or row.least_days is not None for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        return [asdict(row) for row in self.rows]
+        """The offers, each with the kernels of the job."""
+        return [{**asdict(row), "kernels": self.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
         import pandas
@@ -169,7 +172,7 @@ def cheapest(
     Raises PstarError for an unknown model or machine, for a wrong price, and where no machine has a price. Where only
     some machines have none, their rows say so.
     """
-    model_entry(model)
+    flavour = kernels_of(model_entry(model), kernels)
     number("tokens", tokens)
     if deadline_s is not None:
         number("deadline_s", deadline_s)
@@ -211,7 +214,7 @@ def cheapest(
         else:
             rows.append(_offer(machine, job, *cost, tokens, deadline_s, most_nodes))
     rows.sort(key=_rank)
-    return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows))
+    return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), kernels=flavour)
 
 
 def _rank(row: Offer) -> tuple[float, ...]:

@@ -180,10 +180,11 @@ class Comparison(Collection):
         return self.planned[policy]
 
     def to_json(self) -> list[dict[str, object]]:
-        return [row.to_json() for row in self.rows]
+        """The rows, each with the kernels of the job."""
+        return [{**row.to_json(), "kernels": self.workload.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per policy, columns as in `Row`."""
+        """One row per policy, columns as in `Row`, and the kernels of the job."""
         import pandas
 
         return pandas.DataFrame(self.to_json())

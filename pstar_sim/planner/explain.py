@@ -28,6 +28,7 @@ from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.sim.play import play
 from pstar_sim.terminal import terminal_width, wrap
 from pstar_sim.units import format_bytes, format_s
+from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.workload import Phase, Workload, activations_text
 
 __all__ = ["BoundGap", "chunk_gaps", "explain", "order_gain", "tide_gain"]
@@ -251,7 +252,7 @@ def _job(plan: Plan) -> list[str]:
     if w.activations:
         checkpointing = activations_text(w)
     if w.kernels:
-        checkpointing += f", {w.kernels} kernels"
+        checkpointing += f", {kernels_text(w.kernels)}"
     return [
         f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
         *([f"on each of {len(m.ranks)} GPUs, whose steps and figures these are"] if len(m.ranks) > 1 else []),

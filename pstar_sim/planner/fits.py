@@ -129,10 +129,11 @@ class Fits(Collection):
         return any(row.fits for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        return [row.to_json() for row in self.rows]
+        """The rows, each with the kernels of the job."""
+        return [{**row.to_json(), "kernels": self.workload.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per policy, columns as in `Fit`."""
+        """One row per policy, columns as in `Fit`, and the kernels of the job."""
         import pandas
 
         return pandas.DataFrame(self.to_json())

@@ -205,8 +205,17 @@ def _check_axes(file: str, axes: Collection[str]) -> None:
     for name in needed:
         if name not in axes:
             raise PstarError(f"{file}: the axis {name} is missing; give {AXES[name]}")
-    if "lora" in axes and "trace" in axes:
-        raise PstarError(f"{file}: lora is for models; trace the model with its adapters instead")
+    for name, instead in _OF_MODELS.items():
+        if name in axes and "trace" in axes:
+            raise PstarError(f"{file}: {name} is for models; {instead}")
+
+
+_OF_MODELS = {
+    "lora": "trace the model with its adapters instead",
+    "attention": "a trace has the kernels that ran; trace the model with another attention instead",
+    "kernels": "a trace has the kernels that ran; trace the model with other kernels instead",
+}
+"""Axes that a trace does not have -> what to do instead."""
 
 
 def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:

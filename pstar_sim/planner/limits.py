@@ -31,9 +31,10 @@ from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_text
+from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import optimizer_spec
-from pstar_sim.workload.presets import default_dtype, workload_of
+from pstar_sim.workload.presets import default_dtype, has_kernels, kernels_of, workload_of
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class Limits(Collection):
     what: "layers" or "batch".
     of: the family or the model, in words.
     rows: one per policy, in the order asked for.
+    kernels: flavour in which the family or the model runs, as in `Workload`.
     job: arguments of the question, by name.
     """
 
@@ -87,6 +89,7 @@ class Limits(Collection):
     machine: Machine
     settings: Settings
     rows: tuple[Limit, ...]
+    kernels: str = ""
     job: Mapping[str, object] = field(default_factory=dict)
 
     def __getitem__(self, policy: str) -> Limit:
@@ -96,10 +99,11 @@ class Limits(Collection):
         return known[policy]
 
     def to_json(self) -> list[dict[str, object]]:
-        return [row.to_json() for row in self.rows]
+        """The rows, each with the kernels of the job."""
+        return [{**row.to_json(), "kernels": self.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per policy, columns as in `Limit`."""
+        """One row per policy, columns as in `Limit`, and the kernels of the job."""
         import pandas
 
         return pandas.DataFrame(self.to_json())
@@ -189,6 +193,7 @@ def max_model(
     asked = asked_policies(policies)
     refuse_balance(asked, machine)
     entry = model_entry(like)
+    flavour = kernels_of(entry, kernels)
     shares = shares_of_batch(batch, machine)
     working = dtype or default_dtype(machine)
     models = _Models(
@@ -219,7 +224,7 @@ def max_model(
         near=near,
         on_policy=on_policy,
     )
-    names = _known_models(seq) if catalog else []
+    names = _known_models(seq, kernels) if catalog else []
     rows = [_depth_row(policy, layers, error, models, names, ask) for policy, (layers, error) in zip(asked, found)]
     shape = models.shape(1)
     if not all(row.value for row in rows):
@@ -230,11 +235,13 @@ def max_model(
         + (f" x {micro_batches}" if micro_batches > 1 else "")
         + f", {working}"
         + ("" if checkpointing else ", no checkpointing")
+        + f", {kernels_text(flavour)}"
         + (f", LoRA r={lora.rank}" if lora else "")
         + (f", {optimizer}" if optimizer != "adamw" else ""),
         machine=machine,
         settings=settings,
         rows=tuple(rows),
+        kernels=flavour,
         job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": loading},
     )
 
@@ -326,10 +333,13 @@ def _depth_row(
     return row if best is None else replace(row, catalog_model=best, catalog_params=model_entry(best).params)
 
 
-def _known_models(seq: int) -> list[str]:
-    """Models of the catalog that take a sequence of this length, the largest first."""
-    able = (name for name in model_names() if model_entry(name).max_seq >= seq and model_entry(name).family != "vit")
-    return sorted(able, key=lambda name: -model_entry(name).params)
+def _known_models(seq: int, kernels: str | None) -> list[str]:
+    """Models of the catalog that take a sequence of this length and have these kernels (None: the usual ones), the
+    largest first."""
+    entries = [model_entry(name) for name in model_names()]
+    able = [entry for entry in entries if entry.max_seq >= seq and entry.family != "vit"]
+    able = [entry for entry in able if kernels is None or has_kernels(entry, kernels)]
+    return [entry.name for entry in sorted(able, key=lambda entry: -entry.params)]
 
 
 @without_garbage_collection()
@@ -372,10 +382,12 @@ def max_batch(
         of=f"{w.model}, sequence {w.sequence}, {w.dtype}"
         + (f", {w.micro_batches} micro-batches" if w.micro_batches > 1 else "")
         + ("" if w.checkpointing else ", no checkpointing")
+        + (f", {kernels_text(w.kernels)}" if w.kernels else "")
         + (f", {w.notes}" if w.notes else ""),
         machine=machine,
         settings=settings,
         rows=tuple(rows),
+        kernels=w.kernels,
         job={"seq": w.sequence, "micro_batches": w.micro_batches, "dtype": w.dtype, "loading": loading},
     )
 

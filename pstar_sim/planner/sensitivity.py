@@ -125,7 +125,8 @@ class Sensitivity(Collection):
         return (self.now, *self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        return [asdict(row) for row in (self.now, *self.rows)]
+        """The machine as it is, then the parts, each with the kernels of the job."""
+        return [{**asdict(row), "kernels": self.workload.kernels} for row in (self.now, *self.rows)]
 
     def to_frame(self) -> pandas.DataFrame:
         import pandas

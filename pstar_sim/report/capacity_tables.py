@@ -12,6 +12,7 @@ from pstar_sim.report.tables import batch_words, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
+from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.lora import adapter_of
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def _memory(machine: Machine) -> str:
     return f"{gpu} of GPU and {host} of host memory"
 
 
+def _kernels(kernels: str) -> str:
+    """What follows in a heading; empty where the job names no kernels."""
+    return f", {kernels_text(kernels)}" if kernels else ""
+
+
 def fits_text(answer: Fits, *, width: int | None = None) -> str:
     """Yes or no, why, and the smallest change that would do; then a line per policy, and why the others do not fit."""
     width = terminal_width() if width is None else width
@@ -65,6 +71,7 @@ def fits_text(answer: Fits, *, width: int | None = None) -> str:
         f", sequence {w.sequence}, {w.dtype}"
         + (f", {w.notes}" if w.notes else "")
         + ("" if w.optimizer.name == "adamw" else f", {w.optimizer.name}")
+        + _kernels(w.kernels)
     )
     lines = [*_folded((*_verdict(answer), "", job, f"on {m.name}: {_memory(m)}{each}"), width), ""]
     columns = (
@@ -248,7 +255,8 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
     """Offers in time, cheapest first; then the others."""
     width = terminal_width() if width is None else width
     by = "" if answer.deadline_s is None else f" in {_deadline(answer.deadline_s)}"
-    lines = [*wrap(f"{answer.model} on {_tokens(answer.tokens)} tokens{by}", width), ""]
+    kernels = f" ({kernels_text(answer.kernels)})" if answer.kernels else ""
+    lines = [*wrap(f"{answer.model}{kernels} on {_tokens(answer.tokens)} tokens{by}", width), ""]
     columns = (
         "machine", "nodes", "in time", "policy", "micro-batches", "tokens/s", "error", "days", "USD/h", "USD",
         "USD/M tokens",
@@ -324,7 +332,7 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
     w = answer.workload
     by = f"{answer.by * 100:+g} %"
     what = f"{by} of each part of {answer.machine.name}: {w.model}, {batch_words(answer)}, sequence {w.sequence}"
-    lines = [*wrap(what, width), ""]
+    lines = [*wrap(what + _kernels(w.kernels), width), ""]
     columns = ("part", "iteration", "change", "policy", "largest model", "layers", "change ")
     rows = [_effect_cells("as it is", answer.now)]
     for row in answer.rows:

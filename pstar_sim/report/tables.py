@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from pstar_sim.planner.confidence import confidence, confidence_line
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
+from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.workload import activations_text
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def heading(answer: TableAnswer) -> str:
         w.dtype,
         *([w.optimizer.name] if w.optimizer.name != "adamw" else []),
         activations_text(w) if w.activations else "checkpointing" if w.checkpointing else "no checkpointing",
-        *([f"{w.kernels} kernels"] if w.kernels else []),
+        *([kernels_text(w.kernels)] if w.kernels else []),
         f"update {s.update}",
         "clipping" if s.clip else "no clipping",
         f"barrier: {barrier}" if barrier else "no barrier",

@@ -9,14 +9,15 @@
 - megatron: as fused, but the loss works in place on fp32 logits, which it keeps.
 
 No flavour cuts the logits into pieces. Which attention kernel runs is a choice of its own ("flash", "efficient" or
-"math"). A captured module runs what it really does: its workload names "captured". Knows no model.
+"math"). BERT and ViT are written for eager alone. A captured module runs what it really does: its workload names
+"captured". Knows no model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CAPTURED", "FLAVOURS", "KERNELS", "Flavour"]
+__all__ = ["CAPTURED", "FLAVOURS", "KERNELS", "Flavour", "kernels_text"]
 
 CAPTURED = "captured"
 """Of a workload that was captured or recorded: the kernels are those of the module."""
@@ -44,3 +45,8 @@ FLAVOURS = {
     "megatron": Flavour(fused=True, loss="in place"),
 }
 KERNELS = tuple(FLAVOURS)
+
+
+def kernels_text(kernels: str) -> str:
+    """ "fused kernels"; empty for a workload that names none, as one written by hand."""
+    return f"{kernels} kernels" if kernels else ""

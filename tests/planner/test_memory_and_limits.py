@@ -349,6 +349,7 @@ def test_fits_says_what_is_short_and_the_nearest_yes() -> None:
     assert yes.iteration_s == ps.compare(w, ps.machine("rtx3090-64gb"), policies=["tide"]).best().row.iteration_s
     assert "all_on_gpu" in repr(answer)
     assert answer.to_json()[1]["gpu_headroom_bytes"] == yes.gpu_headroom_bytes
+    assert {row["kernels"] for row in answer.to_json()} == {"eager"}
 
 
 def test_what_does_not_fit_says_what_it_needs_of_both_places() -> None:

@@ -184,6 +184,11 @@ def test_a_backend_nobody_knows_is_one_clear_error(tmp_path: Path) -> None:
         ({"clip": 1}, "clip = 1; it must be true or false"),
         ({"chunk": "0MB"}, "chunk = '0MB': a size must be positive"),
         ({"trace": "x.parquet"}, "a sweep is over models or over traces"),
+        ({"trace": "x.parquet", "model": None, "kernels": ["eager", "fused"]}, "kernels is for models; a trace has"),
+        (
+            {"trace": "x.parquet", "model": None, "attention": "math"},
+            "attention is for models; a trace has the kernels",
+        ),
         ({"trace": "x.parquet", "model": None}, "trace = 'x.parquet': there is no such file"),
         ({"optimizer": "adamv"}, "unknown optimizer 'adamv'"),
         ({"seq": [[1, 2]]}, r"axis seq has the value \[1, 2\]; a value is a text, a number"),

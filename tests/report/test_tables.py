@@ -101,6 +101,11 @@ def test_no_figure_is_cut_at_any_width(command: str) -> None:
         assert_whole(text(WIDE), text(width), width)
 
 
+@pytest.mark.parametrize("command", ["compare", "explain", "fits", "max-model", "max-batch", "cheapest", "sensitivity"])
+def test_a_heading_names_the_kernels(command: str) -> None:
+    assert "eager kernels" in answers()[command](WIDE)
+
+
 def test_all_commands_are_looked_at() -> None:
     assert set(COMMANDS) == set(answers())
 

@@ -218,6 +218,19 @@ def test_a_flavour_nobody_knows_is_refused() -> None:
     assert variant(preset("gpt2", batch=1, seq=8, kernels="fused"), batch=2).kernels == "fused"
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", ["bert-base", "vit-b-16"])
+def test_a_family_runs_in_the_flavours_it_is_written_for(name: str, kernels: str) -> None:
+    def ask() -> Workload:
+        return preset(name, batch=1, seq=None if name == "vit-b-16" else 8, kernels=kernels)
+
+    if kernels == "eager":
+        assert ask().kernels == "eager"
+        return
+    with pytest.raises(ModelError, match=f"{name}: kernels is '{kernels}'; presets .* have eager kernels only; trace"):
+        ask()
+
+
 def test_the_math_kernel_keeps_the_scores() -> None:
     peaks = {
         a: preset("gpt2", batch=4, seq=512, checkpointing=False, attention=a).peak_non_model_bytes for a in ATTENTION

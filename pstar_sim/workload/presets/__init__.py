@@ -32,7 +32,7 @@ from pstar_sim.workload.presets.vit import write_vit
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload, repeat_micro_batch
 
-__all__ = ["ATTENTION", "can_vary", "default_dtype", "preset", "variant", "workload_of"]
+__all__ = ["ATTENTION", "can_vary", "default_dtype", "has_kernels", "kernels_of", "preset", "variant", "workload_of"]
 
 ATTENTION = ("flash", "efficient", "math")
 
@@ -70,7 +70,7 @@ def preset(
         published runs classified sequences. Non-model bytes are logical bytes of live storages; the accelerator's
         context is a term of the machine, not of the workload.
     kernels: how the other operators run, one of KERNELS (kernels.py); None for what the model's catalog entry says,
-        which is what its users run.
+        which is what its users run. A BERT or ViT is written for eager alone.
     lora: the model itself is frozen and adapters are trained (lora.py); an Adapter, a rank, or a text such as "r=16" or
         "r=8,targets=q_proj+v_proj".
     optimizer: its name (optimizers.py).
@@ -131,8 +131,8 @@ def workload_of(
     ):
         flag(f"model {name}: {what}", switch, error=ModelError)
     _check_sequence(name, entry, sequence)
-    kernels = entry.kernels if kernels is None else kernels
-    _check_kinds(name, dtype, attention, kernels)
+    _check_kinds(name, dtype, attention)
+    kernels = kernels_of(entry, kernels, model=name)
     spec = optimizer_spec(optimizer)
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
     tape = adapted or Tape(dtype)
@@ -177,13 +177,29 @@ def _refusal(model: str, what: str, value: object, want: str) -> ModelError:
     return ModelError(f"model {model}: {what} is {value!r}; {want}")
 
 
-def _check_kinds(model: str, dtype: object, attention: object, kernels: object) -> None:
+def has_kernels(entry: ModelEntry, kernels: str) -> bool:
+    """Whether the model's family is written for this flavour: a gpt or llama for all, a bert or vit for eager alone."""
+    return kernels == "eager" or entry.family in ("gpt", "llama")
+
+
+def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) -> str:
+    """The flavour in which a model runs: the one given, or the usual one of its entry for None. model: its name in
+    messages. Raises ModelError for a flavour nobody knows, and for one that the model's family is not written for."""
+    name = model or entry.name
+    chosen = entry.kernels if kernels is None else kernels
+    if not isinstance(chosen, str) or chosen not in KERNELS:
+        raise _refusal(name, "kernels", chosen, f"known flavours are {', '.join(KERNELS)}")
+    if not has_kernels(entry, chosen):
+        want = f"presets of the {entry.family} family have eager kernels only; trace the model to plan for others"
+        raise _refusal(name, "kernels", chosen, want)
+    return chosen
+
+
+def _check_kinds(model: str, dtype: object, attention: object) -> None:
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise _refusal(model, "dtype", dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
     if not isinstance(attention, str) or attention not in ATTENTION:
         raise _refusal(model, "attention", attention, f"known kernels are {', '.join(ATTENTION)}")
-    if not isinstance(kernels, str) or kernels not in KERNELS:
-        raise _refusal(model, "kernels", kernels, f"known flavours are {', '.join(KERNELS)}")
 
 
 def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
