@@ -134,7 +134,7 @@ def put(*where: str, value: object) -> Callable[[Values], None]:
         (multiplied("predictions", "lower_bound_s", by=0.9), "lower_bound_s is .* but the joint LP"),
         (put("predictions", "gap", value=0.0), "gap is 0 in the plan, but"),
         (put("predictions", "barrier_cost_s", value=-1.0), "barrier_cost_s is -1 in the plan"),
-        (put("predictions", "expected_error", value=0.001), "expected_error is 0.001 in the plan, but validation"),
+        (put("predictions", "expected_error", value=-0.1), "expected_error is -0.1 in the plan; it is a share"),
         (put("choices", "confidence", value={"compute": "calibrated"}), "confidence is .* but by its machine it is"),
         (put("choices", "certificate", value={"bound": None}), "certificate.bound is None in the plan, but"),
         (multiplied("gpu_budget_bytes", by=100), "may use .* of gpu memory but machine 'v100-32' has"),
@@ -198,6 +198,26 @@ def test_all_that_a_file_states_is_checked_or_named(written: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "as stated: " in said and "iteration_s" in said.split("as stated: ")[1].splitlines()[0]
     assert "not checked: barrier_cost_s: the policy would have to plan again" in said
+
+
+def test_an_expected_error_of_another_validation_is_named(values: Values, tmp_path: Path) -> None:
+    """Rows are added to validation, so that a plan of yesterday states another error."""
+    now = values["predictions"]["expected_error"]
+    values["predictions"]["expected_error"] = now + 0.0257
+    path = saved(values, tmp_path)
+    report = ps.load_plan(path).check()
+    assert "expected_error" not in report.figures
+    assert f"expected_error: validation had other rows then; it finds {now:.9g} now" in report.not_checked
+    assert main(["check", str(path)]) == main(["explain", str(path)]) == 0
+
+
+@pytest.mark.parametrize("nonsense", ["NaN", "Infinity", '"small"'])
+def test_an_expected_error_that_is_no_number_is_refused(values: Values, nonsense: str, tmp_path: Path) -> None:
+    values["predictions"]["expected_error"] = "HERE"
+    path = tmp_path / "nonsense.json"
+    path.write_text(json.dumps(values).replace('"HERE"', nonsense))
+    with pytest.raises(PlanError, match="expected_error"):
+        ps.load_plan(path).check()
 
 
 def test_a_figure_that_nobody_knows_is_named(values: Values, tmp_path: Path) -> None:
