@@ -2,9 +2,9 @@
 
 [Note: classes] A class is a generation of GPUs (the first part of the GPU's catalog name: "v100", "a100", "h100") and
 how many of them: "one GPU", "node" (several in one node) or "nodes"; machines that time products by shape are classes
-of their own. Its errors are those of the tested rows of whole iterations, kept in catalog/expected_errors.json, which
-`pstar validate --write` makes. A policy that no published run stands for has the errors of its class; a class without
-rows has none.
+of their own. Its errors are those of the rows of whole iterations to which nothing is fitted ("tested", "to fit"), kept
+in catalog/expected_errors.json, which `pstar validate --write` makes. A policy that no published run stands for has the
+errors of its class; a class without rows has none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Trust:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedError:
-    """Median and 90th percentile of the absolute relative error of predicted iteration times, over `rows` tested rows.
+    """Median and 90th percentile of the absolute relative error of predicted iteration times, over `rows` rows to
+    which nothing is fitted.
 
     policy: policy whose rows they are, or "any policy" of the class if that policy has no rows.
     machine_class: for example "h100 node".

@@ -19,10 +19,11 @@ ERRORS_FILE = Path(str(FILE))
 
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, tuple[float, float, int]]]:
-    """Class -> policy (and "any policy") -> (median, 90th percentile, rows), of tested rows of whole iterations."""
+    """Class -> policy (and "any policy") -> (median, 90th percentile, rows), of the rows of whole iterations to which
+    nothing is fitted: those "tested", and those "to fit"."""
     groups: dict[str, dict[str, list[Result]]] = {}
     for r in results:
-        if r.use != "tested" or r.metric not in WHOLE:
+        if r.use == "fitted" or r.metric not in WHOLE:
             continue
         name = class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=r.nodes)
         for key in (ANY, split_spec(r.policy)[0]):
