@@ -36,8 +36,8 @@ update on the GPU takes no time for it.
 [Note: versions of the model] A plan file says by which version its seconds and its lower bound were predicted, so that
 a figure of an earlier version is not called false (planner/stated.py). A change that predicts other seconds raises
 VERSION, and `changed_since` says for which plans. Version 1, which files do not name, took no time for adds on the GPU,
-and its bounds for several micro-batches were lower. Version 2 took no time for adds in updates, and its bounds for
-several micro-batches were lower than today's, too.
+and its bounds for several micro-batches were lower. Version 2 took no time for adds in updates; its joint bounds for
+several micro-batches were lower than today's, too, its fluid bounds for many of them may be higher.
 
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, its part of the node's cores
 (`Machine.adam_params_per_s`) and of the node's disks, which all ranks use at the same time because they run the same
@@ -100,11 +100,10 @@ _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"),
 
 def changed_since(version: int, plan: Plan) -> str | None:
     """What an earlier version predicts otherwise for the plan, in words; None where it predicts the same."""
-    if plan.workload.micro_batches == 1:
-        return None
-    if version < 2 and len(plan.machine.ranks) == 1:
-        return "adds of gradients on the GPU take no time"
-    return "adds of gradients in updates take no time" if version < 3 and not plan.settings.clip else None
+    if version < 2 and len(plan.machine.ranks) == 1 and plan.workload.micro_batches > 1:
+        if "grad32" in gradient_list(plan).values():
+            return "adds of gradients on the GPU take no time"
+    return "adds of gradients in updates take no time" if version < 3 and folded_lists(plan) else None
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
@@ -206,10 +205,12 @@ class UpdateAdds:
 
     def of(self, plan: Plan) -> Mapping[int, Add]:
         """Step -> the adds of an update that makes any."""
-        return {
-            i: self.of_update(plan.steps[i].kind, plan.steps[i].chunk or 0, lists)
-            for i, lists in folded_lists(plan).items()
-        }
+        adds: dict[int, Add] = {}
+        for i, lists in folded_lists(plan).items():
+            step = plan.steps[i]
+            assert step.chunk is not None
+            adds[i] = self.of_update(step.kind, step.chunk, lists)
+        return adds
 
     def of_update(self, kind: Kind, chunk: int, lists: int = 1) -> Add:
         """The adds of one update. lists: how many gradient lists are added to another one."""

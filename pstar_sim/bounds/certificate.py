@@ -107,7 +107,8 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, ear
     """Compare the figures that the plan carries with a recomputation from workload, machine, settings and layout alone.
     Returns a sentence if the figures agree, or if the plan carries no such figures, or such as were predicted with
     workloads of the ranks' own. lp: solve the fluid program again, too. found: the recomputation. earlier: whether an
-    earlier version of the cost model predicted the plan's figures; its bound may be lower.
+    earlier version of the cost model predicted the plan's figures; its bound may be lower, and its fluid program was
+        longer.
 
     Raises PlanError naming the stored and the recomputed figure where they do not agree.
     """
@@ -130,9 +131,13 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, ear
 def _verdict(stored_s: float, method: object, found_s: float, kind: str, *, earlier: bool) -> str:
     """How the stored bound stands to the recomputed one, in words. method, kind: how each was proved. Raises PlanError
     where they do not agree."""
+    if stored_s <= 0:
+        raise PlanError(f"lower_bound_s is {stored_s:.9g} s in the plan; a lower bound is above 0")
     tolerance = max(AGREE[kind], AGREE.get(str(method), AGREE["joint LP"]))
     if earlier and stored_s < found_s * (1 - tolerance):
         return f"above the stored {format_s(stored_s)} of an earlier version of the cost model, which is still true"
+    if earlier and method == kind == "fluid LP" and stored_s > found_s * (1 + tolerance):
+        return f"below the stored {format_s(stored_s)}, for which an earlier version took a longer program"
     if method == kind or method not in AGREE or {method, kind} <= COARSE:
         if abs(stored_s - found_s) > tolerance * found_s:
             raise PlanError(

@@ -47,11 +47,12 @@ class Period:
     times: int
 
 
-def shortened(workload: Workload) -> tuple[Workload, int]:
+def shortened(workload: Workload, most_points: int) -> tuple[Workload, int]:
     """The workload with one micro-batch in place of all that are alike, and number of micro-batches for which its
     second one stands ([Note: alike micro-batches]). The workload itself, and 1, where no such micro-batch is to be had:
-    few micro-batches, micro-batches that differ, a layer-major iteration, stashes."""
-    if workload.micro_batches <= max(MOST_SHOWN, SHOWN) or workload.layer_major or workload.stashes:
+    few micro-batches or moments, micro-batches that differ, a layer-major iteration, stashes."""
+    few = workload.micro_batches <= max(MOST_SHOWN, SHOWN) or len(workload.moments) <= most_points
+    if few or workload.layer_major or workload.stashes:
         return workload, 1
     try:
         short = repeat_micro_batch(single_micro_batch(workload), SHOWN)

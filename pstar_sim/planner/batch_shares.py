@@ -18,7 +18,7 @@ from pstar_sim.cost import flops_rate
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_s
 from pstar_sim.workload.presets import default_dtype, variant
-from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Workload, retype
+from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Product, Workload, retype
 
 __all__ = [
     "UNMODELLED",
@@ -182,6 +182,7 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
         )
     if len(kinds) == 1:
         return first
+    alike = len({id(rank.gpu) for rank in machine.ranks}) == 1
     moments: list[Moment] = []
     for i, m in enumerate(first.moments):
         rows = [(more, work, stream, w.moments[i]) for more, work, stream, w in kinds.values()]
@@ -189,7 +190,7 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
             replace(
                 m,
                 flops=max(int(row.flops * work) for _, work, _, row in rows),
-                products=(),  # flops of several shapes, at the rate of one GPU
+                products=_products_of([w.moments[i] for *_, w in kinds.values()]) if alike else (),
                 bytes_read=max(int(row.bytes_read * stream) for _, _, stream, row in rows),
                 bytes_written=max(int(row.bytes_written * stream) for _, _, stream, row in rows),
                 start_bytes=max(0, *(row.start_bytes - more for more, _, _, row in rows)),
@@ -198,6 +199,12 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
             )
         )
     return replace(first, moments=tuple(moments), batch=max(w.batch for w in workloads))
+
+
+def _products_of(moments: Sequence[Moment]) -> tuple[Product, ...]:
+    """Products of the moment with the most flops: for GPUs that are alike. Where they differ, only flops at the rate of
+    one of them are left of the shapes."""
+    return max(moments, key=lambda m: m.flops).products
 
 
 def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:

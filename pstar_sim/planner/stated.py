@@ -193,8 +193,8 @@ class _Notes:
             self.false.append(f"lower_bound_s is {stated:.9g} s in the plan, but its iteration lasts {seconds:.9g} s")
         elif stated is not None and self.apart is not None:
             self.why["lower_bound_s"] = self.apart
-        elif stated is not None and self.earlier is not None and stated < found.seconds * (1 - SECONDS_AGREE):
-            self.why["lower_bound_s"] = self.earlier
+        elif stated is not None and self.bounds_rose and abs(stated - found.seconds) > SECONDS_AGREE * found.seconds:
+            self.why["lower_bound_s"] = self.earlier or "of an earlier version of the cost model, with other bounds"
         elif stated is not None and self._method() == "fluid LP" and not lp:
             self.why["lower_bound_s"] = "of the fluid LP, which --certify solves again; not below the joint LP"
         elif stated is not None:

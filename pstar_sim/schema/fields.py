@@ -191,6 +191,9 @@ def want(kind: Any, table: str = "an object") -> str:
 
 
 def _number(words: str, base: type, metas: tuple[Meta, ...]) -> str:
+    above, below = (next((getattr(m, key) for m in metas if getattr(m, key) is not None), None) for key in ("gt", "lt"))
+    if above is not None:
+        return f"{words} above {above:g}" + (f" and below {below:g}" if below is not None else "")
     low = next((m.ge for m in metas if m.ge is not None), None)
     high = next((m.le for m in metas if m.le is not None), None)
     if low is None or low <= -(2**63):

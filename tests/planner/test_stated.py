@@ -353,17 +353,32 @@ def test_a_lower_bound_of_an_earlier_version_is_still_true(values: Values, tmp_p
     values["choices"]["cost_model"] = 2
     values["predictions"]["lower_bound_s"] *= 0.9
     values["predictions"]["gap"] = values["predictions"]["iteration_s"] / values["predictions"]["lower_bound_s"] - 1
-    assert (
-        "of an earlier version of the cost model, which is still true"
-        in examine(ps.load_plan(saved(values, tmp_path))).bound
-    )
+    found = examine(ps.load_plan(saved(values, tmp_path)))
+    assert "of an earlier version of the cost model, which is still true" in found.bound
+    assert "lower_bound_s" not in found.report.figures
+    assert any(line.startswith("lower_bound_s: of an earlier version") for line in found.report.not_checked)
+    for wrong in (0.0, -1.0):
+        other = json.loads(json.dumps(values))
+        other["predictions"]["lower_bound_s"] = wrong
+        with pytest.raises(PlanError, match=r"lower_bound_s is .*; a lower bound is above 0|states no lower_bound_s"):
+            examine(ps.load_plan(saved(other, tmp_path)))
     values["choices"]["cost_model"] = VERSION
     with pytest.raises(PlanError, match="lower_bound_s is"):
         examine(ps.load_plan(saved(values, tmp_path)))
 
 
-def test_predictions_of_an_earlier_cost_model_are_named_and_not_called_false(values: Values, tmp_path: Path) -> None:
-    """A file that names no version is of the first, which took no time for adds on the GPU."""
+def unclipped(policy: str, machine: Machine, folder: Path) -> Values:
+    """A saved plan for three micro-batches without clipping."""
+    w = chain_workload(6, 8 * MIB, tide_bytes=MIB, dtype="fp16", micro_batches=3)
+    path = folder / "three.json"
+    compare(w, machine, policies=[policy], update="eager", clip=False)[policy].save(path)
+    values: Values = json.loads(path.read_text())
+    return values
+
+
+def test_predictions_of_an_earlier_cost_model_are_named_and_not_called_false(machine: Machine, tmp_path: Path) -> None:
+    """A file that names no version is of the first, which took no time for adds on the GPU and in updates."""
+    values = unclipped("tide", machine, tmp_path)
     now_s, bound_s = values["predictions"]["iteration_s"], values["predictions"]["lower_bound_s"]
     assert values["choices"].pop("cost_model") == VERSION
     values["predictions"] |= {"iteration_s": now_s * 0.99, "lower_bound_s": bound_s * 0.9}
@@ -384,6 +399,16 @@ def test_predictions_of_an_earlier_cost_model_are_named_and_not_called_false(val
         other["predictions"][name] *= by
         with pytest.raises(FalseFigures, match=name):
             examine(ps.load_plan(saved(other, tmp_path)))
+
+
+def test_a_version_excuses_only_what_it_predicts_otherwise(tmp_path: Path) -> None:
+    """zero_offload adds each gradient on the host in a step of its own: no version takes other seconds for it."""
+    values = unclipped("zero_offload", ps.machine("v100-32", gpu_memory="2GB"), tmp_path)
+    for version in (1, 2):
+        values["choices"]["cost_model"] = version
+        values["predictions"]["iteration_s"] = 0.5
+        with pytest.raises(FalseFigures, match="iteration_s"):
+            examine(ps.load_plan(saved(values, tmp_path)))
 
 
 def test_a_version_that_predicts_the_same_or_is_not_known_excuses_nothing(

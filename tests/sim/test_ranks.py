@@ -233,6 +233,11 @@ def test_shares_of_a_batch() -> None:
         shares_of_batch(7, machine())
 
 
+def shaped(w: Workload, k: int) -> Workload:
+    """The workload with one matrix product in each moment that computes."""
+    return replace(w, moments=tuple(replace(m, products=((1, 2, 3, k),) if m.flops else ()) for m in w.moments))
+
+
 def test_the_tightest_of_different_jobs() -> None:
     """Rank 0: 100 bytes of room, rank 1: 80. In moment 0 they hold 60 and 30 (40 and 50 are left): the weakest GPU (80)
     with 40 left holds 40. In moment 1 they hold 10 and 20: 80 - min(90, 60) = 20. Rank 0 is twice as fast, and has
@@ -247,6 +252,11 @@ def test_the_tightest_of_different_jobs() -> None:
     assert [x.peak_bytes for x in both.moments] == [40, 20, 20]
     assert [x.flops for x in both.moments] == [300, 600, 0]
     assert tightest([one, one], machine()) is one
+    # On GPUs that are alike the products of the rank with the most work are left, so that their shapes count.
+    wide, narrow = (shaped(w, k) for w, k in ((one, 5), (other, 1)))
+    alike = tightest([wide, narrow], machine([small, small]))
+    assert [x.products for x in alike.moments] == [((1, 2, 3, 5),), ((1, 2, 3, 5),), ()]
+    assert not any(x.products for x in tightest([wide, narrow], m).moments)
     with pytest.raises(PstarError, match="rank 1 of virtual is given another model"):
         tightest([one, chain_workload(2, 1000)], m)
     with pytest.raises(PstarError, match="1 workloads for the 2 ranks"):

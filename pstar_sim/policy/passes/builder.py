@@ -332,7 +332,7 @@ class Builder:
             holdings.end(step)
             gpu_left, host_left, _ = holdings.used_bytes
             charge = Charge(
-                seconds=self.cost.seconds(step),
+                seconds=self.cost.seconds(step),  # without adds of gradients, which depend on the whole plan
                 gpu_take=gpu_most - gpu,
                 gpu_free=gpu_most - gpu_left,
                 host_take=host_most - host,
