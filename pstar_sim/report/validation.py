@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.validation.experiments import NOTES, UNEXPLAINED
-from pstar_sim.validation.results import FAR, NEAR, Errors, Result, Validation
+from pstar_sim.validation.results import FAR, NEAR, Errors, Result, Validation, errors_of
+from pstar_sim.validation.scope import published_scope
 
 __all__ = ["validation_text"]
 
@@ -71,7 +72,7 @@ def summary_text(v: Validation, width: int) -> str:
     heads = ("machine", "system", "use", "rows", "median", "90th", "time", "phases", "memory")
     lines: dict[tuple[str, str, str], list[Result]] = {}
     for r in v.results:
-        lines.setdefault((_short(r.hardware), _family(r.system), r.use), []).append(r)
+        lines.setdefault((_short(r), _family(r.system), r.use), []).append(r)
     rows = [(*key, *_cells(Validation(counts={}, results=tuple(results)))) for key, results in lines.items()]
     sums = len(rows)
     for use in ("tested", "fitted", "to fit"):
@@ -123,20 +124,28 @@ def _verdict(v: Validation) -> list[str]:
     lines: list[str] = []
     if tested is not None:
         lines.append(
-            f"tested rows: median {_share(tested.median)} (at most {NEAR:.0%} wanted), "
-            f"90th percentile {_share(tested.p90)} (at most {FAR:.0%}), worst {tested.worst:+.0%}"
+            f"tested rows: median {_held(tested.median, NEAR)}, 90th percentile {_held(tested.p90, FAR)}, "
+            f"worst {tested.worst:+.0%}"
         )
-    new = v.first_replayed().errors(use="tested")
+    later = [r for r in v.first_replayed().results if r.use == "tested"]
+    new = errors_of(later)
     if new is not None:
+        looked_at = {rule.name for rule in published_scope() if rule.looked_at}
+        seen = sum(r.rule in looked_at for r in later)
         lines.append(
             f"tested rows that had never been replayed when their scope was fixed: {new.rows}, median "
             f"{_share(new.median)}, 90th percentile {_share(new.p90)}, {new.lost} of them do not fit"
+            + (f"; choices of ours were fixed with figures of {seen} of them, or about them, in view" if seen else "")
         )
     for kind, what in (("systems", "systems on one machine and model"), ("models", "models of one system")):
         kept, pairs = v.order(kind)
         if pairs:
             lines.append(f"order of {what} that differ by more than 10%: kept in {kept} of {pairs} pairs")
     return lines
+
+
+def _held(value: float, wanted: float) -> str:
+    return f"{_share(value)} (at most {wanted:.0%} wanted{': missed' if value > wanted else ''})"
 
 
 def _rows_text(title: str, rows: Sequence[Result], width: int) -> str:
@@ -146,7 +155,7 @@ def _rows_text(title: str, rows: Sequence[Result], width: int) -> str:
     cells = [
         (
             r.where,
-            _short(r.hardware),
+            _short(r),
             r.system,
             str(r.gpus),
             _params(r.params),
@@ -167,9 +176,11 @@ def _family(system: str) -> str:
     return " ".join(words)
 
 
-def _short(hardware: str) -> str:
+def _short(r: Result) -> str:
+    """A label of the machine in at most 22 characters."""
+    if r.hardware.startswith("Polaris"):
+        return f"Polaris, {r.nodes}x4 A100-40" if r.nodes > 1 else "Polaris, 1-4 A100-40"
     for text, short in (
-        ("Polaris", "Polaris, 1-8 A100-40"),
         ("4xH100", "node of 4 H100-80"),
         ("8xA100-80GB (MosaicML)", "node of 8 A100-80"),
         ("8xH100-80GB (MosaicML)", "node of 8 H100-80"),
@@ -183,11 +194,11 @@ def _short(hardware: str) -> str:
         ("1xV100-SXM3", "DGX-2, 1 V100-32"),
         ("1xV100-32GB, 12 cores", "VM, 1 V100-32, fp32"),
     ):
-        if hardware.startswith(text):
+        if r.hardware.startswith(text):
             return short
-    if match := _NODES.match(hardware):
+    if match := _NODES.match(r.hardware):
         return f"{match[1]}-80, nodes of 8"
-    return hardware
+    return r.hardware
 
 
 _NODES = re.compile(r"\d+ nodes of \d+x(\w+)-80GB")

@@ -55,6 +55,9 @@ UNEXPLAINED = (
     "the VM's CPU Adam: a quarter of what its cores should do; its rate is fitted",
     "STRONGHOLD: a layer outside the window takes up to 90 ms more than computing it; five copies in a row take 84",
     "GPU memory of the H100 node: its monitor shows 10 GiB more than is held, perhaps the allocator's cache",
+    "Polaris, two nodes: 8 of 9 iterations are predicted 41 to 49 % too short; the rate of its network is from memory",
+    "eager PyTorch in fp32, at the catalog's rates: 31.7 % too short on the tested machines, 21.5 % on an A100",
+    "FSDP, at the catalog's rates: 27 % too long on a node of A100, 5 % too short on nodes of H100",
 )
 
 OTHER_HOST_BYTES = 20 * GIB

@@ -32,11 +32,15 @@ DIFFERENT = 0.10
 _IN_SCOPE = ("fitted", "to fit", "tested")
 DISTANCES = ("same machine", "same generation", "new generation")
 """[Note: distance] A tested row is of the same machine where rows of that machine, with as many nodes, were fitted; of
-the same generation where rows of another machine with such GPUs were; else of a new generation."""
+the same generation where rows of another machine with such GPUs were; else of a new generation. Rows whose machine has
+catalog rates are apart: the fitted model has no part in their seconds, whatever the distance."""
+RATES = ("fitted", "catalog")
 WHOLE = ("iter_ms", "iter_s", "total_TFLOPS_8N", "tokens_per_s_per_gpu")
 """Metrics of a whole iteration."""
 _SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1, "tokens_per_s_per_gpu": 1, "fwd_bwd_ms": -1}
 """Metrics of a whole iteration, and of one without its optimizer step; 1: more is faster."""
+_SECONDS = ("time", "phase")
+"""Kinds of rows that are seconds, or speeds."""
 FIRST_FILE = next(iter(FILES))
 """The rows of the other files had never been replayed when their scope was fixed."""
 
@@ -49,6 +53,8 @@ class Result:
     predicted: None where the run does not fit here, `reason` says why.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
     machine, nodes, policy: the machine, its number of nodes and the policy with which it was replayed.
+    rates: "fitted" where the machine's seconds are those of the fitted efficiency model, "catalog" where they are those
+        of the GPU's effective rates in the catalog.
     """
 
     file: str
@@ -66,6 +72,7 @@ class Result:
     machine: str
     gpu: str
     nodes: int
+    rates: str
     policy: str
     published: float
     predicted: float | None
@@ -83,9 +90,9 @@ class Result:
 
     @property
     def slower(self) -> float | None:
-        """Predicted over published seconds (bytes, counts) - 1, below 0 where the prediction is too fast; None where
-        nothing was predicted."""
-        if self.predicted is None:
+        """Predicted over published seconds - 1, below 0 where the prediction is too fast; None where nothing was
+        predicted, and for bytes and sizes."""
+        if self.predicted is None or self.kind not in _SECONDS:
             return None
         more = self.predicted / self.published
         return 1 / more - 1 if _SPEED.get(self.metric) == 1 else more - 1
@@ -100,7 +107,8 @@ class Errors:
 
     median, p90: of the absolute error.
     worst: the largest error.
-    bias: median of `Result.slower`, below 0 where predictions are too fast; None where nothing fits.
+    bias: median of `Result.slower` of times and phases, below 0 where predictions are too fast; None where none of them
+        fits.
     lost: rows whose run does not fit here; each counts as an error of 100 %.
     """
 
@@ -139,7 +147,7 @@ def errors_of(results: Iterable[Result]) -> Errors | None:
         p90=_quantile(sizes, 0.9),
         worst=errors[-1],
         bias=_quantile(slower, 0.5) if slower else None,
-        lost=len(results) - len(slower),
+        lost=sum(r.predicted is None for r in results),
     )
 
 
@@ -201,16 +209,17 @@ class Validation(Collection):
         return replace(self, results=tuple(r for r in self.results if r.file != FIRST_FILE))
 
     def by_distance(self) -> dict[str, Errors]:
-        """Errors of tested times by how far the run's machine is from those of the fitted rows ([Note: distance]), the
-        nearest first; empty where no row is fitted."""
+        """Errors of tested times by how far the run's machine is from those of the fitted rows, and by the rates of the
+        machine, as in "new generation, catalog rates" ([Note: distance]); fitted rates first, then the nearest; empty
+        where no row is fitted."""
         fitted = [r for r in self.results if r.use == "fitted"]
         machines, generations = {_machine_of(r) for r in fitted}, {_generation(r) for r in fitted}
-        groups: dict[str, list[Result]] = {name: [] for name in DISTANCES}
+        groups: dict[str, list[Result]] = {f"{name}, {rates} rates": [] for rates in RATES for name in DISTANCES}
         for r in self.results if fitted else ():
-            if r.use == "tested" and r.kind in ("time", "phase"):
+            if r.use == "tested" and r.kind in _SECONDS:
                 near = _machine_of(r) in machines
                 name = DISTANCES[0 if near else 1 if _generation(r) in generations else 2]
-                groups[name].append(r)
+                groups[f"{name}, {r.rates} rates"].append(r)
         return {name: e for name, rows in groups.items() if (e := errors_of(rows)) is not None}
 
     def misses(self) -> list[Result]:
@@ -367,6 +376,7 @@ def _result(row: PublishedRow, rule: Rule, experiment: Experiment, value: float 
         machine=machine.name,
         gpu=machine.gpu.name,
         nodes=machine.nodes,
+        rates="catalog" if machine.gpu.launch_s is None else "fitted",
         policy=experiment.policy,
         published=row.value,
         predicted=value,

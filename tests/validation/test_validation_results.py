@@ -32,6 +32,7 @@ def result(published: float, predicted: float | None, **changes: object) -> Resu
         "machine": "h100-80x4",
         "gpu": "h100-80",
         "nodes": 1,
+        "rates": "fitted",
         "policy": "zero3_offload:ratio=0.8",
         "published": published,
         "predicted": predicted,
@@ -65,6 +66,13 @@ def test_bias_is_of_seconds_and_leaves_out_what_does_not_fit() -> None:
     assert found.median == pytest.approx(0.25)  # of 0.1, 0.25 and the run that does not fit, 1
 
 
+def test_bias_is_of_times_alone() -> None:
+    memory = result(100, 300, kind="memory", metric="gpu_peak_GiB")
+    found = errors_of([result(100, 80), memory, result(100, None, kind="size", metric="max_trainable_model")])
+    assert memory.slower is None
+    assert found is not None and (found.bias, found.lost, found.rows) == (pytest.approx(-0.2), 1, 3)
+
+
 def test_rows_of_later_files_are_reported_alone() -> None:
     later = result(100, 150, line=3, file="fsdp_steps.csv", system="FSDP, MPT", metric="tokens_per_s_per_gpu")
     lost = result(100, None, line=4, file="fsdp_steps.csv", system="FSDP, MPT", params="2e9", use="to fit")
@@ -83,7 +91,8 @@ def test_rows_of_later_files_are_reported_alone() -> None:
 
 def test_errors_by_distance_from_the_fitted_machines() -> None:
     """Fitted on a Polaris node: it with fewer GPUs is the same machine, two such nodes and another A100 are of the same
-    generation, an H100 is of a new one; memory does not count, and without fitted rows nothing is near or far."""
+    generation, an H100 is of a new one, and apart where its rates are the catalog's; memory does not count, and without
+    fitted rows nothing is near or far."""
 
     def on(machine: str, gpu: str, predicted: float, **changes: object) -> Result:
         return result(100, predicted, machine=machine, gpu=gpu, **changes)
@@ -95,12 +104,18 @@ def test_errors_by_distance_from_the_fitted_machines() -> None:
         on("a100-80x8", "a100-80", 140),
         on("h100-80x4", "h100-80", 150),
         on("h100-80x4", "h100-80", 900, kind="memory", metric="gpu_peak_GiB"),
+        on("h100-80x8", "h100-80", 130, rates="catalog"),
     )
     v = Validation(counts={}, results=(fitted, *tested))
     found = {name: (e.rows, round(e.median, 3)) for name, e in v.by_distance().items()}
-    assert found == {"same machine": (1, 0.1), "same generation": (2, 0.3), "new generation": (1, 0.5)}
+    assert found == {
+        "same machine, fitted rates": (1, 0.1),
+        "same generation, fitted rates": (2, 0.3),
+        "new generation, fitted rates": (1, 0.5),
+        "new generation, catalog rates": (1, 0.3),
+    }
     lines = [line.split() for line in validation_text(v, width=120).splitlines()]
-    assert ["new", "generation", "1", "50.0%", "50.0%", "+50.0%"] in lines
+    assert ["new", "generation,", "fitted", "rates", "1", "50.0%", "50.0%", "+50.0%"] in lines
     assert Validation(counts={}, results=tested).by_distance() == {}
 
 
@@ -131,6 +146,29 @@ def test_every_miss_is_listed() -> None:
     text = validation_text(v)
     assert "+36%" in text and "+34%" not in text
     assert "+34%" in validation_text(v, every_row=True)
+
+
+def test_two_nodes_of_polaris_have_a_label_of_their_own() -> None:
+    polaris = {"hardware": "Polaris-A100-40GB", "machine": "polaris-a100-40x4"}
+    rows = (result(100, 110, use="fitted", **polaris), result(100, 50, gpus=8, nodes=2, **polaris))
+    text = validation_text(Validation(counts={}, results=rows), width=120)
+    assert "Polaris, 1-4 A100-40" in text and "Polaris, 2x4 A100-40" in text and "1-8 A100" not in text
+
+
+def test_the_verdict_says_what_is_missed() -> None:
+    far = validation_text(
+        Validation(counts={}, results=(result(100, 110), result(100, 105), result(100, 160))), width=140
+    )
+    assert "median 10.0% (at most 15% wanted), 90th percentile 50.0% (at most 35% wanted: missed), worst +60%" in far
+    near = validation_text(Validation(counts={}, results=(result(100, 110),)), width=140)
+    assert "missed" not in near
+
+
+def test_rows_whose_choices_were_made_in_view_of_figures_are_counted() -> None:
+    """The first rule has `looked_at`, the second has not."""
+    seen = result(100, 110, file="measurements-2.csv", rule="Yard, DeepSpeed on 2 GPUs")
+    v = Validation(counts={}, results=(seen, result(100, 110, file="measurements-2.csv", rule="Polaris, two nodes")))
+    assert "were fixed with figures of 1 of them, or about them, in view" in " ".join(validation_text(v).split())
 
 
 def test_errors_by_class_are_those_of_iterations_that_nothing_is_fitted_to() -> None:
