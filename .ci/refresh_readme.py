@@ -432,7 +432,7 @@ def gemm() -> str:
     columns = ("left_out", "one_constant", "left_out_with_neighbours", "repeated")
     for gpu in ("A100-PCIe", "B200"):
         r = found[gpu]
-        cells = [f"{100 * r[c]['median']:.1f} %, {100 * r[c]['p90']:.1f} %" for c in columns]
+        cells = ["-" if r[c] is None else f"{100 * r[c]['median']:.1f} %, {100 * r[c]['p90']:.1f} %" for c in columns]
         lines.append(f"| {gpu} | {r['products']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -7,8 +7,8 @@ fp32, which the cost model does not use. SMs, peaks and the memory's rate come f
 
 Each (k, n) is left out in turn: the figures are fitted to the other shapes and predict the products of that shape.
 `transferred` predicts B200 with A100's figures: SMs, peak and memory rate of the B200's datasheet, and one fitted
-figure, B200's plateau. `repeated` says how far two measurements of one product lie apart, which differ only in the
-dtype of the result: no model by shape gets below.
+figure, B200's plateau. `repeated` says how far two measurements of one product lie apart that are equal in layout and
+accumulation and differ in the dtype of the result alone; the A100's rows have no such pair.
 
     python benchmarks/gemm.py            # prints the fit and the errors, writes benchmarks/results/gemm.json
 """
@@ -29,7 +29,7 @@ from pstar_sim.catalog.product_shape import ProductShape
 
 DATA = Path(__file__).with_name("data") / "gemm_efficiency.csv"
 TILE = (128, 256)
-DATASHEET = {"A100-PCIe": (108, 1.935e12), "B200": (148, 8e12)}  # SMs, bytes/s of the memory
+DATASHEET = {"A100-PCIe": (108, 1.935e12), "B200": (148, 7.7e12)}  # SMs, bytes/s of the memory
 LARGE_FLOPS = 5e11
 START = (0.6, 1.0, 0.5, 64.0, 0.4, 1e-6)  # plateau, fp32, wave_loss, depth, share of the memory's rate, kernel_s
 WEAK = 0.02  # weight of the start, so that a figure that the rows say nothing about stays there
@@ -38,9 +38,18 @@ REACH, NOISE = 0.5, 0.3  # of the correction by neighbours
 
 @dataclass(frozen=True)
 class Row:
-    """A measured product. peak: flops/s of the datasheet. moved: bytes of its factors and result."""
+    """A measured product.
+
+    product: batches, m, k, n.
+    layout: order of the factors in memory ("TN").
+    adds: whether the result is added to what is there.
+    peak: flops/s of the datasheet.
+    moved: bytes of its factors and result.
+    """
 
     product: tuple[int, int, int, int]
+    layout: str
+    adds: bool
     in_fp32: bool
     moved: int
     peak: float
@@ -70,7 +79,8 @@ def rows_of(gpu: str) -> list[Row]:
             moved = 2 * m * k + 2 * k * n + (4 if in_fp32 else 2) * m * n * (2 if adds else 1)
             if r["gpu"] == gpu:
                 peak = float(r["tflops_peak"]) * 1e12
-                found.append(Row((int(r["b"]), m, k, n), in_fp32, moved, peak, float(r["efficiency"])))
+                product = (int(r["b"]), m, k, n)
+                found.append(Row(product, r["layout"], adds, in_fp32, moved, peak, float(r["efficiency"])))
     return found
 
 
@@ -150,12 +160,17 @@ def summary(errors: Sequence[float]) -> dict[str, float]:
     }
 
 
-def repeated(rows: Sequence[Row]) -> dict[str, float]:
-    """How far two measurements of one product lie apart that differ only in the dtype of the result."""
-    pairs: dict[tuple[int, ...], dict[bool, float]] = {}
+def repeated(rows: Sequence[Row]) -> dict[str, float] | None:
+    """How far two measurements of one product lie apart that differ in the dtype of the result alone; None where the
+    rows have no such pair. Raises ValueError for a measurement that stands there twice."""
+    pairs: dict[tuple[object, ...], dict[bool, float]] = {}
     for r in rows:
-        pairs.setdefault(r.product, {})[r.in_fp32] = r.efficiency
-    return summary([both[True] / both[False] - 1 for both in pairs.values() if len(both) == 2] or [0.0])
+        both = pairs.setdefault((r.product, r.layout, r.adds), {})
+        if r.in_fp32 in both:
+            raise ValueError(f"{r.product}, layout {r.layout}: measured twice")
+        both[r.in_fp32] = r.efficiency
+    apart = [both[True] / both[False] - 1 for both in pairs.values() if len(both) == 2]
+    return {"pairs": len(apart), **summary(apart)} if apart else None
 
 
 def main() -> None:

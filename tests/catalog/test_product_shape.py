@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -150,13 +152,25 @@ def test_every_figure_of_a_generation_says_how_it_is_known() -> None:
 
 def test_fitted_generations_are_those_of_the_benchmark() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "gemm.json").read_text(encoding="utf-8"))
-    for name, gpu, memory in (("a100", "A100-PCIe", 1935), ("b200", "B200", 8000)):
+    for name, gpu, memory in (("a100", "A100-PCIe", 1935), ("b200", "B200", 7700)):
         made, fit = generations()[name], result[gpu]
         assert (made.sms, list(made.tile)) == (fit["sms"], fit["tile"])
         for figure in ("plateau", "wave_loss", "depth", "kernel_us"):
             assert made.known[figure] == "fitted"
             assert getattr(made, figure) == pytest.approx(fit[figure], rel=0.01)
         assert made.memory * memory == pytest.approx(fit["gb_per_s"], rel=0.01)
+
+
+def test_a_rows_repetition_is_the_same_product_in_the_same_layout() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "gemm.json").read_text(encoding="utf-8"))
+    with (ROOT / "benchmarks" / "data" / "gemm_efficiency.csv").open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    for gpu in ("A100-PCIe", "B200"):
+        kinds = Counter(
+            tuple(r[name] for name in ("b", "m", "k", "n", "layout", "accumulate")) for r in rows if r["gpu"] == gpu
+        )
+        pairs = sum(count == 2 for count in kinds.values())
+        assert (result[gpu]["repeated"] or {"pairs": 0})["pairs"] == pairs
 
 
 def test_the_fit_reaches_shapes_that_it_has_not_seen() -> None:
