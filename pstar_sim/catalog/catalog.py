@@ -13,7 +13,7 @@ name. `measured` is true of a part that has a calibration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -95,8 +95,10 @@ class Catalog:
                 rates[dtype] = rate * TERA
         if not card.context_gb < usable <= card.memory_gb:
             raise e.refuse("usable_gb", "more than context_gb and at most memory_gb, calibrated or not")
-        launch = card.launch_us if measured is None else measured.launch_us
+        launch = card.launch_us if measured is None or measured.launch_us is None else measured.launch_us
         operators = None if measured is None else measured.operators_gb_per_s
+        if card.products is not None and launch is None:
+            raise e.refuse("launch_us", f"given, because [{name}.products] has figures of kernels, not of iterations")
         tables = {dtype: _curve(e, f"{dtype}_table", f"{dtype}_tflops", 1e9, TERA) for dtype in _DTYPES}
         return Gpu(
             name=name,
@@ -190,6 +192,8 @@ class Catalog:
         peer = self._joined(e, "peer_link", "gpu-gpu")
         node = self._ranks(e)
         host = self.host(e.known("host", "host", tuple(self.hosts)))
+        if given.rates == "curves":
+            self._check_curves(e, node)
         if given.rates != "catalog":
             efficiency = efficiency or fitted()
             fit = self._curves_gpu if given.rates == "curves" else self._fitted_gpu
@@ -240,6 +244,17 @@ class Catalog:
         known = {dtype: getattr(card, f"{dtype}_tflops") for dtype in gpu.flops_per_s}
         peaks = {dtype: peak * TERA for dtype, peak in known.items() if peak is not None}
         return fitted_gpu(gpu, peaks, card.hbm_gb_per_s * GB, efficiency)
+
+    def _check_curves(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> None:
+        """Raises CatalogError for a machine with rates = "curves" whose GPUs name no generation, or have a table of
+        products of their own, which those of the generation would replace."""
+        for card in (self.gpus[rank.gpu.name] for rank in node):
+            if card.values.products is not None:
+                raise e.refuse("rates", f"catalog or fitted, because GPU {card.name} has products of its own")
+            if card.values.generation is None:
+                names = ", ".join(generations())
+                want = f"catalog or fitted, because GPU {card.name} names no generation ({names})"
+                raise e.refuse("rates", want)
 
     def _curves_gpu(self, gpu: Gpu, efficiency: Efficiency) -> Gpu:
         """The GPU with rates of products by the curve of its generation, otherwise as `_fitted_gpu`."""
@@ -304,6 +319,7 @@ def _shape(given: ProductsEntry) -> ProductShape:
         depth=given.depth,
         bytes_per_s=given.gb_per_s * GB,
         kernel_s=given.kernel_us * 1e-6,
+        assumed=given.assumed,
     )
 
 
@@ -386,7 +402,7 @@ def _merged(file: str, known: object, given: object) -> object:
     name."""
     if not isinstance(known, dict) or not isinstance(given, dict):
         return given
-    merged = {**known, **given}
+    merged = {**known, **given, **_own_tables(file, given, ("products",))}
     calibrated = known.get("calibrated")
     if isinstance(calibrated, dict):
         kept = {k: v for k, v in calibrated.items() if k in _ORIGIN or not {k, _CURVES.get(k, k)} & given.keys()}
@@ -440,7 +456,7 @@ def _given(file: str, known: tuple[str, object] | None, given: object) -> object
         return _merged(file, known[1], given)
     if not isinstance(given, dict):
         return given
-    return {**_own_origin(file), **given, **_own_calibration(file, given)}
+    return {**_own_origin(file), **given, **_own_tables(file, given, ("calibrated", "products"))}
 
 
 def _own_origin(file: str) -> dict[str, object]:
@@ -450,6 +466,7 @@ def _own_origin(file: str) -> dict[str, object]:
     return {"source": file, "checked": date.fromtimestamp(Path(file).stat().st_mtime)}
 
 
-def _own_calibration(file: str, given: Mapping[str, object]) -> dict[str, object]:
-    calibrated = given.get("calibrated")
-    return {"calibrated": {**_own_origin(file), **calibrated}} if isinstance(calibrated, dict) else {}
+def _own_tables(file: str, given: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
+    """The tables of these names in a user's entry, each with the origin of the entry where it has none of its own."""
+    tables = {name: given.get(name) for name in names}
+    return {name: {**_own_origin(file), **table} for name, table in tables.items() if isinstance(table, dict)}

@@ -80,6 +80,7 @@ class ProductsEntry(_Origin, frozen=True, kw_only=True):
     depth: Annotated[float, between(0, 1e6), says("terms of a dot product that a tile's beginning and end take")]
     gb_per_s: Annotated[_Rate, says("rate at which factors and result move through the card's memory")]
     kernel_us: Annotated[_Latency, says("beginning and end of a kernel")]
+    assumed: Annotated[bool, says("the figures are those of another generation")] = False
 
 
 class GpuEntry(_Origin, frozen=True, kw_only=True):

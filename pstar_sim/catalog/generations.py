@@ -43,7 +43,8 @@ class GenerationEntry(Table, frozen=True, kw_only=True):
     checked: Annotated[Checked, says("date when the figures were looked up")]
 
 
-FIGURES = ("sms", "tile", "plateau", "wave_loss", "depth", "memory", "kernel_us")
+OF_KERNELS = ("plateau", "wave_loss", "depth", "memory", "kernel_us")
+FIGURES = ("sms", "tile", *OF_KERNELS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,7 @@ class Generation:
             depth=self.depth,
             bytes_per_s=self.memory * hbm_peak_bytes_per_s,
             kernel_s=self.kernel_us * 1e-6,
+            assumed=any(self.known[figure] == "assumed" for figure in OF_KERNELS),
         )
         rates = {
             dtype: rate if dtype == "fp32" else rate / e.matmul * self.plateau

@@ -338,8 +338,8 @@ class Machine:
 
     @property
     def confidence_by_input(self) -> dict[str, str]:
-        """ "calibrated" or "datasheet" for each figure that a prediction rests on; parts that this machine lacks are
-        left out."""
+        """ "calibrated", "datasheet" or (compute only) "assumed" for each figure that a prediction rests on; parts that
+        this machine lacks are left out. assumed: products of a GPU have the figures of another generation."""
         found = {
             "compute": all(r.gpu.measured for r in self.ranks),
             "link": all(r.link.measured for r in self.ranks),
@@ -351,7 +351,10 @@ class Machine:
             found["network"] = bool(fabrics) and all(f.measured for f in fabrics)
         if self.nvme is not None:
             found["disk"] = self.nvme.measured
-        return {name: "calibrated" if measured else "datasheet" for name, measured in found.items()}
+        words = {name: "calibrated" if measured else "datasheet" for name, measured in found.items()}
+        if any(r.gpu.products is not None and r.gpu.products.assumed for r in self.ranks):
+            words["compute"] = "assumed"
+        return words
 
 
 def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:

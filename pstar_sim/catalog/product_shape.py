@@ -37,6 +37,7 @@ class ProductShape:
     depth: terms of a dot product (k) that the beginning and the end of a tile take as long as.
     bytes_per_s: rate at which a product's factors and result move through the memory of the GPU.
     kernel_s: beginning and end of a kernel, whatever its size.
+    assumed: whether the figures are those of another generation.
     """
 
     sms: int
@@ -45,6 +46,7 @@ class ProductShape:
     depth: float
     bytes_per_s: float
     kernel_s: float
+    assumed: bool = False
 
     def __post_init__(self) -> None:
         for name, count in (("sms", self.sms), ("tile rows", self.tile[0]), ("tile columns", self.tile[1])):

@@ -95,6 +95,7 @@ def _products(shape: ProductShape) -> dict[str, object]:
         "depth": shape.depth,
         "gb_per_s": shape.bytes_per_s / GB,
         "kernel_us": shape.kernel_s * 1e6,
+        **({"assumed": True} if shape.assumed else {}),
     }
 
 

@@ -46,11 +46,11 @@ Dtype = Annotated[
         parser=one_of(DTYPES), help="working dtype (default: bf16 where the GPU has it, else fp16, or the trace's)"
     ),
 ]
-FLAVOURS = Literal["eager", "fused", "compiled", "megatron"]
+KERNEL_NAMES = Literal["eager", "fused", "compiled", "megatron"]
 Kernels = Annotated[
-    FLAVOURS | None,
+    KERNEL_NAMES | None,
     typer.Option(
-        parser=one_of(FLAVOURS),
+        parser=one_of(KERNEL_NAMES),
         metavar="K",
         help="kernels of a preset, attention aside: eager, fused, compiled or megatron (default: the usual)",
     ),

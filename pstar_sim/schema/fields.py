@@ -180,7 +180,7 @@ def want(kind: Any, table: str = "an object") -> str:
     if base in (list, tuple):
         if table == "a table" and args:
             some = ", one at least" if any(m.min_length for m in metas) else ""
-            return f"a list of {'tables' if is_table(split(args[0])[0]) else 'texts'}{some}"
+            return f"a list of {_entries(args)}{some}"
         return "a list"
     if isinstance(base, type) and issubclass(base, Enum):
         return f"one of {', '.join(str(member.value) for member in base)}"
@@ -188,6 +188,13 @@ def want(kind: Any, table: str = "an object") -> str:
         return _number("a whole number" if base is int else "a number", base, metas)
     empty = not any(m.pattern for m in metas)
     return {str: "a text" if empty else "a text that is not empty", bool: "true or false"}.get(base, str(base))
+
+
+def _entries(args: tuple[object, ...]) -> str:
+    """What the entries of a list are: "texts", "tables", "numbers", of a tuple of fixed length "2 whole numbers"."""
+    base = split(args[0])[0]
+    words = "tables" if is_table(base) else {int: "whole numbers", float: "numbers"}.get(base, "texts")
+    return words if len(args) == 1 or args[-1] is Ellipsis else f"{len(args)} {words}"
 
 
 def _number(words: str, base: type, metas: tuple[Meta, ...]) -> str:

@@ -101,6 +101,15 @@ def _check_variants(
         raise TraceError("blocks are mixed in variants of one micro-batch; mix first, then repeat the micro-batch")
     if (recomputed.fingerprint, recomputed.batch, recomputed.sequence) != (kept.fingerprint, kept.batch, kept.sequence):
         raise TraceError("only variants of one model, batch and sequence can be mixed")
+    for what, one, other in (
+        ("kernels", recomputed.kernels, kept.kernels),
+        ("attention", recomputed.attention, kept.attention),
+    ):
+        if one != other:
+            raise TraceError(
+                f"{recomputed.model!r}: {what} is {one!r} in the variant that recomputes and {other!r} in the one that "
+                "keeps; write both with the same"
+            )
     blocks = block_names(recomputed)
     if [run[:2] for run in ours] != [run[:2] for run in theirs] or len(set(blocks)) != len(blocks):
         raise TraceError(f"{recomputed.model!r}: the variants are not stacks of the same blocks")

@@ -20,6 +20,7 @@ from pstar_sim.catalog.writing import save_machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CatalogError
+from pstar_sim.planner.confidence import confidence, confidence_line
 from pstar_sim.planner.trust import trust
 from pstar_sim.testing import chain_workload
 
@@ -118,11 +119,64 @@ def test_figures_of_products_come_back_from_a_machine_file_and_follow_the_memory
     assert faster is not None and faster.bytes_per_s == pytest.approx(2 * before.bytes_per_s)
 
 
+def test_figures_of_another_generation_are_called_assumed(tmp_path: Path) -> None:
+    file = by_curves(tmp_path)
+    assert load_machine(file).confidence_by_input["compute"] == "datasheet"
+    file.write_text(file.read_text().replace("a100-40", "h100-80"))
+    machine = load_machine(file)
+    save_machine(machine, tmp_path / "again.toml")
+    for m in (machine, load_machine(tmp_path / "again.toml")):
+        line = confidence_line(confidence(chain_workload(2, 1024), m))
+        assert line == "calibrated: link, CPU Adam; datasheet: DRAM; assumed: compute"
+
+
 def test_a_gpu_of_no_generation_has_no_curves(tmp_path: Path) -> None:
     file = by_curves(tmp_path)
     file.write_text(file.read_text().replace("a100-40", "l4"))
-    with pytest.raises(CatalogError, match=r"\[l4\] generation = None; must be the name of a generation, such as"):
+    with pytest.raises(
+        CatalogError, match=r"my\] rates = 'curves'; must be catalog or fitted, because GPU l4 names no"
+    ):
         load_machine(file)
+
+
+OWN = """
+[gpus.mine]
+memory_gb = 40
+usable_gb = 39
+context_gb = 1
+hbm_gb_per_s = 1555
+hbm_efficiency = 0.8
+fp32_tflops = 19.5
+fp16_tflops = 312
+fp32_efficiency = 0.8
+tensor_core_efficiency = 0.5
+generation = "a100"
+launch_us = 400
+[gpus.mine.products]
+sms = 108
+tile = [128, 256]
+wave_loss = 0.5
+depth = 100
+gb_per_s = 800
+kernel_us = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("launch_us = 400\n", "", r"mine\] launch_us = None; must be given, because \[mine.products\] has figures"),
+        ("tile = [128, 256]", "tile = [128]", r"mine.products\] tile = \[128\]; must be a list of 2 whole numbers"),
+        ("", "", r"my\] rates = 'curves'; must be catalog or fitted, because GPU mine has products of its own"),
+    ],
+)
+def test_a_table_of_products_says_what_it_needs(tmp_path: Path, before: str, after: str, words: str) -> None:
+    file = by_curves(tmp_path)
+    file.write_text(file.read_text().replace("a100-40", "mine") + OWN.replace(before, after))
+    with pytest.raises(CatalogError, match=words):
+        load_machine(file)
+    file.write_text(file.read_text().replace('rates = "curves"', "").replace(OWN.replace(before, after), OWN))
+    assert load_machine(file).gpu.products is not None
 
 
 def test_only_machines_that_ask_for_curves_have_them() -> None:

@@ -267,6 +267,11 @@ def test_each_kept_block_adds_its_activations_and_saves_its_recomputation() -> N
         mix_blocks(repeat_micro_batch(recomputed, 2), kept, [])
     with pytest.raises(TraceError, match="one model, batch and sequence"):
         mix_blocks(recomputed, ps.preset("1B", batch=4, seq=256, dtype="bf16", checkpointing=False), [])
+    fused = ps.preset("1B", batch=2, seq=256, dtype="bf16", checkpointing=False, kernels="fused")
+    with pytest.raises(
+        TraceError, match="kernels is 'eager' in the variant that recomputes and 'fused' in the one that"
+    ):
+        mix_blocks(recomputed, fused, [])
 
 
 def test_where_all_activations_do_not_fit_some_may() -> None:
