@@ -95,10 +95,7 @@ class Catalog:
                 rates[dtype] = rate * TERA
         if not card.context_gb < usable <= card.memory_gb:
             raise e.refuse("usable_gb", "more than context_gb and at most memory_gb, calibrated or not")
-        launch = card.launch_us if measured is None or measured.launch_us is None else measured.launch_us
         operators = None if measured is None else measured.operators_gb_per_s
-        if card.products is not None and launch is None:
-            raise e.refuse("launch_us", f"given, because [{name}.products] has figures of kernels, not of iterations")
         tables = {dtype: _curve(e, f"{dtype}_table", f"{dtype}_tflops", 1e9, TERA) for dtype in _DTYPES}
         return Gpu(
             name=name,
@@ -109,7 +106,7 @@ class Catalog:
             flops_per_s=rates,
             measured=measured is not None,
             source=_source(card),
-            launch_s=None if launch is None else launch * 1e-6,
+            launch_s=_launch_s(e),
             matmul_tables={dtype: curve for dtype, curve in tables.items() if curve},
             operator_bytes_per_s=None if operators is None else operators * GB,
             products=None if card.products is None else _shape(card.products),
@@ -309,6 +306,18 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
 
 def _bytes(gigabytes: float) -> int:
     return round(gigabytes * GB)
+
+
+def _launch_s(e: Entry[GpuEntry]) -> float | None:
+    """Seconds of a moment beside those of its kernels; None where rates are those of iterations. Raises CatalogError
+    where they are and products by shape are given."""
+    card, measured = e.values, e.values.calibrated
+    launch = card.launch_us if measured is None or measured.launch_us is None else measured.launch_us
+    if launch is not None:
+        return launch * 1e-6
+    if card.products is not None:
+        raise e.refuse("launch_us", f"given, because [{e.name}.products] has figures of kernels, not of iterations")
+    return None
 
 
 def _shape(given: ProductsEntry) -> ProductShape:
