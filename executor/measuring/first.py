@@ -331,7 +331,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
                 place=error.place,
                 needed_bytes=error.needed_bytes,
                 available_bytes=error.available_bytes,
-                what=f"{error.what}; {report}; parameters are those after step {s.iteration - 1}, whole; give "
+                what=f"{error.what}; {report}; all parameters are those after step {s.iteration - 1}; give "
                 "more --gpu-memory, a smaller batch or checkpointing, or record the trace and plan from it",
             )
             self.end()

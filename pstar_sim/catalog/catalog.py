@@ -189,14 +189,9 @@ class Catalog:
         peer = self._joined(e, "peer_link", "gpu-gpu")
         node = self._ranks(e)
         host = self.host(e.known("host", "host", tuple(self.hosts)))
-        if given.rates == "curves":
-            self._check_curves(e, node)
         if given.rates != "catalog":
             efficiency = efficiency or fitted()
-            fit = self._curves_gpu if given.rates == "curves" else self._fitted_gpu
-            node = [
-                replace(rank, gpu=fit(rank.gpu, efficiency), link=fitted_link(rank.link, efficiency)) for rank in node
-            ]
+            node = self._fitted_ranks(e, node, efficiency)
             host = fitted_host(host, self.hosts[host.name].values.dram_peak_gb_per_s * GB, efficiency)
         root_rate = None if given.root_gb_per_s is None else given.root_gb_per_s * GB
         if given.gpus_per_root is not None:
@@ -221,6 +216,14 @@ class Catalog:
             nvme=None if given.disks is None else self.nvme(e.known("set of disks", "disks", tuple(self.disks))),
         )
         return with_nodes(machine, given.nodes)
+
+    def _fitted_ranks(self, e: Entry[MachineEntry], node: list[Rank], efficiency: Efficiency) -> list[Rank]:
+        """The ranks of a machine with fitted rates or curves. Raises CatalogError for curves that nobody has."""
+        fit = self._fitted_gpu
+        if e.values.rates == "curves":
+            self._check_curves(e, node)
+            fit = self._curves_gpu
+        return [replace(rank, gpu=fit(rank.gpu, efficiency), link=fitted_link(rank.link, efficiency)) for rank in node]
 
     def _ranks(self, e: Entry[MachineEntry]) -> list[Rank]:
         """The ranks of one node: `gpus` equal ones, or the groups of `ranks`, each with its sequences per

@@ -39,12 +39,16 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
         parts.append(_rows_text(f"Tested rows off by more than {FAR:.0%}", missed, width))
     if wrong := _wrong_orders(v):
         parts.append(folded(["Pairs in the wrong order:", *wrong]))
-    reasons = sorted({r.reason for r in v.results if r.reason})
-    if reasons:
-        parts.append(folded(["Runs that do not fit here:", *(f"  {reason}" for reason in reasons)]))
+    if reasons := _reasons(v):
+        parts.append(folded(["Runs that do not fit here:", *reasons]))
     for title, notes in (("Assumed", NOTES), ("Not explained, and not tuned away", UNEXPLAINED)):
         parts.append(folded([f"{title}:", *(f"  {note}" for note in notes)]))
     return "\n".join(parts)
+
+
+def _reasons(v: Validation) -> list[str]:
+    """A line for each reason why a run does not fit here."""
+    return [f"  {reason}" for reason in sorted({r.reason for r in v.results if r.reason})]
 
 
 def _wrong_orders(v: Validation) -> list[str]:

@@ -110,8 +110,8 @@ class Run:
             self.order[step.queue].append(i)
         if Queue.COMPUTE not in self.order:
             raise PlanError(f"plan of {plan.policy!r} has no compute steps")
-        self.seconds = cost.step_costs(plan).seconds
-        self.dram = [cost.dram_bytes(step) for step in steps]
+        costs = cost.step_costs(plan)
+        self.seconds, self.dram = costs.seconds, costs.dram_bytes
         self.link = [step.kind in COPIES for step in steps]
         self.lane = self._lanes()
         machine = plan.machine
