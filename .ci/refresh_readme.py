@@ -415,7 +415,7 @@ def search_constants() -> str:
             str(lost or ""),
             _change(sum(row["moved"] * jobs[row["group"]] for row in rows) / all_jobs - 1),
             _change(
-                sum(row["rows"] * effort[row["group"]] for row in rows) / (sum(effort.values()) or 1) - 1, digits=0
+                sum((row["rows"] - 1) * effort[row["group"]] for row in rows) / (sum(effort.values()) or 1), digits=0
             ),
         )
         lines.append(f"| {' | '.join((f'`{change[0]}`', *change[1:], str(all_jobs), *cells))} |")
