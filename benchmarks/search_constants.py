@@ -25,7 +25,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -118,7 +118,7 @@ CHANGES: tuple[Change, ...] = (
              pins_alone=((1, 0, 0), (-1, 0, 0), (0, -1, 1), (0, 1, -1), (0, -1, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1))),
     *instead("plenty", "policy.family.search.GOOD_ENOUGH", -1.0, 1e-2),
     *instead("many chunks", "policy.family.search.LARGE", 1e9),
-    *instead("many chunks", "policy.family.search.MOST_LARGE", 1, 1000),
+    *instead("many chunks", "policy.family.search.MOST_LARGE", 1, 6),
     *instead("search", "policy.family.searched.FIRST_OPS", 25_000),
     *instead("search", "policy.family.searched.OTHER_OPS", 15_000),
     *instead("search", "policy.family.searched.NEXT_OPS", 20_000, 80_000),
@@ -541,7 +541,9 @@ def main() -> int:
                 "cpu_s": sum(f.cpu_s for f in found),
             }
             print(f"| as it is | | | {group} | | | | | | | | {groups[group]['cpu_s']:.1f} |", flush=True)
-        for key, now in zip(todo, pool.map(measured, todo.values())):
+        asked = {pool.submit(measured, change): key for key, change in todo.items()}
+        for done in as_completed(asked):
+            key, now = asked[done], done.result()
             group, module, name, was, becomes = key
             row = figures(now, usual[group])
             known[key] = {"group": group, "module": module, "constant": name, "is": was, "becomes": becomes, **row}
