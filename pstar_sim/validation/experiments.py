@@ -26,6 +26,7 @@ from pstar_sim.validation.setups import (
     REPORTED_BYTES,
     Experiment,
     first_ranks,
+    gpt_entry,
     published_machine,
     whole_number,
     with_gpu_bytes,
@@ -176,21 +177,7 @@ def _dos(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 def _gpt(layers: int, hidden: int, heads: int, sequence: int) -> ModelEntry:
-    entry = ModelEntry(
-        name=f"gpt {layers}x{hidden}",
-        family="gpt",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        ffn=4 * hidden,
-        vocab=GPT_VOCAB,
-        max_seq=sequence,
-        tied=True,
-        params=0,
-        source="a published run",
-    )
-    return replace(entry, params=count_params(entry))
+    return gpt_entry(layers, hidden, heads, vocab=GPT_VOCAB, positions=sequence)
 
 
 def _gpt_of(row: PublishedRow) -> ModelEntry:

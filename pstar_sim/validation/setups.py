@@ -12,7 +12,7 @@ from importlib.resources import as_file, files
 from pstar_sim.catalog.efficiency import Efficiency, fitted
 from pstar_sim.catalog.loader import Catalog, load_catalog
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.model_shapes import ModelEntry
+from pstar_sim.catalog.model_shapes import ModelEntry, count_params
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError
 from pstar_sim.units import MIB
@@ -20,7 +20,15 @@ from pstar_sim.validation.rows import PublishedRow
 from pstar_sim.workload.presets import workload_of
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["REPORTED_BYTES", "Experiment", "first_ranks", "published_machine", "whole_number", "with_gpu_bytes"]
+__all__ = [
+    "REPORTED_BYTES",
+    "Experiment",
+    "first_ranks",
+    "gpt_entry",
+    "published_machine",
+    "whole_number",
+    "with_gpu_bytes",
+]
 
 REPORTED_BYTES = {
     "v100-32": 32510 * MIB,
@@ -139,3 +147,24 @@ def whole_number(row: PublishedRow, what: str, text: str) -> int:
     if not text.isdigit():
         raise CatalogError(f"{row.where}: {what} is {text!r}, not a whole number")
     return int(text)
+
+
+def gpt_entry(
+    layers: int, hidden: int, heads: int, *, vocab: int, positions: int, source: str = "a published run"
+) -> ModelEntry:
+    """The entry of a published GPT, with tied embeddings and four times the width in its MLPs."""
+    entry = ModelEntry(
+        name=f"gpt {layers}x{hidden}",
+        family="gpt",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        ffn=4 * hidden,
+        vocab=vocab,
+        max_seq=positions,
+        tied=True,
+        params=0,
+        source=source,
+    )
+    return replace(entry, params=count_params(entry))

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from pstar_sim.catalog.efficiency import Efficiency
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.catalog.model_shapes import ModelEntry, count_params, model_entry
+from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError
 from pstar_sim.validation.rows import PublishedRow
-from pstar_sim.validation.setups import Experiment, first_ranks, published_machine, whole_number
+from pstar_sim.validation.setups import Experiment, first_ranks, gpt_entry, published_machine, whole_number
 
 __all__ = ["WHOLE_STEPS"]
 
@@ -24,30 +23,13 @@ _MPT_SHAPE = re.compile(r"(\d+)/(\d+)/(\d+) vocab(\d+)")
 _MPT_BATCH = re.compile(r"gbs(\d+) mbs(\d+)")
 
 
-def _gpt(row: PublishedRow, layers: int, hidden: int, heads: int, vocab: int, positions: int) -> ModelEntry:
-    entry = ModelEntry(
-        name=f"gpt {layers}x{hidden}",
-        family="gpt",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        ffn=4 * hidden,
-        vocab=vocab,
-        max_seq=positions,
-        tied=True,
-        params=0,
-        source=row.source,
-    )
-    return replace(entry, params=count_params(entry))
-
-
 def _mpt(row: PublishedRow) -> ModelEntry:
     match = _MPT_SHAPE.fullmatch(row.shape)
     if match is None:
         raise CatalogError(f"{row.where}: {row.shape!r} is not a shape such as 32/4096/32 vocab50368")
     layers, hidden, heads, vocab = map(int, match.groups())
-    entry = _gpt(row, layers, hidden, heads, vocab, whole_number(row, "sequence", row.sequence))
+    positions = whole_number(row, "sequence", row.sequence)
+    entry = gpt_entry(layers, hidden, heads, vocab=vocab, positions=positions, source=row.source)
     if entry.params != int(row.params):
         raise CatalogError(f"{row.where}: {row.shape} has {entry.params} parameters, not {row.params}")
     return entry
@@ -91,10 +73,10 @@ def _eager_model(row: PublishedRow) -> ModelEntry:
     if row.shape == "bert_large":
         return model_entry("bert-large")
     if row.shape == "opt_13":
-        return _gpt(row, 24, 2048, 32, 50272, sequence)
+        return gpt_entry(24, 2048, 32, vocab=50272, positions=sequence, source=row.source)
     if row.shape not in _EAGER_SHAPES:
         raise CatalogError(f"{row.where}: no shape is known for {row.shape}")
-    return _gpt(row, *_EAGER_SHAPES[row.shape], 50257, sequence)
+    return gpt_entry(*_EAGER_SHAPES[row.shape], vocab=50257, positions=sequence, source=row.source)
 
 
 def _eager_machine(row: PublishedRow, efficiency: Efficiency) -> Machine:
