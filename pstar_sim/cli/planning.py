@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pstar_sim.core.timeline import Timeline
     from pstar_sim.planner.compare import Comparison
 
-__all__ = ["checked_plan", "commands", "measured_of"]
+__all__ = ["checked_plan", "commands", "measured_of", "named"]
 
 commands = typer.Typer()
 
@@ -179,12 +179,12 @@ def checked_plan(path: str) -> tuple[Plan, CheckReport]:
     from pstar_sim.core.plan import load_plan
 
     plan = load_plan(path)
-    with _named(path):
+    with named(path):
         return plan, plan.check()
 
 
 @contextlib.contextmanager
-def _named(path: str) -> Iterator[None]:
+def named(path: str) -> Iterator[None]:
     try:
         yield
     except FalseFigures as error:
@@ -209,7 +209,7 @@ def check(
     of = f"{path}: {loaded.policy} for {loaded.workload.model} on {loaded.machine.name}"
     answer: dict[str, object] = {"plan": path, "ok": True, "policy": loaded.policy}
     try:
-        with _named(path), bar("proving", quiet=json) as on_part:
+        with named(path), bar("proving", quiet=json) as on_part:
             found = examine(loaded, lp=lp, on_part=on_part)
     except FalseFigures as error:
         lines = [line.removeprefix(f"{path}: ") for line in error.false]
@@ -243,7 +243,7 @@ def explain(
     from pstar_sim.planner.stated import examine
 
     loaded = load_plan(path)
-    with _named(path), bar("proving", quiet=False) as on_part:
+    with named(path), bar("proving", quiet=False) as on_part:
         found = examine(loaded, on_part=on_part)
     cost = loaded.predictions.get("barrier_cost_s")
     say(words(loaded, found.timeline, barrier_cost_s=cost, first_steps=steps))

@@ -31,7 +31,7 @@ from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.workload import Phase, Workload, activations_text
 
-__all__ = ["BoundGap", "chunk_gaps", "explain", "order_gain", "tide_gain"]
+__all__ = ["WAITS", "BoundGap", "chunk_gaps", "explain", "held_between", "order_gain", "tide_gain"]
 
 _MODES = {
     "cpu": "gradient goes down, Adam runs on the CPU, the parameters come up again",
@@ -51,7 +51,7 @@ _BINDS = {
 }
 
 
-_WAITS = {
+WAITS = {
     "adam": "for CPU Adam",
     "h2d": "for copies to the GPU",
     "d2h": "for copies to the host",
@@ -272,7 +272,7 @@ def _micro_batches(count: int) -> str:
 
 def _where(plan: Plan, timeline: Timeline) -> list[str]:
     lines = _lines_of_modes(plan)
-    held = _held_between(plan)
+    held = held_between(plan)
     differ = own_shares(plan) is not None
     peaks = (play(plan) if differ else timeline).peak_bytes
     for place, budget in plan.budgets.items():
@@ -359,7 +359,7 @@ def _line_of_stashes(w: Workload) -> str:
     )
 
 
-def _held_between(plan: Plan) -> dict[tuple[Place, str], int]:
+def held_between(plan: Plan) -> dict[tuple[Place, str], int]:
     """(place, list or buffer) -> bytes between two iterations."""
     held: dict[tuple[Place, str], int] = {}
     for r in plan.initial:
@@ -414,7 +414,7 @@ def _binds(plan: Plan, timeline: Timeline, bound: str | None, barrier_cost_s: fl
     lines.append(f"  an iteration takes {format_s(total)}; busy in it: {busy}")
     stalls = timeline.stall_s
     parts = [
-        f"{format_s(s)} {_WAITS.get(q, q)}"
+        f"{format_s(s)} {WAITS.get(q, q)}"
         for q, s in sorted(stalls.items(), key=lambda item: -item[1])
         if s > 1e-4 * total
     ]

@@ -17,7 +17,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.compare import Planned
 from pstar_sim.report.byte_curves import steady_start_s
-from pstar_sim.report.tide_picture import COLOURS, PHASE_COLOURS
+from pstar_sim.report.palette import PHASES, STEPS
 from pstar_sim.units import format_s
 
 if TYPE_CHECKING:
@@ -32,19 +32,6 @@ _ROWS = {
     Queue.ADAM: "CPU Adam",
     Queue.NET: "collectives",
     Queue.NVME: "disks",
-}
-_STYLES = {
-    Kind.FETCH: ("fetch", COLOURS["param"], "white"),
-    Kind.WRITEBACK: ("write-back", COLOURS["grad"], "black"),
-    Kind.CPU_ADAM: ("Adam on the CPU", COLOURS["states"], "white"),
-    Kind.GPU_ADAM: ("Adam on the GPU", "#004D38", "white"),
-    Kind.CPU_ADD: ("gradients added on the CPU", "#F0E442", "black"),
-    Kind.GATHER: ("gather", COLOURS["non-model"], "black"),
-    Kind.REDUCE_SCATTER: ("reduce-scatter", COLOURS["buffer"], "black"),
-    Kind.NVME_READ: ("read from disk", "#D55E00", "white"),
-    Kind.NVME_WRITE: ("write to disk", "#8C3D00", "white"),
-    Kind.STASH_OUT: ("activations out", "#999933", "black"),
-    Kind.STASH_IN: ("activations in", "#882255", "white"),
 }
 
 
@@ -96,7 +83,7 @@ def _draw_bars(
         number = span.moment if span.kind is Kind.COMPUTE else span.chunk
         if number is not None and share > 0.012 * len(str(number)):
             ax.text((start_s + end_s) / 2, row, str(number), ha="center", va="center_baseline", fontsize=7, color=ink)
-    order = [*PHASE_COLOURS, *(name for name, _, _ in _STYLES.values())]
+    order = [*PHASES, *(name for name, _, _ in STEPS.values())]
     return {name: found[name] for name in sorted(found, key=lambda n: order.index(n) if n in order else len(order))}
 
 
@@ -114,6 +101,6 @@ def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
 def _style(timeline: Timeline, span: Span) -> tuple[str, str, str]:
     """Name in the legend, colour, and colour of the number."""
     if span.kind is not Kind.COMPUTE:
-        return _STYLES.get(span.kind, (span.kind.value, "#CCCCCC", "black"))
+        return STEPS.get(span.kind, (span.kind.value, "#CCCCCC", "black"))
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"
-    return phase, PHASE_COLOURS.get(phase, "#CCCCCC"), "white" if phase == "ADAM" else "black"
+    return phase, PHASES.get(phase, "#CCCCCC"), "white" if phase == "ADAM" else "black"

@@ -14,6 +14,7 @@ import numpy as np
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.sweep import COLUMNS
+from pstar_sim.report.palette import BINDS, policy_colour
 from pstar_sim.report.tables import BINDS_NAMES
 from pstar_sim.units import GB
 
@@ -25,28 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_limits", "plot_map", "plot_regimes", "plot_times"]
 
-# Okabe and Ito's palette: told apart with every common colour blindness.
-COLOURS = {
-    "all_on_gpu": "#999999",
-    "zero_offload": "#E69F00",
-    "static_partition": "#CC79A7",
-    "patrickstar": "#56B4E9",
-    "tide": "#0072B2",
-    "optimal": "#009E73",
-}
-SPARE = ("#D55E00", "#F0E442", "#000000", "#882255", "#44AA99")
 MARKERS = "os^vDP*X<>"
-REGIMES = {
-    "compute": "#009E73",
-    "adam": "#D55E00",
-    "h2d": "#56B4E9",
-    "d2h": "#0072B2",
-    "link": "#0072B2",
-    "dram": "#E69F00",
-    "barrier": "#CC79A7",
-    "net": "#F0E442",
-    "nvme": "#882255",
-}
 NOTHING = "#EEEEEE"
 
 
@@ -67,7 +47,7 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
             if row is None:
                 continue
             y = at + (n - (len(policies) - 1) / 2) * thick
-            _bar(ax, y, row, thick, widest, _colour(policy, n), machine=one.machine.name, legend=at == 0)
+            _bar(ax, y, row, thick, widest, policy_colour(policy, n), machine=one.machine.name, legend=at == 0)
     ax.set_yticks(range(len(limits)), [one.machine.name for one in limits], fontsize=9)
     ax.invert_yaxis()
     ax.set_xlim(0, widest * 1.1)
@@ -100,7 +80,9 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
     for n, policy in enumerate(dict.fromkeys(frame["policy"])):
         mine = frame[(frame["policy"] == policy) & frame["iteration_s"].notna()].sort_values("at")
         marker = MARKERS[n % len(MARKERS)]
-        ax.plot(mine["at"], mine["iteration_s"], marker + "-", ms=4, lw=1.4, color=_colour(policy, n), label=policy)
+        ax.plot(
+            mine["at"], mine["iteration_s"], marker + "-", ms=4, lw=1.4, color=policy_colour(policy, n), label=policy
+        )
     if bound and frame["lower_bound_s"].notna().any():
         line = frame.dropna(subset="lower_bound_s").groupby("at")["lower_bound_s"].min()
         ax.plot(line.index, line.to_numpy(), "--", lw=1.1, color="black", label="lower bound")
@@ -125,7 +107,7 @@ def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None
             value = cells[row][column]
             known = isinstance(value, str)  # not known: it does not fit
             name = BINDS_NAMES.get(value, value) if known else "no"
-            _field(ax, column, row, REGIMES.get(value, NOTHING) if known else NOTHING)
+            _field(ax, column, row, BINDS.get(value, NOTHING) if known else NOTHING)
             ax.text(column, row, name, ha="center", va="center", fontsize=8, color="white" if known else "black")
     _label(ax, table, x, y)
     return ax
@@ -211,10 +193,6 @@ def _field(ax: Axes, column: int, row: int, colour: Any) -> None:
     from matplotlib.patches import Rectangle
 
     ax.add_patch(Rectangle((column - 0.48, row - 0.47), 0.96, 0.94, facecolor=colour, edgecolor="none"))
-
-
-def _colour(policy: str, number: int) -> str:
-    return COLOURS.get(policy, SPARE[number % len(SPARE)])
 
 
 def _axes(ax: Axes | None, size: tuple[float, float]) -> Axes:

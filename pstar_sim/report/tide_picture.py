@@ -24,23 +24,16 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Comparison, Planned
 from pstar_sim.report.byte_curves import Curves, byte_curves, phase_bands
+from pstar_sim.report.palette import CATEGORIES as COLOURS
+from pstar_sim.report.palette import PHASES as PHASE_COLOURS
 from pstar_sim.units import GB, KB, MB, format_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "NAMES", "PHASE_COLOURS", "plot_tide", "tide_figure"]
+__all__ = ["NAMES", "plot_tide", "tide_figure"]
 
-# Okabe and Ito's palette: told apart with every common colour blindness, and in grey by the order of the stack.
-COLOURS = {
-    "states": "#009E73",
-    "param": "#0072B2",
-    "grad": "#E69F00",
-    "buffer": "#CC79A7",
-    "non-model": "#56B4E9",
-    "free": "#FFFFFF",
-}
 NAMES = {
     "states": "optimizer states",
     "param": "parameters (param16)",
@@ -49,7 +42,6 @@ NAMES = {
     "non-model": "non-model (the tide)",
     "free": "free",
 }
-PHASE_COLOURS = {"FWD": "#DDDDDD", "BWD": "#AAAAAA", "BWD + recompute": "#AAAAAA", "ADAM": "#666666"}
 _WASTE = "free, but out of reach of a static partition"
 
 

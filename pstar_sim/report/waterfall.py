@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pstar_sim.arguments import instance, refused
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ablate import Ablation, Line
+from pstar_sim.report.palette import BLUE, GREEN, GREY, SKY, VERMILION
 from pstar_sim.report.tables import heading
 from pstar_sim.units import GB
 
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_waterfall", "waterfall_figure"]
 
-# Okabe and Ito's palette, as in the tide picture.
-WHOLE, BETTER, WORSE, UP, DOWN = "#999999", "#009E73", "#D55E00", "#0072B2", "#56B4E9"
+WHOLE, BETTER, WORSE, UP, DOWN = GREY, GREEN, VERMILION, BLUE, SKY
 NOTHING_S = 0.005  # a change that rounds to 0.00 s
 LEGIBLE = 0.004  # share of the width of the picture under which a change is a mark and not a bar
 

@@ -17,8 +17,9 @@ from pstar_sim.core.timeline import ByteSample, Span, Timeline, load_timeline
 from pstar_sim.errors import PstarError, TraceError
 from pstar_sim.report.byte_curves import byte_curves, moment_windows, phase_bands, steady_start_s
 from pstar_sim.report.html import timeline_html
+from pstar_sim.report.palette import CATEGORIES as COLOURS
 from pstar_sim.report.perfetto import to_perfetto
-from pstar_sim.report.tide_picture import COLOURS, plot_tide, tide_figure
+from pstar_sim.report.tide_picture import plot_tide, tide_figure
 
 GB = 10**9
 

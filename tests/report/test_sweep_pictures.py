@@ -12,7 +12,8 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.limits import Limit, Limits
-from pstar_sim.report.sweeps import REGIMES, plot_limits, plot_map, plot_regimes, plot_times
+from pstar_sim.report.palette import BINDS
+from pstar_sim.report.sweeps import plot_limits, plot_map, plot_regimes, plot_times
 
 
 def frame() -> pd.DataFrame:
@@ -70,7 +71,7 @@ def test_a_field_a_regime() -> None:
     assert [p.get_facecolor() == fields[1].get_facecolor() for p in fields] == [False, True, True] * 2
     assert [label.get_text() for label in ax.get_xticklabels()] == ["8", "16", "24"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["1", "2"]
-    assert len(set(REGIMES)) == len(REGIMES)
+    assert len(set(BINDS)) == len(BINDS)
 
 
 def test_a_map_of_numbers_is_darker_for_more() -> None:

@@ -1,0 +1,114 @@
+"""Commands that write a page to open in a browser: report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pstar_sim.cli.bars import bar
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.flags import Quiet, output
+from pstar_sim.cli.output import tell
+from pstar_sim.cli.planning import named
+from pstar_sim.errors import PstarError
+
+if TYPE_CHECKING:
+    from pstar_sim.core.timeline import Timeline
+    from pstar_sim.planner.asked import OnPart
+    from pstar_sim.report.web.plan_report import Subject
+
+__all__ = ["commands"]
+
+commands = typer.Typer()
+
+
+@command(
+    commands,
+    "pstar report plan.json -o report.html\nexample: pstar report tide.json zero_offload.json -o report.html\n"
+    "example: pstar report plan.json run.json -o report.html",
+)
+def report(
+    *,
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PLAN",
+            help="plan files, shown side by side; behind a plan, what `pstar run --timeline` kept of a run of it",
+        ),
+    ],
+    path: Annotated[str, output("the page to write (.html)")],
+    quiet: Quiet = False,
+) -> int:
+    """Write plans as one page that works offline: memory over time, queues, chunks, figures, proof and explanation;
+    several plans, or a run and its prediction, side by side."""
+    from pstar_sim.files import write_atomically
+    from pstar_sim.report.web.plan_report import plan_report
+
+    with bar("reading", quiet=quiet) as on_part:
+        subjects = _subjects(paths, on_part)
+    text = plan_report(subjects)
+    write_atomically(Path(path), text)
+    shown = " beside ".join(subject.title for subject in subjects)
+    tell(f"{path}: {shown}; {len(text.encode()) / 1e6:.1f} MB, opens without a network")
+    return 0
+
+
+def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
+    """What the files hold, in order; a run follows the plan before it. Raises PstarError for a run without a plan."""
+    from pstar_sim.core.plan import load_plan
+    from pstar_sim.core.run_file import load_timelines
+    from pstar_sim.planner.stated import examine
+    from pstar_sim.report.web.plan_report import Subject
+
+    found: list[Subject] = []
+    for path in paths:
+        if not _is_plan(path):
+            if not found:
+                raise PstarError(f"{path}: is not a plan; give the plan before what a run of it kept")
+            found += _run_of(found.pop(), load_timelines(path), path)
+            continue
+        plan = load_plan(path)
+        with named(path):
+            seen = examine(plan, on_part=on_part)
+        found.append(Subject(title=plan.policy, plan=plan, timeline=seen.timeline, examined=seen))
+    return _told_apart(found, paths)
+
+
+def _is_plan(path: str) -> bool:
+    """Whether a file says that it is a plan; one that cannot be read counts as a plan, whose reader says why."""
+    from pstar_sim.core import run_file, timeline
+    from pstar_sim.core.timeline import read_values
+    from pstar_sim.errors import TraceError
+
+    try:
+        return read_values(path).get("format") not in (run_file.FORMAT, timeline.FORMAT)
+    except TraceError:
+        return True
+
+
+def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list[Subject]:
+    """The plan as it was predicted for the run, and the run."""
+    from dataclasses import replace
+
+    from pstar_sim.errors import TraceError
+
+    if "measured" not in timelines:
+        raise TraceError(f"{path}: holds a predicted timeline and no measured one; `pstar run --timeline` writes both")
+    predicted = timelines.get("predicted", planned.timeline)
+    first = replace(planned, title=f"{planned.title}, predicted", timeline=predicted)
+    return [first, replace(planned, title=f"{planned.title}, measured", timeline=timelines["measured"], examined=None)]
+
+
+def _told_apart(subjects: Sequence[Subject], paths: Sequence[str]) -> list[Subject]:
+    """The subjects, of which those of one name get the names of their files as well."""
+    from dataclasses import replace
+
+    titles = [subject.title for subject in subjects]
+    if len(set(titles)) == len(titles):
+        return list(subjects)
+    if len(subjects) == len(paths):
+        return [replace(s, title=f"{s.title} ({Path(p).stem})") for s, p in zip(subjects, paths)]
+    return [replace(s, title=f"{s.title} ({n})") for n, s in enumerate(subjects, start=1)]

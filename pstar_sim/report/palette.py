@@ -1,0 +1,59 @@
+"""Colours of every picture and page: Okabe and Ito's palette and neighbours of it, told apart with every common colour
+blindness. Colours only; what is drawn with them stands in the pictures."""
+
+from __future__ import annotations
+
+from pstar_sim.core.step import Kind
+
+__all__ = ["BINDS", "CATEGORIES", "PHASES", "POLICIES", "SPARE", "STEPS", "policy_colour"]
+
+GREEN, BLUE, ORANGE, PINK = "#009E73", "#0072B2", "#E69F00", "#CC79A7"
+SKY, VERMILION, YELLOW, WINE, GREY = "#56B4E9", "#D55E00", "#F0E442", "#882255", "#999999"
+
+CATEGORIES = {"states": GREEN, "param": BLUE, "grad": ORANGE, "buffer": PINK, "non-model": SKY, "free": "#FFFFFF"}
+"""Category of bytes -> colour; in grey, the order of the stack tells them apart."""
+
+PHASES = {"FWD": "#DDDDDD", "BWD": "#AAAAAA", "BWD + recompute": "#AAAAAA", "RECOMPUTE": "#C8C8C8", "ADAM": "#666666"}
+
+STEPS = {
+    Kind.FETCH: ("fetch", BLUE, "white"),
+    Kind.WRITEBACK: ("write-back", ORANGE, "black"),
+    Kind.CPU_ADAM: ("Adam on the CPU", GREEN, "white"),
+    Kind.GPU_ADAM: ("Adam on the GPU", "#004D38", "white"),
+    Kind.CPU_ADD: ("gradients added on the CPU", YELLOW, "black"),
+    Kind.GATHER: ("gather", SKY, "black"),
+    Kind.REDUCE_SCATTER: ("reduce-scatter", PINK, "black"),
+    Kind.NVME_READ: ("read from disk", VERMILION, "white"),
+    Kind.NVME_WRITE: ("write to disk", "#8C3D00", "white"),
+    Kind.STASH_OUT: ("activations out", "#999933", "black"),
+    Kind.STASH_IN: ("activations in", WINE, "white"),
+}
+"""Kind of step -> its name in a legend, its colour, and the colour of what is written on it."""
+
+BINDS = {
+    "compute": GREEN,
+    "adam": VERMILION,
+    "h2d": SKY,
+    "d2h": BLUE,
+    "link": BLUE,
+    "dram": ORANGE,
+    "barrier": PINK,
+    "net": YELLOW,
+    "nvme": WINE,
+}
+"""What binds, or what is waited for -> colour."""
+
+POLICIES = {
+    "all_on_gpu": GREY,
+    "zero_offload": ORANGE,
+    "static_partition": PINK,
+    "patrickstar": SKY,
+    "tide": BLUE,
+    "optimal": GREEN,
+}
+SPARE = (VERMILION, YELLOW, "#000000", WINE, "#44AA99")
+
+
+def policy_colour(policy: str, number: int) -> str:
+    """Colour of a policy. number: its place among the policies that are drawn, for one without a colour of its own."""
+    return POLICIES.get(policy, SPARE[number % len(SPARE)])

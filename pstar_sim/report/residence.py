@@ -1,0 +1,140 @@
+"""Residence: what of each chunk lies on the GPU at every instant of the steady iteration; what the residency map draws.
+
+The steps of a timeline are booked in the order in which they began and ended, from the cut on, by the policies' ledger.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pstar_sim.core.effects import category_of, overwritten_in_place
+from pstar_sim.core.ledger import Holdings
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import UPDATES, Kind, Place, Step
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import PstarError
+from pstar_sim.report.byte_curves import steady_start_s
+
+__all__ = ["AWAY", "CONTENTS", "Residence", "residence"]
+
+CONTENTS = ("not on the GPU", "parameters", "gradients", "optimizer states")
+"""What a chunk has on the GPU. A chunk that has several counts as the last of them in this order."""
+AWAY, PARAM, GRAD, STATES = range(len(CONTENTS))
+_OF_CATEGORY = {"param": PARAM, "grad": GRAD, "states": STATES}
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residence:
+    """What chunks have on the GPU in bins of time of equal length.
+
+    edges_s: n + 1 edges of the bins, seconds from the start of the steady iteration.
+    first_chunks: of each row of `contents`, its first chunk; a row goes to the chunk before the next row's.
+    chunks: number of chunks.
+    contents: rows x n indices into CONTENTS: the one that most of the row's bytes have for most of the bin.
+    """
+
+    edges_s: NDArray[np.float64]
+    first_chunks: tuple[int, ...]
+    chunks: int
+    contents: Ints
+
+
+def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 96) -> Residence:
+    """The map of a plan whose steps ran as the timeline says. bins: of time. rows: most rows; where a plan has more
+    chunks, neighbours share a row. Raises PstarError for a timeline with steps that are not the plan's."""
+    count = len(plan.layout.chunks)
+    per_row = max(1, -(-count // rows))
+    first = tuple(range(0, count, per_row))
+    weight = np.array([plan.layout.payload_bytes(c, "param") for c in range(count)], np.float64)
+    edges = np.linspace(0.0, timeline.iteration_s, bins + 1)
+    held = np.zeros((len(first), len(CONTENTS), bins))
+    for chunk, spells in _spells(plan, timeline).items():
+        for begin_s, end_s, content in spells:
+            low, high = max(begin_s, 0.0), min(end_s, timeline.iteration_s)
+            if high > low:
+                covered = np.clip(np.minimum(edges[1:], high) - np.maximum(edges[:-1], low), 0.0, None)
+                held[chunk // per_row, content] += covered * weight[chunk]
+    return Residence(edges_s=edges, first_chunks=first, chunks=count, contents=held.argmax(axis=1))
+
+
+def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float, int]]]:
+    """Chunk -> (begin, end, index into CONTENTS) from the first iteration on, seconds from the steady one's start."""
+    book = _Book(plan)
+    known = {step.id: step for step in plan.steps}
+    _check_of_plan(known, timeline)
+    origin = steady_start_s(timeline)
+    events: list[tuple[float, int, int, bool]] = []
+    for n, span in enumerate(timeline.spans):
+        brief = span.end_s <= span.start_s
+        events.append((span.start_s, 1, 2 * n, True))
+        events.append((span.end_s, 1 if brief else 0, 2 * n + 1, False))
+    events.sort()
+    spells: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
+    now = {c: (-np.inf, book.content(c)) for c in range(len(plan.layout.chunks))}
+    for at_s, _, n, begins in events:
+        for chunk in book.advance(known[timeline.spans[n // 2].step], begins=begins):
+            content = book.content(chunk)
+            since_s, before = now[chunk]
+            if content != before:
+                spells[chunk].append((since_s, at_s - origin, before))
+                now[chunk] = at_s - origin, content
+    for chunk, (since_s, content) in now.items():
+        spells[chunk].append((since_s, np.inf, content))
+    return spells
+
+
+def _check_of_plan(known: Mapping[int, Step], timeline: Timeline) -> None:
+    for span in timeline.spans:
+        step = known.get(span.step)
+        if step is None or (step.queue, step.kind, step.chunk) != (span.queue, span.kind, span.chunk):
+            raise PstarError(
+                f"the {timeline.source} timeline is not of this plan: its step {span.step}, a {span.kind.value} of "
+                f"chunk {span.chunk}, is not in the plan; give the plan that was run"
+            )
+
+
+class _Book:
+    """What each chunk has on the GPU while the steps of a plan begin and end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._held = Holdings(plan.layout, plan.initial)
+        self._lists = [(name, _OF_CATEGORY[category_of(name)]) for name in _lists_on_gpu(plan)]
+        self._final: dict[int, list[int]] = defaultdict(list)  # moment -> chunks whose gradients are final after it
+        for moment, chunk in overwritten_in_place(plan):
+            self._final[moment].append(chunk)
+        self._overwritten: set[int] = set()  # chunks whose working list holds gradients
+
+    def advance(self, step: Step, *, begins: bool) -> tuple[int, ...]:
+        """Book the begin or the end of a step; the chunks that it may have changed."""
+        if begins:
+            self._held.begin(step)
+        else:
+            self._held.end(step)
+        if step.kind is Kind.COMPUTE and step.moment is not None and not begins:
+            final = tuple(self._final.get(step.moment, ()))
+            self._overwritten.update(final)
+            return final
+        if step.chunk is None:
+            return ()
+        if step.kind in UPDATES and not begins:
+            self._overwritten.discard(step.chunk)
+        return (step.chunk,)
+
+    def content(self, chunk: int) -> int:
+        """Index into CONTENTS."""
+        found = [content for name, content in self._lists if self._held.holds(chunk, name, Place.GPU)]
+        most = max(found, default=AWAY)
+        return GRAD if most == PARAM and chunk in self._overwritten else most
+
+
+def _lists_on_gpu(plan: Plan) -> list[str]:
+    lists = {r.list for r in plan.initial if r.chunk >= 0 and r.place is Place.GPU}
+    lists |= {step.list for step in plan.steps if step.list is not None}
+    return sorted(lists)

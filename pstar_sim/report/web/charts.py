@@ -1,0 +1,404 @@
+"""Charts: timelines as Plotly figures, written as plain values; what the report and the app draw.
+
+[Note: colours of the theme] A colour that depends on the theme is a word that begins with "@" (THEMES). The script of a
+page puts the theme's colour in its place when the page is shown and when the theme changes; `themed` does so here.
+
+[Note: joined] A chart never draws more than a screen can show. What is joined is counted and said: where a curve has
+more corners than MOST_CORNERS, a point is the highest instant of its stretch; where a lane has bars shorter than
+1/RESOLUTION of the iteration, neighbours share a bar that lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+
+from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.timeline import Span, Timeline
+from pstar_sim.planner.explain import WAITS as WAITS_FOR
+from pstar_sim.report.byte_curves import Curves, byte_curves, phase_bands, steady_start_s
+from pstar_sim.report.palette import BINDS, CATEGORIES, PHASES, STEPS
+from pstar_sim.report.residence import CONTENTS, Residence
+from pstar_sim.units import GB, format_bytes, format_s
+
+__all__ = [
+    "CATEGORY_NAMES",
+    "CONTENT_COLOURS",
+    "QUEUE_NAMES",
+    "THEMES",
+    "Chart",
+    "lanes_chart",
+    "residence_chart",
+    "themed",
+    "tide_chart",
+]
+
+MOST_CORNERS = 1200
+RESOLUTION = 400
+
+Figure = dict[str, Any]
+
+THEMES = {
+    "light": {"@ink": "#1a1a1a", "@paper": "#ffffff", "@grid": "#dcdcdc", "@line": "#000000", "@faint": "#eeeeee"},
+    "dark": {"@ink": "#e8e8e8", "@paper": "#16181c", "@grid": "#3a3d44", "@line": "#ffffff", "@faint": "#24272d"},
+}
+CATEGORY_NAMES = {
+    "states": "optimizer states",
+    "param": "parameters",
+    "grad": "gradients",
+    "buffer": "buffers",
+    "non-model": "the tide: activations and other non-model data",
+}
+QUEUE_NAMES = {
+    Queue.COMPUTE: "compute",
+    Queue.H2D: "host to GPU",
+    Queue.D2H: "GPU to host",
+    Queue.ADAM: "CPU Adam",
+    Queue.NET: "collectives",
+    Queue.NVME: "disks",
+}
+WAITS = "compute waits"
+CONTENT_COLOURS = ("@faint", CATEGORIES["param"], CATEGORIES["grad"], CATEGORIES["states"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A figure, and what it says beside itself.
+
+    figure: "data" and "layout" of a Plotly figure; colours as in [Note: colours of the theme].
+    legend: name -> colour, of what is drawn.
+    notes: what was joined to draw it.
+    """
+
+    figure: Figure
+    legend: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def themed(value: Any, theme: str = "light") -> Any:
+    """A figure with the colours of a theme."""
+    if isinstance(value, dict):
+        return {key: themed(one, theme) for key, one in value.items()}
+    if isinstance(value, list):
+        return [themed(one, theme) for one in value]
+    return THEMES[theme].get(value, value) if isinstance(value, str) else value
+
+
+def layout(*, height: int, **more: Any) -> Figure:
+    """The layout that all charts share. more: keys of Plotly's layout."""
+    shared: Figure = {
+        "height": height,
+        "margin": {"l": 64, "r": 12, "t": 12, "b": 46},
+        "paper_bgcolor": "@paper",
+        "plot_bgcolor": "@paper",
+        "font": {"size": 13, "color": "@ink", "family": "system-ui, sans-serif"},
+        "hoverlabel": {"bgcolor": "@paper", "bordercolor": "@ink", "font": {"color": "@ink", "size": 13}},
+        "showlegend": False,
+        "dragmode": "zoom",
+    }
+    return {**shared, **more}
+
+
+def axis(title: str, **more: Any) -> Figure:
+    """An axis without a line at zero. more: keys of Plotly's axis."""
+    return {"title": {"text": title}, "gridcolor": "@grid", "linecolor": "@grid", "zeroline": False, **more}
+
+
+# The tide.
+
+
+def tide_chart(
+    timeline: Timeline, *, x: str, right: float, top_bytes: float, measured: Timeline | None = None
+) -> Chart:
+    """What fills the GPU over the iteration, against x = "time" or "moment": model data stands on the floor, non-model
+    data hangs from the capacity.
+
+    right: right end of the x axis. top_bytes: capacity that the y axis shows. measured: a run, drawn as lines.
+
+    Raises PstarError for a timeline without samples of the GPU."""
+    curves, note = _thinned(byte_curves(timeline, x=x))
+    capacity = timeline.budget_bytes.get("gpu") or int(curves.total.max())
+    xs = _numbers(curves.edges)
+    data: list[Figure] = []
+    legend: dict[str, str] = {}
+    floor = np.zeros(len(curves.edges) - 1)
+    for category, values in curves.values.items():
+        if category == "non-model" or not values.any():
+            continue
+        floor = floor + values
+        name, colour = CATEGORY_NAMES.get(category, category), CATEGORIES.get(category, "#999999")
+        data.append({**_area(xs, floor, values, name, colour), "fill": "tonexty" if data else "tozeroy"})
+        legend[name] = colour
+    line = capacity - curves.tide
+    data.append({**_line(xs, line, "@line", 1.0), "customdata": _gigabytes(curves.tide),
+                 "hovertemplate": "the tide: %{customdata:.2f} GB<extra></extra>"})  # fmt: skip
+    top = {"x": [xs[0], xs[-1]], "y": [capacity / GB] * 2, "mode": "lines", "type": "scatter"}
+    tide = CATEGORIES["non-model"]
+    data.append({**top, "fill": "tonexty", "fillcolor": tide, "line": {"width": 0}, "hoverinfo": "skip"})
+    data.append({**top, "line": {"color": "@line", "width": 1.5, "dash": "dash"}, "hovertemplate":
+                 f"capacity: {format_bytes(capacity)}<extra></extra>"})  # fmt: skip
+    legend |= {CATEGORY_NAMES["non-model"]: tide, "capacity (dashed)": "@line"}
+    notes = [note] if note else []
+    if measured is not None:
+        more, said = _measured_lines(measured, x, capacity)
+        data += more
+        legend |= {"measured model data (line)": "@ink", "measured tide line (dotted)": "#D55E00"}
+        notes += [f"measured: {said}"] if said else []
+    name = "time in the iteration [s]" if x == "time" else "moment"
+    shown = layout(
+        height=330,
+        xaxis=axis(name, range=[0, right]),
+        yaxis=axis("GPU memory [GB]", range=[0, top_bytes / GB * 1.1], fixedrange=True),
+        hovermode="x unified",
+        **_phases(timeline, x, top_bytes / GB),
+    )
+    return Chart(figure={"data": data, "layout": shown}, legend=legend, notes=tuple(notes))
+
+
+def _measured_lines(measured: Timeline, x: str, capacity: int) -> tuple[list[Figure], str]:
+    curves, note = _thinned(byte_curves(measured, x=x))
+    xs = _numbers(curves.edges)
+    model = _line(xs, curves.model_data, "@ink", 2.0)
+    model["hovertemplate"] = "measured model data: %{y:.2f} GB<extra></extra>"
+    if not curves.tide.any():  # a run counts payloads; the tide is not always sampled
+        return [model], note
+    tide = {**_line(xs, capacity - curves.tide, "#D55E00", 2.0), "customdata": _gigabytes(curves.tide),
+            "hovertemplate": "measured tide: %{customdata:.2f} GB<extra></extra>"}  # fmt: skip
+    tide["line"]["dash"] = "dot"
+    return [model, tide], note
+
+
+def _area(xs: list[float], top: Any, values: Any, name: str, colour: str) -> Figure:
+    return {
+        **_line(xs, top, colour, 0.0),
+        "name": name,
+        "customdata": _gigabytes(values),
+        "fillcolor": colour,
+        "hovertemplate": f"{name}: %{{customdata:.2f}} GB<extra></extra>",
+    }
+
+
+def _line(xs: list[float], values: Any, colour: str, width: float) -> Figure:
+    """A curve that is constant from each x to the next."""
+    line = {"color": colour, "width": width, "shape": "hv"}
+    return {"type": "scatter", "mode": "lines", "x": xs, "y": _gigabytes(values), "line": line}
+
+
+def _gigabytes(values: Any) -> list[float]:
+    """One for each edge; the last value holds to the end."""
+    return _numbers(np.append(values, values[-1]) / GB)
+
+
+def _numbers(values: Any) -> list[float]:
+    """Six digits are more than a screen shows."""
+    return [float(f"{v:.6g}") for v in np.asarray(values, np.float64).tolist()]
+
+
+def _thinned(curves: Curves) -> tuple[Curves, str]:
+    """The curves with at most MOST_CORNERS points, each the instant of its stretch with the most bytes; and what was
+    joined, in words."""
+    count = len(curves.edges) - 1
+    if count <= MOST_CORNERS:
+        return curves, ""
+    bounds = np.linspace(0, count, MOST_CORNERS + 1).astype(np.int64)
+    total = curves.total
+    at = np.array([low + int(np.argmax(total[low:high])) for low, high in pairwise(bounds)])
+    values = {category: column[at] for category, column in curves.values.items()}
+    said = f"{count} changes are drawn as {MOST_CORNERS} points, each the instant of its stretch with the most bytes"
+    return Curves(place=curves.place, edges=curves.edges[bounds], values=values), said
+
+
+def _phases(timeline: Timeline, x: str, top: float) -> Figure:
+    """A strip above the capacity that names the phases, where there is room for a name."""
+    bands = phase_bands(timeline, x=x)
+    whole = bands[-1].end - bands[0].start if bands else 0.0
+    shapes, names = [], []
+    for band in bands:
+        colour = PHASES.get(band.name, "#CCCCCC")
+        shapes.append({"type": "rect", "x0": band.start, "x1": band.end, "y0": top * 1.02, "y1": top * 1.09,
+                       "fillcolor": colour, "line": {"width": 0}, "layer": "below"})  # fmt: skip
+        share = (band.end - band.start) / whole if whole > 0 else 0.0
+        text = band.name.split(" ")[0]
+        if share > 0.09:
+            ink = "#ffffff" if band.name == "ADAM" else "#000000"
+            names.append({"x": (band.start + band.end) / 2, "y": top * 1.055, "text": text, "showarrow": False,
+                          "font": {"size": 11, "color": ink}})  # fmt: skip
+    return {"shapes": shapes, "annotations": names}
+
+
+# The queues.
+
+
+@dataclass(slots=True)
+class _Bar:
+    """Steps of one lane that share a bar. busy_s: seconds by (name, colour)."""
+
+    start_s: float
+    end_s: float
+    busy_s: dict[tuple[str, str], float]
+    counts: dict[str, int]
+    bytes: int
+    text: str
+
+    def add(self, other: _Bar) -> None:
+        self.end_s = max(self.end_s, other.end_s)
+        for style, busy_s in other.busy_s.items():
+            self.busy_s[style] = self.busy_s.get(style, 0.0) + busy_s
+        for name, count in other.counts.items():
+            self.counts[name] = self.counts.get(name, 0) + count
+        self.bytes += other.bytes
+
+    def words(self) -> str:
+        count = sum(self.counts.values())
+        busy_s = sum(self.busy_s.values())
+        size = f", {format_bytes(self.bytes)}" if self.bytes else ""
+        if count == 1:
+            return f"{self.text}: {format_s(busy_s)}{size}"
+        what = ", ".join(f"{n} x {name}" for name, n in self.counts.items())
+        return f"{what}: {format_s(busy_s)} of {format_s(self.end_s - self.start_s)}{size}"
+
+
+def lanes_chart(timeline: Timeline, *, right_s: float) -> Chart:
+    """What every queue does over the steady iteration, and what compute waits for. right_s: right end of the x axis.
+
+    Raises PstarError for a timeline without compute spans."""
+    rows = _rows(timeline)
+    lanes = [lane for lane in (QUEUE_NAMES[Queue.COMPUTE], WAITS, *list(QUEUE_NAMES.values())[1:]) if lane in rows]
+    shortest = timeline.iteration_s / RESOLUTION
+    steps = sum(len(bars) for bars in rows.values())
+    bars = [(lane, bar) for lane in lanes for bar in _joined(rows[lane], shortest)]
+    data = _bar_traces(bars)
+    legend = {trace["name"]: trace["marker"]["color"] for trace in data}
+    note = ""
+    if len(bars) < steps:
+        note = (
+            f"{steps} steps and waits are drawn as {len(bars)} bars: neighbours within {format_s(shortest)} share one, "
+            "in the colour of what takes most of it; point at a bar for what is in it"
+        )
+    shown = layout(
+        height=70 + 30 * len(lanes),
+        barmode="overlay",
+        xaxis=axis("time in the iteration [s]", range=[0, right_s]),
+        yaxis={"categoryorder": "array", "categoryarray": lanes[::-1], "automargin": True, "fixedrange": True,
+               "range": [-0.6, len(lanes) - 0.4]},
+        hovermode="closest",
+    )  # fmt: skip
+    return Chart(figure={"data": data, "layout": shown}, legend=legend, notes=(note,) if note else ())
+
+
+def _rows(timeline: Timeline) -> dict[str, list[_Bar]]:
+    """Lane -> its bars of the steady iteration in order of time, each of one step or one wait."""
+    origin = steady_start_s(timeline)
+    rows: dict[str, list[_Bar]] = {}
+    for span in sorted(timeline.spans, key=lambda s: (s.start_s, s.end_s)):
+        start_s, end_s = _within(span.start_s - origin, span.end_s - origin, timeline)
+        if end_s > start_s:
+            name, colour = _style(timeline, span)
+            bar = _bar(start_s, end_s, name, colour, span.bytes, f"{name}{_about(span)}")
+            rows.setdefault(QUEUE_NAMES[span.queue], []).append(bar)
+        start_s, end_s = _within(span.ready_s - origin, span.start_s - origin, timeline)
+        if span.queue is Queue.COMPUTE and span.cause and end_s > start_s:
+            name = f"waits {WAITS_FOR.get(span.cause, span.cause)}"
+            bar = _bar(start_s, end_s, name, BINDS.get(span.cause, "#999999"), 0, name)
+            rows.setdefault(WAITS, []).append(bar)
+    return rows
+
+
+def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
+    """A trace per name and colour. bars: each with its lane."""
+    data: list[Figure] = []
+    for (name, colour), group in groupby(sorted(bars, key=lambda b: _most(b[1])), key=lambda b: _most(b[1])):
+        mine = list(group)
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": name,
+                "y": [lane for lane, _ in mine],
+                "base": _numbers([bar.start_s for _, bar in mine]),
+                "x": _numbers([bar.end_s - bar.start_s for _, bar in mine]),
+                "customdata": [bar.words() for _, bar in mine],
+                "hovertemplate": "%{base:.4g} s: %{customdata}<extra></extra>",
+                "marker": {"color": colour, "line": {"width": 0}},
+                "width": 0.78,
+            }
+        )
+    return data
+
+
+def _within(start_s: float, end_s: float, timeline: Timeline) -> tuple[float, float]:
+    return max(start_s, 0.0), min(end_s, timeline.iteration_s)
+
+
+def _bar(start_s: float, end_s: float, name: str, colour: str, size: int, text: str) -> _Bar:
+    return _Bar(start_s, end_s, {(name, colour): end_s - start_s}, {name: 1}, size, text)
+
+
+def _most(bar: _Bar) -> tuple[str, str]:
+    return max(bar.busy_s, key=lambda style: bar.busy_s[style])
+
+
+def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
+    """The bars, of which neighbours share one as long as it stays shorter than shortest_s."""
+    drawn: list[_Bar] = []
+    for bar in bars:
+        if drawn and bar.end_s - drawn[-1].start_s <= shortest_s:
+            drawn[-1].add(bar)
+        else:
+            drawn.append(bar)
+    return drawn
+
+
+def _style(timeline: Timeline, span: Span) -> tuple[str, str]:
+    if span.kind is not Kind.COMPUTE:
+        name, colour, _ = STEPS.get(span.kind, (span.kind.value, "#999999", ""))
+        return name, colour
+    phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"
+    return phase, PHASES.get(phase, "#CCCCCC")
+
+
+def _about(span: Span) -> str:
+    if span.kind is Kind.COMPUTE and span.moment is not None:
+        return f", moment {span.moment}"
+    return "" if span.chunk is None else f" of chunk {span.chunk}"
+
+
+# The chunks.
+
+
+def residence_chart(found: Residence, *, right_s: float) -> Chart:
+    """A row per chunk, or per few of them: what it has on the GPU over the iteration. right_s: right end of the x
+    axis."""
+    ends = [*found.first_chunks[1:], found.chunks]
+    codes = range(len(CONTENTS))
+    steps = [[edge / len(CONTENTS), CONTENT_COLOURS[c]] for c in codes for edge in (c, c + 1)]
+    contents: list[list[int]] = found.contents.tolist()
+    heat: Figure = {
+        "type": "heatmap",
+        "x": _numbers(found.edges_s),
+        "y": [*found.first_chunks, found.chunks],
+        "z": contents,
+        "zmin": -0.5,
+        "zmax": len(CONTENTS) - 0.5,
+        "colorscale": steps,
+        "showscale": False,
+        "meta": {"words": list(CONTENTS)},
+        "hovertemplate": "%{x:.4g} s, chunk %{y:.0f}: %{text}<extra></extra>",
+    }
+    per_row = max(b - a for a, b in zip(found.first_chunks, ends))
+    bin_s = float(found.edges_s[1] - found.edges_s[0])
+    note = f"a column is {format_s(bin_s)} and shows what was there for most of it"
+    if per_row > 1:
+        note = f"{found.chunks} chunks in rows of {per_row}, each in the colour of most of its bytes; {note}"
+    shown = layout(
+        height=340,
+        xaxis=axis("time in the iteration [s]", range=[0, right_s]),
+        yaxis=axis("chunk", range=[found.chunks, 0], fixedrange=True),
+        hovermode="closest",
+    )
+    legend = {name: CONTENT_COLOURS[c] for c, name in enumerate(CONTENTS) if (found.contents == c).any()}
+    return Chart(figure={"data": [heat], "layout": shown}, legend=legend, notes=(note,))

@@ -1,0 +1,89 @@
+"""Document: one HTML file that holds everything that it shows and asks for nothing: style, script, Plotly and figures.
+
+A page has a content security policy under which a browser loads nothing but what stands in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from pstar_sim.errors import PstarError
+from pstar_sim.report.web.charts import THEMES
+
+__all__ = ["chart_place", "document", "legend_html", "plotly_script", "table_html"]
+
+
+@cache
+def plotly_script() -> str:
+    """Plotly's script. Raises PstarError, saying what to install, where the package is not there."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise PstarError("a page needs plotly, which is not installed: pip install 'pstar-sim[report]'") from None
+    script: str = get_plotlyjs()
+    return script.replace("</script", "<\\/script")
+
+
+def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> str:
+    """The page. body: its HTML. data: what its script reads. script: name of the script's file beside this module.
+
+    Raises PstarError where Plotly is not installed."""
+    plotly = plotly_script()
+    here = files("pstar_sim.report.web")
+    style = (here / "page.css").read_text(encoding="utf-8")
+    own = "\n".join((here / name).read_text(encoding="utf-8") for name in ("page.js", script))
+    values = json.dumps({"themes": THEMES, **data}, allow_nan=False, separators=(",", ":")).replace("</", "<\\/")
+    allowed = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{allowed}">
+<title>{escape(title)}</title>
+<link rel="icon" href="data:,">
+<style>
+{style}</style>
+</head>
+<body>
+{body}
+<script type="application/json" id="values">{values}</script>
+<script>{plotly}</script>
+<script>
+{own}</script>
+</body>
+</html>
+"""
+
+
+def chart_place(name: str, says: str) -> str:
+    """Where the figure `name` of the page's data is drawn. says: the picture in words, for those who cannot see it."""
+    return f'<div class="chart" role="img" aria-label="{escape(says)}" data-figure="{escape(name)}"></div>'
+
+
+def legend_html(legend: Mapping[str, str]) -> str:
+    """Names beside their colours, which may be those of the theme."""
+    items = (
+        f'<li><span class="swatch" style="background:{_css(colour)}"></span>{escape(name)}</li>'
+        for name, colour in legend.items()
+    )
+    return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _css(colour: str) -> str:
+    return f"var(--{colour.removeprefix('@')})" if colour.startswith("@") else colour
+
+
+def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column names its rows; it scrolls by itself where the screen is narrow."""
+    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+    lines = []
+    for first, *others in rows:
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in others)
+        lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
+    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'

@@ -1,0 +1,290 @@
+"""The report of plans: pictures, table, certificate and explanation of one plan or several, or of a run beside its
+prediction, as one HTML file. Computes nothing that the planner says: it is given plans that were examined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from pstar_sim.core.effects import category_of, tide_at_cut
+from pstar_sim.core.figures import own_shares
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import PstarError
+from pstar_sim.planner.binding import bound_by
+from pstar_sim.planner.explain import WAITS, explain, held_between
+from pstar_sim.planner.stated import Examined
+from pstar_sim.report.byte_curves import CATEGORIES, byte_curves, moment_windows
+from pstar_sim.report.residence import residence
+from pstar_sim.report.run_figures import Figure
+from pstar_sim.report.tables import BINDS_NAMES, format_percent
+from pstar_sim.report.web.charts import CATEGORY_NAMES, Chart, lanes_chart, residence_chart, tide_chart
+from pstar_sim.report.web.document import chart_place, document, legend_html, table_html
+from pstar_sim.units import format_bytes, format_s
+
+__all__ = ["Subject", "plan_report"]
+
+XS = ("time", "moment")
+_PLACES = {"gpu": "GPU", "host": "host", "nvme": "disks"}
+_CATEGORIES = {**CATEGORY_NAMES, "non-model": "the tide"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a report shows in one column.
+
+    title: its name, different from those of the others.
+    timeline: when its steps ran: predicted, or measured.
+    examined: what examining its plan gave; None for a run, whose plan is another subject's.
+    """
+
+    title: str
+    plan: Plan
+    timeline: Timeline
+    examined: Examined | None
+
+    @property
+    def measured(self) -> bool:
+        return self.timeline.source == "measured"
+
+
+def plan_report(subjects: Sequence[Subject]) -> str:
+    """The report of these subjects, side by side, as HTML. A measured subject is also drawn over the one before it.
+
+    Raises PstarError for no subject, for one whose timeline is not of its plan, and where Plotly is not installed."""
+    if not subjects:
+        raise PstarError("a report needs at least one plan")
+    page = _Page(subjects)
+    title = f"{', '.join(s.title for s in subjects)}: {subjects[0].plan.workload.model}"
+    data = {"figures": page.figures, "x": page.first_x}
+    return document(title, page.html(), data, script="plan_report.js")
+
+
+class _Page:
+    """The parts of a report. figures: by name, as Plotly takes them."""
+
+    def __init__(self, subjects: Sequence[Subject]) -> None:
+        self.subjects = subjects
+        self.figures: dict[str, Any] = {}
+        self.overlaid = any(s.measured for s in subjects)
+        self.first_x = "moment" if self.overlaid else "time"
+        self.right_s = max(s.timeline.iteration_s for s in subjects)
+        self.top_bytes = max(s.timeline.budget_bytes.get("gpu") or s.timeline.peak_bytes["gpu"] for s in subjects)
+        self.moments = max(int(moment_windows(s.timeline)[0][-1]) + 1 for s in subjects)
+
+    def html(self) -> str:
+        parts = (
+            self._head,
+            self._table,
+            self._tides,
+            self._lanes,
+            self._chunks,
+            self._bytes,
+            self._proofs,
+            self._words,
+        )
+        return "\n".join(part() for part in parts)
+
+    def _head(self) -> str:
+        first = self.subjects[0].plan
+        w, m = first.workload, first.machine
+        batch = f"batch {w.batch}" + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else "")
+        job = f"{w.model}, {w.params / 1e9:.2f} B parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
+        theme = '<button data-theme-button aria-label="change between light and dark">dark</button>'
+        return (
+            f'<div class="row"><h1>{escape(" beside ".join(s.title for s in self.subjects))}</h1>{theme}</div>'
+            f'<p class="soft">{escape(job)}</p><p class="answer">{escape(self._verdict())}</p>'
+        )
+
+    def _verdict(self) -> str:
+        """What to see, in a sentence."""
+        first, *others = self.subjects
+        base_s = first.timeline.iteration_s
+        said = [f"{first.title}: {format_s(base_s)} per iteration{_error(first)}"]
+        for other in others:
+            seconds = other.timeline.iteration_s
+            share = seconds / base_s - 1
+            than = "as long" if abs(share) < 5e-4 else f"{abs(share):.1%} {'longer' if share > 0 else 'shorter'}"
+            said.append(f"{other.title}: {format_s(seconds)}{_error(other)}, {than.replace('%', ' %')}")
+        return "; ".join(said) + "."
+
+    def _table(self) -> str:
+        columns = [dict(_quantities(s)) for s in self.subjects]
+        names = list(dict.fromkeys(name for column in columns for name in column))
+        rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
+        heads = ["", *(s.title for s in self.subjects)]
+        if len(self.subjects) == 2 and self.subjects[1].measured:
+            heads.append("difference")
+            apart = {figure.name: figure.words()[3] for figure in _differences(*self.subjects)}
+            rows = [(*row, apart.get(row[0], "")) for row in rows]
+        return "<h2>Figures</h2>" + table_html(heads, rows)
+
+    def _columns(self, cells: Sequence[str]) -> str:
+        return f'<div class="columns">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
+
+    def _drawn(self, name: str, subject: Subject, chart: Chart, says: str) -> str:
+        """The chart under the subject's title."""
+        self.figures[name] = chart.figure
+        notes = "".join(f'<p class="note">{escape(note)}.</p>' for note in chart.notes)
+        return f"<h3>{escape(subject.title)}</h3>{chart_place(name, f'{says} of {subject.title}')}{notes}"
+
+    def _tides(self) -> str:
+        legend: dict[str, str] = {}
+        cells = []
+        for n, subject in enumerate(self.subjects):
+            over = next((s.timeline for s in self.subjects[n + 1 : n + 2] if s.measured), None)
+            if subject.measured and n > 0:
+                continue
+            notes = []
+            for x in XS:
+                right = self.right_s if x == "time" else float(self.moments)
+                chart = tide_chart(subject.timeline, x=x, right=right, top_bytes=self.top_bytes, measured=over)
+                self.figures[f"tide {n} {x}"] = chart.figure
+                legend |= chart.legend
+                hidden = "" if x == self.first_x else " hidden"
+                notes += [f'<p class="note" data-x="{x}"{hidden}>{escape(note)}.</p>' for note in chart.notes]
+            title = subject.title if over is None else f"{subject.title} (areas), measured (lines)"
+            place = chart_place(f"tide {n}", f"GPU memory over the iteration of {subject.title}")
+            cells.append(f"<h3>{escape(title)}</h3>{place}{''.join(notes)}")
+        pressed = {x: str(x == self.first_x).lower() for x in XS}
+        buttons = "".join(f'<button value="{x}" aria-pressed="{pressed[x]}">by {x}</button>' for x in XS)
+        return (
+            f'<div class="row"><h2>What fills the GPU</h2><div data-choice="x">{buttons}</div></div>'
+            "<p>Model data stands on the floor, the tide hangs from the capacity. What is between them is free.</p>"
+            f"{legend_html(legend)}{self._columns(cells)}"
+        )
+
+    def _lanes(self) -> str:
+        legend: dict[str, str] = {}
+        cells = []
+        for n, subject in enumerate(self.subjects):
+            chart = lanes_chart(subject.timeline, right_s=self.right_s)
+            legend |= chart.legend
+            cells.append(self._drawn(f"lanes {n}", subject, chart, "what every queue does"))
+        return (
+            "<h2>What the queues do</h2><p>A gap in a lane is time in which the queue waits. The lane below compute "
+            f"says what compute waits for.</p>{legend_html(legend)}{self._columns(cells)}"
+        )
+
+    def _chunks(self) -> str:
+        legend: dict[str, str] = {}
+        cells = []
+        for n, subject in enumerate(self.subjects):
+            chart = residence_chart(residence(subject.plan, subject.timeline), right_s=self.right_s)
+            legend |= chart.legend
+            cells.append(self._drawn(f"chunks {n}", subject, chart, "which chunks are on the GPU"))
+        return (
+            "<h2>Which chunks are on the GPU</h2><p>A row per chunk, from the first layers at the top to the last. "
+            "A chunk that has several things there has the colour of the last one named.</p>"
+            f"{legend_html(legend)}{self._columns(cells)}"
+        )
+
+    def _bytes(self) -> str:
+        cells = []
+        for subject in self.subjects:
+            heads = ("", "between iterations", "when fullest")
+            cells.append(f"<h3>{escape(subject.title)}</h3>{table_html(heads, list(_places(subject)))}")
+        return f"<h2>Where every byte lives</h2>{self._columns(cells)}"
+
+    def _proofs(self) -> str:
+        cells = []
+        for subject in self.subjects:
+            if subject.examined is not None:
+                text = f"{subject.examined.report.describe()}\n{subject.examined.bound}"
+                cells.append(f"<h3>{escape(subject.title)}</h3><pre>{escape(text)}</pre>")
+        return f"<h2>Certificate</h2>{self._columns(cells)}"
+
+    def _words(self) -> str:
+        parts = []
+        for subject in self.subjects:
+            if subject.examined is None:
+                continue
+            cost = subject.plan.predictions.get("barrier_cost_s")
+            text = explain(subject.plan, subject.examined.timeline, barrier_cost_s=cost, width=100_000)
+            parts.append(f"<details open><summary>{escape(subject.title)}</summary><pre>{escape(text)}</pre></details>")
+        return "<h2>Explanation</h2>" + "".join(parts)
+
+
+def _error(subject: Subject) -> str:
+    """What validation found to be the error of predicted seconds."""
+    if subject.measured:
+        return ""
+    error = subject.plan.predictions.get("expected_error")
+    return "" if error is None else f" ± {error:.0%}".replace("%", " %")
+
+
+def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
+    """Rows of the table: name and value."""
+    plan, timeline, said = subject.plan, subject.timeline, subject.plan.predictions
+    seconds = timeline.iteration_s
+    yield "iteration", f"{format_s(seconds)}{_error(subject)}"
+    tokens = plan.workload.tokens * len(plan.machine.ranks)
+    yield "tokens/s", f"{tokens / seconds:,.0f}{_error(subject)}"
+    bound_s = said.get("lower_bound_s")
+    if bound_s:
+        yield "lower bound", format_s(bound_s)
+        yield "above the bound", format_percent(seconds / bound_s - 1)
+    if not subject.measured:
+        binds = bound_by(timeline, barrier_cost_s=said.get("barrier_cost_s"))
+        yield "binds", BINDS_NAMES.get(binds, binds)
+    for place, name in _PLACES.items():
+        peak, budget = timeline.peak_bytes.get(place), timeline.budget_bytes.get(place)
+        if peak:
+            yield f"{name} peak", format_bytes(peak)
+        if budget:
+            yield f"{name} capacity", format_bytes(budget)
+    for way, name in (("h2d", "host to GPU"), ("d2h", "GPU to host")):
+        yield name, format_bytes(timeline.moved_bytes.get(way, 0))
+    yield "compute waits", format_s(sum(timeline.stall_s.values()))
+    for cause, stall_s in sorted(timeline.stall_s.items(), key=lambda item: -item[1]):
+        if stall_s > 0:
+            yield f"- {WAITS.get(cause, cause)}", format_s(stall_s)
+    if own_shares(plan) is not None:
+        yield "seconds", "of the slowest rank, without the ranks' own shares of the batch"
+
+
+def _differences(predicted: Subject, measured: Subject) -> Iterator[Figure]:
+    a, b = predicted.timeline, measured.timeline
+    yield Figure("iteration", "s", a.iteration_s, b.iteration_s)
+    yield Figure("tokens/s", "s", 1 / a.iteration_s, 1 / b.iteration_s)
+    for place, name in _PLACES.items():
+        if place in a.peak_bytes and place in b.peak_bytes:
+            yield Figure(f"{name} peak", "B", a.peak_bytes[place], b.peak_bytes[place])
+    for way, name in (("h2d", "host to GPU"), ("d2h", "GPU to host")):
+        yield Figure(name, "B", a.moved_bytes.get(way, 0), b.moved_bytes.get(way, 0))
+    yield Figure("compute waits", "s", sum(a.stall_s.values()), sum(b.stall_s.values()))
+
+
+def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
+    """Rows of the table of bytes, by place: each category, all, and the capacity."""
+    cut = _between(subject.plan)
+    sampled = set(subject.timeline.columns("samples")["place"])
+    for place, name in _PLACES.items():
+        if place not in sampled:
+            continue
+        curves = byte_curves(subject.timeline, place=place)
+        at = int(curves.total.argmax())
+        full = {category: int(values[at]) for category, values in curves.values.items()}
+        for category in CATEGORIES:
+            now, most = cut.get((place, category), 0), full.get(category, 0)
+            if now or most:
+                yield f"{name}: {_CATEGORIES[category]}", format_bytes(now), format_bytes(most)
+        in_all = sum(size for (where, _), size in cut.items() if where == place)
+        yield f"{name}: in all", format_bytes(in_all), format_bytes(sum(full.values()))
+        budget = subject.timeline.budget_bytes.get(place)
+        if budget:
+            yield f"{name}: capacity", format_bytes(budget), format_bytes(budget)
+
+
+def _between(plan: Plan) -> dict[tuple[str, str], int]:
+    """(place, category) -> bytes between two iterations."""
+    held: dict[tuple[str, str], int] = {}
+    buffers = {name for name, _, _ in plan.buffers}
+    for (place, name), size in held_between(plan).items():
+        key = place.value, "buffer" if name in buffers else category_of(name)
+        held[key] = held.get(key, 0) + size
+    tide = tide_at_cut([moment.peak_bytes for moment in plan.workload.moments])
+    return {**held, (Place.GPU.value, "non-model"): tide}

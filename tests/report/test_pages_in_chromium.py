@@ -1,0 +1,53 @@
+"""Pages in a real browser without a network: nothing is logged, nothing is asked for, what can be pressed works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import Browser, chromium
+
+import pstar_sim as ps
+from pstar_sim.cli import main
+from pstar_sim.testing import chain_workload
+from pstar_sim.units import MIB
+
+pytest.importorskip("plotly", reason="the extra `report` is not installed")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages")
+    tide = [100 * MIB, 300 * MIB, 300 * MIB, 100 * MIB, 50 * MIB]
+    w = chain_workload(2, 64 * MIB, flops=2 * 64 * MIB * 4096, tide_bytes=tide)
+    machine = ps.machine("rtx4090", gpu_memory="3GB")
+    plans = []
+    for planned in ps.compare(w, machine, policies=["zero_offload", "tide"], barrier_cost=False).planned.values():
+        plans.append(str(folder / f"{planned.policy}.json"))
+        planned.save(plans[-1])
+    assert main(["report", *plans, "-o", str(folder / "report.html"), "--quiet"]) == 0
+    return folder / "report.html"
+
+
+def test_the_report(browser: Browser, report: Path) -> None:
+    page = browser.open(report.as_uri())
+    charts = page.locator(".chart .main-svg").count()
+    assert charts >= 6
+    tide = page.locator("[data-figure='tide 0'] .xtitle")
+    assert tide.text_content() == "time in the iteration [s]"
+    page.get_by_role("button", name="by moment").click()
+    assert tide.text_content() == "moment"
+    paper = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(paper)
+    page.locator("[data-theme-button]").click()
+    assert page.evaluate(paper) != light
+    page.set_viewport_size({"width": 390, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert browser.log == [] and {*browser.asked} == {report.as_uri()}

@@ -1,0 +1,162 @@
+"""The report of plans: every figure on it is the timeline's, nothing is dropped, and the file needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.cli import main
+from pstar_sim.core.run_file import RunTimelines
+from pstar_sim.core.step import Queue
+from pstar_sim.planner.compare import Comparison
+from pstar_sim.report.byte_curves import byte_curves
+from pstar_sim.report.residence import AWAY, CONTENTS, residence
+from pstar_sim.report.web.charts import MOST_CORNERS, lanes_chart, themed, tide_chart
+from pstar_sim.sim.play import play
+from pstar_sim.testing import chain_workload
+from pstar_sim.units import GB, MIB
+
+TIDE = [200 * MIB, 400 * MIB, 600 * MIB, 800 * MIB, 800 * MIB, 600 * MIB, 400 * MIB, 200 * MIB, 50 * MIB]
+
+
+@pytest.fixture(scope="module")
+def compared() -> Comparison:
+    w = chain_workload(4, 64 * MIB, flops=2 * 64 * MIB * 4096, tide_bytes=TIDE)
+    return ps.compare(
+        w, ps.machine("rtx4090", gpu_memory="3GB"), policies=["zero_offload", "tide"], chunk_bytes=128 * MIB
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(compared: Comparison, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two plans, a run of one (its steps took other seconds), and their reports."""
+    folder = tmp_path_factory.mktemp("reports")
+    for policy in ("zero_offload", "tide"):
+        compared[policy].save(folder / f"{policy}.json")
+    plan = compared["tide"].plan
+    slower = replace(play(plan, jitter=lambda step, k: 1.0 + 0.4 * (step % 3)), source="measured")
+    RunTimelines(predicted=compared["tide"].timeline, measured=slower).save(folder / "run.json")
+    plans = [str(folder / f"{policy}.json") for policy in ("tide", "zero_offload")]
+    assert main(["report", *plans, "-o", str(folder / "two.html"), "--quiet"]) == 0
+    assert main(["report", plans[0], str(folder / "run.json"), "-o", str(folder / "run.html"), "--quiet"]) == 0
+    return folder
+
+
+def values(path: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="values">(.*?)</script>', path.read_text(encoding="utf-8"))
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
+def test_a_report_is_one_file_that_asks_for_nothing(folder: Path) -> None:
+    for name in ("two.html", "run.html"):
+        text = (folder / name).read_text(encoding="utf-8")
+        assert len(text.encode()) < 6e6
+        page = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)  # Plotly names sites that it never asks
+        assert not re.findall(r"(?:src|href)=[\"'](?!data:)", page) and "default-src 'none'" in page
+
+
+def test_the_bars_of_each_lane_add_up_to_what_the_queue_works(compared: Comparison) -> None:
+    timeline = compared["tide"].timeline
+    chart = lanes_chart(timeline, right_s=timeline.iteration_s)
+    seconds: dict[str, float] = {}
+    for trace in chart.figure["data"]:
+        for lane, length in zip(trace["y"], trace["x"]):
+            seconds[lane] = seconds.get(lane, 0.0) + length
+    assert chart.notes == ()
+    for lane, queue in (("compute", "compute"), ("host to GPU", "h2d"), ("GPU to host", "d2h"), ("CPU Adam", "adam")):
+        assert seconds[lane] == pytest.approx(timeline.busy_s[queue], rel=1e-4)
+    assert seconds["compute waits"] == pytest.approx(sum(timeline.stall_s.values()), rel=1e-4)
+
+
+def test_bars_that_are_too_short_to_see_are_joined_and_counted(compared: Comparison) -> None:
+    """A thousand steps of 1 ms, and a thousand pauses, in an iteration of 2 s: bars of 5 ms hold them all."""
+    timeline = compared["tide"].timeline
+    first = next(s for s in timeline.spans if s.queue is Queue.H2D)
+    compute = next(s for s in timeline.spans if s.queue is Queue.COMPUTE)
+    spans = [replace(first, iteration=0, start_s=n * 2e-3, end_s=n * 2e-3 + 1e-3, bytes=1) for n in range(1000)]
+    whole = replace(compute, iteration=0, ready_s=0.0, start_s=0.0, end_s=2.0)
+    many = replace(timeline, iterations=1, iteration_s=2.0, spans=(whole, *spans))
+    chart = lanes_chart(many, right_s=2.0)
+    (fetches,) = [trace for trace in chart.figure["data"] if trace["name"] == "fetch"]
+    assert len(fetches["x"]) < 500
+    counts = [re.match(r"(\d+) x fetch", words) for words in fetches["customdata"]]
+    assert sum(int(found[1]) if found else 1 for found in counts) == 1000
+    assert chart.notes and chart.notes[0].startswith("1001 steps and waits are drawn as")
+
+
+def test_a_curve_of_thousands_of_changes_keeps_its_peak_and_says_what_was_joined(compared: Comparison) -> None:
+    timeline = compared["tide"].timeline
+    sample = timeline.samples[0]
+    rows = [replace(sample, time_s=n / 5000, place="gpu", category="param", bytes=GB) for n in range(5000)]
+    rows[3210] = replace(rows[3210], bytes=2 * GB)
+    many = replace(timeline, iteration_s=1.0, samples=rows)
+    chart = tide_chart(many, x="time", right=1.0, top_bytes=3 * GB)
+    drawn = chart.figure["data"][0]
+    assert len(drawn["x"]) == MOST_CORNERS + 1 and max(drawn["y"]) == 2.0
+    assert "5000 changes are drawn as" in chart.notes[0]
+
+
+@pytest.mark.parametrize("policy", ["zero_offload", "tide"])
+def test_the_map_of_chunks_holds_the_bytes_that_the_timeline_counts(compared: Comparison, policy: str) -> None:
+    """Chunks that are there take no more than what the timeline counts, and just that where only parameters are."""
+    planned = compared[policy]
+    found = residence(planned.plan, planned.timeline, bins=400)
+    curves = byte_curves(planned.timeline)
+    middle = (found.edges_s[1:] + found.edges_s[:-1]) / 2
+    at = np.clip(np.searchsorted(curves.edges, middle, side="right") - 1, 0, len(curves.edges) - 2)
+    chunks = np.array([planned.plan.layout.payload_bytes(c, "param") for c in range(found.chunks)])
+    least = ((found.contents != AWAY) * chunks[:, np.newaxis]).sum(axis=0)
+    model = (curves.model_data - curves.values["buffer"])[at]
+    near = np.diff(found.edges_s)[0] * 2
+    calm = [np.abs(curves.edges - m).min() > near for m in middle]  # bins in which nothing changes
+    assert sum(calm) > 20 and (least[calm] <= model[calm]).all()
+    plain = np.array(calm) & (found.contents <= CONTENTS.index("parameters")).all(axis=0)
+    assert (least[plain] == curves.values["param"][at][plain]).all()
+    assert plain.sum() > 20 or policy == "tide"  # some chunk of tide always has its states there
+
+
+def test_the_run_is_drawn_over_its_prediction_by_moment(folder: Path) -> None:
+    page = values(folder / "run.html")
+    assert page["x"] == "moment" and {"tide 0 time", "tide 0 moment"} <= page["figures"].keys()
+    names = [trace.get("hovertemplate", "") for trace in page["figures"]["tide 0 moment"]["data"]]
+    assert any(name.startswith("measured model data") for name in names)
+    text = (folder / "run.html").read_text(encoding="utf-8")
+    assert "tide, predicted beside tide, measured" in text and "% longer" in text and ">difference<" in text
+
+
+def test_both_plans_share_their_axes(folder: Path) -> None:
+    figures = values(folder / "two.html")["figures"]
+    for kind in ("tide {} time", "tide {} moment", "lanes {}", "chunks {}"):
+        one, other = (figures[kind.format(n)]["layout"] for n in (0, 1))
+        assert one["xaxis"]["range"] == other["xaxis"]["range"]
+    assert figures["tide 0 time"]["layout"]["yaxis"]["range"] == figures["tide 1 time"]["layout"]["yaxis"]["range"]
+
+
+def test_every_colour_of_the_theme_is_known() -> None:
+    assert themed({"a": ["@ink", 1, {"b": "@paper"}]}, "dark") == {"a": ["#e8e8e8", 1, {"b": "#16181c"}]}
+
+
+def test_mistakes_are_named(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = str(folder / "none.html")
+    assert main(["report", str(folder / "run.json"), "-o", out]) == 2
+    assert "give the plan before what a run of it kept" in capsys.readouterr().err
+    assert main(["report", str(folder / "no.json"), "-o", out, "--quiet"]) == 2
+    assert "no.json" in capsys.readouterr().err
+    assert main(["report", str(folder / "zero_offload.json"), str(folder / "run.json"), "-o", out, "--quiet"]) == 2
+    assert "not of this plan" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    from pstar_sim.report.web import document
+
+    document.plotly_script.cache_clear()
+    assert main(["report", str(folder / "tide.json"), "-o", out, "--quiet"]) == 2
+    assert "pip install 'pstar-sim[report]'" in capsys.readouterr().err
+    assert not Path(out).exists()
