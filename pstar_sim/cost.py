@@ -225,6 +225,25 @@ def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
     return {(t, w.moments[m].micro_batch): m for m, tensors in enumerate(w.gradients) for t in tensors}
 
 
+def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
+    """The link of a host that can pin a part of its memory only: the part of the job's parameters and states that can
+    be pinned passes at the link's rates, the rest at its pageable rate. Rates are means over all bytes."""
+    host = machine.host
+    if host.pinned_bytes is None or link.pageable_bytes_per_s is None:
+        return link
+    lists = ("param", *layout.state_lists)
+    home_bytes = sum(
+        layout.payload_bytes(c.index, name) for c in layout.chunks for name in (lists[:1] if c.frozen else lists)
+    )
+    pinned = min(1.0, host.pinned_bytes / machine.local_ranks / max(1, home_bytes))
+    pageable = link.pageable_bytes_per_s
+
+    def mean(rate: float) -> float:
+        return 1 / (pinned / rate + (1 - pinned) / min(rate, pageable))
+
+    return replace(link, h2d_bytes_per_s=mean(link.h2d_bytes_per_s), d2h_bytes_per_s=mean(link.d2h_bytes_per_s))
+
+
 class CostModel:
     """Nominal seconds of every step of a plan for `workload` (one rank's) on `machine` with `layout`.
 
@@ -237,7 +256,8 @@ class CostModel:
         self.machine = machine
         self.layout = layout
         self.gpu = machine.gpu if rank is None else machine.ranks[rank].gpu
-        self.link = expected_link(machine) if rank is None else machine.ranks[rank].link
+        link = expected_link(machine) if rank is None else machine.ranks[rank].link
+        self.link = _link_of_pins(link, machine, layout)
         self._products: dict[Product, tuple[int, float]] = {}
 
     @cached_property

@@ -150,6 +150,7 @@ class Catalog:
             latency_s=disks.latency_us * 1e-6,
             measured=disks.calibrated is not None,
             source=_source(disks),
+            life_bytes=None if disks.life_tb is None else round(disks.life_tb * 1e12),
         )
 
     def host(self, name: str) -> Host:
@@ -171,6 +172,7 @@ class Catalog:
             source=_source(host),
             adam_table=_adam_curve(e),
             dram_measured=dram is not None,
+            pinned_bytes=None if host.pinned_gb is None else _bytes(host.pinned_gb),
         )
 
     def machine(self, name: str, efficiency: Efficiency | None = None) -> Machine:
@@ -193,6 +195,8 @@ class Catalog:
             efficiency = efficiency or fitted()
             node = self._fitted_ranks(e, node, efficiency)
             host = fitted_host(host, self.hosts[host.name].values.dram_peak_gb_per_s * GB, efficiency)
+        if given.unified:
+            host = self._shared_memory(e, host, node)
         root_rate = None if given.root_gb_per_s is None else given.root_gb_per_s * GB
         if given.gpus_per_root is not None:
             size = given.gpus_per_root
@@ -213,9 +217,20 @@ class Catalog:
             peer=peer,
             network=self._joined(e, "network", "node-node"),
             root_bytes_per_s=root_rate,
+            unified=given.unified,
             nvme=None if given.disks is None else self.nvme(e.known("set of disks", "disks", tuple(self.disks))),
         )
         return with_nodes(machine, given.nodes)
+
+    def _shared_memory(self, e: Entry[MachineEntry], host: Host, node: Sequence[Rank]) -> Host:
+        """The host of a unified machine, with what the GPUs leave it of its memory. Raises CatalogError where they
+        leave nothing."""
+        left = host.memory_bytes - sum(rank.gpu.usable_bytes for rank in node)
+        if left <= host.reserved_bytes:
+            raise e.refuse(
+                "host", f"one whose memory_gb is above usable_gb of {node[0].gpu.name} and reserved_gb together"
+            )
+        return replace(host, memory_bytes=left)
 
     def _fitted_ranks(self, e: Entry[MachineEntry], node: list[Rank], efficiency: Efficiency) -> list[Rank]:
         """The ranks of a machine with fitted rates or curves. Raises CatalogError for curves that nobody has."""

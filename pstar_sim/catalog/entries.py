@@ -143,6 +143,7 @@ class HostEntry(_Origin, frozen=True, kw_only=True):
 
     memory_gb: Annotated[_Gigabytes, says("DRAM")]
     reserved_gb: Annotated[float, between(0, 1e4), says("left for the system and the training process itself")]
+    pinned_gb: Annotated[_Gigabytes | None, says("the most that can be pinned; left out where all of it can")] = None
     dram_peak_gb_per_s: Annotated[_Rate, says("channels x transfer rate x 8 bytes, of the memory that copies reach")]
     dram_efficiency: Annotated[_Efficiency, says("what streaming reads and writes get of the peak")]
     cores: Annotated[int, between(1, 4096), says("physical cores that Adam may use")]
@@ -165,6 +166,9 @@ class DiskEntry(_Origin, frozen=True, kw_only=True):
     write_gb_per_s: Annotated[_LinkRate, says("large sequential writes of all disks at once, from the datasheet")]
     efficiency: Annotated[_Efficiency, says("what such accesses get of the datasheet's rates")]
     latency_us: Annotated[_Latency, says("of one access")]
+    life_tb: Annotated[
+        Annotated[float, between(1, 1e7)] | None, says("TB that may be written to all disks, by the maker's rating")
+    ] = None
     calibrated: Annotated[CalibratedDisk | None, says("effective values; they are used as they are")] = None
 
 
@@ -218,6 +222,9 @@ class MachineEntry(_Origin, frozen=True, kw_only=True):
         Literal["catalog", "fitted", "curves"],
         says("fitted: by the efficiency model instead of the parts' own rates; curves: matrix products by shape, too"),
     ] = "catalog"
+    unified: Annotated[
+        bool, says("GPU and CPU work in one memory, the host's: the GPU takes usable_gb of it, the host has the rest")
+    ] = False
     notes: Annotated[Text | None, says("what `pstar machines` prints")] = None
     price_usd_per_hour: Annotated[Annotated[float, between(1e-3, 1e4)] | None, says("of one node")] = None
     slowdowns: Annotated[Slowdowns | None, says("compute_while_adam = 1.2: compute takes 1.2 times as long then")] = (

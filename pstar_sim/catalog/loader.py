@@ -14,6 +14,7 @@ from pstar_sim.catalog.catalog import Catalog, load_catalog, with_nodes
 from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.catalog.mixed import mixed_machine, names_parts
 from pstar_sim.catalog.overrides import override, parse_settings
+from pstar_sim.catalog.pool import share_pool
 from pstar_sim.errors import CatalogError
 from pstar_sim.units import format_bytes
 
@@ -100,8 +101,10 @@ def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory
     """The machine with other memory sizes.
 
     gpu_memory: what a process can take of each GPU; the context still comes off it. host_memory: DRAM of a node; what
-    is reserved for the system still comes off it. Raises CatalogError where nothing would be left.
+    is reserved for the system still comes off it. On a unified machine the one is what the other leaves: give one of
+    them, or two that its memory has room for. Raises CatalogError where nothing would be left.
     """
+    pool_bytes = machine.pool_bytes
     if gpu_memory is not None:
         size = _size("gpu_memory", gpu_memory)
         for rank in machine.ranks:
@@ -111,7 +114,9 @@ def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory
         size = _size("host_memory", host_memory)
         _must_leave("host memory", size, machine.host.reserved_bytes, "the system", machine.name)
         machine = replace(machine, host=replace(machine.host, memory_bytes=size))
-    return machine
+    if pool_bytes is None:
+        return machine
+    return share_pool(machine, pool_bytes, gpu_given=gpu_memory is not None, host_given=host_memory is not None)
 
 
 def _with_memory(ranks: Iterable[Rank], size_bytes: int) -> Iterable[Rank]:

@@ -165,6 +165,7 @@ class Nvme:
     latency_s: latency of one access.
     measured: whether its figures are calibrated.
     source: where its figures come from.
+    life_bytes: bytes that may be written before the disks wear out, by the maker's rating; None: not known.
     """
 
     name: str
@@ -174,9 +175,10 @@ class Nvme:
     latency_s: float
     measured: bool
     source: str
+    life_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        positive = ("memory_bytes", "read_bytes_per_s", "write_bytes_per_s")
+        positive = ("memory_bytes", "read_bytes_per_s", "write_bytes_per_s", "life_bytes")
         _check("set of disks", self, positive=positive, natural=("latency_s",))
 
 
@@ -194,6 +196,7 @@ class Host:
     source: where its figures come from.
     adam_table: parameters/s by threads, where it was measured.
     dram_measured: whether dram_bytes_per_s was measured.
+    pinned_bytes: the most that can be pinned; None: all of it. Copies of what is not pinned run at the pageable rate.
     """
 
     name: str
@@ -206,9 +209,10 @@ class Host:
     source: str
     adam_table: Curve = ()
     dram_measured: bool = False
+    pinned_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        positive = ("memory_bytes", "dram_bytes_per_s", "adam_params_per_s")
+        positive = ("memory_bytes", "dram_bytes_per_s", "adam_params_per_s", "pinned_bytes")
         where = _check("host", self, positive=positive, natural=("reserved_bytes",), counts=("cores",))
         if self.memory_bytes <= self.reserved_bytes:
             raise CatalogError(
@@ -260,6 +264,8 @@ class Machine:
     nvme: disks of ONE node; its ranks share it as they share the host.
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
         "compute", "adam", "h2d" and "d2h", where measured.
+    unified: whether GPU and CPU work in one memory. What the GPU may take of it is the GPU's usable_bytes, the rest is
+        the host's memory_bytes; the link is a copy inside that memory.
     """
 
     name: str
@@ -274,6 +280,7 @@ class Machine:
     root_bytes_per_s: float | None = None
     nvme: Nvme | None = None
     slowdowns: Mapping[str, float] = field(default_factory=dict)
+    unified: bool = False
 
     def __post_init__(self) -> None:
         positive = ("price_usd_per_hour", "root_bytes_per_s")
@@ -283,6 +290,11 @@ class Machine:
             raise CatalogError(f"{where}: ranks = {self.ranks!r:.60}: it must be a tuple of Rank, one for each GPU")
         if len(self.ranks) % self.nodes:
             raise CatalogError(f"{where}: {len(self.ranks)} ranks on {self.nodes} nodes; each node has as many")
+        if self.host.pinned_bytes is not None and any(r.link.pageable_bytes_per_s is None for r in self.ranks):
+            raise CatalogError(
+                f"{where}: host {self.host.name} can pin {format_bytes(self.host.pinned_bytes)} only, so its link "
+                "needs the rate of copies of what is not pinned; give link.pageable (pageable_gb_per_s in a file)"
+            )
         shares = sum(rank.batch_share for rank in self.ranks)
         if abs(shares - 1) > _SHARES:
             raise CatalogError(
@@ -310,6 +322,13 @@ class Machine:
     def local_ranks(self) -> int:
         """Ranks of one node."""
         return len(self.ranks) // self.nodes
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """The one memory of a unified machine's node; None where GPUs have a memory of their own."""
+        if not self.unified:
+            return None
+        return self.host.memory_bytes + sum(rank.gpu.usable_bytes for rank in self.ranks[: self.local_ranks])
 
     @property
     def gpu_budget_bytes(self) -> int:

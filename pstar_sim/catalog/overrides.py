@@ -20,6 +20,7 @@ from typing import Any
 
 from pstar_sim.arguments import real
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.pool import share_pool
 from pstar_sim.errors import CatalogError
 from pstar_sim.schema.quantities import COUNT, FLAG, FLOPS, MONEY, PARAMS, RATE, SECONDS, SIZE, Quantity
 from pstar_sim.units import format_bytes
@@ -66,6 +67,9 @@ def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> 
     for path in _in_order(machine, given):
         machine = _put(machine, path, given[path])
     _check(machine, given)
+    if was.pool_bytes is not None:
+        host_given = "host.memory" in given
+        machine = share_pool(machine, was.pool_bytes, gpu_given="gpu.memory" in given, host_given=host_given)
     return _named(was, machine, given)
 
 
@@ -356,6 +360,12 @@ _PATHS: dict[str, _Path] = {
         1e13,
         lambda m: m.host.reserved_bytes,
         lambda m, v: _host(m, lambda h: replace(h, reserved_bytes=round(v))),
+    ),
+    "host.pinned": _Path(
+        SIZE,
+        *_SIZES,
+        lambda m: m.host.pinned_bytes,
+        lambda m, v: _host(m, lambda h: replace(h, pinned_bytes=round(v))),
     ),
     "host.dram": _Path(RATE, *_RATES, lambda m: m.host.dram_bytes_per_s, _dram),
     "host.cores": _Path(COUNT, 1, 4096, lambda m: m.host.cores, _cores),

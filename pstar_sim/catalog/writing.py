@@ -4,7 +4,7 @@ rounding."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
@@ -28,7 +28,8 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
     per_root = next((i for i, root in enumerate(roots) if root != roots[0]), local) if roots[0] is not None else None
     if roots != [None if per_root is None else i // per_root for i in range(local)]:
         raise CatalogError(f"machine {machine.name!r} has PCIe switches of different widths; write its file by hand")
-    made = [_gpu_part(machine.gpu), _link_part(machine.link), _host_part(machine.host)]
+    whole_host = replace(machine.host, memory_bytes=machine.pool_bytes or machine.host.memory_bytes)
+    made = [_gpu_part(machine.gpu), _link_part(machine.link), _host_part(whole_host)]
     if machine.peer is not None:
         made.append(_fabric_part(machine.peer, "gpu-gpu"))
     if machine.network is not None:
@@ -115,8 +116,10 @@ def _link_part(link: Link) -> _Part:
 
 def _host_part(host: Host) -> _Part:
     adam = {"adam_gparams_per_s": host.adam_params_per_s / 1e9}
+    pinned = {} if host.pinned_bytes is None else {"pinned_gb": host.pinned_bytes / GB}
     fixed = {
         "memory_gb": host.memory_bytes / GB,
+        **pinned,
         "reserved_gb": host.reserved_bytes / GB,
         "dram_peak_gb_per_s": host.dram_bytes_per_s / GB,
         "dram_efficiency": 1,
@@ -149,6 +152,8 @@ def _disks_part(disks: Nvme) -> _Part:
         "write_gb_per_s": disks.write_bytes_per_s / GB,
     }
     fixed = {"size_gb": disks.memory_bytes / GB, "efficiency": 1, "latency_us": disks.latency_s * 1e6}
+    if disks.life_bytes is not None:
+        fixed["life_tb"] = disks.life_bytes / 1e12
     return _Part(
         name=f"disks.{_key(disks.name)}",
         values={**fixed, **rate},
@@ -170,6 +175,8 @@ def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
             whole["root_gb_per_s"] = machine.root_bytes_per_s / GB
     if machine.price_usd_per_hour is not None:
         whole["price_usd_per_hour"] = machine.price_usd_per_hour / machine.nodes
+    if machine.unified:
+        whole["unified"] = True
     if machine.nodes > 1:
         whole["nodes"] = machine.nodes
     if machine.peer is not None:

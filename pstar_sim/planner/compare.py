@@ -26,6 +26,7 @@ from pstar_sim.planner.binding import bound_by
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
+from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.collector import without_garbage_collection
@@ -329,7 +330,11 @@ def _compare(
         batch=share.batch,
         rows=tuple(rows),
         planned=planned,
-        notes=(*found.gains, *unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu)),
+        notes=(
+            *found.gains,
+            *unmodelled_notes(workload, machine, timelines, short_of_gpu=short_of_gpu),
+            *machine_notes(machine, [(p.plan, p.timeline) for p in planned.values()]),
+        ),
         named=named,
     )
 

@@ -65,15 +65,16 @@ class Elsewhere:
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
-        """Other machines of the catalog with as many GPUs: the smallest GPU first, and among equal GPUs the largest
-        host first."""
+        """Other machines of the catalog with as many GPUs, unified only if this one is: the smallest GPU first, and
+        among equal GPUs the largest host first."""
         known: list[Machine] = []
         for name in machine_names():
             try:
                 one = load_machine(name)
             except PstarError:  # "here" may know no GPU, "virtual" no size: neither can be recommended
                 continue
-            if len(one.ranks) == len(self.machine.ranks) and one.name != self.machine.name:
+            alike = len(one.ranks) == len(self.machine.ranks) and one.unified == self.machine.unified
+            if alike and one.name != self.machine.name:
                 known.append(one)
         return tuple(sorted(known, key=lambda m: (m.gpu_budget_bytes, -m.host_budget_bytes)))
 

@@ -1,0 +1,49 @@
+"""The one memory of a unified machine: what its GPUs take of it, its host does not have. Nothing is counted twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.errors import CatalogError
+from pstar_sim.units import format_bytes
+
+__all__ = ["share_pool"]
+
+
+def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given: bool) -> Machine:
+    """`machine`, whose GPUs and host together have the memory of a node.
+
+    pool_bytes: that memory.
+    gpu_given, host_given: whether the share of the GPUs, of the host was given by hand; the other share follows.
+
+    Raises CatalogError where the shares given are more than the memory, or leave nothing for the other.
+    """
+    gpus = machine.ranks[: machine.local_ranks]
+    taken = sum(rank.gpu.usable_bytes for rank in gpus)
+    left = pool_bytes - (machine.host.memory_bytes if host_given and not gpu_given else taken)
+    if gpu_given and host_given:
+        if machine.host.memory_bytes > left:
+            raise CatalogError(
+                f"{machine.name} has one memory of {format_bytes(pool_bytes)} for GPU and host; "
+                f"{format_bytes(taken)} and {format_bytes(machine.host.memory_bytes)} are more than that"
+            )
+        return machine
+    if host_given:
+        each = left // len(gpus)
+        context = max(rank.gpu.context_bytes for rank in gpus)
+        if each <= context:
+            raise _nothing_left(machine, pool_bytes, "the GPU")
+        ranks = tuple(replace(r, gpu=replace(r.gpu, usable_bytes=min(each, r.gpu.memory_bytes))) for r in machine.ranks)
+        return replace(machine, ranks=ranks)
+    if not gpu_given and left >= machine.host.memory_bytes:
+        return machine
+    if left <= machine.host.reserved_bytes:
+        raise _nothing_left(machine, pool_bytes, "the host")
+    return replace(machine, host=replace(machine.host, memory_bytes=left))
+
+
+def _nothing_left(machine: Machine, pool_bytes: int, whom: str) -> CatalogError:
+    return CatalogError(
+        f"{machine.name} has one memory of {format_bytes(pool_bytes)} for GPU and host; that leaves nothing for {whom}"
+    )

@@ -1,0 +1,49 @@
+"""Notes of an answer on what the machine does to it: one memory for CPU and GPU, little pinned memory, disks that wear
+out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.units import format_bytes
+
+__all__ = ["disk_life", "machine_notes"]
+
+_DAY_S = 86_400.0
+_DAYS_OF_A_YEAR = 365.25
+
+
+def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> list[str]:
+    """The notes of an answer on a machine. plans: of each policy that fits, with its timeline."""
+    plans = list(plans)
+    copies = any(plan.moved_bytes["h2d"] or plan.moved_bytes["d2h"] for plan, _ in plans)
+    notes = []
+    if machine.pool_bytes is not None:
+        notes.append(
+            f"{machine.name} has one memory of {format_bytes(machine.pool_bytes)} for CPU and GPU: what the GPU may "
+            "use is not counted for the host (--host-memory SIZE moves the border), and offloading is a copy inside it"
+        )
+    if machine.host.pinned_bytes is not None and copies:
+        notes.append(
+            f"the host can pin {format_bytes(machine.host.pinned_bytes)}: what a job keeps there beyond that is copied "
+            f"at the pageable rate, {format_bytes(machine.link.pageable_bytes_per_s or 0)}/s"
+        )
+    return [*notes, *(line for plan, timeline in plans if (line := disk_life(plan, timeline.iteration_s)))]
+
+
+def disk_life(plan: Plan, iteration_s: float) -> str:
+    """What a plan writes to the disks of a node per day, beside what they are rated for; empty for a plan that leaves
+    the disks alone. iteration_s: seconds per iteration."""
+    disks, written = plan.machine.nvme, plan.moved_bytes.get("nvme_write", 0) * plan.machine.local_ranks
+    if disks is None or not written:
+        return ""
+    per_day = written / iteration_s * _DAY_S
+    said = f"{plan.policy} writes {per_day / 1e12:,.1f} TB per day to the disks of a node"
+    if disks.life_bytes is None:
+        return f"{said}; how much may be written to {disks.name} is not known"
+    days = disks.life_bytes / per_day
+    life = f"{days / _DAYS_OF_A_YEAR:.1f} years" if days >= _DAYS_OF_A_YEAR else f"{days:,.0f} days"
+    return f"{said}; {disks.name} is rated for {disks.life_bytes / 1e12:,.0f} TB, which lasts {life}"
