@@ -420,8 +420,8 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
     assert yes[1].startswith("tide needs at least 10.4 GB of 22.2 GB of GPU memory and 256.0 GB of 504.0 GB of host")
 
     # nothing helps all_on_gpu, and optimal needs more of the host too
-    both = fits(preset("12B", batch=1, seq=64), ps.machine("t4"), policies=["all_on_gpu"])
-    assert both.change == SmallestChange(words="with --policy optimal --host-memory 192GB", policies=("optimal",))
+    both = fits(preset("15B", batch=1, seq=64), ps.machine("t4"), policies=["all_on_gpu"])
+    assert both.change == SmallestChange(words="with --policy optimal --host-memory 256GB", policies=("optimal",))
 
 
 def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_is_unvalidated() -> None:
