@@ -100,12 +100,14 @@ def _to_json(plan: Plan) -> str:
 
 
 def _machine_to_dict(machine: Machine) -> dict[str, object]:
-    """The machine as plain values. `products` of a GPU is left out where there is none: such files are as they were
-    before the field existed."""
+    """The machine as plain values. Fields that the first files did not have are left out where they say nothing: such
+    files are as they were before the fields existed."""
     values = dataclasses.asdict(machine)
-    for rank in values["ranks"]:
-        if rank["gpu"]["products"] is None:
-            del rank["gpu"]["products"]
+    newer = [(rank["gpu"], "products") for rank in values["ranks"]]
+    newer += [(values["host"], "pinned_bytes"), (values["nvme"] or {}, "life_bytes"), (values, "unified")]
+    for part, name in newer:
+        if not part.get(name):
+            part.pop(name, None)
     return values
 
 
