@@ -44,7 +44,7 @@ def demo(
     from pstar_sim.planner.compare import compare
     from pstar_sim.report.run_figures import figures_text, losses_text
     from pstar_sim.report.tables import comparison_text
-    from pstar_sim.report.tide_picture import tide_figure
+    from pstar_sim.report.tide_picture import spread, tide_figure
     from pstar_sim.terminal import terminal_width
     from pstar_sim.units import format_bytes
     from pstar_sim.workload.trace import save_trace
@@ -98,13 +98,13 @@ def demo(
     tell(explain_run(plan, machine, ran))
     if ran.timeline is not None:
         ran.timeline.save(out / "timeline.json")
-    drawn = [one.timeline for one in result.planned.values()]
-    figure = tide_figure(
-        drawn, measured=None, title=f"{MODEL}, batch {BATCH}, sequence {SEQUENCE}, {GPU_MEMORY} of GPU memory"
-    )
-    save_picture(figure, out / "tide.png", dpi=120)
-    title = f"{plan.policy}: predicted (areas) and measured (line)"
-    save_picture(tide_figure([predicted], measured=ran.timeline, title=title), out / "measured.png", dpi=120)
+    drawn = [one.timeline for one in spread(result)]
+    fitting = len(result.planned)
+    which = f"{len(drawn)} of the {fitting} policies that fit, from the slowest to the fastest: the shorter, the faster"
+    job_words = f"{MODEL}, batch {BATCH}, sequence {SEQUENCE}, {GPU_MEMORY} of GPU memory"
+    save_picture(tide_figure(drawn, xs=("time",), title=f"{job_words}; {which}"), out / "tide.png", dpi=110)
+    title = f"{plan.policy}, {MODEL}: a run over its prediction, moment by moment; below, both by time"
+    save_picture(tide_figure([predicted], measured=ran.timeline, title=title), out / "measured.png", dpi=110)
     summary = {"losses": losses, "figures": figures_as_json(rows), "deviations": list(ran.deviations)}
     write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     tell(f"\nin {out}: " + " ".join(sorted(p.name for p in out.iterdir())))

@@ -281,8 +281,8 @@ def tide(
     ] = None,
     path: Annotated[str, output("picture to write")] = "tide.png",
 ) -> int:
-    """Draw GPU memory over an iteration, stacked by what fills it: non-model data, param16, gradients, optimizer
-    states, free; policies side by side."""
+    """Draw GPU memory over an iteration, stacked by what fills it: non-model data, parameters, gradients, optimizer
+    states, free; policies below each other."""
     from pstar_sim.report.tide_picture import tide_figure
 
     if not plans:

@@ -133,7 +133,7 @@ def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: Ru
 
         w = plan.workload
         each = " per GPU" if len(plan.machine.ranks) > 1 else ""
-        title = f"{plan.policy}, {w.model}, batch {w.batch}{each}: predicted (areas) and measured (lines)"
+        title = f"{plan.policy}, {w.model}, batch {w.batch}{each}: a run over its prediction; below, both by time"
         save_picture(tide_figure([predicted], measured=result.timeline, title=title), Path(flags.plot), dpi=150)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from pstar_sim.core.step import Kind
 
-__all__ = ["BINDS", "CATEGORIES", "PHASES", "POLICIES", "SPARE", "STEPS", "policy_colour"]
+__all__ = [
+    "BINDS", "BLUE", "CATEGORIES", "GREEN", "GREY", "ORANGE", "PHASES", "PINK", "POLICIES", "SKY", "SPARE", "STEPS",
+    "VERMILION", "WINE", "YELLOW", "policy_colour",
+]  # fmt: skip
 
 GREEN, BLUE, ORANGE, PINK = "#009E73", "#0072B2", "#E69F00", "#CC79A7"
 SKY, VERMILION, YELLOW, WINE, GREY = "#56B4E9", "#D55E00", "#F0E442", "#882255", "#999999"

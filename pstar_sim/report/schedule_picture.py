@@ -17,6 +17,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.compare import Planned
 from pstar_sim.report.byte_curves import steady_start_s
+from pstar_sim.report.legends import Handles, shared_legend
 from pstar_sim.report.palette import PHASES, STEPS
 from pstar_sim.units import format_s
 
@@ -61,17 +62,14 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
     ax.set_title(f"{label}: {format_s(timeline.iteration_s)} per iteration", fontsize=10, loc="left")
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
-    ax.legend(
-        list(bars.values()), list(bars), loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0,
-        frameon=False, fontsize=8,
-    )  # fmt: skip
+    shared_legend(ax, bars, "schedule", _in_order)
     return ax
 
 
 def _draw_bars(
     ax: Any, timeline: Timeline, shown: list[tuple[Span, float, float]], rows: list[Queue]
 ) -> dict[str, Any]:
-    """A bar per span in the row of its queue. Returns one bar per name, in the order of the legend."""
+    """A bar per span in the row of its queue. Returns one bar per name."""
     found: dict[str, Any] = {}
     for span, start_s, end_s in shown:
         row = rows.index(span.queue)
@@ -83,8 +81,13 @@ def _draw_bars(
         number = span.moment if span.kind is Kind.COMPUTE else span.chunk
         if number is not None and share > 0.012 * len(str(number)):
             ax.text((start_s + end_s) / 2, row, str(number), ha="center", va="center_baseline", fontsize=7, color=ink)
+    return found
+
+
+def _in_order(handles: Handles) -> list[str]:
+    """Names of the legend: phases, then kinds of steps."""
     order = [*PHASES, *(name for name, _, _ in STEPS.values())]
-    return {name: found[name] for name in sorted(found, key=lambda n: order.index(n) if n in order else len(order))}
+    return sorted(handles, key=lambda n: order.index(n) if n in order else len(order))
 
 
 def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:

@@ -14,7 +14,7 @@ import numpy as np
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.sweep import COLUMNS
-from pstar_sim.report.palette import BINDS, policy_colour
+from pstar_sim.report.palette import BINDS, ORANGE, PINK, SKY, YELLOW, policy_colour
 from pstar_sim.report.tables import BINDS_NAMES
 from pstar_sim.units import GB
 
@@ -48,7 +48,7 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
                 continue
             y = at + (n - (len(policies) - 1) / 2) * thick
             _bar(ax, y, row, thick, widest, policy_colour(policy, n), machine=one.machine.name, legend=at == 0)
-    ax.set_yticks(range(len(limits)), [one.machine.name for one in limits], fontsize=9)
+    ax.set_yticks(range(len(limits)), [_with_memory(one) for one in limits], fontsize=9)
     ax.invert_yaxis()
     ax.set_xlim(0, widest * 1.1)
     ax.set_xlabel("largest model [billion parameters]", fontsize=9)
@@ -56,6 +56,13 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
     _plain(ax)
     ax.tick_params(axis="y", length=0)
     return ax
+
+
+def _with_memory(limits: Limits) -> str:
+    """The machine and what each of its GPUs has: machines of equal GPUs may differ in host memory."""
+    m = limits.machine
+    each = "" if len(m.ranks) == 1 else " per GPU"
+    return f"{m.name}\n{m.gpu_budget_bytes / GB:.0f} GB of GPU and\n{m.host_budget_bytes / GB:.0f} GB of RAM{each}"
 
 
 def _bar(
@@ -108,7 +115,7 @@ def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None
             known = isinstance(value, str)  # not known: it does not fit
             name = BINDS_NAMES.get(value, value) if known else "no"
             _field(ax, column, row, BINDS.get(value, NOTHING) if known else NOTHING)
-            ax.text(column, row, name, ha="center", va="center", fontsize=8, color="white" if known else "black")
+            ax.text(column, row, name, ha="center", va="center", fontsize=9, color=_ink(value) if known else "black")
     _label(ax, table, x, y)
     return ax
 
@@ -187,6 +194,10 @@ def _label(ax: Axes, table: pandas.DataFrame, x: str, y: str) -> None:
     ax.tick_params(length=0)
     for side in ("top", "right", "left", "bottom"):
         ax.spines[side].set_visible(False)
+
+
+def _ink(binds: Any) -> str:
+    return "black" if BINDS.get(binds, NOTHING) in (SKY, ORANGE, YELLOW, PINK, NOTHING) else "white"
 
 
 def _field(ax: Axes, column: int, row: int, colour: Any) -> None:

@@ -1,12 +1,16 @@
 """The tide picture: what fills the GPU at every instant of an iteration.
 
-[Note: reading a tide picture] Model data (optimizer states, param16, gradients, buffers) stands on the floor;
+[Note: reading a tide picture] Model data (optimizer states, parameters, gradients, buffers) stands on the floor;
 non-model data hangs from the capacity line, so its lower edge is the capacity that is left for chunks: the tide line.
 White between the two is free. A policy that does not look at the tide plans with one constant capacity, that of the
 tide's peak: everything between this constant (dotted) and the tide line is room it can never use (hatched).
 
 A measured timeline is laid over the first prediction as lines: the tide line and the model data that were measured, the
-measured phases as a second strip. The hatching is left out then, and the time axis ends where the longer one ends.
+measured phases as a second strip. The hatching is left out then, and the time axis ends where the longer one ends. A
+whole figure lays one over the other by moment; by time it shows them below each other, on one axis of time.
+
+[Note: one axis of time] Timelines that are drawn together share the axis of time, so that the faster one is the shorter
+one.
 
 Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `curves`; knows no policy.
 """
@@ -14,6 +18,7 @@ Draws on the axes it is given, opens no window, calls no `show`. Knows matplotli
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,25 +29,27 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Comparison, Planned
 from pstar_sim.report.byte_curves import Curves, byte_curves, phase_bands
+from pstar_sim.report.legends import Handles, shared_legend
 from pstar_sim.report.palette import CATEGORIES as COLOURS
 from pstar_sim.report.palette import PHASES as PHASE_COLOURS
-from pstar_sim.units import GB, KB, MB, format_s
+from pstar_sim.units import GB, KB, MB, format_bytes, format_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["NAMES", "plot_tide", "tide_figure"]
+__all__ = ["NAMES", "plot_tide", "spread", "tide_figure"]
 
 NAMES = {
     "states": "optimizer states",
-    "param": "parameters (param16)",
+    "param": "parameters",
     "grad": "gradients",
     "buffer": "buffers",
     "non-model": "non-model (the tide)",
     "free": "free",
 }
 _WASTE = "free, but out of reach of a static partition"
+STRIP_POINTS, LETTER_POINTS = 12, 5.2  # height of a strip of phases; width of one of its letters
 
 
 def plot_tide(
@@ -53,9 +60,10 @@ def plot_tide(
     measured: Timeline | None = None,
     place: str = "gpu",
 ) -> Any:
-    """Draw one timeline, or several side by side with one y axis. Returns the axes (an array of them for several).
+    """Draw one timeline, or several with the same axes. Returns the axes (an array of them for several).
 
-    timelines: a timeline or a plan of a comparison, a list of them, or a comparison, of which every plan is drawn.
+    timelines: a timeline or a plan of a comparison, a list of them, or a comparison, of which up to three plans are
+        drawn: the slowest, the one in the middle and the fastest.
     x: "time" (seconds) or "moment".
     measured: a recorded timeline drawn as lines over the first one.
     ax: where to draw; as many axes as timelines; None makes a figure.
@@ -68,19 +76,67 @@ def plot_tide(
     if measured is not None:
         instance("measured", measured, Timeline, "a Timeline")
     axes = _axes_for(ax, len(many))
+    shared_legend(axes[-1], _plot(many, axes, x, place, measured), "tide", _in_order)
+    return axes[0] if isinstance(timelines, Timeline | Planned) else np.array(axes, dtype=object)
+
+
+def _plot(
+    many: Sequence[Timeline],
+    axes: Sequence[Any],
+    x: str,
+    place: str,
+    measured: Timeline | None,
+    *,
+    hatch: bool = True,
+) -> Handles:
+    """Draw each timeline on its axes, all with the same x and y axis. Returns what a legend shows. hatch: what a static
+    partition cannot reach."""
     top = max(_capacity(t, place) for t in many)
     unit, name = next((u for u in ((GB, "GB"), (MB, "MB"), (KB, "kB")) if top >= u[0]), (1, "B"))
-    handles: dict[str, Any] = {}
+    handles: Handles = {}
+    right = 0.0
     for i, (timeline, one) in enumerate(zip(many, axes)):
         over = measured if i == 0 else None
-        _draw(timeline, one, x, place, unit, handles, hatch=over is None)
+        strip = _Strip.on(one, top / unit, 1 if over is None or x == "moment" else 2)
+        _draw(timeline, one, x, place, unit, handles, strip, hatch=hatch and over is None)
         if over is not None:
-            _overlay(timeline, over, one, x, place, unit, handles)
-        one.set_ylim(0, top / unit * (1.09 if measured is None else 1.15))
-        if i == 0:
+            _overlay(timeline, over, one, x, place, unit, handles, strip)
+        one.set_ylim(0, strip.end)
+        right = max(right, one.get_xlim()[1])
+        if one.get_subplotspec() is None or one.get_subplotspec().is_first_col():
             one.set_ylabel(f"{place.upper()} memory [{name}]")
-    _legend(axes[-1], handles)
-    return axes[0] if isinstance(timelines, Timeline | Planned) else np.array(axes, dtype=object)
+    for one in axes:
+        one.set_xlim(one.get_xlim()[0], right)
+    return handles
+
+
+@dataclass(frozen=True)
+class _Strip:
+    """Strips above the capacity line that name phases, each tall enough for its letters.
+
+    start: where the first one begins, in the unit of the y axis. height: of each. end: end of the y axis.
+    """
+
+    start: float
+    height: float
+    end: float
+
+    @classmethod
+    def on(cls, ax: Axes, capacity: float, strips: int) -> _Strip:
+        points = _size_points(ax)[1]
+        share = min(0.3, (STRIP_POINTS + 2) * strips / points)  # of the axes
+        whole = capacity / (1 - share - 2 / points)
+        gap = 2 / points * whole
+        return cls(start=capacity + gap, height=STRIP_POINTS / points * whole, end=whole + gap)
+
+
+def _size_points(ax: Axes) -> tuple[float, float]:
+    """Width and height of the axes in points, as far as they are known before the layout."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    box = ax.get_position()
+    width, height = figure.get_size_inches()
+    return box.width * width * 72, box.height * height * 72
 
 
 def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
@@ -88,9 +144,9 @@ def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
     if ax is None:
         from matplotlib import pyplot
 
-        width = max(9.0, 2.8 + 4.2 * count)
-        _, made = pyplot.subplots(1, count, sharey=True, figsize=(width, 4.6), layout="constrained", squeeze=False)
-        return list(made[0])
+        size = (11.0, 1.0 + 2.9 * count)
+        _, made = pyplot.subplots(count, 1, sharex=True, sharey=True, figsize=size, layout="constrained", squeeze=False)
+        return list(made[:, 0])
     axes = [ax] if hasattr(ax, "plot") else list(names("ax", ax, "an Axes, or a list with one Axes per timeline"))
     if not all(hasattr(one, "plot") for one in axes):
         raise refused("ax", ax, "an Axes, or a list with one Axes per timeline")
@@ -103,11 +159,19 @@ def _timelines(given: object) -> list[Timeline]:
     """The timelines to draw. Raises PstarError for an empty list, and for a value without a timeline."""
     rows = [given] if isinstance(given, Timeline | Planned) else given
     if isinstance(rows, Comparison):
-        rows = [rows[row.policy] for row in rows.rows if row.fits]
+        rows = spread(rows)
     if not isinstance(rows, Sequence) or not rows or not all(isinstance(row, Timeline | Planned) for row in rows):
         want = "a Timeline, a plan of a comparison, a list of these, or a Comparison in which a policy fits"
         raise refused("timelines", given, want)
     return [row.timeline if isinstance(row, Planned) else row for row in rows]
+
+
+def spread(comparison: Comparison) -> list[Planned]:
+    """Up to three plans of a comparison: the slowest, the one in the middle and the fastest."""
+    fitting = [comparison[row.policy] for row in comparison.rows if row.fits]
+    fitting.sort(key=lambda planned: -(planned.row.iteration_s or 0.0))
+    count = len(fitting)
+    return [fitting[n] for n in sorted({0, count // 2, count - 1})] if fitting else []
 
 
 def tide_figure(
@@ -117,24 +181,49 @@ def tide_figure(
     measured: Timeline | None = None,
     title: str = "",
 ) -> Figure:
-    """A whole figure without pyplot: a row for every x of `xs`, a column for every timeline. Save with
-    `.savefig(file)`.
+    """A whole figure without pyplot: a row for every timeline, a column for every x of `xs`, one legend below. Save it
+    with `.savefig(file)`.
+
+    measured: a run of the first timeline. By moment it is drawn over the prediction; by time the figure has a row for
+        each, on one axis of time. xs does not matter then.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(3.4 + max(6.6, 4.4 * len(timelines)), 0.6 + 3.9 * len(xs)), layout="constrained")
-    rows = figure.subplots(len(xs), len(timelines), sharey=True, squeeze=False)
-    for number, (row, x) in enumerate(zip(rows, xs)):
-        plot_tide(timelines, ax=list(row), x=x, measured=measured)
-        if number > 0:
-            for one in row:
-                one.set_title("", loc="left")
-            legend = row[-1].get_legend()
-            if legend is not None:
-                legend.remove()
-    if title:
-        figure.suptitle(title, fontsize=11, x=0.02, ha="left")
+    if measured is not None:
+        return _measured_figure(timelines[0], measured, title)
+    size = (11.0 if len(xs) == 1 else 14.0, 1.6 + 2.4 * len(timelines))
+    figure = Figure(figsize=size, layout="constrained")
+    cells = figure.subplots(len(timelines), len(xs), sharex="col", sharey=True, squeeze=False)
+    handles: Handles = {}
+    for column, x in enumerate(xs):
+        handles |= _plot(timelines, list(cells[:, column]), x, "gpu", None)
+        for one in cells[:-1, column]:
+            one.set_xlabel("")
+        for one in cells[:, column] if column else ():
+            one.set_title("", loc="left")
+    _legend_below(figure, handles, title)
     return figure
+
+
+def _measured_figure(predicted: Timeline, measured: Timeline, title: str) -> Figure:
+    """The run over its prediction by moment; below it both by time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.0, 9.4), layout="constrained")
+    over, *apart = figure.subplots(3, 1)
+    run = replace(measured, budget_bytes=measured.budget_bytes or predicted.budget_bytes, label="measured")
+    handles = _plot([predicted], [over], "moment", "gpu", measured)
+    handles |= _plot([predicted.labelled("predicted"), run], apart, "time", "gpu", None, hatch=False)
+    apart[0].set_xlabel("")
+    _legend_below(figure, handles, title)
+    return figure
+
+
+def _legend_below(figure: Figure, handles: Handles, title: str) -> None:
+    names = _in_order(handles)
+    figure.legend([handles[n] for n in names], names, loc="outside lower left", ncols=3, frameon=False, fontsize=9.5)
+    if title:
+        figure.suptitle(title, fontsize=12, x=0.01, ha="left")
 
 
 def _capacity(timeline: Timeline, place: str) -> int:
@@ -150,7 +239,9 @@ def _polyline(
     return np.repeat(curves.edges, 2)[1:-1], np.repeat(values, 2) / unit
 
 
-def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: dict[str, Any], *, hatch: bool) -> None:
+def _draw(
+    timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: Handles, strip: _Strip, *, hatch: bool
+) -> None:
     curves = byte_curves(timeline, x=x, place=place)
     capacity = _capacity(timeline, place)
     floor = np.zeros(len(curves.edges) - 1, np.int64)
@@ -184,40 +275,43 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
     handles["capacity (the plan's budget)"] = ax.axhline(
         capacity / unit, color="black", linestyle="--", linewidth=1.4, zorder=4
     )
-    _phases(timeline, ax, x, capacity / unit)
+    _phases(timeline, ax, x, strip)
     ax.set_xlim(curves.edges[0], curves.edges[-1])
     ax.set_xlabel("time in the iteration [s]" if x == "time" else "moment")
-    ax.set_title(
-        f"{timeline.label or timeline.source}: {format_s(timeline.iteration_s)} per iteration", fontsize=10, loc="left"
-    )
+    moved = timeline.moved_bytes.get("h2d")
+    copies = f", {format_bytes(moved)} copied to the GPU" if moved else ""
+    says = f"{timeline.label or timeline.source}: {format_s(timeline.iteration_s)} per iteration{copies}"
+    ax.set_title(says, fontsize=10.5, loc="left")
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
 
 
-def _phases(timeline: Timeline, ax: Axes, x: str, capacity: float, *, above: float = 0.0, shade: bool = True) -> None:
-    """A strip above the capacity line (by `above` of it), named, and faint shading under it."""
+def _phases(timeline: Timeline, ax: Axes, x: str, strip: _Strip, *, measured: bool = False) -> None:
+    """A strip above the capacity line, named where a name fits, and faint shading under it; the strip of a measured
+    timeline lies above that of its prediction and has no shading."""
     bands = phase_bands(timeline, x=x)
     if not bands:
         return
     whole = bands[-1].end - bands[0].start
-    low, high = capacity * (1.02 + above), capacity * (1.075 + above)
+    low = strip.start + (strip.height * 1.15 if measured else 0.0)
+    width = _size_points(ax)[0]
     for band in bands:
         colour = PHASE_COLOURS.get(band.name, "#CCCCCC")
-        ax.fill_between([band.start, band.end], low, high, color=colour, linewidth=0, zorder=2)
-        if shade and band.name != "FWD":
+        ax.fill_between([band.start, band.end], low, low + strip.height, color=colour, linewidth=0, zorder=2)
+        if not measured and band.name != "FWD":
             ax.axvspan(band.start, band.end, color="#000000", alpha=0.05, linewidth=0, zorder=0)
-        share = (band.end - band.start) / whole if whole > 0 else 0
-        label = band.name if share > 0.25 else band.name.split(" ")[0]
-        if not shade:
-            label += " measured"
-        if share > (0.06 if shade else 0.2):
+        room = (band.end - band.start) / whole * width if whole > 0 else 0.0
+        short = band.name.split(" ")[0]
+        labels = [f"{short} measured"] if measured else [band.name, short]
+        label = next((text for text in labels if len(text) * LETTER_POINTS < room), "")
+        if label:
             ink = "white" if band.name == "ADAM" else "black"
-            middle = (band.start + band.end) / 2
-            ax.text(middle, (low + high) / 2, label, ha="center", va="center", fontsize=7, color=ink, zorder=5)
+            at = (band.start + band.end) / 2, low + strip.height / 2
+            ax.text(*at, label, ha="center", va="center_baseline", fontsize=8, color=ink, zorder=5, clip_on=True)
 
 
 def _overlay(
-    predicted: Timeline, measured: Timeline, ax: Axes, x: str, place: str, unit: int, handles: dict[str, Any]
+    predicted: Timeline, measured: Timeline, ax: Axes, x: str, place: str, unit: int, handles: Handles, strip: _Strip
 ) -> None:
     curves = byte_curves(measured, x=x, place=place)
     capacity = _capacity(predicted, place)
@@ -230,26 +324,15 @@ def _overlay(
     ax.set_title(
         f"{predicted.label or 'plan'}: {format_s(predicted.iteration_s)} per iteration predicted, "
         f"{format_s(measured.iteration_s)} measured",
-        fontsize=10,
+        fontsize=10.5,
         loc="left",
     )
     if x == "time":
-        _phases(measured, ax, x, capacity / unit, above=0.062, shade=False)
+        _phases(measured, ax, x, strip, measured=True)
 
 
-def _legend(ax: Axes, handles: dict[str, Any]) -> None:
+def _in_order(handles: Handles) -> list[str]:
+    """Names of the legend, from the top of a picture to its floor."""
     order = [NAMES[c] for c in ("non-model", "buffer", "grad", "param", "states")]
     order += [_WASTE, "capacity of a static partition", "capacity (the plan's budget)"]
-    names = [n for n in order if n in handles] + [n for n in handles if n not in order]
-    figure = ax.get_figure(root=True)
-    if figure is not None and figure.get_layout_engine() is None:
-        figure.set_layout_engine("constrained")  # makes room for the legend beside the axes
-    ax.legend(
-        [handles[n] for n in names],
-        names,
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1.0),
-        borderaxespad=0.0,
-        frameon=False,
-        fontsize=8,
-    )
+    return [n for n in order if n in handles] + [n for n in handles if n not in order]

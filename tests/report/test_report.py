@@ -19,6 +19,7 @@ from pstar_sim.report.byte_curves import byte_curves, moment_windows, phase_band
 from pstar_sim.report.html import timeline_html
 from pstar_sim.report.palette import CATEGORIES as COLOURS
 from pstar_sim.report.perfetto import to_perfetto
+from pstar_sim.report.schedule_picture import plot_schedule
 from pstar_sim.report.tide_picture import plot_tide, tide_figure
 
 GB = 10**9
@@ -145,20 +146,54 @@ def test_no_hatching_where_the_tide_does_not_move() -> None:
     assert not [a for a in ax.collections if a.get_hatch()]
 
 
-def test_policies_side_by_side_share_the_y_axis_and_one_legend_outside() -> None:
-    figure = tide_figure([timeline(label="a"), timeline(label="b", param_gb=3)], xs=("time",))
+def test_policies_share_their_axes_and_one_legend_so_that_the_faster_one_is_shorter() -> None:
+    slow = dataclasses.replace(timeline(label="a"), iteration_s=6.0)
+    figure = tide_figure([slow, timeline(label="b", param_gb=3)], xs=("time",))
     first, second = figure.axes
-    assert first.get_ylim() == second.get_ylim()
+    assert first.get_ylim() == second.get_ylim() and first.get_xlim() == second.get_xlim() == (0, 6)
     assert first.get_title(loc="left").startswith("a: ") and second.get_title(loc="left").startswith("b: ")
-    assert first.get_legend() is None and second.get_legend() is not None
+    assert first.get_legend() is None and second.get_legend() is None and len(figure.legends) == 1
 
 
-def test_measured_is_drawn_over_predicted() -> None:
-    figure = tide_figure([timeline()], xs=("moment",), measured=timeline(source="measured", param_gb=3))
-    labels = [t.get_text() for t in figure.axes[0].get_legend().get_texts()]
+def test_pictures_in_the_subplots_of_one_figure_share_a_legend() -> None:
+    """The second picture has gradients, which the first one has not: the one legend names both."""
+    figure = Figure(figsize=(10, 6))
+    (left, right), (below, last) = figure.subplots(2, 2)
+    plot_tide(timeline(), ax=left)
+    samples = (ByteSample(0.0, "gpu", "grad", GB), ByteSample(0.0, "gpu", "non-model", GB))
+    plot_tide(dataclasses.replace(timeline(), samples=samples), ax=right, x="moment")
+    plot_schedule(timeline(), ax=below)
+    plot_schedule(timeline(), ax=last)
+    assert left.get_legend() is None and below.get_legend() is None
+    assert {"gradients", "parameters"} <= {t.get_text() for t in right.get_legend().get_texts()}
+    assert [t.get_text() for t in last.get_legend().get_texts()] == ["FWD", "BWD", "ADAM", "fetch"]
+
+
+def test_names_of_phases_stand_in_strips_that_hold_them() -> None:
+    """A strip is as tall as its letters, however low the axes; a name that its stretch cannot hold is left out."""
+    for height in (2.0, 6.0):
+        figure = Figure(figsize=(5, height))
+        ax = figure.subplots()
+        plot_tide(timeline(), ax=ax)
+        assert {text.get_text() for text in ax.texts} == {"FWD", "BWD", "ADAM"}
+        figure.canvas.draw()
+        letters = ax.texts[0].get_window_extent()
+        line = next(one for one in ax.lines if one.get_linestyle() == "--")
+        assert letters.y0 > ax.transData.transform((0, line.get_ydata()[0]))[1]
+    narrow = Figure(figsize=(0.9, 3)).subplots()
+    plot_tide(timeline(), ax=narrow)
+    assert "FWD" not in {text.get_text() for text in narrow.texts}
+
+
+def test_measured_is_drawn_over_predicted_by_moment_and_below_it_by_time() -> None:
+    slow = dataclasses.replace(timeline(source="measured", param_gb=3), iteration_s=9.0)
+    figure = tide_figure([timeline()], measured=slow)
+    over, predicted, measured = figure.axes
+    assert over.get_xlabel() == "moment" and predicted.get_xlim() == measured.get_xlim() == (0, 9)
+    labels = [t.get_text() for t in figure.legends[0].get_texts()]
     assert "measured model data" in labels and "measured tide line" in labels
-    (measured,) = [line for line in figure.axes[0].lines if line.get_color() == "black" and line.get_linestyle() == "-"]
-    assert measured.get_ydata().max() == 4
+    (line,) = [line for line in over.lines if line.get_color() == "black" and line.get_linestyle() == "-"]
+    assert line.get_ydata().max() == 4
 
 
 def test_a_figure_can_be_written_without_a_display(tmp_path: Path) -> None:

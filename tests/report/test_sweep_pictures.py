@@ -99,6 +99,7 @@ def test_bars_of_the_largest_models() -> None:
         "v100-32 zero_offload": 10.0, "v100-32 tide": 30.0, "rtx4090 zero_offload": 0.0, "rtx4090 tide": 8.0,
     }  # fmt: skip
     assert [text.get_text() for text in ax.texts] == ["10.0 B", "none", "30.0 B", "8.0 B"]
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["v100-32", "rtx4090"]
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert [text.split("\n")[0] for text in labels] == ["v100-32", "rtx4090"] and "30 GB of GPU" in labels[0]
     with pytest.raises(PstarError, match="answers of max_model"):
         plot_limits([])
