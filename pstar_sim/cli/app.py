@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from pstar_sim.cli import ablating, calibrating, capacity, demo, listing_commands, pages, planning, running, validate
+from pstar_sim.cli import (
+    ablating,
+    calibrating,
+    capacity,
+    demo,
+    exporting,
+    listing_commands,
+    pages,
+    planning,
+    running,
+    validate,
+)
 from pstar_sim.cli.exit_status import HELP
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.version import __version__
@@ -23,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for part in (planning, pages, running, demo, ablating, calibrating, capacity, validate, listing_commands):
+for part in (planning, exporting, pages, running, demo, ablating, calibrating, capacity, validate, listing_commands):
     app.add_typer(part.commands)
 
 

@@ -23,10 +23,12 @@ from pstar_sim.cli.flags import (
     output,
     policies,
 )
+from pstar_sim.cli.likes import OURS, Like, read_likes
 from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
+    from pstar_sim.frameworks.prediction import Prediction
     from pstar_sim.planner.limits import Limits
 
 __all__ = ["commands"]
@@ -52,27 +54,43 @@ class AskedFlags:
 
 
 @command(commands, "pstar fits --model 12B --batch 8 --seq 1024 --machine rtx4090-128gb")
-def fits(*, job: WorkloadFlags, on: MachineFlags, setting: SettingFlags, asked: AskedFlags) -> int:
+def fits(*, job: WorkloadFlags, on: MachineFlags, setting: SettingFlags, like: Like = None, asked: AskedFlags) -> int:
     """Say whether a job fits a machine, by policy: with how much room to spare, or what is short and what would do."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.fits import fits as ask
     from pstar_sim.report.capacity_tables import fits_text
 
     machine = machine_of(on)
+    likes = read_likes(like)
+    named = asked.policy
+    if likes is not None:
+        job, setting = likes.fill(job, setting, machine)
+        named = named or list(OURS)
     workloads = workloads_of(job, machine)
+    predictions: tuple[Prediction, ...] = ()
+    if likes is not None:
+        with bar("configurations", quiet=asked.json):
+            predictions = likes.predict(workloads, machine, setting)
     with bar("starting", quiet=asked.json) as on_part:
         answer = ask(
             workloads,
             machine,
-            policies=asked.policy,
+            policies=named,
             settings=settings_of(setting),
             loading=asked.loading,
             on_part=on_part,
         )
     if asked.json:
-        say_json(answer.to_json())
+        said = [{**p.as_fit().to_json(), "kernels": answer.workload.kernels, "like": p.to_json()} for p in predictions]
+        say_json([*said, *answer.to_json()])
     else:
+        if predictions:
+            from pstar_sim.report.configurations import predictions_text
+
+            say(predictions_text(predictions) + "\n")
         say(fits_text(answer))
+    if any(p.fits for p in predictions):
+        return 0
     if not answer.any:
         what = "no policy fits" if len(answer.rows) > 1 else f"{answer.rows[0].policy} does not fit"
         note(f"{what} {answer.workload.model} on {machine.name}; the answer on stdout says why")

@@ -224,7 +224,10 @@ class SettingFlags:
             help="when Adam may run: in optimizer.step(), or in backward as soon as a gradient is final",
         ),
     ] = "step"
-    clip: Annotated[bool, typer.Option("--clip/--no-clip", help="clip gradients by their global norm")] = True
+    clip: Annotated[
+        bool | None,
+        typer.Option("--clip/--no-clip", help="clip gradients by their global norm (default: clip, or as --like says)"),
+    ] = None
     loop: Annotated[
         LOOPS,
         typer.Option(

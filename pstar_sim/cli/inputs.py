@@ -49,7 +49,7 @@ def settings_of(flags: SettingFlags) -> Settings:
         raise PstarError(f"--chunk {flags.chunk}: a chunk holds at least 1 MiB (128MiB is usual)")
     return Settings(
         update=flags.update,
-        clip=flags.clip,
+        clip=flags.clip is not False,
         chunk_bytes=chunk,
         loop=flags.loop,
         sums=flags.sums,

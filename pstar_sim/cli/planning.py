@@ -1,10 +1,10 @@
-"""Commands that need no torch: compare, plan, check, explain, plot, export."""
+"""Commands that need no torch: compare, plan, check, explain, plot."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -26,7 +26,8 @@ from pstar_sim.cli.flags import (
     output,
     policies,
 )
-from pstar_sim.cli.output import note, save_perfetto, save_picture, say, say_json, tell
+from pstar_sim.cli.likes import OURS, Like, Likes, read_likes
+from pstar_sim.cli.output import note, save_picture, say, say_json, tell
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pstar_sim.core.check_report import CheckReport
     from pstar_sim.core.plan import Plan, Settings
     from pstar_sim.core.timeline import Timeline
+    from pstar_sim.frameworks.prediction import Prediction
     from pstar_sim.planner.compare import Comparison
 
 __all__ = ["checked_plan", "commands", "measured_of", "named"]
@@ -74,6 +76,7 @@ def compare(
     setting: SettingFlags,
     global_batch: GlobalBatch = None,
     policy: Annotated[list[str] | None, policies("compare", "all policies")] = None,
+    like: Like = None,
     lp: Annotated[
         bool, certify("compare the policies with the tighter bound of a linear program, which takes seconds")
     ] = False,
@@ -81,16 +84,45 @@ def compare(
 ) -> int:
     """Compare policies on a machine: what fits, how fast, what binds, and why the rest does not fit."""
     asked = _Question(job=job, on=on, setting=setting, global_batch=global_batch, certify=lp, quiet=json)
-    result = _compared(asked, policy)
+    likes = read_likes(like)
+    predictions: tuple[Prediction, ...] = ()
+    if likes is not None:
+        asked, policy, predictions = _beside(asked, likes, policy)
+    result = _compared(asked, policy, likes=predictions)
     say_notes(result)
+    if predictions and not json:
+        from pstar_sim.report.configurations import predictions_text
+
+        say(predictions_text(predictions) + "\n")
     if json:
-        say_json(result.to_json())
+        said = {p.label: p.to_json() for p in predictions}
+        say_json(
+            [
+                row if row["policy"] not in said else {**row, "like": said[str(row["policy"])]}
+                for row in result.to_json()
+            ]
+        )
         say_left_out(result)
     else:
         from pstar_sim.report.tables import comparison_text
 
         say(comparison_text(result))
     return _fits_or_says_why(result)
+
+
+def _beside(
+    asked: _Question, likes: Likes, policies: Sequence[str] | None
+) -> tuple[_Question, list[str], tuple[Prediction, ...]]:
+    """The question with what the configurations say of it, the policies to set beside them, and their predictions."""
+    from pstar_sim.cli.inputs import machine_of, workloads_of
+
+    if asked.global_batch is not None:
+        raise PstarError("--global-batch chooses among ways to run a batch; a configuration is one way: give --batch")
+    machine = machine_of(asked.on)
+    job, setting = likes.fill(asked.job, asked.setting, machine)
+    with bar("configurations", quiet=asked.quiet):
+        predictions = likes.predict(workloads_of(job, machine), machine, setting)
+    return replace(asked, job=job, setting=setting), list(policies or OURS), predictions
 
 
 def _fits_or_says_why(result: Comparison) -> int:
@@ -301,52 +333,6 @@ def tide(
 commands.add_typer(plot, name="plot")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Form:
-    """The kind of file that a timeline is written as; one of the two flags says which."""
-
-    perfetto: Annotated[
-        bool, typer.Option("--perfetto", help="Chrome trace JSON: a lane per queue, counters of memory")
-    ] = False
-    timeline: Annotated[bool, typer.Option("--timeline", help="instead: our own timeline JSON")] = False
-
-    def __post_init__(self) -> None:
-        if self.perfetto and self.timeline:
-            raise typer.BadParameter("argument --timeline: not allowed with argument --perfetto; give one of them")
-        if not (self.perfetto or self.timeline):
-            raise typer.BadParameter("one of the arguments --perfetto --timeline is required")
-
-
-@command(commands, "pstar export plan.json --perfetto -o trace.json   (open it at ui.perfetto.dev)")
-def export(
-    *,
-    plan: PlanFile,
-    form: _Form,
-    measured: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="with --perfetto: the timeline that `pstar run --timeline` kept, beside the prediction",
-        ),
-    ] = None,
-    path: Annotated[str, output("file to write")],
-) -> int:
-    """Simulate a plan and write its timeline for other tools."""
-    from pstar_sim.planner.compare import play_plan
-
-    loaded, _ = checked_plan(plan)
-    if form.timeline and measured is not None:
-        raise PstarError("--measured goes with --perfetto; `pstar run --timeline` keeps both timelines itself")
-    beside = [] if measured is None else [measured_of(measured)]
-    timeline = play_plan(loaded)
-    if form.timeline:
-        timeline.save(path)
-    else:
-        save_perfetto([timeline, *beside], loaded, Path(path))
-    tell(f"{path}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
-    return 0
-
-
 def measured_of(path: str) -> Timeline:
     """The measured timeline in a file. Raises TraceError, naming it, if it has none."""
     from pstar_sim.core.run_file import load_timelines
@@ -358,7 +344,14 @@ def measured_of(path: str) -> Timeline:
     return found["measured"]
 
 
-def _compared(asked: _Question, policies: Sequence[str] | None, *, only_best: bool = False) -> Comparison:
+def _compared(
+    asked: _Question,
+    policies: Sequence[str] | None,
+    *,
+    only_best: bool = False,
+    likes: Sequence[Prediction] = (),
+) -> Comparison:
+    """likes: configurations that stand above the policies in the table."""
     from pstar_sim.cli.inputs import cut_of, machine_of, settings_of, workloads_of
     from pstar_sim.planner.asked import asked_policies
     from pstar_sim.planner.balance import all_balance
@@ -368,11 +361,13 @@ def _compared(asked: _Question, policies: Sequence[str] | None, *, only_best: bo
     if asked.global_batch is not None:
         return _among_variants(asked, asked.global_batch, machine, settings, policies, only_best=only_best)
     workloads = workloads_of(asked.job, machine, nearly=all_balance(asked_policies(policies, machine), machine))
+    made = {p.label: (p.plan, p.timeline) for p in likes if p.plan is not None and p.timeline is not None}
     with bar("starting", quiet=asked.quiet) as on_part:
         return ask(
             workloads,
             machine,
-            policies=policies,
+            policies=[*(p.as_policy() for p in likes), *policies] if likes and policies else policies,
+            made=made,
             settings=settings,
             certify=asked.certify,
             only_best=only_best,
@@ -391,8 +386,6 @@ def _among_variants(
     only_best: bool,
 ) -> Comparison:
     """The comparison on the variant that is fastest by the one policy asked for, or by `optimal`."""
-    from dataclasses import replace
-
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask

@@ -31,6 +31,7 @@ FLOORS = (
     ("bounds",),
     ("planner",),
     ("validation",),
+    ("frameworks",),
     ("report",),
     ("cli", "testing"),
     ("__main__",),

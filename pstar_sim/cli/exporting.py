@@ -1,0 +1,136 @@
+"""The command export: a plan for other tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.flag_values import new_file
+from pstar_sim.cli.flags import PlanFile
+from pstar_sim.cli.output import save_perfetto, say, say_json, tell
+from pstar_sim.cli.planning import checked_plan, measured_of
+from pstar_sim.errors import PstarError
+from pstar_sim.files import write_atomically
+
+if TYPE_CHECKING:
+    from pstar_sim.core.plan import Plan
+
+__all__ = ["commands"]
+
+commands = typer.Typer()
+
+
+def _file(what: str) -> typer.models.OptionInfo:
+    option: typer.models.OptionInfo = typer.Option(parser=new_file, metavar="FILE", help=what)
+    return option
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Targets:
+    """Configurations of frameworks to write, at least one; or a timeline."""
+
+    SECTION = "what is written"
+
+    perfetto: Annotated[
+        bool, typer.Option("--perfetto", help="Chrome trace JSON: a lane per queue, counters of memory")
+    ] = False
+    timeline: Annotated[bool, typer.Option("--timeline", help="instead: our own timeline JSON")] = False
+    deepspeed: Annotated[str | None, _file("a DeepSpeed configuration (JSON) that is nearest to the plan")] = None
+
+    def __post_init__(self) -> None:
+        if self.perfetto and self.timeline:
+            raise typer.BadParameter("argument --timeline: not allowed with argument --perfetto; give one of them")
+        form = next((name for name in ("perfetto", "timeline") if getattr(self, name)), None)
+        target = next(iter(self.files), None)
+        if form is not None and target is not None:
+            raise typer.BadParameter(f"argument --{target}: not allowed with argument --{form}; give one of them")
+        if form is None and target is None:
+            known = " ".join(f"--{f.name}" for f in fields(self))
+            raise typer.BadParameter(f"one of the arguments {known} is required")
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Flag -> file to write, of the frameworks asked for."""
+        return {name: path for name in _FRAMEWORKS if (path := getattr(self, name)) is not None}
+
+
+_FRAMEWORKS = {"deepspeed": "DeepSpeed"}
+"""Flag -> target (frameworks/targets.py)."""
+
+
+@command(
+    commands,
+    "pstar export plan.json --perfetto -o trace.json   (open it at ui.perfetto.dev)\n"
+    "example: pstar export plan.json --deepspeed ds_config.json",
+)
+def export(
+    *,
+    plan: PlanFile,
+    targets: _Targets,
+    measured: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="with --perfetto: the timeline that `pstar run --timeline` kept, beside the prediction",
+        ),
+    ] = None,
+    path: Annotated[
+        str | None,
+        typer.Option(
+            "-o", "--output", parser=new_file, metavar="FILE", help="with --perfetto and --timeline: file to write"
+        ),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="what is predicted for the configurations as a list of JSON objects")
+    ] = False,
+) -> int:
+    """Write a plan for other tools: its simulated timeline, or the nearest configuration of a framework, with what the
+    framework cannot express and what is predicted for that configuration under the framework's own policy."""
+    loaded, _ = checked_plan(plan)
+    if measured is not None and not targets.perfetto:
+        raise PstarError("--measured goes with --perfetto; `pstar run --timeline` keeps both timelines itself")
+    if targets.files:
+        if path is not None:
+            raise PstarError("-o goes with --perfetto and --timeline; the other flags name their files themselves")
+        return _write_configurations(loaded, targets.files, as_json=json)
+    if path is None:
+        raise PstarError("the following arguments are required: -o/--output (see `pstar export --help`)")
+    from pstar_sim.planner.compare import play_plan
+
+    beside = [] if measured is None else [measured_of(measured)]
+    timeline = play_plan(loaded)
+    if targets.timeline:
+        timeline.save(path)
+    else:
+        save_perfetto([timeline, *beside], loaded, Path(path))
+    tell(f"{path}: {len(timeline.spans)} spans of {timeline.iterations} iterations")
+    return 0
+
+
+def _write_configurations(plan: Plan, files: dict[str, str], *, as_json: bool) -> int:
+    from pstar_sim.frameworks.express import job_left
+    from pstar_sim.frameworks.prediction import predict
+    from pstar_sim.frameworks.targets import TARGETS
+    from pstar_sim.report.configurations import export_text
+
+    workload, settings = job_left(plan)
+    answers: list[dict[str, object]] = []
+    for flag, file in files.items():
+        target = TARGETS[_FRAMEWORKS[flag]]
+        expressed = target.express(plan)
+        write_atomically(Path(file), target.write(expressed.configuration))
+        workloads = (workload,) * len(plan.machine.ranks)
+        prediction = predict(expressed.configuration, workloads, plan.machine, settings, label=Path(file).name)
+        if as_json:
+            said = {"file": file, "says": list(expressed.says), "cannot_express": list(expressed.cannot)}
+            answers.append({**said, **prediction.to_json()})
+        else:
+            say(("\n" if answers else "") + export_text(file, expressed, prediction))
+            answers.append({})
+    if as_json:
+        say_json(answers)
+    return 0

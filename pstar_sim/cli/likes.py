@@ -1,0 +1,136 @@
+"""The flag --like: configurations of other frameworks, and the flags that they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pstar_sim.cli.flags import SettingFlags
+from pstar_sim.errors import PstarError
+
+if TYPE_CHECKING:
+    from pstar_sim.catalog.machine import Machine
+    from pstar_sim.frameworks.configuration import Configuration
+    from pstar_sim.frameworks.prediction import Prediction
+    from pstar_sim.workload.workload import Workload
+
+__all__ = ["OURS", "Like", "Likes", "read_likes"]
+
+Like = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FILE",
+        help="simulate this configuration too, host memory first: DeepSpeed's JSON or accelerate's YAML (FSDP); it "
+        "also gives the batch, dtype and clipping that no flag gives; may be given several times (beside it: optimal)",
+    ),
+]
+
+OURS = ("optimal",)
+"""Policies beside which configurations stand where none is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Likes:
+    """The configurations asked about: (label, configuration) of each."""
+
+    configurations: tuple[tuple[str, Configuration], ...]
+
+    def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
+        """The flags, those left out as the configurations say. Raises PstarError where two of them, or one and a flag,
+        contradict each other."""
+        ranks = len(machine.ranks)
+        given = {name: getattr(job, name) for name in _JOB}
+        filled = {name: self._answer(name, say(ranks), given[name]) for name, say in _JOB.items()}
+        clip = self._answer("clip", lambda c: c.clip, setting.clip)
+        for label, c in self.configurations:
+            _check_train_batch(label, c, filled, ranks)
+        return replace(job, **filled), replace(setting, clip=clip)
+
+    def _answer(self, name: str, say: Callable[[Configuration], Any], flag: Any) -> Any:
+        value, source = flag, _flag(name, flag)
+        for label, configuration in self.configurations:
+            said = say(configuration)
+            if said is None:
+                continue
+            if value is not None and value != said:
+                raise PstarError(
+                    f"{source}, but {label} says {_words(name, said)}; iterations of different work cannot be compared"
+                )
+            value, source = said, f"{label} says {_words(name, said)}"
+        return value
+
+    def predict(self, workloads: Sequence[Workload], machine: Machine, setting: SettingFlags) -> tuple[Prediction, ...]:
+        """The configurations on the machine."""
+        from pstar_sim.cli.inputs import settings_of
+        from pstar_sim.frameworks.prediction import predict
+
+        settings = settings_of(setting)
+        return tuple(predict(c, workloads, machine, settings, label=label) for label, c in self.configurations)
+
+
+def _total_batch(ranks: int) -> Callable[[Configuration], int | None]:
+    def say(c: Configuration) -> int | None:
+        if c.batch_per_gpu is not None:
+            return c.batch_per_gpu * ranks
+        if c.train_batch is not None and c.micro_batches is not None and c.train_batch % c.micro_batches == 0:
+            return c.train_batch // c.micro_batches
+        return None
+
+    return say
+
+
+def _micro_batches(ranks: int) -> Callable[[Configuration], int | None]:
+    def say(c: Configuration) -> int | None:
+        if c.micro_batches is None and c.train_batch is not None and c.batch_per_gpu is not None:
+            return max(1, c.train_batch // (c.batch_per_gpu * ranks))
+        return c.micro_batches
+
+    return say
+
+
+_JOB: dict[str, Callable[[int], Callable[[Configuration], Any]]] = {
+    "batch": _total_batch,
+    "micro_batches": _micro_batches,
+    "dtype": lambda ranks: lambda c: c.dtype,
+    "checkpointing": lambda ranks: lambda c: c.checkpointing,
+    "optimizer": lambda ranks: lambda c: c.optimizer,
+}
+
+
+def _check_train_batch(label: str, c: Configuration, filled: dict[str, Any], ranks: int) -> None:
+    batch, micro_batches = filled["batch"], filled["micro_batches"] or 1
+    if c.train_batch is not None and batch is not None and c.train_batch != batch * micro_batches:
+        raise PstarError(
+            f"{label}: train_batch_size = {c.train_batch}, but {batch // ranks} sequences per GPU x {micro_batches} "
+            f"micro-batches x {ranks} GPUs are {batch * micro_batches}; DeepSpeed refuses it"
+        )
+
+
+def _words(name: str, value: Any) -> str:
+    if name in ("clip", "checkpointing"):
+        return f"{'' if value else 'no '}{'clipping' if name == 'clip' else 'checkpointing'}"
+    words = {"batch": "{} sequences on all GPUs together", "micro_batches": "{} micro-batches"}
+    return words.get(name, "{}").format(value)
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = "--" + name.replace("_", "-")
+    return f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"{flag} {value}"
+
+
+def read_likes(paths: Sequence[str] | None) -> Likes | None:
+    """The configurations in the files; None without any. Raises PstarError as `load_configuration` does, and for a
+    file that is given twice."""
+    if not paths:
+        return None
+    from pstar_sim.frameworks.load import load_configuration
+
+    if len(set(paths)) != len(paths):
+        raise PstarError("--like: the same file is given twice; give it once")
+    names = [Path(path).name for path in paths]
+    labels = names if len(set(names)) == len(names) else list(paths)
+    return Likes(configurations=tuple((label, load_configuration(path)) for label, path in zip(labels, paths)))

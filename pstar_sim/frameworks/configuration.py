@@ -1,0 +1,94 @@
+"""A framework's configuration in our terms: the policy that stands for it, what it says of the job, how it allocates on
+the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from pstar_sim.policy.kit.options import Specified, options_of, show, split_spec
+from pstar_sim.policy.registry import find_policy, policy_name
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Configuration", "in_full", "spec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What a file says, beside the file: two files that say the same have equal configurations.
+
+    framework: name of the target that reads and writes it (targets.py).
+    policy: the policy that stands for it, with its options.
+    dtype, batch_per_gpu, micro_batches, clip, checkpointing, optimizer: of the job; None where the file leaves it to
+        the script.
+    train_batch: sequences per iteration on all GPUs; None where the file does not say.
+    pinned: whether gradients and states that lie on the host for the copies are page-locked.
+    pinned_params: the same for parameters.
+    details: other values that decide how the framework allocates, by name.
+    left_open: options of the policy that the file leaves to the script, which sets them by the model's hidden size.
+    notes: what is not modelled, a line each.
+    without_effect: keys of the file that have no effect on memory and time.
+    """
+
+    framework: str
+    policy: str
+    dtype: str | None = None
+    batch_per_gpu: int | None = None
+    micro_batches: int | None = None
+    train_batch: int | None = None
+    clip: bool | None = None
+    checkpointing: bool | None = None
+    optimizer: str | None = None
+    pinned: bool = True
+    pinned_params: bool = True
+    details: tuple[tuple[str, object], ...] = ()
+    left_open: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    without_effect: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def base(self) -> str:
+        """Name of the policy without its options."""
+        return split_spec(self.policy)[0]
+
+    @property
+    def options(self) -> dict[str, object]:
+        """All options of the policy, those with their default values too."""
+        return in_full(self.policy)
+
+    @property
+    def detail(self) -> Mapping[str, object]:
+        return dict(self.details)
+
+    def for_model(self, workload: Workload) -> Configuration:
+        """The configuration with what the file leaves to the script set as the HF Trainer sets it for this model:
+        DeepSpeed's buckets by the hidden size."""
+        if not self.left_open:
+            return self
+        hidden = _hidden_size(workload)
+        sizes = {"bucket": hidden**2, "prefetch": int(0.9 * hidden**2)}
+        options = self.options
+        changed = {name: sizes[name] for name in self.left_open if name in sizes and name in options and hidden}
+        return replace(self, policy=spec(self.base, {**options, **changed}))
+
+
+def in_full(policy: str) -> dict[str, object]:
+    """All options of a policy that is given as its spec, those with their default values too."""
+    found = find_policy(policy)
+    set_options = dict(found.values) if isinstance(found, Specified) else {}
+    base = found.policy if isinstance(found, Specified) else found
+    return {name: option.default for name, option in options_of(base).items()} | set_options
+
+
+def spec(name: str, options: Mapping[str, object]) -> str:
+    """The normalised spec of a policy with these options; options that the policy does not have are left out."""
+    known = options_of(find_policy(name))
+    words = ",".join(f"{key}={show(options[key])}" for key in known if key in options)
+    return policy_name(f"{name}:{words}") if words else name
+
+
+def _hidden_size(workload: Workload) -> int:
+    """The most frequent length of the model's vectors (norms and biases); 0 where it has none."""
+    lengths = Counter(t.shape[0] for t in workload.tensors if len(t.shape) == 1)
+    return lengths.most_common(1)[0][0] if lengths else 0

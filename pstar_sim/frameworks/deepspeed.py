@@ -1,0 +1,539 @@
+"""DeepSpeed: its JSON configuration, read and written, and what it allocates on the host (version 0.19).
+
+Policies that stand for it: stage 3 with the optimizer on the CPU is zero3_offload, with disks zero_infinity, without
+offloading zero3_resident; stages 1 and 2 with the optimizer on the CPU are zero_offload, without offloading
+zero3_resident that keeps what forward has gathered; stage 0 is all_on_gpu.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import PstarError
+from pstar_sim.frameworks.configuration import Configuration, spec
+from pstar_sim.frameworks.express import (
+    Expressed,
+    common_limits,
+    common_says,
+    options_of_plan,
+    placed,
+    whereabouts,
+)
+from pstar_sim.frameworks.host_memory import Block, block, rank_sizes, sub_groups, tensor_blocks, trained
+from pstar_sim.frameworks.keys import AUTO, Reading, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.policy.kit.options import split_spec
+from pstar_sim.policy.systems.sharded import (
+    MAX_REUSE_PARAMS,
+    PREFETCH_PARAMS,
+    REDUCE_BUCKET_PARAMS,
+    SUB_GROUP_PARAMS,
+)
+from pstar_sim.schema.fields import between, least
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+
+__all__ = ["DEEPSPEED", "KEYS", "express", "host_blocks", "read", "start_bytes", "write"]
+
+DEEPSPEED = "DeepSpeed"
+
+_Count = Annotated[int, least(1)]
+_Size = Annotated[int, least(0)]
+_Device = Literal["none", "cpu", "nvme"]
+_ZERO = "zero_optimization"
+_PARALLEL = "other parallelism than that of data is not modelled"
+
+KEYS = (
+    used("train_micro_batch_size_per_gpu", "batch_per_gpu", _Count),
+    used("gradient_accumulation_steps", "micro_batches", _Count),
+    used("train_batch_size", "train_batch", _Count),
+    used("gradient_clipping", "clip", Annotated[float, least(0)], 1.0),
+    used("bf16.enabled", "bf16", bool, False, also=("bfloat16.enabled",)),
+    used("bf16.bf16_master_weights_and_grads", "bf16_masters", bool, False),
+    used("bf16.bf16_optimizer_states", "bf16_states", bool, False),
+    used("fp16.enabled", "fp16", bool, False),
+    used("fp16.fp16_master_weights_and_grads", "fp16_masters", bool, False),
+    used("data_types.grad_accum_dtype", "sums", Literal["fp32", "fp16", "bf16"]),
+    used(f"{_ZERO}.stage", "stage", Literal[0, 1, 2, 3], 0),
+    used(f"{_ZERO}.offload_optimizer.device", "states", _Device, "none"),
+    used(f"{_ZERO}.offload_optimizer.nvme_path", "states_path", str),
+    used(f"{_ZERO}.offload_optimizer.pin_memory", "pinned", bool, True),
+    used(f"{_ZERO}.offload_optimizer.ratio", "ratio", Annotated[float, between(0, 1)], 1.0),
+    used(f"{_ZERO}.offload_optimizer.buffer_count", "states_buffers", _Size, 4),
+    used(f"{_ZERO}.offload_optimizer.pipeline_read", "read_ahead", bool, False),
+    used(f"{_ZERO}.offload_optimizer.pipeline_write", "write_behind", bool, False),
+    used(f"{_ZERO}.offload_param.device", "params", _Device, "none"),
+    used(f"{_ZERO}.offload_param.nvme_path", "params_path", str),
+    used(f"{_ZERO}.offload_param.pin_memory", "pinned_params", bool, True),
+    used(f"{_ZERO}.offload_param.buffer_count", "params_buffers", _Size, 5),
+    used(f"{_ZERO}.offload_param.buffer_size", "params_buffer", _Size, 100_000_000),
+    used(f"{_ZERO}.offload_param.max_in_cpu", "params_in_cpu", _Size, 1_000_000_000),
+    used(f"{_ZERO}.cpu_offload", "cpu_offload", bool, False),
+    used(f"{_ZERO}.cpu_offload_param", "cpu_offload_param", bool, False, also=(f"{_ZERO}.cpu_offload_params",)),
+    used(f"{_ZERO}.sub_group_size", "subgroup", _Count, SUB_GROUP_PARAMS),
+    used(f"{_ZERO}.reduce_bucket_size", "bucket", _Count, REDUCE_BUCKET_PARAMS),
+    used(f"{_ZERO}.stage3_max_reuse_distance", "reuse", _Size, MAX_REUSE_PARAMS, also=(f"{_ZERO}.max_reuse_distance",)),
+    used(
+        f"{_ZERO}.stage3_prefetch_bucket_size",
+        "prefetch",
+        _Size,
+        PREFETCH_PARAMS,
+        also=(f"{_ZERO}.prefetch_bucket_size",),
+    ),
+    used("optimizer.type", "optimizer", str),
+    unmodelled(f"{_ZERO}.overlap_comm", "gradients are taken to leave beside the backward pass", off=True),
+    unmodelled(f"{_ZERO}.contiguous_gradients", "gradients are taken to pass through one bucket", off=True),
+    unmodelled(f"{_ZERO}.reduce_scatter", "gradients are taken to be reduce-scattered", off=True),
+    unmodelled(f"{_ZERO}.allgather_partitions", "parameters are taken to be all-gathered", off=True),
+    unmodelled(f"{_ZERO}.round_robin_gradients", "ranks are taken to copy their own slices"),
+    unmodelled(f"{_ZERO}.stage3_max_live_parameters", "gathered parameters are not limited in number", off=10**9),
+    unmodelled(
+        f"{_ZERO}.stage3_param_persistence_threshold", "which small tensors stay whole is our own rule", off=100_000
+    ),
+    unmodelled(
+        f"{_ZERO}.stage3_model_persistence_threshold", "small tensors that stay whole are not limited", off=None
+    ),
+    unmodelled(f"{_ZERO}.stage3_module_granularity_threshold", "parameters are gathered chunk by chunk", off=0),
+    unmodelled(f"{_ZERO}.stage3_use_all_reduce_for_fetch_params", "parameters are taken to be all-gathered"),
+    unmodelled(f"{_ZERO}.stage3_allgather_sequential", "parameters are taken to be gathered in buckets"),
+    unmodelled(f"{_ZERO}.offload_optimizer.super_offload", "the optimizer is taken to be DeepSpeed's CPU Adam"),
+    unmodelled(f"{_ZERO}.zenflow.*", "every gradient is taken to be used in its own step", off=None),
+    unmodelled(f"{_ZERO}.zero_hpz_partition_size", "slices are taken to be spread over all ranks", off=1),
+    unmodelled(f"{_ZERO}.zero_quantized_weights", "parameters are taken to be gathered in the working dtype"),
+    unmodelled(f"{_ZERO}.zero_quantized_nontrainable_weights", "frozen parameters are held in the working dtype"),
+    unmodelled(f"{_ZERO}.zero_quantized_gradients", "gradients are taken to be exchanged in the working dtype"),
+    unmodelled(f"{_ZERO}.mics_shard_size", "slices are taken to be spread over all ranks", off=-1),
+    unmodelled(f"{_ZERO}.mics_hierarchical_params_gather", "slices are taken to be spread over all ranks"),
+    unmodelled(f"{_ZERO}.parameter_alignment", "padding between parameters is not counted"),
+    unmodelled("activation_checkpointing.partition_activations", _PARALLEL),
+    unmodelled("activation_checkpointing.cpu_checkpointing", "kept activations are taken to stay on the GPU"),
+    unmodelled("activation_checkpointing.contiguous_memory_optimization", "its buffer is not counted"),
+    unmodelled("aio.*", "disks are taken to run at the machine's rate", off=None),
+    unmodelled("amp.*", "amp is not modelled; bf16 and fp16 are"),
+    unmodelled("torch_autocast.enabled", "parameters are taken to be in the working dtype"),
+    unmodelled("communication_data_type", "gradients are taken to be exchanged in the working dtype", off=None),
+    unmodelled("sparse_gradients", "gradients are taken to be dense"),
+    unmodelled("zero_force_ds_cpu_optimizer", "the optimizer on the CPU is taken to be DeepSpeed's", off=True),
+    unmodelled("sequence_parallel_size", _PARALLEL, off=1),
+    unmodelled("pipeline.*", _PARALLEL, off=None),
+    unmodelled("tensor_parallel.*", _PARALLEL, off=None),
+    unmodelled("expert_parallel.*", _PARALLEL, off=None),
+    unmodelled("compile.*", "compiled kernels are a choice of the model's preset (--kernels compiled)"),
+    unmodelled("elasticity.*", "the number of GPUs is that of the machine"),
+    unmodelled("sparse_attention.*", "attention is taken to be dense", off=None),
+    unmodelled("compression_training.*", "the model is taken as it is", off=None),
+    unmodelled("progressive_layer_drop.*", "every layer is taken to run"),
+    unmodelled("data_efficiency.*", "every sequence is taken to be whole"),
+    unmodelled("curriculum_learning.*", "every sequence is taken to be whole"),
+    unmodelled("hybrid_engine.*", "generation is not modelled"),
+    *ignored(
+        f"{_ZERO}.allgather_bucket_size",
+        f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
+        f"{_ZERO}.stage3_gather_fp16_weights_on_model_save",
+        f"{_ZERO}.gather_16bit_weights_on_model_save",
+        f"{_ZERO}.ignore_unused_parameters",
+        f"{_ZERO}.load_from_fp32_weights",
+        f"{_ZERO}.elastic_checkpoint",
+        f"{_ZERO}.legacy_stage1",
+        f"{_ZERO}.memory_efficient_linear",
+        f"{_ZERO}.override_module_apply",
+        f"{_ZERO}.pipeline_loading_checkpoint",
+        f"{_ZERO}.log_trace_cache_warnings",
+        f"{_ZERO}.enable_sanity_checks",
+        f"{_ZERO}.compute_grad_norm",
+        f"{_ZERO}.use_multi_rank_bucket_allreduce",
+        f"{_ZERO}.leaf_module.*",
+        f"{_ZERO}.offload_optimizer.fast_init",
+        f"{_ZERO}.offload_optimizer.cpuadam_cores_perc",
+        "bf16.immediate_grad_update",
+        "bf16.check_grad_overflow",
+        "bf16.loss_scale",
+        "bf16.initial_scale_power",
+        "fp16.auto_cast",
+        "fp16.loss_scale",
+        "fp16.initial_scale_power",
+        "fp16.loss_scale_window",
+        "fp16.hysteresis",
+        "fp16.consecutive_hysteresis",
+        "fp16.min_loss_scale",
+        "optimizer.params.*",
+        "optimizer.legacy_fusion",
+        "scheduler.*",
+        "activation_checkpointing.number_checkpoints",
+        "activation_checkpointing.synchronize_checkpoint_boundary",
+        "activation_checkpointing.profile",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "disable_python_gc",
+        "log_level",
+        "check_overflow",
+        "managed_gradient_accumulation",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "gradient_allreduce_op",
+        "zero_allow_untested_optimizer",
+        "dataloader_drop_last",
+        "checkpoint.*",
+        "flops_profiler.*",
+        "comms_logger.*",
+        "comms_config.*",
+        "tensorboard.*",
+        "wandb.*",
+        "comet.*",
+        "csv_monitor.*",
+        "monitor_config.*",
+        "timers.*",
+        "autotuning.*",
+        "nebula.*",
+        "train_steps",
+    ),
+)
+
+_OPTIMIZERS = {
+    "adam": "adamw",
+    "adamw": "adamw",
+    "sgd": "sgd-momentum",
+}
+_HELD = "kept by PyTorch when they are free again"
+_GROUPS = 20
+"""Least number of sub-groups with which a ratio is exported."""
+_NVME_PATH = "/local_nvme"
+
+
+def read(content: object, file: str) -> Configuration:
+    """A configuration by KEYS. Raises PstarError as `read_keys`, and for values that exclude each other."""
+    found = read_keys(KEYS, content, file, "a DeepSpeed configuration")
+    if found.known("bf16") and found.known("fp16"):
+        raise PstarError(f"{file}: bf16.enabled and fp16.enabled are both true; DeepSpeed takes one of them")
+    stage, states, params = found["stage"], _states(found), _params(found)
+    stage = 2 if stage == AUTO else stage
+    if states == "nvme" and stage != 3:
+        raise PstarError(f"{file}: offload_optimizer.device = nvme needs stage 3, not stage {stage}")
+    notes = [*found.notes, *_notes(found, stage, states, params)]
+    optimizer, said = _optimizer(found)
+    clip = found.known("clip")
+    return Configuration(
+        framework=DEEPSPEED,
+        policy=_policy(found, stage, states, params),
+        dtype=_dtype(found),
+        batch_per_gpu=found.known("batch_per_gpu"),
+        micro_batches=found.known("micro_batches"),
+        train_batch=found.known("train_batch"),
+        clip=None if clip is None else clip > 0,
+        optimizer=optimizer,
+        pinned=_usual(found, "pinned", True),
+        pinned_params=_usual(found, "pinned_params", True),
+        details=_details(found, stage, states, params),
+        left_open=tuple(name for name in ("bucket", "prefetch") if found[name] == AUTO),
+        notes=(*notes, *said),
+        without_effect=found.without_effect,
+    )
+
+
+def _usual(found: Reading, name: str, usual: Any) -> Any:
+    """The value, or the usual one where the file leaves it to the script."""
+    value = found[name]
+    return usual if value == AUTO else value
+
+
+def _states(found: Reading) -> str:
+    if "states" not in found.named and found["cpu_offload"] is True:
+        return "cpu"
+    return str(_usual(found, "states", "none"))
+
+
+def _params(found: Reading) -> str:
+    if "params" not in found.named and found["cpu_offload_param"] is True:
+        return "cpu"
+    return str(_usual(found, "params", "none"))
+
+
+def _dtype(found: Reading) -> str | None:
+    for dtype in ("bf16", "fp16"):
+        if found.known(dtype):
+            return dtype
+    open_ = AUTO in (found["bf16"], found["fp16"]) or not {"bf16", "fp16"} & found.named
+    return None if open_ else "fp32"
+
+
+def _optimizer(found: Reading) -> tuple[str | None, list[str]]:
+    """The optimizer by its name of ours, None where the script brings its own; and what is not modelled of it."""
+    if found["bf16_states"] is True:
+        return "adamw-bf16-states", []
+    written = found.known("optimizer")
+    if written is None:
+        return None, []
+    name = _OPTIMIZERS.get(str(written).lower())
+    if name is None:
+        return "adamw", [f"not modelled: optimizer.type = {written}: predicted as AdamW"]
+    return name, []
+
+
+def _policy(found: Reading, stage: int, states: str, params: str) -> str:
+    if stage == 0:
+        return "all_on_gpu"
+    if states == "none":
+        return "zero3_resident" if stage == 3 else spec("zero3_resident", {"reshard": False})
+    if stage < 3:
+        return "zero_offload"
+    options = {name: _usual(found, name, default) for name, default in _SIZES.items()}
+    if "nvme" in (states, params):
+        return spec("zero_infinity", {**options, "params": "nvme" if params == "nvme" else "cpu", "states": states})
+    pinned = _usual(found, "pinned", True)
+    how = {"flush": "async" if pinned else "blocking", "pinned": pinned, "params": "cpu" if params == "cpu" else "gpu"}
+    return spec("zero3_offload", {**options, **how, "ratio": float(_usual(found, "ratio", 1.0))})
+
+
+_SIZES = {
+    "subgroup": SUB_GROUP_PARAMS,
+    "bucket": REDUCE_BUCKET_PARAMS,
+    "reuse": MAX_REUSE_PARAMS,
+    "prefetch": PREFETCH_PARAMS,
+}
+
+
+def _notes(found: Reading, stage: int, states: str, params: str) -> list[str]:
+    """What is not modelled because of several keys together, and what the file leaves to DeepSpeed's version."""
+    zero3, zero12 = stage == 3, stage in (1, 2)
+    disks, offloads = "nvme" in (states, params), (states, params) != ("none", "none")
+    said = {
+        "not modelled: stage 0 keeps gradients of its own; the GPU holds about 6 B more per parameter": stage == 0,
+        "offloading has no effect with stage 0": stage == 0 and offloads,
+        "not modelled: stage 1 keeps whole gradients on every GPU; predicted as stage 2": (stage, states)
+        == (1, "none"),
+        f"offload_param has no effect with stage {stage}": zero12 and params != "none",
+        "not modelled: offload_param without offload_optimizer; predicted with all parameters on the GPU": (
+            zero3 and params != "none" and states == "none"
+        ),
+        "not modelled: states on disks with parameters on the GPU; predicted with parameters on the host": (
+            zero3 and (states, params) == ("nvme", "none")
+        ),
+        "not modelled: disks without pipeline_read and pipeline_write; predicted with both": (
+            disks and not (found["read_ahead"] and found["write_behind"])
+        ),
+        "offload_optimizer.ratio needs stage 3; DeepSpeed refuses it": zero12 and found["ratio"] not in (1.0, AUTO),
+        "gradient_clipping is not in the file: DeepSpeed clips at 1.0 since version 0.19, not before": (
+            "clip" not in found.named
+        ),
+        "not modelled: 16-bit master weights; predicted with fp32 masters, which take more memory": (
+            True in (found["bf16_masters"], found["fp16_masters"])
+        ),
+    }
+    return [text for text, applies in said.items() if applies]
+
+
+def _details(found: Reading, stage: int, states: str, params: str) -> tuple[tuple[str, object], ...]:
+    """What decides how DeepSpeed allocates, beside the policy's options."""
+    kept: dict[str, object] = {"stage": stage, "states": states, "params": params}
+    if states == "nvme":
+        kept["states_buffers"] = _usual(found, "states_buffers", 4)
+    if params == "nvme":
+        for name, usual in (("params_buffers", 5), ("params_buffer", 10**8), ("params_in_cpu", 10**9)):
+            kept[name] = _usual(found, name, usual)
+    if found.known("sums") is not None:
+        kept["sums"] = found["sums"]
+    return tuple(sorted(kept.items()))
+
+
+def values_of(configuration: Configuration) -> dict[str, object]:
+    """Values of KEYS that say the configuration. Reading them gives it back."""
+    c, detail, options = configuration, configuration.detail, configuration.options
+    values: dict[str, object] = {
+        "batch_per_gpu": c.batch_per_gpu,
+        "micro_batches": c.micro_batches,
+        "train_batch": c.train_batch,
+        "clip": AUTO if c.clip is None else 1.0 if c.clip else 0.0,
+        "stage": detail["stage"],
+        "optimizer": None if c.optimizer is None else {"sgd-momentum": "SGD"}.get(c.optimizer, "AdamW"),
+        "sums": detail.get("sums"),
+    }
+    if c.dtype is not None:
+        values |= {"bf16": c.dtype == "bf16", "fp16": c.dtype == "fp16"}
+    if c.optimizer == "adamw-bf16-states":
+        values["bf16_states"] = True
+    for what, pinned in (("states", c.pinned), ("params", c.pinned_params)):
+        if detail[what] != "none":
+            values[what] = detail[what]
+            values["pinned" if what == "states" else "pinned_params"] = pinned
+        if detail[what] == "nvme":
+            values[f"{what}_path"] = _NVME_PATH
+    if detail["states"] == "nvme":
+        values |= {"read_ahead": True, "write_behind": True}
+    values |= {name: detail[name] for name in detail if name.startswith(("states_", "params_"))}
+    for name in (*_SIZES, "ratio"):
+        if name in options:
+            values[name] = AUTO if name in c.left_open else options[name]
+    return values
+
+
+def write(configuration: Configuration) -> str:
+    """The text of the JSON file. What the configuration leaves to the script is left out."""
+    content = nested(KEYS, values_of(configuration))
+    zero = content[_ZERO]
+    zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    return json.dumps(content, indent=2) + "\n"
+
+
+def host_blocks(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Block, ...]:
+    """What one rank asks the host for: see [Note: pinned blocks] in host_memory.py.
+
+    Stages 1 and 2: flat buffers of the rank's slices. Stage 3: masters, gradients and moments by sub-group; gradients
+    in the working dtype, and offloaded parameters, in one buffer each.
+    """
+    detail = configuration.detail
+    if detail["stage"] == 0 or detail["states"] == "none":
+        return ()
+    tensors = trained(workload)
+    numels = rank_sizes(tensors, ranks)
+    own, width = sum(numels), DTYPE_BYTES[workload.dtype]
+    moments = workload.optimizer.states_bytes_per_param - 4
+    pinned = configuration.pinned
+    if detail["stage"] != 3:
+        blocks = [
+            block("fp32 masters", 4 * own, pinned=pinned),
+            block("updated parameters on their way", width * own, pinned=pinned),
+            block("fp32 gradients", 4 * own, pinned=pinned),
+            block("the optimizer's moments", moments * own, pinned=False),
+            block("a gradient on its way", width * max((t.numel for t in tensors), default=0), pinned=pinned),
+        ]
+        if workload.micro_batches > 1:
+            blocks.append(tensor_blocks("gradients of micro-batches", numels, width, pinned=pinned))
+        return tuple(blocks)
+    return (*_stage3_blocks(configuration, numels, moments, width), *_parameters(configuration, numels, width))
+
+
+def _stage3_blocks(configuration: Configuration, numels: list[int], moments: int, width: int) -> list[Block]:
+    options, detail = configuration.options, configuration.detail
+    groups = sub_groups(numels, _whole(options["subgroup"]))
+    if detail["states"] == "nvme":
+        buffers = [max(groups, default=0)] * _whole(detail["states_buffers"])
+        blocks = [tensor_blocks("buffers between host and disks", buffers, 4, pinned=True)]
+    else:
+        ratio = options.get("ratio", 1.0)
+        assert isinstance(ratio, float)
+        held = groups[int((1 - ratio) * len(groups)) :]
+        blocks = [
+            tensor_blocks("fp32 masters", held, 4, pinned=False),
+            tensor_blocks("fp32 gradients", held, 4, pinned=configuration.pinned),
+            tensor_blocks("the optimizer's moments", held, moments, pinned=False),
+        ]
+    sums = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(detail.get("sums")), width)
+    return [*blocks, block("gradients before the step", sums * sum(numels), pinned=configuration.pinned)]
+
+
+def _parameters(configuration: Configuration, numels: list[int], width: int) -> list[Block]:
+    """Blocks of parameters that live off the GPU. They are pinned one by one, then moved into one buffer; PyTorch keeps
+    the blocks that are free then."""
+    detail = configuration.detail
+    if detail["params"] == "none":
+        return []
+    own = sum(numels)
+    if detail["params"] == "cpu":
+        moved = [tensor_blocks(f"parameters as they came, {_HELD}", numels, width, pinned=configuration.pinned_params)]
+        return [block("parameters", width * own, pinned=True), *(moved if configuration.pinned_params else [])]
+    buffers = [_whole(detail["params_buffer"])] * _whole(detail["params_buffers"])
+    in_cpu = min(own, _whole(detail["params_in_cpu"]))
+    return [
+        block("parameters kept on the host", width * in_cpu, pinned=True),
+        tensor_blocks("buffers of parameters between host and disks", buffers, width, pinned=True),
+    ]
+
+
+def _whole(value: object) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
+    """Weights while they are loaded, in the working dtype: every process loads the whole model, but for stage 3, which
+    slices it as it is made (zero.Init; the HF Trainer does that)."""
+    whole = workload.params * DTYPE_BYTES[workload.dtype]
+    return -(-whole // ranks) if configuration.detail["stage"] == 3 else whole
+
+
+_OWN = (
+    "all_on_gpu",
+    "zero_offload",
+    "zero3_resident",
+    "zero3_offload",
+    "zero_infinity",
+    "deep_optimizer_states",
+)
+
+
+def express(plan: Plan) -> Expressed:
+    """The configuration nearest to a plan: with the plan's options where its policy stands for DeepSpeed, else with
+    model data where the plan keeps most of them."""
+    w, settings = plan.workload, plan.settings
+    base, options, cannot = _nearest(plan)
+    stage, states, params = _placing(base, options, sliced=len(plan.machine.ranks) > 1)
+    if stage == 0:
+        base, options = "all_on_gpu", {}
+    if params == "cpu" and (kept := whereabouts(plan).params_on_gpu) > 0:
+        cannot.append(f"the {kept:.0%} of the parameters that stay on the GPU: with offload_param none does")
+    optimizer = "sgd-momentum" if w.optimizer.name.startswith("sgd") else "adamw"
+    if w.optimizer.name not in ("adamw", "sgd-momentum"):
+        cannot.append(f"the states of {w.optimizer.name}: predicted with {optimizer}")
+    if w.checkpointing:
+        cannot.append("recomputed activations: the script switches them on (gradient_checkpointing_enable)")
+    details: dict[str, object] = {"stage": stage, "states": states, "params": params}
+    if states == "nvme":
+        details["states_buffers"] = 4
+    if params == "nvme":
+        details |= {"params_buffers": 5, "params_buffer": 10**8, "params_in_cpu": 10**9}
+    if w.micro_batches > 1 and settings.sums == "32-bit" and w.dtype != "fp32":
+        details["sums"] = "fp32"
+    configuration = Configuration(
+        framework=DEEPSPEED,
+        policy=spec(base, options),
+        dtype=w.dtype,
+        batch_per_gpu=w.batch,
+        micro_batches=w.micro_batches,
+        clip=settings.clip,
+        optimizer=optimizer,
+        details=tuple(sorted(details.items())),
+    )
+    says = (*common_says(plan), _says(stage, states, params), f"clipping {'at 1.0' if settings.clip else 'off'}")
+    return Expressed(configuration=configuration, says=says, cannot=tuple(cannot))
+
+
+def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
+    """Name and options of the policy of DeepSpeed's that is nearest to the plan, and what is lost."""
+    known = options_of_plan(plan, *_OWN)
+    cannot = common_limits(plan, DEEPSPEED, *_OWN)
+    if known is None:
+        base, options = placed(plan, zero_offload=True)
+        if options.get("ratio", 1.0) != 1.0:  # whole sub-groups stay on the GPU: enough of them for the ratio
+            own = plan.workload.trainable_params // len(plan.machine.ranks)
+            options["subgroup"] = max(1, min(SUB_GROUP_PARAMS, own // _GROUPS))
+    else:
+        base, options = split_spec(plan.policy)[0], dict(known)
+    if base == "deep_optimizer_states":
+        base = "zero3_offload"
+        cannot.append(f"every {options['every']}. sub-group updated on the GPU: in DeepSpeed the CPU updates them")
+    if base == "zero3_offload":
+        if options.get("flush") == "blocking":
+            cannot.append("gradients that the GPU waits for: DeepSpeed copies them asynchronously since version 0.19")
+        options |= {"flush": "async", "pinned": True}
+    return base, options, cannot
+
+
+def _placing(base: str, options: Mapping[str, object], *, sliced: bool) -> tuple[int, str, str]:
+    """Stage, and where states and parameters live. sliced: whether there are several ranks."""
+    if base == "zero_infinity":
+        return 3, str(options["states"]), str(options["params"])
+    if base == "zero3_offload":
+        return 3, "cpu", "cpu" if options.get("params") == "cpu" else "none"
+    if base == "zero_offload":
+        return 2, "cpu", "none"
+    if base == "all_on_gpu" or not sliced:
+        return 0, "none", "none"
+    return (3 if options.get("reshard", True) else 2), "none", "none"
+
+
+def _says(stage: int, states: str, params: str) -> str:
+    names = {"none": "on the GPU", "cpu": "on the host", "nvme": "on disks"}
+    return f"ZeRO stage {stage}, optimizer {names[states]}, parameters {names[params]}"

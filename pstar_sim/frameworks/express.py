@@ -1,0 +1,149 @@
+"""A plan in the words of a framework: the configuration nearest to it, what the configuration says of it, and what the
+framework cannot express."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place
+from pstar_sim.errors import ModelError, UnknownName
+from pstar_sim.frameworks.configuration import Configuration, in_full
+from pstar_sim.policy.kit.options import split_spec
+from pstar_sim.policy.kit.points import Point
+from pstar_sim.policy.registry import built_in, can
+from pstar_sim.units import format_bytes
+from pstar_sim.workload.presets import variant
+from pstar_sim.workload.workload import Workload, activations_text
+
+__all__ = [
+    "Expressed", "Whereabouts", "common_limits", "common_says", "job_left", "options_of_plan", "placed", "whereabouts",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expressed:
+    """A plan in the words of a framework.
+
+    configuration: the one nearest to the plan.
+    says: what of the plan the file says, a line each.
+    cannot: what of the plan the framework cannot express, a line each.
+    """
+
+    configuration: Configuration
+    says: tuple[str, ...]
+    cannot: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whereabouts:
+    """Where a plan keeps model data between two iterations, as shares of the bytes of each kind.
+
+    params_on_gpu, states_on_gpu: shares that stay on the GPU.
+    params_on_disks, states_on_disks: shares on disks.
+    streamed: chunks whose states come to the GPU for their update.
+    """
+
+    params_on_gpu: float
+    states_on_gpu: float
+    params_on_disks: float
+    states_on_disks: float
+    streamed: int
+
+
+def whereabouts(plan: Plan) -> Whereabouts:
+    """Where the plan keeps parameters and states at the cut."""
+    held: dict[tuple[bool, Place], int] = {}
+    on_gpu = {(r.chunk, r.list) for r in plan.initial if r.place is Place.GPU}
+    for r in plan.initial:
+        if r.chunk < 0 or (r.list != "param" and r.list not in plan.layout.state_lists):
+            continue
+        if r.place is not Place.GPU and (r.chunk, r.list) in on_gpu:
+            continue  # a copy of what stays on the GPU
+        key = r.list == "param", r.place
+        held[key] = held.get(key, 0) + plan.layout.payload_bytes(r.chunk, r.list)
+
+    def share(params: bool, place: Place) -> float:
+        whole = sum(size for (kind, _), size in held.items() if kind is params)
+        return held.get((params, place), 0) / whole if whole else 1.0
+
+    return Whereabouts(
+        params_on_gpu=share(True, Place.GPU),
+        states_on_gpu=share(False, Place.GPU),
+        params_on_disks=share(True, Place.NVME),
+        states_on_disks=share(False, Place.NVME),
+        streamed=plan.modes.count("stream"),
+    )
+
+
+def job_left(plan: Plan) -> tuple[Workload, Settings]:
+    """The job that a framework runs in the plan's place: in its own order, updated in optimizer.step(), with the
+    activations of all blocks kept or recomputed alike. A traced workload stays as it is."""
+    settings = replace(plan.settings, update="step", loop="own")
+    w = plan.workload
+    if not w.activations and not w.relayed:
+        return w, settings
+    try:
+        return variant(w), settings
+    except (ModelError, UnknownName):
+        return w, settings
+
+
+def options_of_plan(plan: Plan, *names: str) -> Mapping[str, object] | None:
+    """All options of the plan's policy where it is one of those named, else None."""
+    base = split_spec(plan.policy)[0]
+    return in_full(plan.policy) if base in names else None
+
+
+def common_limits(plan: Plan, framework: str, *own: str) -> list[str]:
+    """What no framework here expresses of the plan. own: policies that stand for the framework itself."""
+    base = split_spec(plan.policy)[0]
+    w, settings = plan.workload, plan.settings
+    said = []
+    if base not in own:
+        said.append(f"the order of copies and updates of {plan.policy}: {framework} has its own")
+        if base in built_in() and _follows_tide(plan):
+            said.append(f"room that follows the activations (the tide): {framework} reserves for their peak")
+    if plan.modes.count("stream"):
+        said.append(
+            f"states of {plan.modes.count('stream')} of {len(plan.modes)} chunks come to the GPU for the update"
+        )
+    if settings.barrier(w.dtype) is None:
+        said.append(f"updates as gradients arrive: {framework} updates in optimizer.step()")
+    if w.layer_major:
+        said.append(f"the layer-major order of micro-batches: {framework} runs them one after the other")
+    if w.activations:
+        said.append(f"activations block by block ({activations_text(w)})")
+    if settings.sums == "16-bit" and w.micro_batches > 1:
+        said.append("sums of gradients in 16 bits")
+    said.append(f"chunks of {format_bytes(plan.layout.chunk_bytes)}: {framework} has units of its own")
+    return said
+
+
+def _follows_tide(plan: Plan) -> bool:
+    name = split_spec(plan.policy)[0]
+    point = can(name).point
+    return point is not None and in_full(plan.policy).get("capacity", Point().capacity) == "tide"
+
+
+def common_says(plan: Plan) -> list[str]:
+    """What the file says of the job, whatever the framework."""
+    w = plan.workload
+    steps = f" in {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
+    return [f"{w.batch} sequences per GPU{steps}, {w.dtype}"]
+
+
+def placed(plan: Plan, *, zero_offload: bool) -> tuple[str, dict[str, object]]:
+    """Name and options of the DeepSpeed-like policy that keeps model data where the plan keeps most of them.
+    zero_offload: whether parameters may stay whole on the GPU with everything else on the host."""
+    where = whereabouts(plan)
+    if where.states_on_disks > 0 or where.params_on_disks > 0:
+        params = "nvme" if where.params_on_disks > 0.5 else "cpu"
+        return "zero_infinity", {"params": params, "states": "nvme" if where.states_on_disks > 0 else "cpu"}
+    if where.states_on_gpu == 1 and where.params_on_gpu == 1:
+        return "zero3_resident", {}
+    if where.params_on_gpu > 0.99 and where.states_on_gpu < 0.01 and zero_offload:
+        return "zero_offload", {}
+    ratio = round(1 - where.states_on_gpu, 2)
+    return "zero3_offload", {"params": "gpu" if where.params_on_gpu > 0.99 else "cpu", "ratio": ratio}

@@ -1,0 +1,77 @@
+"""A configuration as a policy: the framework's own policy plans, with the host memory that the framework really takes.
+
+The policy knows host bytes per parameter; here they are replaced by the framework's own blocks, rounded as PyTorch
+rounds them (host_memory.py). Whether the host has room is asked of these blocks alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import STASHES, Plan, Settings
+from pstar_sim.core.step import Place
+from pstar_sim.errors import DoesNotFit
+from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.frameworks.targets import host_need
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.sim.play import play
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Follows"]
+
+_ROOMY_BYTES = 1 << 50
+"""Host memory under which no policy refuses for lack of it."""
+
+_BUFFER = "the framework's own host buffers"
+
+
+class Follows:
+    """A policy (workload, machine, settings) -> Plan that follows a configuration; `__name__` is its label."""
+
+    def __init__(self, configuration: Configuration, label: str) -> None:
+        self.configuration = configuration
+        self.__name__ = label
+
+    def __repr__(self) -> str:
+        return f"<policy {self.__name__}: {self.configuration.policy}>"
+
+    def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
+        """The plan. Raises DoesNotFit where the framework's blocks exceed the host, or the policy's lists the GPU or
+        the disks."""
+        configuration = self.configuration.for_model(workload)
+        need = host_need(configuration, workload, len(machine.ranks))
+        short = need.shortage(machine, self.__name__)
+        if short is not None:
+            raise short
+        host = replace(machine.host, memory_bytes=_ROOMY_BYTES)
+        try:
+            plan = find_policy(configuration.policy)(workload, replace(machine, host=host), settings)
+        except DoesNotFit as error:
+            raise error.restated(policy=self.__name__) from error
+        return self._with_own_buffers(plan, machine, need.held_bytes)
+
+    def _with_own_buffers(self, plan: Plan, machine: Machine, held_bytes: int) -> Plan:
+        """The plan on the machine asked about, its host buffers such that its lists and they are what the framework
+        holds. Raises DoesNotFit where the lists alone exceed the host."""
+        kept = tuple(b for b in plan.buffers if b[1] is not Place.HOST or b[0] == STASHES)
+        gone = {name for name, *_ in plan.buffers} - {name for name, *_ in kept}
+        own = sum(size for name, place, size in plan.buffers if place is Place.HOST and name in gone)
+        lists = play(plan).peak_bytes["host"] - own
+        if max(lists, held_bytes) > machine.host_budget_bytes:
+            raise DoesNotFit(
+                policy=self.__name__,
+                place="host",
+                needed_bytes=max(lists, held_bytes),
+                available_bytes=machine.host_budget_bytes,
+                what="the lists of its policy",
+            )
+        more = ((_BUFFER, Place.HOST, held_bytes - lists),) if held_bytes > lists else ()
+        return replace(
+            plan,
+            policy=self.__name__,
+            machine=machine,
+            host_budget_bytes=machine.host_budget_bytes,
+            buffers=(*kept, *more),
+            choices={**plan.choices, "follows": self.configuration.policy},
+        )

@@ -1,0 +1,190 @@
+"""Keys of a framework's configuration: one table for reading a file and for writing one.
+
+Every key of a file is used, has no effect on memory and time, or is named as not modelled; a key that is in no table is
+an error that names the nearest key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from pstar_sim.errors import PstarError
+from pstar_sim.schema.reading import Fault, brief, convert, nearest
+
+__all__ = ["AUTO", "Effect", "Key", "Reading", "ignored", "nested", "read_keys", "unmodelled", "used"]
+
+AUTO = "auto"
+"""The value with which a file leaves a key to the script that reads it."""
+
+
+class Effect(Enum):
+    """What a key does to a prediction.
+
+    USED: the prediction depends on it. NONE: it has no effect on memory and time. NOT_MODELLED: it may have one.
+    """
+
+    USED = auto()
+    NONE = auto()
+    NOT_MODELLED = auto()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key.
+
+    path: dotted; one that ends with ".*" stands for every key below.
+    effect: what it does to a prediction.
+    name: name of its value, for a key that is used.
+    kind: type of its value, None for any.
+    default: the framework's default; for a key that is not modelled, the value with which it does nothing.
+    why: why it is not modelled.
+    also: other paths that mean the same.
+    """
+
+    path: str
+    effect: Effect
+    name: str = ""
+    kind: Any = None
+    default: object = None
+    why: str = ""
+    also: tuple[str, ...] = ()
+
+
+def used(path: str, name: str, kind: Any, default: object = None, *, also: tuple[str, ...] = ()) -> Key:
+    """A key whose value a prediction depends on. also: other paths that are read as this key and not written."""
+    return Key(path=path, effect=Effect.USED, name=name, kind=kind, default=default, also=also)
+
+
+def ignored(*paths: str) -> tuple[Key, ...]:
+    """Keys without an effect on memory and time."""
+    return tuple(Key(path=path, effect=Effect.NONE) for path in paths)
+
+
+def unmodelled(path: str, why: str, off: object = False) -> Key:
+    """A key that may have an effect, which is not modelled. off: the value with which it has none."""
+    return Key(path=path, effect=Effect.NOT_MODELLED, default=off, why=why)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a file says by a table of keys.
+
+    file: name of the file, for messages.
+    values: name of a used key -> its value, AUTO where the file leaves it to the script, the framework's default where
+        the file does not name the key.
+    named: names of the used keys that the file names.
+    without_effect: paths of keys without an effect.
+    notes: one line per key that is not modelled.
+    """
+
+    file: str
+    values: Mapping[str, Any]
+    named: frozenset[str]
+    without_effect: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def known(self, name: str) -> Any:
+        """The value; None where the file leaves it to the script."""
+        value = self.values[name]
+        return None if value == AUTO else value
+
+
+def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Reading:
+    """A file's content by the table.
+
+    what: the kind of file, for messages. Raises PstarError, naming file and key, for a content that is not a table, an
+    unknown key (with the nearest one), and a value of another type.
+    """
+    if not isinstance(content, dict):
+        raise PstarError(f"{file}: is not {what}: it holds {brief(content)} where a table of keys is expected")
+    table = {path: key for key in keys for path in (key.path, *key.also)}
+    values = {key.name: key.default for key in keys if key.effect is Effect.USED}
+    named: set[str] = set()
+    without: list[str] = []
+    notes: list[str] = []
+    for path, value in _leaves(content, table, file, what):
+        key = table[path] if path in table else table[_star(path, table)]
+        if key.effect is Effect.NONE:
+            without.append(path)
+        elif key.effect is Effect.NOT_MODELLED:
+            if not _off(key, value):
+                notes.append(f"not modelled: {path} = {brief(value)}: {key.why}")
+        else:
+            values[key.name] = _value(key, value, file)
+            named.add(key.name)
+    return Reading(file=file, values=values, named=frozenset(named), without_effect=tuple(without), notes=tuple(notes))
+
+
+def _off(key: Key, value: object) -> bool:
+    """Whether the value leaves a key that is not modelled without an effect."""
+    alike = isinstance(value, bool) is isinstance(key.default, bool)
+    return value is None or value == AUTO or (alike and value == key.default)
+
+
+def _leaves(
+    content: Mapping[str, Any], table: Mapping[str, Key], file: str, what: str, above: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Path and value of each key; a table within is followed where keys within it are known."""
+    for name, value in content.items():
+        path = f"{above}{name}"
+        star = _star(path, table)
+        if path not in table and star and isinstance(value, dict):
+            yield from _leaves(value, table, file, what, f"{path}.")
+        elif path in table or star:
+            yield path, value
+        elif any(known.startswith(f"{path}.") for known in table):
+            if isinstance(value, dict):
+                yield from _leaves(value, table, file, what, f"{path}.")
+            elif value is not None and value != AUTO:
+                raise PstarError(f"{file}: {path} = {brief(value)}; it must be a table of keys")
+        else:
+            known = {one.removeprefix(above).partition(".")[0] for one in table if one.startswith(above)}
+            near = nearest(str(name), sorted(known - {"*"}))
+            hint = f"; did you mean {above}{near}?" if near else ""
+            raise PstarError(f"{file}: {path} is not a known key of {what}{hint}")
+
+
+def _star(path: str, table: Mapping[str, Key]) -> str:
+    """The key of the table that stands for all keys below, where one does for this path; else ""."""
+    parts = path.split(".")
+    stars = (".".join(parts[:n]) + ".*" for n in range(len(parts), 0, -1))
+    return next((star for star in stars if star in table), "")
+
+
+def _value(key: Key, value: object, file: str) -> object:
+    if value == AUTO:
+        return AUTO
+    if value is None:
+        return key.default
+    if key.kind is None:
+        return value
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e18:
+        try:
+            return convert(key.kind, int(value))
+        except Fault:
+            pass
+    try:
+        return convert(key.kind, value)
+    except Fault as fault:
+        raise PstarError(f"{file}: {key.path} = {brief(value)}; it {fault.want}") from None
+
+
+def nested(keys: Sequence[Key], values: Mapping[str, object]) -> dict[str, Any]:
+    """The tables of a file that says these values (name of a used key -> value), in the order of the table of keys;
+    values that are None are left out."""
+    content: dict[str, Any] = {}
+    for key in keys:
+        if key.effect is not Effect.USED or values.get(key.name) is None:
+            continue
+        *tables, last = key.path.split(".")
+        inner = content
+        for name in tables:
+            inner = inner.setdefault(name, {})
+        inner[last] = values[key.name]
+    return content

@@ -1,0 +1,41 @@
+"""Files of configurations: which framework a file is of, by its ending."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pstar_sim.errors import PstarError
+from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.frameworks.targets import TARGETS
+from pstar_sim.schema.parsing import parse_json
+from pstar_sim.schema.reading import Fault
+
+__all__ = ["load_configuration"]
+
+_ENDINGS = {".json": "DeepSpeed"}
+
+
+def load_configuration(path: str) -> Configuration:
+    """The configuration in a file. Raises PstarError, naming the file, for one that cannot be read, is of no known
+    kind, or is wrong."""
+    ending = Path(path).suffix.lower()
+    if ending not in _ENDINGS:
+        known = ", ".join(f"{end} ({name})" for end, name in _ENDINGS.items())
+        raise PstarError(f"{path}: its ending says no framework; it must be one of {known}")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise PstarError(f"{path}: not a text file in UTF-8") from None
+    except OSError as error:
+        raise PstarError(f"{path}: cannot be read: {error.strerror}") from None
+    read = TARGETS[_ENDINGS[ending]].read
+    assert read is not None
+    return read(_content(path, ending, text), path)
+
+
+def _content(path: str, ending: str, text: str) -> object:
+    assert ending == ".json"
+    try:
+        return parse_json(text)
+    except Fault as fault:
+        raise PstarError(f"{path}: {fault.in_json()}") from None

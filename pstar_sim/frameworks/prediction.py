@@ -1,0 +1,161 @@
+"""Prediction: what a framework's configuration needs and takes on a machine, host memory first.
+
+The seconds are those of the policy that stands for the configuration (follows.py), not of a plan of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import CannotPlan, DoesNotFit
+from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.frameworks.follows import Follows
+from pstar_sim.frameworks.host_memory import HostNeed
+from pstar_sim.frameworks.targets import host_need
+from pstar_sim.planner.batch_shares import share_out
+from pstar_sim.planner.compare import plan_and_play
+from pstar_sim.planner.fits import Fit
+from pstar_sim.planner.trust import trust
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Prediction", "predict"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prediction:
+    """A configuration on a machine; bytes are those of one rank.
+
+    label: what the configuration is called, such as the name of its file.
+    configuration: with what it leaves to the script set for this model.
+    policy: the policy that stands for it.
+    host: what it takes of the host.
+    host_available_bytes, gpu_available_bytes: budgets of the machine.
+    reason: why it does not fit or cannot be planned; None where it fits.
+    short_of: place that is short, where one is.
+    short_bytes: bytes that the place lacks.
+    gpu_needed_bytes: the most bytes on the GPU; where it is short of GPU memory, what it needs. None where the host is
+        short.
+    iteration_s, tokens_per_s: simulated, where it fits.
+    error, trust: as in `Fit`, for the policy that stands for it.
+    plan, timeline: where it fits.
+    """
+
+    label: str
+    configuration: Configuration
+    policy: str
+    host: HostNeed
+    host_available_bytes: int
+    gpu_available_bytes: int
+    reason: str | None = None
+    short_of: str | None = None
+    short_bytes: int | None = None
+    gpu_needed_bytes: int | None = None
+    iteration_s: float | None = None
+    tokens_per_s: float | None = None
+    error: float | None = None
+    trust: str | None = None
+    plan: Plan | None = None
+    timeline: Timeline | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.reason is None
+
+    def as_policy(self) -> Follows:
+        """The configuration as a policy, for `compare`."""
+        return Follows(self.configuration, self.label)
+
+    def as_fit(self) -> Fit:
+        """The line of `fits`."""
+        return Fit(
+            policy=self.label,
+            fits=self.fits,
+            gpu_needed_bytes=self.gpu_needed_bytes,
+            gpu_available_bytes=self.gpu_available_bytes,
+            host_needed_bytes=self.host.host_bytes,
+            host_available_bytes=self.host_available_bytes,
+            host_payload_bytes=self.host.asked_bytes,
+            host_rounding_bytes=self.host.rounding_bytes,
+            host_startup_bytes=self.host.startup_bytes,
+            host_buffer_bytes=0,
+            short_of=self.short_of,
+            short_bytes=self.short_bytes,
+            reason=self.reason,
+            iteration_s=self.iteration_s,
+            tokens_per_s=self.tokens_per_s,
+            error=self.error,
+            trust=self.trust,
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """Host memory first; without the plan."""
+        return {
+            "label": self.label,
+            "framework": self.configuration.framework,
+            "host_needed_bytes": self.host.host_bytes,
+            "host_available_bytes": self.host_available_bytes,
+            "host_rounding_bytes": self.host.rounding_bytes,
+            "host_startup_bytes": self.host.startup_bytes,
+            "host_blocks": [
+                {"name": b.name, "asked_bytes": b.asked_bytes, "taken_bytes": b.taken_bytes, "pinned": b.pinned}
+                for b in self.host.blocks
+            ],
+            "fits": self.fits,
+            "reason": self.reason,
+            "gpu_needed_bytes": self.gpu_needed_bytes,
+            "gpu_available_bytes": self.gpu_available_bytes,
+            "policy": self.policy,
+            "iteration_s": self.iteration_s,
+            "tokens_per_s": self.tokens_per_s,
+            "configuration": {k: v for k, v in asdict(self.configuration).items() if k != "policy"},
+        }
+
+
+def predict(
+    configuration: Configuration,
+    workload: Workload | Sequence[Workload],
+    machine: Machine,
+    settings: Settings,
+    *,
+    label: str,
+) -> Prediction:
+    """The configuration on a machine. workload: as for `compare`."""
+    share = share_out(workload, machine)
+    configuration = configuration.for_model(share.workload)
+    belief = trust(machine, configuration.policy)
+    found = Prediction(
+        label=label,
+        configuration=configuration,
+        policy=configuration.policy,
+        host=host_need(configuration, share.workload, len(machine.ranks)),
+        host_available_bytes=machine.host_budget_bytes,
+        gpu_available_bytes=machine.gpu_budget_bytes,
+    )
+    try:
+        plan, timeline = plan_and_play(
+            Follows(configuration, label), share.workload, machine, settings, label=label, workloads=share.ranked
+        )
+    except CannotPlan as error:
+        return replace(found, reason=str(error))
+    except DoesNotFit as error:
+        return replace(
+            found,
+            reason=str(error),
+            short_of=error.place,
+            short_bytes=error.short_bytes,
+            gpu_needed_bytes=error.needed_bytes if error.place == "gpu" else None,
+        )
+    return replace(
+        found,
+        gpu_needed_bytes=timeline.peak_bytes["gpu"],
+        iteration_s=timeline.iteration_s,
+        tokens_per_s=share.tokens / timeline.iteration_s,
+        error=belief.error,
+        trust=belief.label,
+        plan=plan,
+        timeline=timeline,
+    )

@@ -1,0 +1,79 @@
+"""What configurations of other frameworks need and take: host memory first. Knows predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pstar_sim.terminal import table_text, terminal_width, wrap
+from pstar_sim.units import GB, format_bytes, format_s
+
+if TYPE_CHECKING:
+    from pstar_sim.frameworks.express import Expressed
+    from pstar_sim.frameworks.prediction import Prediction
+
+__all__ = ["export_text", "predictions_text"]
+
+_HEADS = (
+    "configuration",
+    "fits",
+    "host needs",
+    "host has",
+    "rounding",
+    "GPU needs",
+    "GPU has",
+    "iteration",
+    "tokens/s",
+)
+
+
+def predictions_text(predictions: Sequence[Prediction], *, width: int | None = None) -> str:
+    """A table, and below it for each configuration: what takes the host's memory, why it does not fit, which policy
+    stands for it, what is not modelled."""
+    width = terminal_width() if width is None else width
+    lines = [table_text(_HEADS, [_cells(p) for p in predictions], width=width).rstrip()]
+    for p in predictions:
+        lines += ["", *(line for text in _said(p) for line in wrap(text, width))]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(p: Prediction) -> tuple[str, ...]:
+    return (
+        p.label,
+        "yes" if p.fits else f"no: {p.short_of}" if p.short_of else "no",
+        _gb(p.host.host_bytes),
+        _gb(p.host_available_bytes),
+        _gb(p.host.rounding_bytes),
+        _gb(p.gpu_needed_bytes),
+        _gb(p.gpu_available_bytes),
+        "" if p.iteration_s is None else format_s(p.iteration_s),
+        "" if p.tokens_per_s is None else f"{p.tokens_per_s:,.0f}",
+    )
+
+
+def _gb(size: int | None) -> str:
+    return "" if size is None else f"{size / GB:.1f} GB" if size >= GB else format_bytes(size)
+
+
+def _said(p: Prediction) -> list[str]:
+    """Sentences about one configuration."""
+    said = [f"{p.label}: host memory per GPU: {', '.join(p.host.parts()) or 'none'}."]
+    if p.reason is not None:
+        said.append(f"{p.reason}.")
+    error = "" if p.error is None else f" (± {p.error * 100:.0f} %)"
+    said.append(f"{p.label}: {p.configuration.framework}, predicted by its own policy {p.policy}{error}.")
+    said += [f"{p.label}: {note}." for note in p.configuration.notes]
+    if p.configuration.without_effect:
+        said.append(f"{p.label}: without effect on memory and time: {', '.join(p.configuration.without_effect)}.")
+    return said
+
+
+def export_text(path: str, expressed: Expressed, prediction: Prediction, *, width: int | None = None) -> str:
+    """What a written file says of a plan and what it cannot say, then the prediction for the file."""
+    width = terminal_width() if width is None else width
+    texts = [
+        f"{path}: {expressed.configuration.framework}: {'; '.join(expressed.says)}.",
+        *(f"cannot express: {what}." for what in expressed.cannot),
+    ]
+    lines = [line for text in texts for line in wrap(text, width)]
+    return "\n".join(lines) + "\n\n" + predictions_text([prediction], width=width)

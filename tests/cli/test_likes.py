@@ -1,0 +1,90 @@
+"""pstar export --deepspeed and --like: the same prediction wherever it is asked, contradictions refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pstar_sim.cli import main
+
+JOB = ["--model", "1B", "--seq", "128", "--machine", "v100-32", "--policy", "zero_offload"]
+OFFLOAD = {
+    "train_micro_batch_size_per_gpu": 2,
+    "fp16": {"enabled": True},
+    "gradient_clipping": 0.0,
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+
+
+@pytest.fixture
+def ds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(OFFLOAD))
+    return path
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_fits_and_compare_give_the_same_prediction(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit, ours = answer(capsys, "fits", "--like", "ds.json", *JOB)
+    row, beside = answer(capsys, "compare", "--like", "ds.json", *JOB)
+    assert fit["like"] == row["like"] and next(iter(fit["like"]))  # host memory first
+    assert list(fit["like"])[2] == "host_needed_bytes"
+    assert fit["policy"] == row["policy"] == "ds.json" and ours["policy"] == beside["policy"] == "zero_offload"
+    assert fit["iteration_s"] == row["iteration_s"] and fit["host_needed_bytes"] == row["peak_host_bytes"]
+    assert fit["gpu_needed_bytes"] == row["peak_gpu_bytes"]
+    # the same policy of ours, without the framework's buffers: the same seconds
+    assert row["iteration_s"] == pytest.approx(beside["iteration_s"], rel=1e-6)
+    assert main(["fits", "--like", "ds.json", *JOB]) == 0
+    assert "host memory per GPU: 4.45 GB of fp32 masters, pinned" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--batch", "4"], "--batch 4, but ds.json says 2 sequences on all GPUs together"),
+        (["--dtype", "fp32"], "--dtype fp32, but ds.json says fp16"),
+        (["--clip"], "--clip, but ds.json says no clipping"),
+        (["--like", "ds.json"], "the same file is given twice"),
+        (["--like", "other.json"], "ds.json says 2 sequences on all GPUs together, but other.json says 4"),
+        (["--like", "sum.json"], "sum.json: train_batch_size = 7, but 2 sequences per GPU x 1 micro-batches x 1 GPUs"),
+    ],
+)
+def test_a_contradiction_is_one_line(ds: Path, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ds.with_name("other.json").write_text(json.dumps({**OFFLOAD, "train_micro_batch_size_per_gpu": 4}))
+    ds.with_name("sum.json").write_text(
+        json.dumps({"train_batch_size": 7, "gradient_accumulation_steps": 1, "gradient_clipping": "auto"})
+    )
+    if argv[-1] == "sum.json":
+        ds.with_name("sum.json").write_text(
+            json.dumps({**OFFLOAD, "train_batch_size": 7, "gradient_accumulation_steps": 1})
+        )
+    assert main(["fits", "--like", "ds.json", *JOB, *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and said in err
+
+
+def test_a_plan_is_exported_and_the_file_read_again(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32", "--gpu-memory", "6GB"]
+    assert main([*plan, "--policy", "tide", "-o", "plan.json"]) == 0
+    capsys.readouterr()
+    (said,) = answer(capsys, "export", "plan.json", "--deepspeed", "out.json")
+    assert said["policy"].startswith("zero3_offload:subgroup=")
+    assert any("order of copies and updates of tide" in line for line in said["cannot_express"])
+    assert "ZeRO stage 3, optimizer on the host, parameters on the host" in said["says"]
+    (fit, _) = answer(
+        capsys, "fits", "--like", "out.json", "--model", "1B", "--seq", "128", "--machine", "v100-32", "--gpu-memory",
+        "6GB", "--policy", "zero_offload",
+    )  # fmt: skip
+    assert {k: v for k, v in fit["like"].items() if k != "configuration"} == {
+        k: said[k] for k in fit["like"] if k != "configuration"
+    }
+    assert main(["export", "plan.json", "--deepspeed", "out.json", "--timeline"]) == 2
+    assert "argument --deepspeed: not allowed with argument --timeline" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""DeepSpeed configurations: what is read is what is written, every key is accounted for, host memory by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pstar_sim import PstarError, Settings
+from pstar_sim.frameworks import deepspeed
+from pstar_sim.frameworks.keys import Effect
+from pstar_sim.frameworks.load import load_configuration
+from pstar_sim.frameworks.prediction import predict
+from pstar_sim.frameworks.targets import host_need
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.testing import chain_workload, round_machine
+
+MIB = 2**20
+CPU = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "/disk", "pipeline_read": True, "pipeline_write": True}
+ZEROS: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 0}, "all_on_gpu"),
+    ({"stage": 2}, "zero3_resident:reshard=off"),
+    ({"stage": 2, "offload_optimizer": CPU}, "zero_offload"),
+    ({"stage": 3}, "zero3_resident"),
+    ({"stage": 3, "offload_optimizer": CPU}, "zero3_offload:flush=async"),
+    ({"stage": 3, "offload_optimizer": {**CPU, "pin_memory": False}}, "zero3_offload:pinned=off"),
+    (
+        {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.75}, "offload_param": CPU, "sub_group_size": 1e8},
+        "zero3_offload:subgroup=100000000,ratio=0.75,flush=async,params=cpu",
+    ),
+    ({"stage": 3, "offload_optimizer": NVME, "offload_param": CPU}, "zero_infinity:states=nvme"),
+    (
+        {"stage": 3, "offload_optimizer": NVME, "offload_param": {"device": "nvme"}},
+        "zero_infinity:params=nvme,states=nvme",
+    ),
+    ({"stage": 3, "cpu_offload": True, "stage3_max_reuse_distance": 0}, "zero3_offload:flush=async,reuse=0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("zero", "policy"), ZEROS)
+def test_a_configuration_is_a_policy_and_what_is_written_of_it_is_read_again(zero: dict[str, Any], policy: str) -> None:
+    content = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+        "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "zero_optimization": zero,
+    }  # fmt: skip
+    found = deepspeed.read(content, "ds.json")
+    assert found.policy == policy
+    assert find_policy(found.policy)
+    assert (found.batch_per_gpu, found.micro_batches, found.clip) == (4, 2, False)
+    assert (found.dtype, found.optimizer, found.without_effect) == ("bf16", "adamw", ("optimizer.params.lr",))
+    assert deepspeed.read(json.loads(deepspeed.write(found)), "again.json") == found
+
+
+def test_what_a_file_leaves_to_the_script_is_not_said() -> None:
+    auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
+    zero = {"stage": 3, "offload_optimizer": CPU, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    found = deepspeed.read({**auto, "bf16": {"enabled": "auto"}, "zero_optimization": zero}, "ds.json")
+    assert (found.batch_per_gpu, found.micro_batches, found.clip, found.dtype) == (None, None, None, None)
+    # the HF Trainer sets hidden_size**2 and nine tenths of it; the chain's vectors have 1000 elements
+    chosen = found.for_model(chain_workload(2, 1000))
+    assert chosen.policy == "zero3_offload:flush=async,bucket=1000000,prefetch=900000"
+    assert deepspeed.read(json.loads(deepspeed.write(found)), "again.json") == found
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"zero_optimisation": {}}, "zero_optimisation is not a known key of a DeepSpeed configuration; did you mean "),
+        ({"zero_optimization": {"stag": 3}}, "DeepSpeed configuration; did you mean zero_optimization.stage?"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4; it must be"),
+        ({"zero_optimization": {"offload_param": {"device": "gpu"}}}, "offload_param.device = \"gpu\"; it must be"),
+        ({"zero_optimization": 3}, "zero_optimization = 3; it must be a table of keys"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both true"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": NVME}}, "needs stage 3, not stage 2"),
+        ([], "is not a DeepSpeed configuration"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_file_and_key(content: object, said: str) -> None:
+    with pytest.raises(PstarError) as error:
+        deepspeed.read(content, "ds.json")
+    assert str(error.value).startswith("ds.json: ") and said in str(error.value)
+
+
+def test_what_is_not_modelled_is_named_and_no_key_is_dropped() -> None:
+    content = {
+        "steps_per_print": 10, "wandb": {"enabled": True}, "sparse_gradients": False,
+        "zero_optimization": {"stage": 2, "zero_quantized_weights": True, "overlap_comm": "auto"},
+        "optimizer": {"type": "Lamb"},
+    }  # fmt: skip
+    found = deepspeed.read(content, "ds.json")
+    assert found.without_effect == ("steps_per_print", "wandb.enabled")
+    named = [note for note in found.notes if note.startswith("not modelled")]
+    assert len(named) == 2 and "zero_quantized_weights = true" in named[0] and "Lamb" in named[1]
+    assert any("clips at 1.0 since" in note for note in found.notes)
+    for key in deepspeed.KEYS:
+        assert bool(key.name) is (key.effect is Effect.USED)
+        assert bool(key.why) is (key.effect is Effect.NOT_MODELLED)
+
+
+def test_host_memory_of_stage_2_by_hand() -> None:
+    """3 layers of 100,000 parameters, one rank: 300,000 in flat buffers."""
+    w = chain_workload(3, 100_000, micro_batches=2)
+    found = deepspeed.read({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}, "ds.json")
+    need = host_need(found, w, 1)
+    asked = {block.name: (block.asked_bytes, block.taken_bytes) for block in need.blocks}
+    assert asked == {
+        "fp32 masters": (1_200_000, 2 * MIB),
+        "updated parameters on their way": (600_000, MIB),
+        "fp32 gradients": (1_200_000, 2 * MIB),
+        "the optimizer's moments": (2_400_000, 2_400_000),  # not pinned
+        "a gradient on its way": (200_000, 2**18),
+        "gradients of micro-batches": (600_000, 3 * 2**18),  # a block per tensor
+    }
+    assert need.startup_bytes == 600_000 and need.host_bytes == 5 * MIB + 4 * 2**18 + 2_400_000
+    unpinned = deepspeed.read(
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "pin_memory": False}}}, "ds.json"
+    )
+    assert host_need(unpinned, w, 1).host_bytes == need.asked_bytes
+
+
+def test_host_memory_of_stage_3_by_hand_on_two_ranks() -> None:
+    """4 layers of 200,000 parameters: 100,000 of each per rank, sub-groups of two layers."""
+    w = chain_workload(4, 200_000)
+    zero = {"stage": 3, "sub_group_size": 150_000, "offload_optimizer": CPU, "offload_param": CPU}
+    need = host_need(deepspeed.read({"zero_optimization": zero}, "ds.json"), w, 2)
+    taken = {block.name.partition(",")[0]: block.taken_bytes for block in need.blocks}
+    assert taken == {
+        "fp32 masters": 1_600_000,
+        "fp32 gradients": 2 * MIB,  # two of 800,000
+        "the optimizer's moments": 3_200_000,
+        "gradients before the step": MIB,  # one of 800,000
+        "parameters": MIB,
+        "parameters as they came": 4 * 2**18,  # four of 200,000
+    }
+    half = {**zero, "offload_optimizer": {**CPU, "ratio": 0.5}, "offload_param": {"device": "none"}}
+    need = host_need(deepspeed.read({"zero_optimization": half}, "ds.json"), w, 2)
+    assert need.asked_bytes == 16 * 200_000 + 2 * 400_000
+
+
+def test_a_prediction_asks_the_host_for_the_frameworks_blocks() -> None:
+    w = chain_workload(3, 100_000)
+    found = deepspeed.read({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}, "ds.json")
+    need = host_need(found, w, 1)
+    roomy = predict(found, w, round_machine(host_memory_bytes=need.host_bytes), Settings(), label="mine")
+    assert roomy.fits and roomy.plan is not None and roomy.plan.policy == "mine"
+    assert roomy.plan.check().peak_bytes["host"] == need.host_bytes == roomy.as_fit().host_needed_bytes
+    tight = predict(found, w, round_machine(host_memory_bytes=need.host_bytes - 1), Settings(), label="mine")
+    assert not tight.fits and (tight.short_of, tight.short_bytes) == ("host", 1)
+    assert tight.reason is not None and "rounds pinned blocks up to powers of two" in tight.reason
+    small = predict(found, w, round_machine(gpu_memory_bytes=MIB // 4), Settings(), label="mine")
+    assert small.short_of == "gpu" and small.reason is not None and small.reason.startswith("mine does not fit")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("ds.txt", "{}", "its ending says no framework"),
+        ("ds.json", "{", "line 1"),
+        ("ds.json", b"\xff", "not a text file"),
+        ("ds.json", None, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_none(name: str, text: str | bytes | None, said: str, tmp_path: Any) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(PstarError) as error:
+        load_configuration(str(path))
+    assert str(path) in str(error.value) and said in str(error.value)
