@@ -18,7 +18,9 @@ Where a behaviour is, lowest first (a folder or file imports only from its own r
     measuring     the first iteration's tide, measured iterations, status; beside it distributed, driving
     engine        Session: puts the parts above together
     saving        weights and checkpoints; beside it training, the loop of `pstar run`
-    optimizer, prepare, hf
+    optimizer, prepare
+    offloading    one call: capture, plan, prepare
+    hf            the same for transformers.Trainer
     recording     a real iteration as a workload, and what its moments cost
     running, calibrate, run, examples
 """
@@ -42,6 +44,7 @@ from executor.measuring.measured import Measured
 from executor.measuring.status import LinkUse, Status
 from executor.off_plan.ladder import Ladder
 from executor.off_plan.rungs import Rung
+from executor.offloading import offload
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
 from executor.queues.serial import SerialQueues, follow
@@ -71,6 +74,7 @@ __all__ = [
     "capture_module",
     "follow",
     "hf",
+    "offload",
     "parameters_on_meta",
     "prepare",
     "record",

@@ -1,34 +1,52 @@
-"""Hugging Face: a prepared model in `transformers.Trainer`.
+"""Hugging Face: `transformers.Trainer`, and trainers that build on it, by a plan.
 
-`Trainer` clips gradients itself, between backward and `optimizer.step()`, through `accelerator.clip_grad_norm_`; here
-they have left for their chunks by then and are clipped inside `optimizer.step()`, by `AdamW(max_grad_norm=)`.
-`connect(trainer)`
-joins the two: it checks that both clip at the same norm, and gives the Trainer the norm that the session knows. Without
-it `trainer.train()` stops at its first clipping with a ContractError: nothing is ever left unclipped in silence.
-`executor/examples/trainer.py` is a whole script.
+`offload(trainer, gpu_memory="24GB")` is the one line of a script that has a Trainer already; `OffloadTrainerMixin` is
+the same for a class of Trainers. When training begins they capture the model with a batch of the trainer's own data,
+plan for this machine, and prepare. `connect(trainer)` is for a model that the script itself has prepared.
 
-Checkpoints of a connected Trainer hold the folder `pstar` (`saving/checkpoint.py`) in place of `optimizer.pt`; with it
+[Note: what is captured] The longest rows of the data set, as the trainer's collator joins them. A trainer with the
+stock `compute_loss` is captured with it. A loss of a trainer's own (TRL) reads numbers of tensors, for its metrics, and
+runs other models, so of it the call of the model alone is captured, in training and with gradients; what the loss holds
+beside that is measured in the first iteration (`measuring/first.py`).
+
+[Note: clipping] `Trainer` clips gradients itself, between backward and `optimizer.step()`, through
+`accelerator.clip_grad_norm_`; here they have left for their chunks by then and are clipped inside `optimizer.step()`, by `AdamW(max_grad_norm=)`.
+`connect` joins the two: it checks that both clip at the same norm, and gives the Trainer the norm that the session
+knows. Without it `trainer.train()` stops at its first clipping with a ContractError: nothing is ever left unclipped in
+silence. `executor/examples/trainer.py` is a whole script.
+
+Checkpoints of such a Trainer hold the folder `pstar` (`saving/checkpoint.py`) in place of `optimizer.pt`; with it
 `trainer.train(resume_from_checkpoint=)` goes on bit by bit, under another plan too. Scheduler, random number generators
 and the position in the data are the Trainer's own.
 
 Tried with transformers 5.23 and accelerate 1.15; a version that looks at gradients elsewhere too stops with the
-ContractError of `p.grad`. transformers is not imported before `connect`.
+ContractError of `p.grad`. transformers is not imported before `connect` or `train`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from executor.capture import capture_module
 from executor.engine import Session
+from executor.offloading import Request, adamw_of, begin, converted, plan_for
 from executor.optimizer import OffloadedAdamW
+from executor.saving.generators import generator_states, set_generators
 from executor.saving.manifest import find_checkpoint, is_checkpoint
-from pstar_sim.errors import CheckpointError, ContractError
+from executor.session.batches import some_loss
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, ModelError
 
-__all__ = ["connect"]
+__all__ = ["OffloadTrainerMixin", "connect", "offload"]
 
 FOLDER, SCHEDULER = "pstar", "scheduler.pt"  # the second is the Trainer's own name
 
@@ -59,18 +77,23 @@ def connect(trainer: Any) -> Any:
             "`torchrun -m executor PLAN --model M`, for a plan of several ranks"
         )
     _check_arguments(trainer.args, session)
-    accelerator = trainer.accelerator
-    accelerator.device_placement = False  # the plan says where things are; states would be copied to be put back
-    norm = _Norm(session)
-    accelerator.clip_grad_norm_ = norm.clip_grad_norm_
-    if hasattr(trainer, "_has_mixed_mesh_grads"):  # transformers 5.2x: it looks at p.grad to choose who clips
-        trainer._has_mixed_mesh_grads = _one_mesh
-    trainer.add_callback(_callback(norm))
-    kept = _Kept(trainer, optimizer)
+    kept = _join(trainer, optimizer)
     trainer._save_optimizer_and_scheduler = kept.save
     trainer._load_from_checkpoint = kept.check
     trainer._load_optimizer_and_scheduler = kept.load
     return trainer
+
+
+def _join(trainer: Any, optimizer: OffloadedAdamW) -> _Kept:
+    """Let the Trainer clip, and log the norm, by [Note: clipping]; what saves and loads in its place."""
+    accelerator = trainer.accelerator
+    accelerator.device_placement = False  # the plan says where things are; states would be copied to be put back
+    norm = _Norm(optimizer.session)
+    accelerator.clip_grad_norm_ = norm.clip_grad_norm_
+    if hasattr(trainer, "_has_mixed_mesh_grads"):  # transformers 5.2x: it looks at p.grad to choose who clips
+        trainer._has_mixed_mesh_grads = _one_mesh
+    trainer.add_callback(_callback(norm))
+    return _Kept(trainer, optimizer)
 
 
 def _check_arguments(args: Any, session: Session) -> None:
@@ -198,3 +221,282 @@ def _callback(norm: _Norm) -> Any:
                 norm.fill()
 
     return FillNorm()
+
+
+# -- a trainer that plans for itself ----------------------------------------------------------------------------------
+
+
+def offload(
+    trainer: Any,
+    gpu_memory: str | int | None = None,
+    *,
+    device: str | None = None,
+    machine: Machine | str = "here",
+    policy: str = "optimal",
+    on_plan: Callable[[Plan], None] | None = None,
+) -> Any:
+    """Make a `transformers.Trainer`, or one of a class that builds on it, train by a plan for this machine; the same
+    trainer. The model is captured, planned for and prepared when `trainer.train()` has made its optimizer.
+
+    gpu_memory, device, machine, policy, on_plan: see `executor.offloading.Request`.
+
+    `bf16` and `fp16` become the plan's dtype ([Note: mixed precision] in offloading.py), `max_grad_norm` and
+    `gradient_accumulation_steps` the plan's settings, `gradient_checkpointing` is captured with the model,
+    `auto_find_batch_size` halves the batch until a plan fits, `torch_compile` compiles what runs between the plan's
+    moments. Raises ContractError, here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers other
+    than torch's AdamW.
+    """
+    kind = type(trainer)
+    if not hasattr(trainer, "create_optimizer"):
+        raise ContractError(
+            f"executor.hf.offload: {kind.__name__} is not a transformers.Trainer; give one, or use executor.offload "
+            "for a loop of your own"
+        )
+    if not isinstance(trainer, OffloadTrainerMixin):
+        trainer.__class__ = type(f"Offloaded{kind.__name__}", (OffloadTrainerMixin, kind), {"__module__": __name__})
+    trainer.offload_request = Request(
+        gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan
+    )
+    return trainer
+
+
+class OffloadTrainerMixin:
+    """Put before a Trainer's class, `class Mine(OffloadTrainerMixin, SFTTrainer)`: it trains by a plan for this
+    machine.
+
+    offload_request: what to plan for; a class may have its own.
+    """
+
+    offload_request: Request = Request()
+    _offload: _Joined | None = None
+
+    @property
+    def offload_session(self) -> Session:
+        """The session of the run. Raises ContractError before `train()` has made it."""
+        if self._offload is None:
+            raise ContractError("offload_session: there is no session before train()")
+        return self._offload.optimizer.session
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The Trainer's own optimizer, and then the plan's in its place."""
+        made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if not isinstance(getattr(made, "optimizer", made), OffloadedAdamW):
+            self._offload = _begin(self, made)
+            self.optimizer = made = self._offload.optimizer
+        return made  # type: ignore[no-any-return]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self._offload is not None
+        self._offload.kept.save(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights that a plain Trainer saved; of an offloaded one they come with the states."""
+        if _holds_states(resume_from_checkpoint):
+            return
+        if self._offload is not None:
+            self._offload.kept.check(resume_from_checkpoint)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """States that this Trainer or a plain one saved."""
+        if checkpoint is None or not _holds_states(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        elif self._offload is not None:
+            self._offload.kept.load(checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Weights of the best checkpoint, with their states."""
+        assert self._offload is not None
+        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        self._offload.kept.check(best)
+        self._offload.optimizer.load(Path(best) / FOLDER, generators=False)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As the Trainer's. On several ranks all of them read the weights, and the first writes them."""
+        if self._offload is None or self._offload.optimizer.session.ranks is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        weights = self.model.state_dict()  # type: ignore[attr-defined]
+        args = self.args  # type: ignore[attr-defined]
+        if args.should_save:
+            self._save(args.output_dir if output_dir is None else output_dir, state_dict=weights)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A trainer's run: its optimizer, and what saves and loads."""
+
+    optimizer: OffloadedAdamW
+    kept: _Kept
+
+
+def _holds_states(checkpoint: str) -> bool:
+    return is_checkpoint(find_checkpoint(Path(checkpoint) / FOLDER))
+
+
+def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
+    """Capture, plan, prepare, with the trainer's optimizer. Raises, where the Trainer looks for its batch, what it
+    understands as too little memory if no plan fits."""
+    args, request, model = trainer.args, trainer.offload_request, trainer.model
+    _require_alone(trainer)
+    norm = args.max_grad_norm or None  # the Trainer's 0 is not clipping
+    spec = adamw_of(optimizer, max_grad_norm=norm)
+    dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    try:
+        with converted(model, dtype) as masters:
+            _cast_as_before(trainer)
+            model.train()
+            workload = _captured(trainer, spec)
+            plan = plan_for(workload, request, micro_batches=args.gradient_accumulation_steps, clip=norm is not None)
+            offloaded = begin(
+                model, plan, spec, request, optimizer=optimizer, masters=masters, count=_each_rank_the_same
+            )
+    except DoesNotFit as error:
+        if args.auto_find_batch_size:
+            raise RuntimeError(f"a batch of {trainer._train_batch_size}: out of memory. {error}") from error
+        raise
+    return _Joined(offloaded, _join(trainer, offloaded))
+
+
+def _each_rank_the_same(args: Any, kwargs: Any) -> float:
+    """The Trainer's loss is made for gradients that are averaged over processes."""
+    return 1.0
+
+
+def _require_alone(trainer: Any) -> None:
+    """Raise ContractError where another system has the model in its hands."""
+    for name, system in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")):
+        if getattr(trainer, name, False):
+            raise ContractError(f"the Trainer runs under {system}, which moves the model itself; leave {system} out")
+    if trainer.args.n_gpu > 1:
+        raise ContractError(
+            f"the Trainer has {trainer.args.n_gpu} GPUs in one process (nn.DataParallel); start one process per GPU "
+            "with torchrun or accelerate launch, or show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+        )
+
+
+def _cast_as_before(trainer: Any) -> None:
+    """Let accelerate put its autocast around the forward (and compile the model) now, for the capture to see it, and
+    never wrap the model in DistributedDataParallel."""
+    accelerator, model = trainer.accelerator, trainer.model
+    accelerator.scaler = None  # the session scales: AdamW(loss_scale=)
+    plain = accelerator.prepare_model
+    ready = getattr(trainer, "_offload_ready", None)
+    if ready is not None and ready[0] is model:
+        return
+    run = plain(model, device_placement=False, evaluation_mode=True)
+    trainer._offload_ready = model, run
+
+    def prepare_model(other: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        return run if other is model else plain(other, *args, **kwargs)  # type: ignore[no-any-return]
+
+    accelerator.prepare_model = prepare_model
+
+
+# -- what is captured: [Note: what is captured] -----------------------------------------------------------------------
+
+
+def _captured(trainer: Any, spec: Any) -> Any:
+    """The workload of one of the trainer's micro-batches."""
+    model = trainer.model
+    name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
+    with _untouched_generators():
+        inputs = _example(trainer)
+        accumulated = [inputs] * trainer.args.gradient_accumulation_steps
+        items = trainer._get_num_items_in_batch(accumulated, trainer.args.device)
+        if _stock(trainer):
+
+            def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+                value: torch.Tensor = trainer.compute_loss(module, dict(batch[0]), num_items_in_batch=batch[1])
+                return value
+
+            return capture_module(
+                model, (dict(inputs), items), name=name, groups=spec, loss=_under_autocast(trainer, loss)
+            )
+        call = _call_in(lambda: trainer.compute_loss(model, inputs, num_items_in_batch=items), model)
+    return capture_module(model, call, name=name, groups=spec, loss=_under_autocast(trainer, some_loss))
+
+
+def _stock(trainer: Any) -> bool:
+    """Whether the loss is transformers' own."""
+    return type(trainer).compute_loss.__module__ == "transformers.trainer"
+
+
+def _under_autocast(trainer: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> Any:
+    """The loss of a capture, whose tensors are on the CPU, where the trainer casts on another device."""
+    dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
+    if dtype is None or trainer.args.device.type == "cpu":
+        return loss
+
+    def cast(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            return loss(model, batch)
+
+    return cast
+
+
+class _Called(Exception):
+    """The model was called with gradients."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self.call = args, kwargs
+
+
+def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
+    """(args, kwargs) of the model's first call with gradients in `action`, which ends there."""
+
+    def see(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            raise _Called(args, kwargs)
+
+    handle = model.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
+    try:
+        action()
+    except _Called as found:
+        return found.call  # type: ignore[return-value]
+    finally:
+        handle.remove()
+    raise ModelError("the trainer's compute_loss does not call the model with gradients: there is nothing to plan for")
+
+
+def _example(trainer: Any) -> Any:
+    """A batch of the trainer's own data, as large as its batches get."""
+    loader = trainer.get_train_dataloader()
+    rows = _longest(getattr(loader, "dataset", None), trainer._train_batch_size)
+    batch = loader.collate_fn(rows) if rows else next(iter(loader), None)
+    if not batch:
+        raise ContractError("the Trainer's train_dataset gives no batch: there is nothing to plan for")
+    return trainer._prepare_inputs(batch)
+
+
+LOOKED_AT = 512  # rows of a data set
+
+
+def _longest(rows: Any, count: int) -> list[Any]:
+    """The longest rows of a data set, of LOOKED_AT that lie evenly in it; none of one that cannot be indexed."""
+    if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
+        return []
+    step = max(1, len(rows) // max(LOOKED_AT, count))
+    looked_at = [rows[number] for number in range(0, len(rows), step)]
+    return sorted(looked_at, key=_extent, reverse=True)[:count]
+
+
+def _extent(value: Any) -> int:
+    """Number of elements in a row of a data set."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, Mapping):
+        return sum(_extent(part) for part in value.values())
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return len(value) if not value or isinstance(value[0], (int, float)) else sum(_extent(part) for part in value)
+    return int(getattr(value, "size", 1)) if not callable(getattr(value, "size", 1)) else 1
+
+
+@contextlib.contextmanager
+def _untouched_generators() -> Iterator[None]:
+    """Inside, random numbers may be drawn (by samplers and collators); afterwards the generators are as before."""
+    before = generator_states()
+    try:
+        yield
+    finally:
+        set_generators(before)

@@ -81,6 +81,19 @@ class OffloadedAdamW(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
+    def share_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the groups of another optimizer over the same parameters from now on: a scheduler that was made with it
+        writes there, and hears that steps are taken."""
+        for mine, theirs in zip(self.param_groups, optimizer.param_groups):
+            theirs.update({key: value for key, value in mine.items() if key not in theirs})
+        self.param_groups = optimizer.param_groups
+        self._name_kernel()
+
+        def tell(*_: Any) -> None:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler asks for
+
+        self.register_step_post_hook(tell)
+
     def state_dict(self) -> dict[str, Any]:
         """Copies of the current states, in torch.optim.AdamW's form: "state" by parameter number with step, exp_avg and
         exp_avg_sq. Parameters narrower than fp32 also have "param32", the master copy; with loss scaling there is also

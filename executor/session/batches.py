@@ -27,7 +27,7 @@ from pstar_sim.units import format_bytes
 from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
 
-__all__ = ["Batches", "Capture", "Host", "Shapes", "movable"]
+__all__ = ["Batches", "Capture", "Host", "Shapes", "movable", "some_loss"]
 
 
 class Host(BytesHost, LoopHost, Protocol):
@@ -76,7 +76,7 @@ class Shapes:
             )
         self.copy_attributes()
         with recomputing(self.skeleton, planned):
-            captured = self._capture(self.skeleton, (args, kwargs), name=planned.model, loss=_some_loss)
+            captured = self._capture(self.skeleton, (args, kwargs), name=planned.model, loss=some_loss)
         return as_planned(captured, planned)
 
     def copy_attributes(self) -> None:
@@ -221,7 +221,7 @@ class Batches:
             )
 
 
-def _some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+def some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """A scalar to run backward from: the model's loss, or (where the loop computes the loss itself) the sum of its
     outputs."""
     args, kwargs = batch

@@ -57,7 +57,9 @@ EXECUTOR_FLOORS = (
     ("saving", "training"),
     ("optimizer",),
     # what puts one together
-    ("hf", "prepare"),
+    ("prepare",),
+    ("offloading",),
+    ("hf",),
     ("recording",),
     ("calibrate", "running"),
     ("examples", "run"),

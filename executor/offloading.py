@@ -1,0 +1,269 @@
+"""Offload: a model and its torch optimizer, put under a plan for this machine in one call.
+
+`offload` is that call for a loop of the user's own. `hf.py`, `lightning.py` and `axolotl.py` are the same for their
+trainers and share the parts here: the user's AdamW read as a description, the model captured and planned for, the model
+in the plan's dtype, the run begun.
+
+[Note: mixed precision] Scripts that ask for mixed precision (`bf16=True`) have a model in fp32 and cast inside every
+operator. Here every floating parameter is converted to the plan's dtype once, and the fp32 values become the master
+copies, so nothing is lost by the conversion: the working copy is cast(master), the update is in fp32, the gradients of
+several micro-batches are added in fp32. What stays in fp32 is what autocast keeps in fp32: the script's own autocast
+goes on around the forward, buffers keep their dtype, and so do the parameters of batch norms, whose kernels want the
+dtype of their running statistics. The result differs from the script's own run by the rounding of the working copies:
+norms, biases and embeddings are read in 16 bits, and the values between blocks have 16 bits where their embeddings do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from executor.adamw import AdamW, refused_in
+from executor.capture import capture_module
+from executor.compatibility import check_processes
+from executor.contract import tensor_of
+from executor.devices.cuda import CudaBackend, cuda_device
+from executor.devices.opening import is_cuda
+from executor.models import TORCH_DTYPES, forward_loss
+from executor.optimizer import OffloadedAdamW
+from executor.prepare import prepare
+from pstar_sim.arguments import parse_bytes
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.errors import ContractError
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.units import format_bytes, format_s
+from pstar_sim.workload.workload import Workload, repeat_micro_batch
+
+__all__ = ["Request", "adamw_of", "begin", "converted", "describe", "offload", "plan_for"]
+
+log = logging.getLogger("executor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a run is planned for.
+
+    gpu_memory: what each process may use of its accelerator's memory, "24GB" or bytes; None: all that is free.
+    device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has one, else "virtual".
+    machine: a machine or its name, as for `pstar_sim.machine`; "here": this one.
+    policy: name of the policy that plans.
+    on_plan: called with the plan before the run begins.
+    """
+
+    gpu_memory: str | int | None = None
+    device: str | None = None
+    machine: Machine | str = "here"
+    policy: str = "optimal"
+    on_plan: Callable[[Plan], None] | None = None
+
+    @property
+    def where(self) -> str:
+        """The device, chosen."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "virtual")
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """gpu_memory in bytes. Raises PstarError for a text that is not a size."""
+        return parse_bytes(self.gpu_memory) if isinstance(self.gpu_memory, str) else self.gpu_memory
+
+
+def offload(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    example_batch: Any,
+    *,
+    gpu_memory: str | int | None = None,
+    micro_batches: int = 1,
+    max_grad_norm: float | None = None,
+    dtype: str | None = None,
+    loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
+    device: str | None = None,
+    machine: Machine | str = "here",
+    policy: str = "optimal",
+    on_plan: Callable[[Plan], None] | None = None,
+) -> tuple[nn.Module, OffloadedAdamW]:
+    """Run a training loop's model by a plan for this machine: the same model, and the optimizer that takes the place of
+    the loop's own.
+
+    optimizer: torch's AdamW over the model's parameters (or Adam without weight decay). Its groups, lr, betas, eps,
+        weight decay and states are kept, and its groups are shared: a scheduler that was made with it goes on working.
+    example_batch: as the model takes it (a mapping: keyword arguments; a tuple: positional ones), of the largest shape.
+    micro_batches: number of backwards before each `optimizer.step()`.
+    max_grad_norm: clip at this global norm inside `step()`, instead of `torch.nn.utils.clip_grad_norm_`.
+    dtype: "bf16" or "fp16": train in it, with fp32 masters, by [Note: mixed precision]; None: the model's own dtypes.
+    loss: loss(model, batch), a scalar: what the loop does with a batch before `backward()`. By default the model's own.
+    gpu_memory, device, machine, policy, on_plan: see `Request`.
+
+    Raises ContractError for another optimizer or a model that is prepared already, DoesNotFit where no plan fits,
+    ModelError as `capture_module` does. The model and its optimizer are then unchanged.
+    """
+    request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
+    spec = adamw_of(optimizer, max_grad_norm=max_grad_norm)
+    with converted(model, dtype) as masters:
+        workload = capture_module(model, example_batch, groups=spec, loss=loss)
+        plan = plan_for(workload, request, micro_batches=micro_batches, clip=max_grad_norm is not None)
+        return model, begin(model, plan, spec, request, optimizer=optimizer, masters=masters)
+
+
+def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> AdamW:
+    """The user's torch optimizer as a description. Raises ContractError where its update is not AdamW's."""
+    kind = type(optimizer)
+    if isinstance(optimizer, OffloadedAdamW):
+        raise ContractError("the optimizer is that of a prepared model already; give the loop's own torch AdamW")
+    if kind not in (torch.optim.AdamW, torch.optim.Adam):
+        raise ContractError(
+            f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are AdamW's: use torch.optim.AdamW "
+            "(of TrainingArguments optim='adamw_torch')"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        decoupled = kind is torch.optim.AdamW or group.get("decoupled_weight_decay")
+        if not decoupled and group["weight_decay"]:
+            raise ContractError(
+                f"param_groups[{number}] of torch.optim.Adam has weight_decay={group['weight_decay']}, which Adam adds "
+                "to the gradient; a plan's updates are AdamW's: use torch.optim.AdamW, or no weight decay"
+            )
+        if refused := refused_in(group):
+            raise ContractError(f"param_groups[{number}] has {refused}, which is not supported")
+    return AdamW(optimizer.param_groups, max_grad_norm=max_grad_norm, **_numbers(optimizer))
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: bool) -> Plan:
+    """The plan for one micro-batch's workload, `micro_batches` times per step, on every process. The first process
+    plans for all of them. Raises DoesNotFit, on all processes, where nothing fits."""
+    count = _processes()
+    whole = repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
+    made: list[Any] = [None]
+    if count == 1 or dist.get_rank() == 0:
+        try:
+            machine = _machine(request, gpus=count)
+            made[0] = find_policy(request.policy)(whole, machine, Settings(clip=clip))
+        except Exception as error:  # raised below, on every process
+            made[0] = error
+    if count > 1:
+        dist.broadcast_object_list(made, src=0)
+    if isinstance(made[0], Exception):
+        raise made[0]
+    plan: Plan = made[0]
+    check_processes(plan, count)
+    if request.on_plan is not None:
+        request.on_plan(plan)
+    return plan
+
+
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _machine(request: Request, *, gpus: int) -> Machine:
+    """The machine to plan for: what the request names, with the memory that is there for chunks and tide."""
+    many = gpus if gpus > 1 else None
+    given = request.machine
+    named = given if isinstance(given, Machine) else load_machine(given, gpus=many)
+    if not is_cuda(request.where):
+        if isinstance(given, Machine) or request.gpu_memory is None:
+            return named
+        return load_machine(given, gpus=many, gpu_memory=request.gpu_memory)
+    backend = CudaBackend(cuda_device(request.where), limit_bytes=request.limit_bytes)
+    try:
+        free_bytes = backend.plannable_gpu_bytes()
+    finally:
+        backend.close()
+    if isinstance(given, Machine) or named.gpu_budget_bytes <= free_bytes:
+        return named
+    # The context is counted by the machine, and is not in what is plannable.
+    return load_machine(given, gpus=many, gpu_memory=free_bytes - free_bytes // 64 + named.gpu.context_bytes)
+
+
+def describe(plan: Plan) -> str:
+    """One line: what a run by the plan will do, as far as its policy knows."""
+    moved, seconds = plan.moved_bytes, plan.predictions.get("policy_iteration_s")
+    modes = [plan.modes.count(mode) for mode in ("pin", "stream", "cpu", "frozen")]
+    words = ", ".join(
+        f"{count} {name}" for count, name in zip(modes, ("pinned", "streamed", "on the CPU", "frozen")) if count
+    )
+    return (
+        f"policy {plan.policy} for {plan.workload.model}: {len(plan.layout.chunks)} chunks ({words}), GPU budget "
+        f"{format_bytes(plan.gpu_budget_bytes)}, per step {format_bytes(moved.get('h2d', 0))} to the GPU and "
+        f"{format_bytes(moved.get('d2h', 0))} to the host"
+        + ("" if seconds is None else f", {format_s(seconds)} predicted on {plan.machine.name}")
+    )
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def converted(model: nn.Module, dtype: str | None) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
+    """Convert the model's floating parameters to `dtype`; yields the fp32 values of those that it converts, from which
+    the master copies begin. An error inside gives the parameters their values back. See [Note: mixed precision].
+
+    Raises ContractError for a model that is prepared already.
+    """
+    if any(tensor_of(p) is not None for p in model.parameters()):
+        raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
+    kept: dict[nn.Parameter, torch.Tensor] = {}
+    if dtype is not None:
+        stays = {id(p) for part in model.modules() if isinstance(part, _NormBase) for p in part.parameters()}
+        for parameter in model.parameters():
+            if parameter.dtype == torch.float32 and id(parameter) not in stays:
+                kept[parameter] = parameter.data
+                parameter.data = parameter.data.to(TORCH_DTYPES[dtype])
+    try:
+        yield kept
+    except BaseException:
+        for parameter, value in kept.items():
+            if tensor_of(parameter) is None:
+                parameter.data = value
+        raise
+
+
+def begin(
+    model: nn.Module,
+    plan: Plan,
+    spec: AdamW,
+    request: Request,
+    *,
+    optimizer: torch.optim.Optimizer,
+    masters: Mapping[nn.Parameter, torch.Tensor],
+    count: Callable[[Any, Any], float] | None = None,
+) -> OffloadedAdamW:
+    """Prepare the model; the optimizer that takes the place of the user's. masters: fp32 values of parameters that were
+    converted. count: as for `prepare`."""
+    more = {} if count is None else {"count": count}
+    limit = request.limit_bytes if is_cuda(request.where) else None
+    _, offloaded = prepare(model, plan, spec, device=request.where, gpu_memory=limit, **more)  # type: ignore[arg-type]
+    _take_masters(offloaded, masters)
+    if optimizer.state:
+        offloaded.load_state_dict(optimizer.state_dict())
+    offloaded.share_groups(optimizer)
+    log.info("offloaded: %s", describe(plan))
+    return offloaded
+
+
+def _take_masters(offloaded: OffloadedAdamW, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    """Give the master copies the values that the parameters had before they were converted; the working copies are
+    their casts already."""
+    session = offloaded.session
+    with session.still():
+        for parameter, value in masters.items():
+            tensor = tensor_of(parameter)
+            assert tensor is not None
+            if not session.plan.workload.tensors[tensor].frozen:
+                session.reader.put_state(tensor, "param32", value.reshape(-1))
