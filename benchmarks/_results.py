@@ -61,6 +61,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "relay": EXECUTED,
     "reliability": (*EXECUTED, "benchmarks/_*.py", "benchmarks/kills.py"),
     "semantics*": (*EXECUTED, "tests/executor/semantics_rows.py"),
+    "scripts": (*EXECUTED, "tests/executor/script_runs.py", "tests/executor/scripts/**"),
     "search_constants": PLANNED,
     "simulate": PLANNED,
     "sweep": PLANNED,

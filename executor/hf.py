@@ -10,10 +10,10 @@ runs other models, so of it the call of the model alone is captured, in training
 beside that is measured in the first iteration (`measuring/first.py`).
 
 [Note: clipping] `Trainer` clips gradients itself, between backward and `optimizer.step()`, through
-`accelerator.clip_grad_norm_`; here they have left for their chunks by then and are clipped inside `optimizer.step()`, by `AdamW(max_grad_norm=)`.
-`connect` joins the two: it checks that both clip at the same norm, and gives the Trainer the norm that the session
-knows. Without it `trainer.train()` stops at its first clipping with a ContractError: nothing is ever left unclipped in
-silence. `executor/examples/trainer.py` is a whole script.
+`accelerator.clip_grad_norm_`; here they have left for their chunks by then and are clipped inside `optimizer.step()`,
+by `AdamW(max_grad_norm=)`. `connect` joins the two: it checks that both clip at the same norm, and gives the Trainer
+the norm that the session knows. Without it `trainer.train()` stops at its first clipping with a ContractError: nothing
+is ever left unclipped in silence. `executor/examples/trainer.py` is a whole script.
 
 Checkpoints of such a Trainer hold the folder `pstar` (`saving/checkpoint.py`) in place of `optimizer.pt`; with it
 `trainer.train(resume_from_checkpoint=)` goes on bit by bit, under another plan too. Scheduler, random number generators
@@ -419,7 +419,7 @@ def _captured(trainer: Any, spec: Any) -> Any:
 
 def _stock(trainer: Any) -> bool:
     """Whether the loss is transformers' own."""
-    return type(trainer).compute_loss.__module__ == "transformers.trainer"
+    return str(type(trainer).compute_loss.__module__) == "transformers.trainer"
 
 
 def _under_autocast(trainer: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> Any:
@@ -453,7 +453,7 @@ def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
     try:
         action()
     except _Called as found:
-        return found.call  # type: ignore[return-value]
+        return found.call
     finally:
         handle.remove()
     raise ModelError("the trainer's compute_loss does not call the model with gradients: there is nothing to plan for")

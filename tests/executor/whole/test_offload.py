@@ -1,0 +1,343 @@
+"""One line in a script that is there already: `executor.offload` for a loop, `executor.hf.offload` for a Trainer."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import executor
+from executor.offloading import adamw_of
+from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, PstarError, UnknownName
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import script_runs as scripts  # noqa: E402
+
+sys.path.pop(0)
+
+# What each script's chunks and tide do not fit into together, so that chunks leave.
+MEMORY = {"trainer_bf16": "1.3MB", "plain_loop": "950KB"}
+LOSS = 0.01  # bound of benchmarks/scripts.py, fixed before the first run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEMORY)
+def test_an_unchanged_script_is_the_written_out_reference_to_the_bit(name: str, tmp_path: Path) -> None:
+    """Four steps with autocast: losses and weights of plain torch with fp32 masters, while chunks come and go."""
+    ours = scripts.offloaded(name, tmp_path, MEMORY[name], "--steps", "4", policy="tide")
+    reference = scripts.written_out(name, tmp_path, "--steps", "4")
+    assert scripts.equal_to_the_bit(ours, reference)
+    own = scripts.own(name, tmp_path, "--steps", "4")
+    assert len(ours.losses) == 4 and 0 < scripts.loss_distance(ours, own) < LOSS
+    assert ours.session is not None and ours.session.deviations == 0, list(ours.session.deviation_log)
+    moved = ours.session.status().links
+    assert moved["h2d"].moved_bytes > 300_000 and moved["d2h"].moved_bytes > 300_000
+
+
+# -- a loop of one's own ----------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x**2).mean()
+
+
+def net(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def batches() -> Iterator[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    while True:
+        yield torch.randn(4, 48, generator=draw)
+
+
+def steps(model: nn.Module, optimizer: Any, scheduler: Any, rows: Iterator[torch.Tensor], count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        loss = model(next(rows))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def adamw(model: Net) -> tuple[torch.optim.AdamW, Any]:
+    groups = [
+        {"params": [layer.weight for layer in model.layers], "lr": 3e-3, "weight_decay": 0.1},
+        {"params": [layer.bias for layer in model.layers], "betas": (0.8, 0.9)},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-7, weight_decay=0.0, fused=True)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def test_groups_states_and_a_scheduler_that_is_there_already_go_on() -> None:
+    """Two plain steps, then offloaded: as if nothing had happened, with the scheduler made for the first optimizer."""
+    one, other = net(), net()
+    plain, plain_schedule = adamw(one)
+    mine, schedule = adamw(other)
+    rows, again = batches(), batches()
+    losses = steps(one, plain, plain_schedule, rows, 5)
+    before = steps(other, mine, schedule, again, 2)
+    model, optimizer = executor.offload(other, mine, (torch.zeros(4, 48),), gpu_memory="40KB", policy="tide")
+    try:
+        assert model is other and optimizer.param_groups is mine.param_groups
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a scheduler warns where it hears of no step
+            assert before + steps(model, optimizer, schedule, again, 3) == losses
+        assert [g["lr"] for g in optimizer.param_groups] == [g["lr"] for g in plain.param_groups]
+        for (name, p), q in zip(one.named_parameters(), other.parameters()):
+            assert torch.equal(p.detach(), q.detach().clone()), name
+        assert optimizer.session.deviations == 0
+        assert optimizer.session.status().links["h2d"].moved_bytes > 0
+    finally:
+        optimizer.session.close()
+
+
+def test_masters_begin_as_the_values_that_were_there() -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    optimizer, _ = adamw(model)
+
+    def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        return module(batch[0].to(torch.bfloat16)).float()
+
+    _, offloaded = executor.offload(
+        model, optimizer, (torch.zeros(4, 48),), gpu_memory="64KB", dtype="bf16", loss=loss, policy="tide"
+    )
+    try:
+        session = offloaded.session
+        for tensor, row in enumerate(session.plan.workload.tensors):
+            assert torch.equal(session.reader.state_value(tensor, "param32"), before[row.name]), row.name
+            assert torch.equal(session.reader.value_now(tensor), before[row.name].bfloat16()), row.name
+    finally:
+        session.close()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda ps: torch.optim.SGD(ps, lr=0.1), r"torch\.optim\.sgd\.SGD.*AdamW"),
+        (lambda ps: torch.optim.Adam(ps, weight_decay=0.1), "Adam adds to the gradient"),
+        (lambda ps: torch.optim.AdamW(ps, amsgrad=True), "amsgrad=True"),
+    ],
+)
+def test_an_update_that_is_not_adamws_is_refused_by_name(make: Callable[..., Any], words: str) -> None:
+    with pytest.raises(ContractError, match=words):
+        adamw_of(make(net().parameters()), max_grad_norm=None)
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "words"),
+    [
+        ({"gpu_memory": "6KB"}, DoesNotFit, "gpu needs"),
+        ({"gpu_memory": "a lot"}, PstarError, "a lot"),
+        ({"machine": "nowhere"}, UnknownName, "nowhere"),
+    ],
+)
+def test_what_cannot_be_planned_leaves_the_model_as_it_was(
+    more: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=words):
+        executor.offload(
+            model, adamw(model)[0], (torch.zeros(4, 48),), dtype="bf16", policy="tide",
+            loss=lambda m, b: m(b[0].bfloat16()), **more,
+        )  # fmt: skip
+    for name, value in model.state_dict().items():
+        assert value.dtype == torch.float32 and torch.equal(value, before[name])
+
+
+# -- a Trainer --------------------------------------------------------------------------------------------------------
+
+
+def gpt() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=96, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False
+    )  # dropout stays on: the random numbers are the plain run's
+    return transformers.GPT2LMHeadModel(config)
+
+
+def texts(count: int = 16, length: int = 12) -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    rows = [torch.randint(96, (length,), generator=draw) for _ in range(count)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Callable[..., Any]:
+    def make(kind: Any = None, **arguments: Any) -> Any:
+        wanted = {
+            "output_dir": str(tmp_path), "per_device_train_batch_size": 2, "max_steps": 2, "use_cpu": True,
+            "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1,
+        }  # fmt: skip
+        args = transformers.TrainingArguments(**{**wanted, **arguments})
+        return (kind or transformers.Trainer)(model=gpt(), args=args, train_dataset=texts(), eval_dataset=texts(4))
+
+    return make
+
+
+def offloaded(trainer: Any, gpu_memory: str = "290KB") -> Any:
+    return executor.hf.offload(trainer, gpu_memory, policy="tide")
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_a_trainer_in_fp32_is_the_plain_one(trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """Clipping, accumulation, dropout, the last step of an epoch with one micro-batch, evaluation, saving."""
+    shared = {"gradient_accumulation_steps": 3, "optim": "adamw_torch_fused", "max_steps": -1, "num_train_epochs": 1,
+              "max_grad_norm": 0.5}  # fmt: skip
+    torch.manual_seed(3)
+    plain = trainer(**shared)
+    plain.train()
+    torch.manual_seed(3)
+    mine = offloaded(trainer(**shared))
+    assert isinstance(mine, transformers.Trainer)
+    mine.train()
+    assert losses_of(mine) == pytest.approx(losses_of(plain), rel=1e-6) and len(losses_of(mine)) == 3
+    named = dict(mine.model.named_parameters())
+    for name, p in plain.model.named_parameters():
+        assert torch.allclose(named[name].detach().clone(), p.detach(), rtol=1e-4, atol=1e-6), name
+    session = mine.offload_session
+    assert session.deviations == 1 and "step" in session.deviation_log[0]  # the epoch's last step has two micro-batches
+    assert mine.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    mine.save_model(str(tmp_path / "saved"))
+    again = transformers.GPT2LMHeadModel.from_pretrained(str(tmp_path / "saved"))
+    assert all(torch.equal(p.detach(), named[name].detach().clone()) for name, p in again.named_parameters())
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_and_from_a_plain_one(
+    trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Four steps with bf16 and dropout; from the checkpoint after two steps the same values, masters and states."""
+    shared = {"bf16": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = offloaded(trainer(**shared))
+    whole.train()
+    again = offloaded(trainer(**shared))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert losses_of(again) == losses_of(whole)
+    ours, theirs = (t.offload_session.optimizer().state_dict()["state"] for t in (again, whole))
+    assert len(ours) == len(theirs) > 0
+    for number, row in theirs.items():
+        assert all(torch.equal(ours[number][key], value) for key, value in row.items())
+        assert set(row) == {"step", "exp_avg", "exp_avg_sq", "param32"}
+
+    plain = trainer(max_steps=4, save_strategy="steps", save_steps=2, output_dir=str(tmp_path / "plain"))
+    plain.train()
+    from_plain = offloaded(trainer(max_steps=4))
+    from_plain.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert losses_of(from_plain) == pytest.approx(losses_of(plain), rel=1e-6)
+    with pytest.raises(CheckpointError, match="has no whole folder 'pstar'"):
+        from_plain.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+
+
+def test_the_best_checkpoint_comes_back_at_the_end(trainer: Callable[..., Any]) -> None:
+    """The loss falls, and the highest counts as the best: that of the first step."""
+    mine = offloaded(
+        trainer(
+            max_steps=3,
+            save_strategy="steps",
+            save_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+            learning_rate=1e-2,
+            load_best_model_at_end=True,
+            greater_is_better=True,
+        )
+    )
+    mine.train()
+    best = mine.state.best_model_checkpoint
+    assert best is not None and best.endswith("checkpoint-1")
+    kept = transformers.GPT2LMHeadModel.from_pretrained(best)
+    for (name, p), q in zip(kept.named_parameters(), mine.model.parameters()):
+        assert torch.equal(p.detach(), q.detach().clone()), name
+
+
+def test_a_class_of_trainers_has_the_mixin(trainer: Callable[..., Any]) -> None:
+    """A loss of its own, which reads numbers: the call of the model alone is captured; checkpointing with it."""
+
+    class Mine(executor.hf.OffloadTrainerMixin, transformers.Trainer):
+        offload_request = executor.offloading.Request(gpu_memory="290KB", policy="tide")
+        seen: list[float] = []
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            logits = model(input_ids=inputs["input_ids"]).logits
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+            self.seen.append(loss.item())
+            return (loss, {"logits": logits}) if return_outputs else loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers 5.23 has another word for it
+        mine = trainer(Mine, gradient_checkpointing=True)
+    with pytest.raises(ContractError, match="before train"):
+        _ = mine.offload_session
+    mine.train()
+    session = mine.offload_session
+    assert session.plan.workload.checkpointing and session.iteration == 2 and len(Mine.seen) == 2
+    assert session.deviations == 0, list(session.deviation_log)
+
+
+def test_a_batch_that_fits_is_found(trainer: Callable[..., Any]) -> None:
+    mine = offloaded(trainer(per_device_train_batch_size=3, auto_find_batch_size=True, max_steps=1), gpu_memory="290KB")
+    mine.train()
+    assert 1 <= mine._train_batch_size < 3
+    assert mine.offload_session.plan.workload.batch == mine._train_batch_size
+    refused = offloaded(trainer(per_device_train_batch_size=3, max_steps=1), gpu_memory="290KB")
+    with pytest.raises(DoesNotFit, match="gpu needs"):
+        refused.train()
+
+
+def test_a_compiled_trainer_trains_by_the_plan(trainer: Callable[..., Any]) -> None:
+    mine = offloaded(trainer(torch_compile=True, torch_compile_backend="eager"))
+    plain = trainer()
+    torch.manual_seed(3)
+    mine.train()
+    torch.manual_seed(3)
+    plain.train()
+    assert losses_of(mine) == pytest.approx(losses_of(plain), rel=1e-5)
+    assert mine.offload_session.deviations == 0, list(mine.offload_session.deviation_log)
+
+
+def test_fp16_scales_the_loss_by_itself(trainer: Callable[..., Any]) -> None:
+    """Where accelerate has fp16 there is a GPU: here the Trainer is told after it was made."""
+    mine = offloaded(trainer())
+    mine.args.fp16 = True
+    mine.train()
+    session = mine.offload_session
+    assert session.plan.workload.dtype == "fp16" and session.loss_scale == 2.0**16
+    assert session.status().iterations == 2 and session.skipped_steps == 0
+
+
+def test_what_is_not_a_trainer_or_not_alone_is_refused(trainer: Callable[..., Any]) -> None:
+    with pytest.raises(ContractError, match=r"Linear is not a transformers.Trainer; .*executor\.offload"):
+        executor.hf.offload(nn.Linear(1, 1))
+    mine = offloaded(trainer(optim="sgd"))
+    with pytest.raises(ContractError, match="SGD"):
+        mine.train()
+    mine = offloaded(trainer())
+    mine.is_deepspeed_enabled = True
+    with pytest.raises(ContractError, match="runs under DeepSpeed"):
+        mine.create_optimizer()
