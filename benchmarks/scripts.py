@@ -67,8 +67,8 @@ def main() -> int:
             rows.append(row := measure(name, Path(folder), options.steps))
             print(
                 f"{name}: {row['params'] / 1e3:.0f} k parameters in {row['gpu_memory']}; per step "
-                f"{row['h2d_bytes_per_step'] / 1e3:,.0f} kB to the GPU, {row['d2h_bytes_per_step'] / 1e3:,.0f} kB to the "
-                f"host; equal to the bit: {row['equal_to_the_bit']}; from its own autocast run: losses "
+                f"{row['h2d_bytes_per_step'] / 1e3:,.0f} kB to the GPU, {row['d2h_bytes_per_step'] / 1e3:,.0f} kB to "
+                f"the host; equal to the bit: {row['equal_to_the_bit']}; from its own autocast run: losses "
                 f"{row['loss_distance']:.1e} (bound {LOSS}), parameters {row['path_distance']:.2f} of the way "
                 f"(bound {PATH})",
                 flush=True,
