@@ -40,6 +40,8 @@ class _Targets:
     ] = False
     timeline: Annotated[bool, typer.Option("--timeline", help="instead: our own timeline JSON")] = False
     deepspeed: Annotated[str | None, _file("a DeepSpeed configuration (JSON) that is nearest to the plan")] = None
+    accelerate: Annotated[str | None, _file("accelerate's configuration with FSDP 2 (YAML)")] = None
+    fsdp2: Annotated[str | None, _file("a Python function that applies FSDP 2 to a model")] = None
 
     def __post_init__(self) -> None:
         if self.perfetto and self.timeline:
@@ -58,7 +60,7 @@ class _Targets:
         return {name: path for name in _FRAMEWORKS if (path := getattr(self, name)) is not None}
 
 
-_FRAMEWORKS = {"deepspeed": "DeepSpeed"}
+_FRAMEWORKS = {"deepspeed": "DeepSpeed", "accelerate": "accelerate", "fsdp2": "FSDP2"}
 """Flag -> target (frameworks/targets.py)."""
 
 

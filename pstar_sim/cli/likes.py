@@ -48,6 +48,11 @@ class Likes:
         clip = self._answer("clip", lambda c: c.clip, setting.clip)
         for label, c in self.configurations:
             _check_train_batch(label, c, filled, ranks)
+            processes = c.detail.get("processes", ranks)
+            if processes != ranks:
+                raise PstarError(
+                    f"{label}: num_processes = {processes}, but {machine.name} has {ranks} GPUs; give --gpus"
+                )
         return replace(job, **filled), replace(setting, clip=clip)
 
     def _answer(self, name: str, say: Callable[[Configuration], Any], flag: Any) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+import msgspec.yaml
+
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.targets import TARGETS
@@ -12,7 +15,7 @@ from pstar_sim.schema.reading import Fault
 
 __all__ = ["load_configuration"]
 
-_ENDINGS = {".json": "DeepSpeed"}
+_ENDINGS = {".json": "DeepSpeed", ".yaml": "accelerate", ".yml": "accelerate"}
 
 
 def load_configuration(path: str) -> Configuration:
@@ -34,7 +37,11 @@ def load_configuration(path: str) -> Configuration:
 
 
 def _content(path: str, ending: str, text: str) -> object:
-    assert ending == ".json"
+    if ending != ".json":
+        try:
+            return msgspec.yaml.decode(text)
+        except (msgspec.DecodeError, RecursionError, ValueError) as error:
+            raise PstarError(f"{path}: not a YAML file: {' '.join(str(error).split())}") from None
     try:
         return parse_json(text)
     except Fault as fault:

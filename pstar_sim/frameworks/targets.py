@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pstar_sim.core.plan import Plan
-from pstar_sim.frameworks import deepspeed
+from pstar_sim.frameworks import accelerate, deepspeed, fsdp, fsdp2
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.host_memory import Block, HostNeed
@@ -48,6 +48,24 @@ TARGETS = {
             write=deepspeed.write,
             blocks=deepspeed.host_blocks,
             start_bytes=deepspeed.start_bytes,
+        ),
+        Target(
+            name=accelerate.ACCELERATE,
+            file="accelerate's configuration with FSDP (YAML)",
+            express=accelerate.express,
+            read=accelerate.read,
+            write=accelerate.write,
+            blocks=fsdp.host_blocks,
+            start_bytes=fsdp.start_bytes,
+        ),
+        Target(
+            name=fsdp2.FSDP2,
+            file="a Python function that applies FSDP 2",
+            express=fsdp2.express,
+            read=None,
+            write=fsdp2.write,
+            blocks=fsdp.host_blocks,
+            start_bytes=fsdp.start_bytes,
         ),
     )
 }

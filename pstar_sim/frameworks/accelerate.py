@@ -1,0 +1,250 @@
+"""accelerate: the YAML of `accelerate config` with FSDP 1 or 2, read and written. Another distributed type is read too:
+a single process and DDP as everything on the GPU, DeepSpeed by its own module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import msgspec.yaml
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import PstarError
+from pstar_sim.frameworks import deepspeed
+from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.frameworks.express import Expressed
+from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
+from pstar_sim.frameworks.keys import AUTO, Reading, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.schema.fields import least
+from pstar_sim.schema.reading import brief, nearest
+
+__all__ = ["ACCELERATE", "KEYS", "express", "read", "write"]
+
+ACCELERATE = "accelerate"
+_FSDP = "fsdp_config"
+_DS = "deepspeed_config"
+_Count = Annotated[int, least(1)]
+_PARALLEL = "other parallelism than that of data is not modelled"
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_DTYPES = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+
+KEYS = (
+    used("distributed_type", "type", str, "NO"),
+    used("mixed_precision", "precision", Literal["no", "bf16", "fp16", "fp8"]),
+    used("num_processes", "processes", _Count),
+    used(f"{_FSDP}.fsdp_version", "version", Literal[1, 2], 1),
+    used(f"{_FSDP}.fsdp_offload_params", "offload", bool, False),
+    used(f"{_FSDP}.fsdp_reshard_after_forward", "reshard", None),
+    used(f"{_FSDP}.fsdp_sharding_strategy", "strategy", None),
+    used(f"{_FSDP}.fsdp_cpu_ram_efficient_loading", "loads_once", bool, False),
+    used(f"{_FSDP}.fsdp_activation_checkpointing", "checkpointing", bool, False),
+    used(f"{_FSDP}.fsdp_auto_wrap_policy", "wrap", Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]),
+    used(f"{_DS}.zero_stage", "ds_stage", Literal[0, 1, 2, 3]),
+    used(f"{_DS}.offload_optimizer_device", "ds_states", str),
+    used(f"{_DS}.offload_param_device", "ds_params", str),
+    used(f"{_DS}.gradient_accumulation_steps", "ds_micro_batches", _Count),
+    used(f"{_DS}.gradient_clipping", "ds_clip", Annotated[float, least(0)]),
+    used(f"{_DS}.deepspeed_config_file", "ds_file", str),
+    unmodelled(
+        f"{_FSDP}.fsdp_activation_checkpointing_offload", "inputs of recomputed blocks are taken to stay on the GPU"
+    ),
+    unmodelled(
+        f"{_FSDP}.fsdp_backward_prefetch", "the next block is taken to be gathered beside this one", "BACKWARD_PRE"
+    ),
+    unmodelled(f"{_FSDP}.fsdp_ignored_modules", "all modules are taken to be sliced", off=None),
+    unmodelled("parallelism_config.*", _PARALLEL, off=1),
+    unmodelled("megatron_lm_config.*", _PARALLEL, off=None),
+    unmodelled("fp8_config.*", "8-bit training is not modelled", off=None),
+    unmodelled("dynamo_config.*", "compiled kernels are a choice of the model's preset (--kernels compiled)", off="NO"),
+    unmodelled("downcast_bf16", "TPUs are not modelled", off="no"),
+    unmodelled("use_cpu", "the machine is the one asked about"),
+    *ignored(
+        f"{_FSDP}.fsdp_forward_prefetch",
+        f"{_FSDP}.fsdp_limit_all_gathers",
+        f"{_FSDP}.fsdp_min_num_params",
+        f"{_FSDP}.fsdp_state_dict_type",
+        f"{_FSDP}.fsdp_sync_module_states",
+        f"{_FSDP}.fsdp_transformer_layer_cls_to_wrap",
+        f"{_FSDP}.fsdp_use_orig_params",
+        f"{_DS}.zero3_init_flag",
+        f"{_DS}.zero3_save_16bit_model",
+        f"{_DS}.offload_optimizer_nvme_path",
+        f"{_DS}.offload_param_nvme_path",
+        f"{_DS}.deepspeed_multinode_launcher",
+        f"{_DS}.deepspeed_hostfile",
+        f"{_DS}.deepspeed_exclusion_filter",
+        f"{_DS}.deepspeed_inclusion_filter",
+        f"{_DS}.deepspeed_moe_layer_cls_names",
+        "compute_environment",
+        "debug",
+        "enable_cpu_affinity",
+        "gpu_ids",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "main_training_function",
+        "mpirun_config.*",
+        "num_machines",
+        "rdzv_backend",
+        "same_network",
+        "tpu_env",
+        "tpu_name",
+        "tpu_use_cluster",
+        "tpu_use_sudo",
+        "tpu_vm",
+        "tpu_zone",
+        "command_file",
+        "commands",
+    ),
+)
+
+_TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+
+
+def read(content: object, file: str) -> Configuration:
+    """A configuration by KEYS. Raises PstarError as `read_keys`, and for a distributed type or strategy that is not
+    known."""
+    found = read_keys(KEYS, content, file, "an accelerate configuration")
+    kind = str(found["type"]).upper()
+    if kind not in _TYPES:
+        near = nearest(kind, _TYPES)
+        hint = f"; did you mean {near}?" if near else f"; it must be one of {', '.join(_TYPES)}"
+        raise PstarError(f"{file}: distributed_type = {brief(found['type'])} is not modelled{hint}")
+    if kind == "DEEPSPEED":
+        return _as_deepspeed(found, file)
+    notes = list(found.notes)
+    if found["precision"] == "fp8":
+        notes.append("not modelled: mixed_precision = fp8; predicted as bf16")
+    if kind != "FSDP":
+        return Configuration(
+            framework=ACCELERATE,
+            policy="all_on_gpu",
+            dtype=_dtype(found),
+            details=_details(found, {"type": kind}),
+            notes=tuple(notes),
+            without_effect=found.without_effect,
+        )
+    reshard, said = _reshard(found, file)
+    notes += said
+    if found["wrap"] == "NO_WRAP":
+        notes.append("not modelled: NO_WRAP gathers the whole model at once; predicted block by block")
+    version = _plain(found, "version", 1)
+    return Configuration(
+        framework=ACCELERATE,
+        policy=fsdp_policy(offload=_plain(found, "offload", False), reshard=reshard),
+        dtype=_dtype(found),
+        checkpointing=True if _plain(found, "checkpointing", False) else None,
+        details=_details(found, {"type": kind, "version": version, "loads_once": _plain(found, "loads_once", False)}),
+        notes=tuple(notes),
+        without_effect=found.without_effect,
+    )
+
+
+def _plain(found: Reading, name: str, usual: Any) -> Any:
+    value = found[name]
+    return usual if value in (AUTO, None) else value
+
+
+def _dtype(found: Reading) -> str | None:
+    precision = found.known("precision")
+    return None if precision is None else _DTYPES.get(precision, "bf16")
+
+
+def _details(found: Reading, details: dict[str, object]) -> tuple[tuple[str, object], ...]:
+    if found.known("processes") is not None:
+        details["processes"] = found["processes"]
+    return tuple(sorted(details.items()))
+
+
+def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
+    """Whether parameters are given up after forward, and what is not modelled of it. With FSDP 1 accelerate takes the
+    strategy (a word or its number) alone, with FSDP 2 fsdp_reshard_after_forward alone."""
+    one = _plain(found, "version", 1) == 1
+    value = found["strategy" if one else "reshard"]
+    if one and value is None and found.known("reshard") is not None:
+        said = f"{_FSDP}.fsdp_reshard_after_forward has no effect with FSDP 1: accelerate takes fsdp_sharding_strategy"
+        return True, [said]
+    if value in (None, AUTO) or isinstance(value, bool):
+        return value is not False, []
+    if isinstance(value, int) and 1 <= value <= len(_STRATEGIES):
+        value = _STRATEGIES[value - 1]
+    word = str(value).upper()
+    if word in ("TRUE", "FALSE"):
+        return word == "TRUE", []
+    if word not in _STRATEGIES:
+        near = nearest(word, _STRATEGIES)
+        hint = f"; did you mean {near}?" if near else f"; it must be one of {', '.join(_STRATEGIES)}"
+        raise PstarError(f"{file}: {_FSDP}: sharding strategy {brief(value)} is not known{hint}")
+    notes = []
+    if word.startswith("HYBRID"):
+        notes.append(f"not modelled: {word}: slices are taken to be spread over all ranks")
+    if word == "NO_SHARD":
+        notes.append("not modelled: NO_SHARD: predicted as SHARD_GRAD_OP, which holds less on several GPUs")
+    return word not in ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD_ZERO2"), notes
+
+
+def _as_deepspeed(found: Reading, file: str) -> Configuration:
+    """What DeepSpeed's own file would say. Its file, where the configuration names one, is asked for instead."""
+    if found.known("ds_file") is not None:
+        raise PstarError(f"{file}: {_DS}.deepspeed_config_file = {found['ds_file']!r}: give that file to --like")
+    zero: dict[str, Any] = {"stage": _plain(found, "ds_stage", 2)}
+    for device, name in (("offload_optimizer", "ds_states"), ("offload_param", "ds_params")):
+        if found.known(name) is not None:
+            zero[device] = {"device": found[name]}
+    content: dict[str, Any] = {"zero_optimization": zero, "gradient_clipping": AUTO}
+    for name, key in (("ds_micro_batches", "gradient_accumulation_steps"), ("ds_clip", "gradient_clipping")):
+        if found.known(name) is not None:
+            content[key] = found[name]
+    precision = found.known("precision")
+    if precision in ("bf16", "fp16"):
+        content[precision] = {"enabled": True}
+    made = deepspeed.read(content, file)
+    return replace(made, notes=(*found.notes, *made.notes), without_effect=found.without_effect)
+
+
+def values_of(configuration: Configuration) -> dict[str, object]:
+    """Values of KEYS that say the configuration. Reading them gives it back."""
+    c, detail = configuration, configuration.detail
+    precision = {dtype: word for word, dtype in _DTYPES.items()}
+    values: dict[str, object] = {
+        "type": detail["type"],
+        "precision": None if c.dtype is None else precision[c.dtype],
+        "processes": detail.get("processes"),
+    }
+    if detail["type"] != "FSDP":
+        return values
+    two = detail["version"] == 2
+    reshard = reshards(c)
+    return {
+        **values,
+        "version": detail["version"],
+        "offload": offloads(c),
+        "reshard": reshard if two else None,
+        "strategy": None if two else ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
+        "loads_once": detail["loads_once"],
+        "checkpointing": bool(c.checkpointing),
+        "wrap": "TRANSFORMER_BASED_WRAP",
+    }
+
+
+def write(configuration: Configuration) -> str:
+    """The text of the YAML file."""
+    content = {"compute_environment": "LOCAL_MACHINE", **nested(KEYS, values_of(configuration))}
+    return msgspec.yaml.encode(content).decode("utf-8")
+
+
+def express(plan: Plan) -> Expressed:
+    """The FSDP 2 configuration nearest to a plan; clipping, batch and micro-batches are the script's."""
+    details: dict[str, object] = {
+        "type": "FSDP",
+        "version": 2,
+        "loads_once": True,
+        "processes": len(plan.machine.ranks),
+    }
+    found = express_as(plan, ACCELERATE, details)
+    w = plan.workload
+    script = [f"the batch of {w.batch} sequences per GPU and its {w.micro_batches} micro-batches: the script's"]
+    if plan.settings.clip:
+        script.append("clipping: the script calls accelerator.clip_grad_norm_")
+    says = found.says[1:]
+    return Expressed(configuration=found.configuration, says=(w.dtype, *says), cannot=(*found.cannot, *script))

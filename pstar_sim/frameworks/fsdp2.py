@@ -1,0 +1,71 @@
+"""FSDP 2 as code: a Python function that applies `fully_shard` to a model as the configuration says."""
+
+from __future__ import annotations
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.frameworks.express import Expressed
+from pstar_sim.frameworks.fsdp import express_as, offloads, reshards
+
+__all__ = ["FSDP2", "express", "write"]
+
+FSDP2 = "FSDP2"
+
+_CODE = '''"""FSDP 2 as exported by pstar-sim: call `shard(model)` once, before the optimizer is made.
+
+The process group has to exist; with offloading on a GPU it needs both backends, "cpu:gloo,cuda:nccl", for clipping.
+Parameters are fp32, each its own master; blocks compute in {dtype}.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+DTYPE = torch.{torch_dtype}
+OFFLOAD = {offload}
+RESHARD = {reshard}
+CHECKPOINTING = {checkpointing}
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules of the model's lists: its layers."""
+    return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+
+
+def shard(model: nn.Module) -> nn.Module:
+    """Slice every block and the rest of the model, in place."""
+    model.float()
+    if CHECKPOINTING and hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable()
+    options = {{
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if OFFLOAD else OffloadPolicy(),
+        "reshard_after_forward": RESHARD,
+    }}
+    if DTYPE is not torch.float32:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=DTYPE, reduce_dtype=torch.float32)
+    for block in blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+'''
+
+_TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def write(configuration: Configuration) -> str:
+    """The text of the Python file."""
+    dtype = configuration.dtype or "fp32"
+    return _CODE.format(
+        dtype=dtype,
+        torch_dtype=_TORCH[dtype],
+        offload=offloads(configuration),
+        reshard=reshards(configuration),
+        checkpointing=bool(configuration.checkpointing),
+    )
+
+
+def express(plan: Plan) -> Expressed:
+    """The configuration nearest to a plan; the optimizer, clipping, batch and micro-batches are the script's."""
+    found = express_as(plan, FSDP2, {"version": 2})
+    script = "the optimizer, clipping and batch: the script's (AdamW over model.parameters(), fused=True)"
+    return Expressed(configuration=found.configuration, says=found.says, cannot=(*found.cannot, script))

@@ -1,0 +1,156 @@
+"""FSDP configurations: accelerate's YAML, loaded by the real package too; FSDP 2 as code; host memory by hand."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import msgspec.yaml
+import pytest
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+import pstar_sim as ps
+from pstar_sim import Plan, PstarError, Settings
+from pstar_sim.frameworks import accelerate, fsdp2
+from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.frameworks.load import load_configuration
+from pstar_sim.frameworks.targets import TARGETS, host_need
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.testing import chain_workload, round_machine
+
+MIB = 2**20
+YAML = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 1
+fsdp_config:
+  fsdp_version: {version}
+  fsdp_offload_params: {offload}
+  {key}: {reshard}
+  fsdp_activation_checkpointing: true
+"""
+
+
+def yaml(version: int, offload: str, reshard: str) -> str:
+    key = "fsdp_sharding_strategy" if version == 1 else "fsdp_reshard_after_forward"
+    return YAML.format(version=version, offload=offload, reshard=reshard, key=key)
+
+
+def read(text: str) -> Configuration:
+    return accelerate.read(msgspec.yaml.decode(text), "fsdp.yaml")
+
+
+@pytest.mark.parametrize(
+    ("version", "offload", "reshard", "policy"),
+    [
+        (2, "true", "true", "zero_infinity:bucket=0,reuse=0"),
+        (2, "true", "false", "zero_infinity:bucket=0"),
+        (2, "false", "true", "zero3_resident"),
+        (1, "false", "SHARD_GRAD_OP", "zero3_resident:reshard=off"),
+        (1, "true", "FULL_SHARD", "zero_infinity:bucket=0,reuse=0"),
+    ],
+)
+def test_a_configuration_is_a_policy_and_the_real_package_loads_what_is_written(
+    version: int, offload: str, reshard: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = read(yaml(version=version, offload=offload, reshard=reshard))
+    assert (found.policy, found.dtype, found.checkpointing) == (policy, "bf16", True)
+    assert find_policy(found.policy)
+    path = tmp_path / "again.yaml"
+    path.write_text(accelerate.write(found))
+    assert load_configuration(str(path)) == found
+    loaded = ClusterConfig.from_yaml_file(str(path))
+    assert loaded.distributed_type == "FSDP" and loaded.mixed_precision == "bf16"
+    for key, value in loaded.fsdp_config.items():  # as `accelerate launch` hands them on
+        monkeypatch.setenv(key.upper(), str(value).lower() if key != "fsdp_auto_wrap_policy" else value)
+    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == version
+    if version == 1:
+        assert plugin.cpu_offload.offload_params is (offload == "true") and plugin.sharding_strategy.name == reshard
+    else:
+        assert (type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy") is (offload == "true")
+        assert plugin.reshard_after_forward is (reshard == "true")
+    assert plugin.activation_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("distributed_type: FSPD", "did you mean FSDP?"),
+        ("distributed_type: TPU", "is not modelled"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_ofload_params: true}", "did you mean fsdp_config.fsdp_off"),
+        ("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FUL_SHARD}", "did you mean FULL_SHARD?"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: ds.json}", "give that file to --like"),
+        ("- 1", "is not an accelerate configuration"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_file_and_key(text: str, said: str) -> None:
+    with pytest.raises(PstarError) as error:
+        read(text)
+    assert str(error.value).startswith("fsdp.yaml: ") and said in str(error.value)
+
+
+def test_other_types_and_what_is_not_modelled() -> None:
+    ds = "distributed_type: DEEPSPEED\nmixed_precision: fp16\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, gradient_clipping: 1.0}"  # noqa: E501
+    found = read(ds)
+    assert (found.framework, found.policy, found.dtype, found.clip) == (
+        "DeepSpeed", "zero3_offload:flush=async", "fp16", True,
+    )  # fmt: skip
+    assert read("distributed_type: MULTI_GPU").policy == "all_on_gpu"
+    hybrid = read(
+        "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 4, fsdp_backward_prefetch: NO_PREFETCH}"
+    )
+    assert hybrid.policy == "zero3_resident" and len(hybrid.notes) == 2
+    assert "HYBRID_SHARD" in hybrid.notes[1] and "fsdp_backward_prefetch" in hybrid.notes[0]
+
+
+def test_host_memory_by_hand() -> None:
+    """Two layers of two tensors of 50,000: FSDP 2 pins each parameter, FSDP 1 each block."""
+    w = chain_workload(2, 100_000, tensors_per_layer=2)
+    two = host_need(read(yaml(version=2, offload="true", reshard="true")), w, 1)
+    assert [(b.asked_bytes, b.taken_bytes) for b in two.blocks] == [
+        (800_000, 4 * 2**18),  # of 200,000 bytes
+        (800_000, 4 * 2**18),
+        (1_600_000, 1_600_000),
+    ]
+    assert two.startup_bytes == 800_000
+    names = {t.name.rpartition(".")[0] for t in w.tensors}
+    one = host_need(read(yaml(version=1, offload="true", reshard="FULL_SHARD")), w, 1)
+    assert len(names) == 2 and one.blocks[0].taken_bytes == 2 * 2**19  # of 400,000 bytes
+    assert host_need(read(yaml(version=2, offload="false", reshard="true")), w, 1).blocks == ()
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Three layers of 100,000 parameters where half of the model data fit the GPU."""
+    machine = round_machine(gpu_memory_bytes=2_400_000)
+    return ps.compare(chain_workload(3, 100_000), machine, policies="tide", settings=Settings()).best().plan
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_says_what_it_cannot_express(name: str, plan: Plan, tmp_path: Path) -> None:
+    target = TARGETS[name]
+    found = target.express(plan)
+    assert found.configuration.framework == name and found.says
+    assert any("the order of copies and updates of tide" in line for line in found.cannot)
+    text = target.write(found.configuration)
+    assert target.write(target.express(plan).configuration) == text
+    if target.read is not None:
+        ending = {"DeepSpeed": "json", "accelerate": "yaml", "torchtitan": "toml"}[name]
+        path = tmp_path / f"file.{ending}"
+        path.write_text(text)
+        assert load_configuration(str(path)) == found.configuration
+    assert host_need(found.configuration, plan.workload, 1).host_bytes > 0
+
+
+def test_the_code_says_the_configuration(plan: Plan) -> None:
+    code = fsdp2.write(fsdp2.express(plan).configuration)
+    said: dict[str, Any] = {
+        node.targets[0].id: ast.unparse(node.value)
+        for node in ast.parse(code).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    assert said == {"DTYPE": "torch.bfloat16", "OFFLOAD": "True", "RESHARD": "True", "CHECKPOINTING": "False"}
