@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pstar_sim.arguments import choice, file_path, flag, number, size_bytes
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import ROUTES, Place, Step, from_text, to_text
@@ -232,6 +233,7 @@ def steps_from_text(text: str) -> tuple[Step, ...]:
     return tuple(steps)
 
 
+@without_garbage_collection()
 def load_plan(path: str | Path) -> Plan:
     """Read a plan file; does not run the checker. Raises PlanError naming the file and the field or line."""
     from pstar_sim.core.plan_file import read_plan

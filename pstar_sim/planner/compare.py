@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.arguments import flag, function, instance, refused, text
 from pstar_sim.bounds.certificate import Certificate, Certifier, certificate_of
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.figures import OWN_SHARES
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
@@ -29,7 +30,6 @@ from pstar_sim.planner.explain import explain
 from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.trust import trust
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.registry import Policy, can_follow, find_policy, is_built_in, policy_name

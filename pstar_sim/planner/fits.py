@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import choice, flag
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
@@ -21,7 +22,6 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory_needs import LOADING, Need, host_shortage, least_gpu_bytes, memory_need, need_with_room
 from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, in_words, remedies
 from pstar_sim.planner.trust import trust
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.registry import built_in, can, find_policy
 from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play

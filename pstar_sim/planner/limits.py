@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from pstar_sim.arguments import choice, flag, function, instance, text, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
@@ -27,7 +28,6 @@ from pstar_sim.planner.batch_shares import least_batch, machine_of, share_out, s
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory_needs import LOADING, memory_need
 from pstar_sim.planner.nearest import Elsewhere, nearest
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_text

@@ -23,6 +23,7 @@ from pstar_sim.arguments import names as listed
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.overrides import override
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.asked import asked_names, settings_of
@@ -31,7 +32,6 @@ from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, compare
 from pstar_sim.planner.limits import Written, max_model
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play

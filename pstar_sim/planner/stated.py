@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pstar_sim.bounds.certificate import COARSE, Certificate, agree, certificate_of
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core import plan as plans
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.check import prove
@@ -56,6 +57,7 @@ class Examined:
     timeline: Timeline
 
 
+@without_garbage_collection()
 def examine(
     plan: Plan,
     workload: Workload | None = None,

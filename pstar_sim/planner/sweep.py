@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pstar_sim.arguments import file_path, function, refused, text
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.errors import PstarError
 from pstar_sim.files import check_writable, replaced_atomically, write_atomically
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.grid import Grid, Group, job_of, load_grid, point_hash
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.version import __version__
 
 if TYPE_CHECKING:

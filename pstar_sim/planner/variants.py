@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
@@ -42,7 +43,6 @@ from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.planner.ways import Way, layer_major_ways, words
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, named, policy_at, reorders

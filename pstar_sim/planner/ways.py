@@ -28,10 +28,10 @@ from itertools import product
 
 from pstar_sim.bounds.stash_bound import stash_bound_s
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, TraceError
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.iteration_order import ORDERS, in_order
 from pstar_sim.workload.mixing import block_names, block_runs, mix_blocks, offload_blocks, stashes_of
 from pstar_sim.workload.workload import Phase, Stash, Workload, activations_text, repeat_micro_batch

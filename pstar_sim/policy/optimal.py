@@ -27,12 +27,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.searched import SearchResult, own_plans
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.iteration_order import ORDERS, in_order, order_of
 from pstar_sim.policy.kit.options import specified
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options

@@ -12,8 +12,8 @@ import pytest
 
 from pstar_sim import files
 from pstar_sim.cli import main
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.errors import DoesNotFit, PstarError
-from pstar_sim.policy.kit.collector import without_garbage_collection
 
 SMALL = ["--model", "1B", "--batch", "1", "--seq", "128"]
 MACHINE = '[machines.mine]\ngpu = "v100-32"\ngpus = 1\nlink = "pcie3-x16"\nhost = "xeon-ddr4-2666"\n'

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.check_fields import check_fields
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.barrier import check_barrier
@@ -42,6 +43,7 @@ def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | 
     return replace(report, figures=stated.checked, not_checked=rest)
 
 
+@without_garbage_collection()
 def prove(plan: Plan) -> CheckReport:
     """Prove that every legal interleaving of the steps is correct and within budgets that the plan's machine has.
     Raises PlanError with the first violation, naming steps, moment and bytes."""

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
 from pstar_sim.policy.family.course import Knobs
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_facts
 from pstar_sim.policy.family.residency import gaps_of
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.layout import Layout, build_layout, size_near
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.search import GOOD_ENOUGH, Search
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point

@@ -22,12 +22,12 @@ from functools import cached_property
 from itertools import pairwise
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.plan_visits import schedule_visits
 from pstar_sim.policy.kit.capabilities import Capabilities
-from pstar_sim.policy.kit.collector import without_garbage_collection
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.options import Option, either, one_of, whole_number
 from pstar_sim.policy.kit.points import Point

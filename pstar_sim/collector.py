@@ -1,7 +1,7 @@
-"""Collector: planning without Python's cycle collector.
+"""Collector: planning and proving without Python's cycle collector.
 
-The attempts of a search, plans and timelines are hundreds of thousands of small objects, few of which refer to each
-other in circles. The cycle collector visits them again and again, for a third of the CPU time, and finds next to
+The attempts of a search, plans, timelines and proofs are hundreds of thousands of small objects, few of which refer to
+each other in circles. The cycle collector visits them again and again, for a third of the CPU time, and finds next to
 nothing. Reference counts still free all objects that are not in circles.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["without_garbage_collection"]
 
 
 _lock = threading.Lock()
-_inside = 0  # who plans now, in all threads
+_inside = 0  # who plans or proves now, in all threads
 _was_enabled = False  # before the first of them
 
 
