@@ -1,0 +1,101 @@
+"""Clock: what runs on each queue while `choose` advances a draft, and until when, at shared rates (rules.py)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pstar_sim.core.choose_columns import D2H, H2D, Columns
+from pstar_sim.core.rules import Rates
+
+__all__ = ["Clock"]
+
+_Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, float]]]
+
+
+class Clock:
+    """now: seconds since the cut.
+    running: queue -> the op that runs on it, -1 for none.
+
+    Speeds change with what runs. They are worked out once for all that starts and ends at an instant.
+    """
+
+    __slots__ = (
+        "_changed", "_columns", "_demand", "_left", "_rates", "_settled_s", "_sharing", "_speed", "_until", "now",
+        "running",
+    )  # fmt: skip
+
+    def __init__(self, columns: Columns, rates: Rates) -> None:
+        queues = columns.queues
+        self._columns, self._rates = columns, rates
+        self.now = self._settled_s = 0.0
+        self.running = [-1] * queues
+        self._until = [math.inf] * queues  # when the op ends
+        self._sharing = [columns.shared and q in columns.on_dram for q in range(queues)]
+        self._changed = False  # whether anything that shares has started or ended at this instant
+        # of queues that share: nominal seconds still to do since `_settled_s`, speed from then on, bytes of DRAM per
+        # second that the op wants
+        self._left, self._speed, self._demand = [0.0] * queues, [1.0] * queues, [0.0] * queues
+
+    def occupy(self, q: int, op: int, seconds: float) -> None:
+        """Let a queue run an op of these nominal seconds."""
+        self.running[q] = op
+        if self._sharing[q]:
+            self._changed = True
+            self._left[q], self._speed[q] = seconds, 0.0  # until now
+            self._demand[q] = self._columns.demand[op % self._columns.count]
+        else:
+            self._until[q] = self.now + seconds
+
+    def vacate(self, q: int) -> None:
+        """Let a queue run nothing."""
+        self.running[q] = -1
+        self._until[q] = math.inf
+        if self._sharing[q]:
+            self._changed = True
+
+    def advance(self) -> int:
+        """Go on to the next end. Returns the queue whose op ends then, -1 where nothing runs."""
+        if self._changed:
+            self._retime()
+        until = self._until
+        self.now = now = min(until)
+        return until.index(now) if now != math.inf else -1
+
+    def _retime(self) -> None:
+        """Compute new ends of the steps that share something."""
+        self._changed = False
+        now, running, left, speed, demand = self.now, self.running, self._left, self._speed, self._demand
+        elapsed, self._settled_s = now - self._settled_s, now
+        sharing = [q for q in self._columns.on_dram if running[q] >= 0]
+        copies = [q in (H2D, D2H) for q in sharing]
+        for q, rate in zip(sharing, self._rates.speeds((), [demand[q] for q in sharing], copies, ())[0]):
+            left[q] = rest = left[q] - elapsed * speed[q]
+            speed[q] = rate
+            self._until[q] = now + max(0.0, rest) / rate
+
+    def pass_over(self, entries: Sequence[int]) -> bool:
+        """Advance over these entries of the log. Returns whether their steps end in that order."""
+        seconds_of, queue_of, count = self._columns.seconds, self._columns.queue_of, self._columns.count
+        for entry in entries:
+            op = entry // 2
+            i = op % count
+            if seconds_of[i] <= 0.0:
+                continue
+            q = queue_of[i]
+            if not entry % 2:
+                self.occupy(q, op, seconds_of[i])
+            elif self.advance() == q:
+                self.vacate(q)
+            else:
+                return False
+        return True
+
+    def kept(self) -> _Kept:
+        """All that the clock knows, for `set_back`."""
+        rates = [*zip(self._until, self._left, self._speed, self._demand)]
+        return self.now, self._settled_s, self._changed, self.running[:], rates
+
+    def set_back(self, kept: _Kept) -> None:
+        self.now, self._settled_s, self._changed, self.running[:], rates = kept
+        self._until[:], self._left[:], self._speed[:], self._demand[:] = zip(*rates)

@@ -1,0 +1,147 @@
+"""Columns of a draft: what `choose` reads of it, one entry per row, and what does not change while it advances.
+
+Plain numbers stand for steps, since there are hundreds of thousands: op i of iteration k is k * count + i where it
+runs, k * count + rank (place of its key among all) where it is ready, and in the log twice the former, plus 1 where it
+ends. An op is a row and its parts ([Note: what follows at once] in choose.py); it has the row's number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pstar_sim.core.draft import Draft, DraftRow
+from pstar_sim.core.rules import StepCosts
+from pstar_sim.core.step import Queue
+
+__all__ = ["ADAM", "COMPUTE", "D2H", "H2D", "NET", "Columns"]
+
+COMPUTE, H2D, D2H, ADAM, NET, NVME = range(6)
+_INDEX = {
+    Queue.COMPUTE: COMPUTE,
+    Queue.H2D: H2D,
+    Queue.D2H: D2H,
+    Queue.ADAM: ADAM,
+    Queue.NET: NET,
+    Queue.NVME: NVME,
+}
+
+
+class Columns:
+    """The columns of a draft.
+
+    count: number of rows. ops: number of ops.
+    parts: op -> the rows that follow it at once.
+    compute: ops of the compute queue, in order. positions: number of those that are positions.
+    queues: number of queues. lengths: ops of each queue that start when they are ready, in whatever order.
+    on_dram: queues whose steps touch host DRAM. shared: whether what they share can be short.
+    demand: bytes of host DRAM per second that an op wants.
+    by_rank: ops that start when they are ready, by their keys. rank: op -> its place there, -1 for the others.
+    at_once: those that wait for nothing.
+    followers, successors: op -> rows that wait for it in the same iteration, in the next one.
+    base_waits, first_waits: number of ops that a row waits for; in the first iteration, whose predecessor is done.
+    upcoming: at each place of `compute`, bytes that the queue takes up to its next position.
+    rest_s: at each place of `compute`, nominal seconds from there to the end of the iteration.
+    reserving: queues whose steps take bytes ahead of their use. others: the other queues beside the compute queue.
+    fetch_order: queue -> its ops that serve a position, by that position.
+    """
+
+    __slots__ = (
+        "at_once", "base_waits", "by_rank", "compute", "count", "demand", "fetch_order", "first_waits", "followers",
+        "gpu_free", "gpu_take", "host_free", "host_take", "is_part", "is_position", "lengths", "no_bytes", "on_dram",
+        "ops", "others", "parts", "positions", "queue_of", "queues", "rank", "reserving", "rest_s", "seconds", "shared",
+        "successors", "upcoming", "use",
+    )  # fmt: skip
+
+    def __init__(self, draft: Draft) -> None:
+        assert not draft.rates.slowdowns
+        rows = draft.rows
+        self.count = len(rows)
+        dram_bytes = self._read(rows)
+        op_of = self._join(rows)
+        self._link(rows, op_of)
+        self._sort(rows, [i for i, op in enumerate(op_of) if i == op])
+        self._look_ahead()
+        self.on_dram = (H2D, D2H, ADAM, NVME) if self.queues > NVME else (H2D, D2H, ADAM)
+        self.shared = draft.rates.may_be_short(self.queue_of, StepCosts(self.seconds, dram_bytes, ()))
+        self.demand = [
+            size / seconds if size and seconds > 0.0 else 0.0 for size, seconds in zip(dram_bytes, self.seconds)
+        ]
+
+    def _read(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Read the columns of the rows. Returns bytes of host DRAM, which only the demand is made of."""
+        charges = [row.charge for row in rows]
+        self.use = [row.use for row in rows]
+        self.queue_of = [_INDEX[row.queue] for row in rows]
+        self.is_position = [row.is_position for row in rows]
+        self.seconds = [charge.seconds for charge in charges]
+        self.gpu_take, self.gpu_free = [c.gpu_take for c in charges], [c.gpu_free for c in charges]
+        self.host_take, self.host_free = [c.host_take for c in charges], [c.host_free for c in charges]
+        return [charge.dram_bytes for charge in charges]
+
+    def _join(self, rows: Sequence[DraftRow]) -> list[int]:
+        """The op that each row is, or is a part of. Raises ValueError for a row that cannot be a part."""
+        self.parts: dict[int, list[int]] = {}
+        op_of = list(range(len(rows)))
+        self.is_part = bytearray(len(rows))
+        for i, row in enumerate(rows):
+            if row.behind is not None:
+                if not 0 <= row.behind < i or rows[row.behind].queue is not row.queue or row.after:
+                    raise ValueError(f"row {i}: behind={row.behind} is no earlier row of its queue, or the row waits")
+                op = op_of[i] = op_of[row.behind]
+                self.is_part[i] = 1
+                self.parts.setdefault(op, []).append(i)
+                self.gpu_free[op] += self.gpu_free[i]
+                self.host_free[op] += self.host_free[i]
+        self.no_bytes = bytearray(  # on the GPU
+            part or not (take or free) for part, take, free in zip(self.is_part, self.gpu_take, self.gpu_free)
+        )
+        return op_of
+
+    def _link(self, rows: Sequence[DraftRow], op_of: Sequence[int]) -> None:
+        """Compute which rows wait for which."""
+        self.followers: list[list[int]] = [[] for _ in rows]  # in the same iteration
+        self.successors: dict[int, list[int]] = {}  # in the next one
+        self.base_waits = [len(row.after) for row in rows]
+        self.first_waits = list(self.base_waits)  # of the first iteration, whose predecessor is taken as done
+        followers = self.followers
+        for i, row in enumerate(rows):
+            for j, back in row.after:
+                if back:
+                    self.successors.setdefault(op_of[j], []).append(i)
+                    self.first_waits[i] -= 1
+                else:
+                    followers[op_of[j]].append(i)
+
+    def _sort(self, rows: Sequence[DraftRow], ops: Sequence[int]) -> None:
+        """Sort the ops of each queue by the order in which they may start."""
+        queue_of = self.queue_of
+        self.ops = len(ops)
+        self.compute = [i for i in ops if queue_of[i] == COMPUTE]
+        free = [i for i in ops if queue_of[i] != COMPUTE]
+        self.queues = max(ADAM, *queue_of) + 1
+        self.lengths = [0] * self.queues
+        for i in free:
+            self.lengths[queue_of[i]] += 1
+        keys = {i: key if (key := rows[i].key) is not None else (float(i),) for i in free}
+        self.by_rank = sorted(free, key=keys.__getitem__)
+        self.rank = [-1] * self.count
+        for rank, i in enumerate(self.by_rank):
+            self.rank[i] = rank
+        self.at_once = [i for i in free if not self.base_waits[i]]
+        self.positions = sum(self.is_position)
+        served = [i for i in free if self.use[i] is not None]
+        self.reserving = (H2D, NET) if any(queue_of[i] == NET for i in served) else (H2D,)
+        self.others = tuple(q for q in (D2H, ADAM, *range(NET, self.queues)) if q not in self.reserving)
+        served.sort(key=lambda i: (self.use[i], self.rank[i]))
+        self.fetch_order = [[i for i in served if queue_of[i] == q] for q in range(self.queues)]
+
+    def _look_ahead(self) -> None:
+        """Compute what lies ahead at each place of the compute queue."""
+        self.upcoming = [0] * len(self.compute)
+        self.rest_s = [0.0] * len(self.compute)
+        need, rest_s = 0, 0.0
+        for n in range(len(self.compute) - 1, -1, -1):
+            i = self.compute[n]
+            need = self.gpu_take[i] + (0 if self.is_position[i] else need)
+            rest_s += self.seconds[i]
+            self.upcoming[n], self.rest_s[n] = need, rest_s
