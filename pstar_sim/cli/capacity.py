@@ -323,7 +323,11 @@ def sweep(
     *,
     grid: Annotated[
         str,
-        typer.Argument(metavar="GRID", help="a .toml file of axes: a list of values varies, a single value does not"),
+        typer.Argument(
+            metavar="GRID",
+            help="a .toml file of axes: a list of values varies, a single value does not; or whatif, the grid that is "
+            "shipped for `pstar page`",
+        ),
     ],
     path: Annotated[str, output("the results to write (.parquet)")],
     jobs: Annotated[

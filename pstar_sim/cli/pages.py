@@ -1,4 +1,4 @@
-"""Commands that write a page to open in a browser: report."""
+"""Commands that write a page to open in a browser: report, page."""
 
 from __future__ import annotations
 
@@ -53,6 +53,33 @@ def report(
     write_atomically(Path(path), text)
     shown = " beside ".join(subject.title for subject in subjects)
     tell(f"{path}: {shown}; {len(text.encode()) / 1e6:.1f} MB, opens without a network")
+    return 0
+
+
+@command(commands, "pstar page results.parquet -o whatif.html")
+def page(
+    *,
+    results: Annotated[list[str], typer.Argument(metavar="RESULTS", help="files that `pstar sweep` wrote (.parquet)")],
+    path: Annotated[str, output("the page to write (.html)")],
+    prices: Annotated[
+        str | None, typer.Option(metavar="FILE", help="prices of your own: [MACHINE] usd_per_hour = ...")
+    ] = None,
+) -> int:
+    """Write sweeps as one page that works offline: choose machine, model, batch and policy, and read the largest model,
+    seconds, dollars per million tokens and what binds, each with its error."""
+    from pstar_sim.files import write_atomically
+    from pstar_sim.planner.sweep import load_results
+    from pstar_sim.report.web.whatif import whatif_page
+
+    axes: dict[str, None] = {}
+    points: list[dict[str, object]] = []
+    for file in results:
+        its_axes, its_points = load_results(file)
+        axes |= dict.fromkeys(its_axes)
+        points += its_points
+    text = whatif_page(points, list(axes), prices=prices)
+    write_atomically(Path(path), text)
+    tell(f"{path}: {len(points)} points; {len(text.encode()) / 1e6:.1f} MB, opens without a network")
     return 0
 
 

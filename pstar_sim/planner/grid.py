@@ -154,7 +154,7 @@ class Grid:
 
 
 def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
-    """The grid of a TOML file, or of the same as a mapping.
+    """The grid of a TOML file, of the one that is shipped under that name ("whatif"), or of the same as a mapping.
 
     Raises PstarError, naming file and axis, for an unknown axis, a value that the axis does not take, an axis without
     values or with one twice, and for a grid without a machine, without a policy, or with both or neither of model and
@@ -163,8 +163,12 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
     if isinstance(source, Mapping):
         file, content = "grid", dict(source)
     else:
-        file = str(file_path("grid", source))
-        content = read_toml(Path(file), "grid", VERSION)
+        path = file_path("grid", source)
+        shipped = files("pstar_sim.catalog") / "grids" / f"{path}.toml"
+        if path.name == str(path) and not path.suffix and not path.exists() and shipped.is_file():
+            path = Path(str(shipped))
+        file = str(path)
+        content = read_toml(path, "grid", VERSION)
     table = content.pop("set", {})
     if not isinstance(table, Mapping):
         raise PstarError(f'{file}: set = {table!r}; write a table: [set] and "gpu.memory" = ["24GB", "48GB"] below it')

@@ -43,7 +43,7 @@ from pstar_sim.version import __version__
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["COLUMNS", "Progress", "Sweep", "evaluate", "sweep"]
+__all__ = ["COLUMNS", "Progress", "Sweep", "evaluate", "load_results", "sweep"]
 
 Progress = Callable[[int, int, int], None]
 """Called with (points done, of them found in the cache, points in all)."""
@@ -281,6 +281,26 @@ def _check_output(path: Path, grid: Grid) -> None:
     if kept.get("digest") != grid.digest:
         differ = _difference(kept.get("axes", {}), grid)
         raise PstarError(f"{path}: holds the results of another grid ({differ}); choose another output, or remove it")
+
+
+def load_results(path: str | Path) -> tuple[list[str], list[dict[str, object]]]:
+    """The axes of a results file, and its points: axes and `COLUMNS`, None where nothing is known.
+
+    Raises PstarError, naming the file, for one that cannot be read or that no sweep has written."""
+    import pyarrow.parquet as parquet
+    from pyarrow import ArrowException
+
+    file = file_path("results", path)
+    try:
+        table = parquet.read_table(file)
+        found = (table.schema.metadata or {}).get(_METADATA)
+        kept = None if found is None else json.loads(found)
+    except (ArrowException, OSError, ValueError) as error:
+        raise PstarError(f"{file}: is not a results file of a sweep: {error}") from None
+    if not isinstance(kept, dict) or not isinstance(kept.get("axes"), dict) or set(COLUMNS) - {*table.column_names}:
+        raise PstarError(f"{file}: is not a results file of a sweep; `pstar sweep` writes one")
+    rows = [{name: None if value != value else value for name, value in row.items()} for row in table.to_pylist()]
+    return list(kept["axes"]), rows
 
 
 def _difference(axes: Mapping[str, object], grid: Grid) -> str:

@@ -51,3 +51,42 @@ def test_the_report(browser: Browser, report: Path) -> None:
     page.set_viewport_size({"width": 390, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert browser.log == [] and {*browser.asked} == {report.as_uri()}
+
+
+@pytest.fixture(scope="module")
+def whatif(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whatif")
+    grid = {
+        "machine": ["a100-80", "rtx4090-128gb"], "model": ["gpt2", "1B", "8B"], "batch": 1, "seq": 128,
+        "policy": "zero_offload", "set": {"host.memory": ["x1", "16GB"], "link.bandwidth": ["x1", "+10%"]},
+    }  # fmt: skip
+    ps.sweep(grid, folder / "results.parquet", jobs=1)
+    assert main(["page", str(folder / "results.parquet"), "-o", str(folder / "whatif.html")]) == 0
+    return folder / "whatif.html"
+
+
+def test_the_what_if_page_answers_in_three_clicks(browser: Browser, whatif: Path) -> None:
+    """The largest model of a machine with less memory; the cheapest machine for a model; what a faster link brings."""
+    browser.log.clear()
+    browser.asked.clear()
+    page = browser.open(whatif.as_uri(), width=390, dark=True)
+    page.select_option("select#machine", label="rtx4090-128gb")
+    page.select_option("select[id='set.host.memory']", label="16GB")
+    small = page.locator("#largest").text_content()
+    page.select_option("select[id='set.host.memory']", label="as it is")
+    large = page.locator("#largest").text_content()
+    assert small.startswith("gpt2 (0.124 B parameters)") and "does not fit" in small
+    assert not large.startswith("gpt2")
+    page.locator("#days").fill("1000")
+    page.select_option("select#model", label="1B")
+    assert page.locator("#cheapest").text_content().startswith("1B: rtx4090-128gb with zero_offload, $")
+    assert page.locator("#cheapest-table tbody tr").count() == 2
+    page.locator("#days").fill("0.1")
+    assert (
+        page.locator("#cheapest").text_content().startswith("No machine of the sweep trains 1B in time; the fastest is")
+    )
+    more = page.locator("#more").text_content()
+    assert "link bandwidth: +10%: -" in more and "±" in more
+    assert page.locator("#pareto .main-svg").count() > 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert browser.log == [] and {*browser.asked} == {whatif.as_uri()}

@@ -1,0 +1,195 @@
+// The what-if page: choices above, answers below. A point of a sweep is an object of its axes' indices and its figures.
+
+const axes = values.axes.map((axis) => axis.name);
+const titles = Object.fromEntries(values.axes.map((axis) => [axis.name, axis]));
+const points = values.rows.map((row) =>
+  Object.fromEntries([...axes.map((name, n) => [name, row[n]]), ...values.figures.map((name, n) => [name, row[axes.length + n]])]));
+const parts = axes.filter((name) => name === "machine" || name.startsWith("set."));
+const MODEL = values.model;
+const BEST = -1; // of the policies
+const chosen = Object.fromEntries(axes.map((name) => [name, name === "policy" ? BEST : 0]));
+
+const label = (axis, index) => {
+  const value = titles[axis].values[index];
+  return value === "x1" ? "as it is" : value === true ? "yes" : value === false ? "no" : String(value);
+};
+const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
+const digits = (value, n = 3) => Number(value.toPrecision(n)).toLocaleString("en-US", { maximumFractionDigits: 6 });
+const error = (point) => (point.expected_error === null ? " ± ?" : ` ± ${Math.round(100 * point.expected_error)} %`);
+const seconds = (s) => (s >= 1 ? `${digits(s)} s` : `${digits(1000 * s)} ms`);
+const gigabytes = (bytes) => `${digits(bytes / 1e9)} GB`;
+const billions = (params) => `${digits(params / 1e9)} B`;
+const binds = (point) => values.binds[point.bound_by] || point.bound_by;
+const priceOf = (point) => values.prices[parts.map((name) => titles[name].values[point[name]]).join("|")] || null;
+const perMillion = (point) => (priceOf(point) ? (priceOf(point)[0] / 3600 / point.tokens_per_s) * 1e6 : null);
+
+// Points that are as chosen in all axes but `free`.
+const alike = (...free) => points.filter((point) => axes.every((name) => free.includes(name) || chosen[name] === BEST || point[name] === chosen[name]));
+const fitting = (found) => found.filter((point) => point.fits === true && point.tokens_per_s);
+const fastest = (found) => fitting(found).reduce((best, point) => (best === null || point.iteration_s < best.iteration_s ? point : best), null);
+
+function write(id, text) {
+  document.getElementById(id).textContent = text;
+}
+
+function table(id, heads, rows) {
+  const cells = (row) => row.map((cell, n) => (n ? `<td>${escaped(cell)}</td>` : `<th scope="row">${escaped(cell)}</th>`)).join("");
+  document.getElementById(id).innerHTML = rows.length
+    ? `<div class="scroll"><table><thead><tr>${heads.map((head) => `<th scope="col">${escaped(head)}</th>`).join("")}</tr></thead>` +
+      `<tbody>${rows.map((row) => `<tr>${cells(row)}</tr>`).join("")}</tbody></table></div>`
+    : "";
+}
+
+function job() {
+  const found = alike();
+  const best = fastest(found);
+  const name = label(MODEL, chosen[MODEL]);
+  write("job", best
+    ? `${name} trains with ${label("policy", best.policy)}: ${seconds(best.iteration_s)}${error(best)} per iteration, ` +
+      `${digits(best.tokens_per_s)} tokens/s${error(best)}. What binds: ${binds(best)}.`
+    : found.length ? `${name} does not fit here.` : "The sweep has no such point.");
+  table("job-table", ["policy", "seconds per iteration", "tokens/s", "$ per million tokens", "above the bound", "binds", "GPU", "host"],
+    found.map((p) => p.fits === true
+      ? [label("policy", p.policy), seconds(p.iteration_s) + error(p), digits(p.tokens_per_s) + error(p),
+        perMillion(p) === null ? "no price" : `$${digits(perMillion(p))}${error(p)}`, p.gap === null ? "" : `${digits(100 * p.gap)} %`,
+        binds(p), gigabytes(p.peak_gpu_bytes), gigabytes(p.peak_host_bytes)]
+      : [label("policy", p.policy), "does not fit", "", "", "", "", "", ""]));
+}
+
+// The largest model that fits, and the next larger one of the sweep, among points of one policy.
+function largestOf(found) {
+  const fits = fitting(found).reduce((top, p) => (top === null || p[MODEL] > top[MODEL] ? p : top), null);
+  const above = found.filter((p) => p.fits === false && (fits === null || p[MODEL] > fits[MODEL])).map((p) => p[MODEL]);
+  return { fits, next: above.length ? Math.min(...above) : null };
+}
+
+const size = (model) => (values.params[model] === null ? label(MODEL, model) : `${label(MODEL, model)} (${billions(values.params[model])} parameters)`);
+const upTo = (found) => (found.next === null ? "it is the largest of the sweep, a larger one may fit" : `${size(found.next)} does not fit`);
+
+function largest() {
+  const found = alike(MODEL);
+  const policies = [...new Set(found.map((p) => p.policy))];
+  const each = policies.map((policy) => ({ policy, ...largestOf(found.filter((p) => p.policy === policy)) }));
+  const best = each.filter((one) => one.fits).sort((a, b) => b.fits[MODEL] - a.fits[MODEL] || a.fits.iteration_s - b.fits.iteration_s)[0];
+  write("largest", best
+    ? `${size(best.fits[MODEL])} with ${label("policy", best.policy)}; ${upTo(best)}.`
+    : "No model of the sweep fits this machine.");
+  table("largest-table", ["policy", "largest model", "above it", "seconds per iteration", "$ per million tokens"],
+    each.map((one) => one.fits
+      ? [label("policy", one.policy), size(one.fits[MODEL]), upTo(one), seconds(one.fits.iteration_s) + error(one.fits),
+        perMillion(one.fits) === null ? "no price" : `$${digits(perMillion(one.fits))}${error(one.fits)}`]
+      : [label("policy", one.policy), "none", "", "", ""]));
+}
+
+function offers() {
+  const tokens = 1e9 * document.getElementById("tokens").valueAsNumber;
+  const deadline = document.getElementById("days").valueAsNumber;
+  return fitting(alike("machine")).map((point) => {
+    const price = priceOf(point);
+    const days = tokens / point.tokens_per_s / 86400;
+    const worst = days * (1 + (point.expected_error || 0));
+    const inTime = days > deadline ? "no" : worst > deadline ? "within its error" : "yes";
+    return { point, days, inTime, usd: price ? days * 24 * price[0] : null, price };
+  }).sort((a, b) => (a.usd === null) - (b.usd === null) || a.usd - b.usd);
+}
+
+function cheapest() {
+  const all = offers();
+  const best = all.find((offer) => offer.usd !== null && offer.inTime !== "no");
+  const soonest = all.reduce((first, offer) => (first === null || offer.days < first.days ? offer : first), null);
+  const name = label(MODEL, chosen[MODEL]);
+  const where = (offer) => `${label("machine", offer.point.machine)} with ${label("policy", offer.point.policy)}`;
+  write("cheapest", best
+    ? `${name}: ${where(best)}, $${digits(best.usd)}${error(best.point)} in ${digits(best.days)}${error(best.point)} days` +
+      `${best.inTime === "yes" ? "" : " (in time only within its error)"}.`
+    : soonest && all.some((offer) => offer.usd !== null)
+      ? `No machine of the sweep trains ${name} in time; the fastest is ${where(soonest)}, ${digits(soonest.days)}${error(soonest.point)} days.` : `No machine with a price trains ${name}.`);
+  table("cheapest-table", ["machine, policy", "in time", "$", "days", "$ per million tokens", "price per hour"],
+    all.map((offer) => [where(offer), offer.inTime, offer.usd === null ? "no price" : `$${digits(offer.usd)}${error(offer.point)}`,
+      digits(offer.days) + error(offer.point), perMillion(offer.point) === null ? "" : `$${digits(perMillion(offer.point))}${error(offer.point)}`,
+      offer.price ? `$${digits(offer.price[0])}` : "no price"]));
+  const priced = new Map(all.filter((offer) => offer.price).map((offer) => [label("machine", offer.point.machine), offer.price[1]]));
+  write("prices", priced.size ? `Prices: ${[...priced].map(([machine, of]) => `${machine}: ${of}`).join("; ")}.` : "");
+  pareto(all.filter((offer) => offer.usd !== null));
+}
+
+function pareto(all) {
+  const x = (offer) => perMillion(offer.point);
+  const y = (offer) => offer.point.tokens_per_s;
+  const bars = (mine, of) => ({ type: "data", array: mine.map((o) => of(o) * (o.point.expected_error || 0)), thickness: 1.2, width: 3 });
+  const front = all.filter((o) => !all.some((other) => x(other) <= x(o) && y(other) >= y(o) && (x(other) < x(o) || y(other) > y(o))))
+    .sort((a, b) => x(a) - x(b));
+  const symbols = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star"];
+  const policies = [...new Set(all.map((o) => o.point.policy))].sort((a, b) => a - b);
+  const data = [{ type: "scatter", mode: "lines", x: front.map(x), y: front.map(y), line: { color: "@ink", width: 1, dash: "dot" }, hoverinfo: "skip" }];
+  for (const policy of policies) {
+    const mine = all.filter((o) => o.point.policy === policy);
+    data.push({ type: "scatter", mode: "markers+text", name: label("policy", policy), x: mine.map(x), y: mine.map(y),
+      error_x: bars(mine, x), error_y: bars(mine, y), text: mine.map((o) => (front.includes(o) ? label("machine", o.point.machine) : "")),
+      textposition: "top center", cliponaxis: false, customdata: mine.map((o) => `${label("machine", o.point.machine)}, ${label("policy", policy)}`),
+      hovertemplate: "%{customdata}<br>$%{x:.3g} per million tokens<br>%{y:.3g} tokens/s<extra></extra>",
+      marker: { size: 11, symbol: symbols[policy % symbols.length], color: values.colours[policy], line: { width: 1, color: "@ink" } } });
+  }
+  const axis = (title) => ({ title: { text: title }, gridcolor: "@grid", linecolor: "@grid", zeroline: false, rangemode: "tozero", automargin: true });
+  draw(document.getElementById("pareto"), { data, layout: {
+    height: 380, margin: { l: 64, r: 30, t: 24, b: 46 }, paper_bgcolor: "@paper", plot_bgcolor: "@paper", showlegend: false,
+    font: { size: 13, color: "@ink", family: "system-ui, sans-serif" }, xaxis: axis("$ per million tokens"), yaxis: axis("tokens/s"),
+    hoverlabel: { bgcolor: "@paper", bordercolor: "@ink", font: { color: "@ink", size: 13 } } } });
+  document.getElementById("legend").innerHTML = `<ul class="legend">${policies.map((policy) =>
+    `<li><span class="swatch" style="background:${values.colours[policy]}"></span>${escaped(label("policy", policy))}</li>`).join("")}</ul>`;
+}
+
+function more() {
+  const now = fastest(alike());
+  const rows = [];
+  for (const axis of parts.filter((name) => name !== "machine" && titles[name].values.length > 1))
+    titles[axis].values.forEach((_, index) => {
+      if (index === chosen[axis]) return;
+      const there = (free) => alike(axis, ...free).filter((p) => p[axis] === index);
+      const then = fastest(there([]));
+      const before = largestOf(bestOf(alike(MODEL)));
+      const after = largestOf(bestOf(there([MODEL])));
+      const gain = now && then ? then.iteration_s / now.iteration_s - 1 : null;
+      rows.push({ what: `${titles[axis].title}: ${label(axis, index)}`, gain, cells: [
+        `${titles[axis].title}: ${label(axis, index)} instead of ${label(axis, chosen[axis])}`,
+        then ? seconds(then.iteration_s) + error(then) : "does not fit", gain === null ? "" : signed(gain),
+        after.fits ? size(after.fits[MODEL]) : "none", before.fits ? size(before.fits[MODEL]) : "none"] });
+    });
+  const name = label(MODEL, chosen[MODEL]);
+  write("more", rows.length === 0 ? "The sweep varies no part of the machine."
+    : !now ? `${name} does not fit on this machine as it is.`
+    : `${name} takes ${seconds(now.iteration_s)}${error(now)} now. ` + rows.filter((row) => row.gain !== null)
+      .map((row) => `${row.what}: ${signed(row.gain)}`).join("; ") + ".");
+  table("more-table", ["another part", "seconds per iteration", "change", "largest model", "largest now"], rows.map((row) => row.cells));
+}
+
+const signed = (share) => (Math.abs(share) < 5e-5 ? "no change" : `${share > 0 ? "+" : "-"}${digits(100 * Math.abs(share), 2)} % seconds`);
+
+// Of the points of each model, the fastest that fits, or one that does not.
+function bestOf(found) {
+  return [...new Set(found.map((p) => p[MODEL]))].map((model) => {
+    const mine = found.filter((p) => p[MODEL] === model);
+    return fastest(mine) || mine[0];
+  });
+}
+
+function answer() {
+  for (const part of [job, largest, cheapest, more]) part();
+}
+
+for (const axis of values.axes) {
+  if (axis.values.length < 2 && !["machine", MODEL].includes(axis.name)) continue;
+  const place = document.createElement("label");
+  const options = axis.values.map((_, n) => `<option value="${n}">${escaped(label(axis.name, n))}</option>`);
+  if (axis.name === "policy") options.unshift(`<option value="${BEST}">the fastest</option>`);
+  place.innerHTML = `${escaped(axis.title)}<select id="${escaped(axis.name)}">${options.join("")}</select>`;
+  place.querySelector("select").addEventListener("change", (event) => {
+    chosen[axis.name] = Number(event.target.value);
+    answer();
+  });
+  document.getElementById("choices").append(place);
+}
+document.getElementById("tokens").value = values.tokens / 1e9;
+document.getElementById("days").value = values.days;
+for (const id of ["tokens", "days"]) document.getElementById(id).addEventListener("input", cheapest);
+answer();

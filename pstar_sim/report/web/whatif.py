@@ -1,0 +1,126 @@
+"""The what-if page: the points of sweeps as one HTML file in which one chooses machine, model, batch and policy and
+reads what fits, how fast, at which price and what binds. Plans nothing: it shows what the sweeps have found.
+
+[Note: errors of a page] Seconds, and what is computed from them, have the error that validation found for the class of
+machine. The largest model lies between the largest one of the sweep that fits and the next one, which does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from pstar_sim.catalog.model_shapes import model_entry
+from pstar_sim.catalog.prices import load_prices
+from pstar_sim.errors import PstarError
+from pstar_sim.planner.grid import machine_of
+from pstar_sim.report.palette import POLICIES, SPARE
+from pstar_sim.report.tables import BINDS_NAMES
+from pstar_sim.report.web.document import document
+
+__all__ = ["whatif_page"]
+
+TOKENS, DAYS = 3e9, 14.0
+_FIGURES = (
+    "fits", "iteration_s", "tokens_per_s", "gap", "bound_by", "peak_gpu_bytes", "peak_host_bytes", "expected_error",
+)  # fmt: skip
+_NAMES = {"seq": "tokens per sequence", "micro_batches": "micro-batches"}
+
+
+def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, prices: str | None = None) -> str:
+    """The page of these points as HTML.
+
+    points: rows of results files. axes: their axes; a point without one of them has it as it is. prices: a file of
+        prices that come before the shipped ones.
+
+    Raises PstarError for no points, for axes without a machine or a policy, and where Plotly is not installed."""
+    model = "model" if "model" in axes else "trace"
+    if not points or not {"machine", "policy", model} <= {*axes}:
+        raise PstarError("a page needs the points of a sweep, with machine, policy, and model or trace")
+    parts = [axis for axis in axes if axis.startswith("set.")]
+    others = [axis for axis in axes if axis not in ("machine", model, "policy", *parts)]
+    axes = ["machine", *parts, model, *others, "policy"]
+    values = {axis: _values(points, axis) for axis in axes}
+    if model == "model":
+        values[model].sort(key=lambda name: model_entry(str(name)).params)
+    index = {axis: {value: n for n, value in enumerate(found)} for axis, found in values.items()}
+    rows = [[*(index[axis][_value(p, axis)] for axis in axes), *(p.get(name) for name in _FIGURES)] for p in points]
+    costs = _costs(points, ["machine", *parts], prices)
+    data = {
+        "axes": [{"name": axis, "title": _title(axis), "values": values[axis]} for axis in axes],
+        "model": model,
+        "figures": _FIGURES,
+        "rows": rows,
+        "prices": costs,
+        "params": [model_entry(str(name)).params if model == "model" else None for name in values[model]],
+        "binds": BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the host"},
+        "colours": _colours([str(policy) for policy in values["policy"]]),
+        "tokens": TOKENS,
+        "days": DAYS,
+    }
+    return document("What if?", _body(), data, script="whatif.js")
+
+
+def _value(point: Mapping[str, object], axis: str) -> object:
+    """The point's value of the axis; "x1" stands for a figure as it is."""
+    value = point.get(axis)
+    return "x1" if value is None and axis.startswith("set.") else "" if value is None else value
+
+
+def _values(points: Sequence[Mapping[str, object]], axis: str) -> list[object]:
+    return list(dict.fromkeys(_value(point, axis) for point in points))
+
+
+def _title(axis: str) -> str:
+    return axis.removeprefix("set.").replace(".", " ") if axis.startswith("set.") else _NAMES.get(axis, axis)
+
+
+def _colours(policies: Sequence[str]) -> list[str]:
+    spare = [colour for colour in SPARE if colour != "#000000"]
+    return [POLICIES.get(name.split(":")[0], spare[n % len(spare)]) for n, name in enumerate(policies)]
+
+
+def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices: str | None) -> dict[str, Any]:
+    """Values of the axes that make a machine, joined by "|" -> [USD per hour, whose price it is], or None."""
+    known = load_prices(prices)
+    found: dict[str, Any] = {}
+    for point in points:
+        values = [_value(point, axis) for axis in parts]
+        key = "|".join(map(str, values))
+        if key in found:
+            continue
+        name = str(point["machine"])
+        price = known.get(name)
+        found[key] = None
+        if price is not None and not any(axis == "set.gpus" and value != "x1" for axis, value in zip(parts, values)):
+            changes = tuple((a, v) for a, v in zip(parts, values) if a != "machine" and v != "x1")
+            try:
+                machine = machine_of(name, changes)  # type: ignore[arg-type]
+            except PstarError:  # a file of the user's that is not here: nodes are not known, and neither is the price
+                continue
+            when = "" if price.as_of is None else f", {price.as_of}"
+            usd = machine.price_usd_per_hour or price.usd_per_hour * machine.nodes
+            found[key] = [usd, f"{price.offer or price.source}{when}"]
+    return found
+
+
+def _body() -> str:
+    says = "dollars per million tokens and tokens per second of every machine and policy, with their errors"
+    return f"""<div class="row"><h1>What if?</h1>
+<button data-theme-button aria-label="change between light and dark">dark</button></div>
+<p class="soft">Every figure comes from a sweep that pstar-sim has planned and simulated. ± is the median error that
+validation found for this class of machine; ± ? means that no runs of this class were there to validate.</p>
+<div class="row choices" id="choices"></div>
+<h2>This job</h2><p class="answer" id="job" aria-live="polite"></p><div id="job-table"></div>
+<h2>The largest model on this machine</h2><p class="answer" id="largest" aria-live="polite"></p>
+<div id="largest-table"></div>
+<h2>The cheapest machine for this model</h2>
+<div class="choices"><label>tokens, in billions<input id="tokens" type="number" min="0.001" step="any"></label>
+<label>days<input id="days" type="number" min="0.1" step="any"></label></div>
+<p class="answer" id="cheapest" aria-live="polite"></p><div id="cheapest-table"></div><p class="note" id="prices"></p>
+<div id="legend"></div><div class="chart" role="img" aria-label="{escape(says)}" id="pareto"></div>
+<p class="note">A point is a machine with a policy; its bars are the errors. No other point is both cheaper and faster
+than those on the line.</p>
+<h2>What another part brings</h2><p class="answer" id="more" aria-live="polite"></p><div id="more-table"></div>
+<p class="note">Both times of a comparison come from one model of one machine, so their errors go the same way.</p>"""

@@ -1,0 +1,96 @@
+"""The what-if page holds the points of its sweeps, their prices and their errors, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.cli import main
+from pstar_sim.planner.grid import load_grid
+from pstar_sim.planner.sweep import load_results
+
+pytest.importorskip("plotly", reason="the extra `report` is not installed")
+
+GRID: dict[str, Any] = {
+    "machine": ["a100-80", "v100-32"],
+    "model": ["gpt2", "1B"],
+    "batch": 1,
+    "seq": 128,
+    "policy": ["zero_offload"],
+    "set": {"link.bandwidth": ["x1", "+10%"]},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whatif") / "results.parquet"
+    ps.sweep(GRID, path, jobs=1, backend="threading")
+    return path
+
+
+def page_values(path: Path) -> dict[str, Any]:
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="values">(.*?)</script>', text)
+    assert found is not None and len(text.encode()) < 6e6
+    return dict(json.loads(found[1]))
+
+
+def test_every_point_is_on_the_page_with_its_figures_and_its_error(results: Path) -> None:
+    out = results.with_name("whatif.html")
+    assert main(["page", str(results), "-o", str(out)]) == 0
+    page = page_values(out)
+    axes, points = load_results(results)
+    names = [axis["name"] for axis in page["axes"]]
+    assert sorted(names) == sorted(axes) and len(page["rows"]) == len(points) == 8
+    columns = [*names, *page["figures"]]
+    shown = [dict(zip(columns, row)) for row in page["rows"]]
+    for row, point in zip(shown, points):
+        for axis in page["axes"]:
+            assert axis["values"][row[axis["name"]]] == point[axis["name"]]
+        assert all(row[name] == point[name] for name in page["figures"])
+    assert {row["expected_error"] is None for row in shown} == {False}, "both machines were validated"
+
+
+def test_a_machine_without_a_price_has_none_and_a_file_of_prices_comes_first(results: Path, tmp_path: Path) -> None:
+    own = tmp_path / "prices.toml"
+    own.write_text("[a100-80]\nusd_per_hour = 1.5\n", encoding="utf-8")
+    out = tmp_path / "whatif.html"
+    assert main(["page", str(results), "--prices", str(own), "-o", str(out)]) == 0
+    prices = page_values(out)["prices"]
+    assert prices["a100-80|x1"][0] == prices["a100-80|+10%"][0] == 1.5
+    assert prices["v100-32|x1"] is None
+
+
+def test_points_of_several_sweeps_are_joined(results: Path, tmp_path: Path) -> None:
+    """A sweep without an axis has that figure as it is."""
+    ps.sweep({**GRID, "set": {}, "machine": "h100-80", "model": "gpt2"}, tmp_path / "more.parquet", jobs=1)
+    out = tmp_path / "whatif.html"
+    assert main(["page", str(results), str(tmp_path / "more.parquet"), "-o", str(out)]) == 0
+    page = page_values(out)
+    link = next(axis for axis in page["axes"] if axis["name"] == "set.link.bandwidth")
+    assert link["values"] == ["x1", "+10%"] and len(page["rows"]) == 9
+
+
+def test_the_shipped_grid_answers_the_questions_of_the_page() -> None:
+    grid = load_grid("whatif")
+    assert {"rtx4090-128gb"} <= {*grid.axes["machine"]} and {"8B"} <= {*grid.axes["model"]}
+    assert grid.axes["set.host.memory"] == ("x1", "64GB") and grid.axes["set.link.bandwidth"] == ("x1", "+10%")
+
+
+def test_mistakes_are_named(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "no.parquet"
+    text.write_text("no", encoding="utf-8")
+    out = str(tmp_path / "whatif.html")
+    for file, said in ((text, "is not a results file of a sweep"), (tmp_path / "none.parquet", "none.parquet")):
+        assert main(["page", str(file), "-o", out]) == 2
+        assert said in capsys.readouterr().err
+    import pandas
+
+    pandas.DataFrame({"a": [1]}).to_parquet(text)
+    assert main(["page", str(text), "-o", out]) == 2
+    assert "`pstar sweep` writes one" in capsys.readouterr().err and not Path(out).exists()
