@@ -1,4 +1,4 @@
-"""Commands that write a page to open in a browser: report, page."""
+"""Commands that write a page to open in a browser: report, page, app."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
+from pstar_sim.cli.flag_values import positive
 from pstar_sim.cli.flags import Quiet, output
 from pstar_sim.cli.output import tell
 from pstar_sim.cli.planning import named
@@ -81,6 +82,37 @@ def page(
     write_atomically(Path(path), text)
     tell(f"{path}: {len(points)} points; {len(text.encode()) / 1e6:.1f} MB, opens without a network")
     return 0
+
+
+@command(commands, "pstar app")
+def app(
+    *,
+    port: Annotated[int, typer.Option(parser=positive, metavar="N", help="port on this machine")] = 8501,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="open no browser; only say the address")] = False,
+) -> int:
+    """Answer what-if questions in a browser on this machine: the planner behind sliders. Ends with Ctrl-C."""
+    from importlib.util import find_spec
+
+    if find_spec("streamlit") is None:
+        raise PstarError("the app needs streamlit, which is not installed: pip install 'pstar-sim[app]'")
+    import subprocess
+    import sys
+
+    from pstar_sim.report import web
+
+    script = Path(web.__file__).with_name("app.py")
+    flags = {
+        "server.address": "127.0.0.1",
+        "server.port": str(port),
+        "server.headless": str(no_browser).lower(),
+        "server.fileWatcherType": "none",
+        "server.showEmailPrompt": "false",
+        "browser.gatherUsageStats": "false",
+        "global.developmentMode": "false",
+    }
+    words = [sys.executable, "-m", "streamlit", "run", str(script), *(f"--{k}={v}" for k, v in flags.items())]
+    tell(f"http://127.0.0.1:{port}")
+    return subprocess.call(words)
 
 
 def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:

@@ -163,12 +163,8 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
     if isinstance(source, Mapping):
         file, content = "grid", dict(source)
     else:
-        path = file_path("grid", source)
-        shipped = files("pstar_sim.catalog") / "grids" / f"{path}.toml"
-        if path.name == str(path) and not path.suffix and not path.exists() and shipped.is_file():
-            path = Path(str(shipped))
-        file = str(path)
-        content = read_toml(path, "grid", VERSION)
+        place = _own_or_shipped(file_path("grid", source))
+        file, content = str(place), read_toml(place, "grid", VERSION)
     table = content.pop("set", {})
     if not isinstance(table, Mapping):
         raise PstarError(f'{file}: set = {table!r}; write a table: [set] and "gpu.memory" = ["24GB", "48GB"] below it')
@@ -193,6 +189,13 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
             _check(file, name, value)
     _check_machines(file, grid)
     return grid
+
+
+def _own_or_shipped(path: Path) -> Path:
+    """The file, or the shipped one of that name where there is no such file."""
+    shipped = Path(str(files("pstar_sim.catalog") / "grids" / f"{path}.toml"))
+    plain = path.name == str(path) and not path.suffix
+    return shipped if plain and not path.exists() and shipped.is_file() else path
 
 
 def _hint(word: str, known: Iterable[str], otherwise: str) -> str:

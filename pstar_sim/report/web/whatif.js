@@ -88,7 +88,7 @@ function offers() {
     const price = priceOf(point);
     const days = tokens / point.tokens_per_s / 86400;
     const worst = days * (1 + (point.expected_error || 0));
-    const inTime = days > deadline ? "no" : worst > deadline ? "within its error" : "yes";
+    const inTime = days > deadline ? "no" : worst > deadline ? "within its error" : point.expected_error === null ? "yes ± ?" : "yes";
     return { point, days, inTime, usd: price ? days * 24 * price[0] : null, price };
   }).sort((a, b) => (a.usd === null) - (b.usd === null) || a.usd - b.usd);
 }
@@ -101,7 +101,7 @@ function cheapest() {
   const where = (offer) => `${label("machine", offer.point.machine)} with ${label("policy", offer.point.policy)}`;
   write("cheapest", best
     ? `${name}: ${where(best)}, $${digits(best.usd)}${error(best.point)} in ${digits(best.days)}${error(best.point)} days` +
-      `${best.inTime === "yes" ? "" : " (in time only within its error)"}.`
+      `${best.inTime.startsWith("yes") ? "" : " (in time only within its error)"}.`
     : soonest && all.some((offer) => offer.usd !== null)
       ? `No machine of the sweep trains ${name} in time; the fastest is ${where(soonest)}, ${digits(soonest.days)}${error(soonest.point)} days.` : `No machine with a price trains ${name}.`);
   table("cheapest-table", ["machine, policy", "in time", "$", "days", "$ per million tokens", "price per hour"],

@@ -96,7 +96,7 @@ def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices:
         if price is not None and not any(axis == "set.gpus" and value != "x1" for axis, value in zip(parts, values)):
             changes = tuple((a, v) for a, v in zip(parts, values) if a != "machine" and v != "x1")
             try:
-                machine = machine_of(name, changes)  # type: ignore[arg-type]
+                machine = machine_of(name, changes)
             except PstarError:  # a file of the user's that is not here: nodes are not known, and neither is the price
                 continue
             when = "" if price.as_of is None else f", {price.as_of}"

@@ -1,0 +1,106 @@
+"""`pstar app`: the real planner answers when something is moved; in a browser nothing leaves this machine."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chromium import chromium
+
+import pstar_sim as ps
+from pstar_sim.cli import main
+from pstar_sim.report import web
+
+pytest.importorskip("streamlit", reason="the extra `app` is not installed")
+SCRIPT = Path(web.__file__).with_name("app.py")
+
+
+@pytest.fixture(scope="module")
+def app() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Streamlit's own
+        from streamlit.testing.v1 import AppTest
+
+        started = AppTest.from_file(str(SCRIPT), default_timeout=300)
+        started.session_state["model"] = "gpt2"
+        started.session_state["batch"] = 1
+        started.session_state["sequence"] = 128
+        return started.run()
+
+
+def said(app: Any) -> str:
+    return "\n".join(one.value for one in app.markdown)
+
+
+def test_the_app_says_what_the_planner_says(app: Any) -> None:
+    assert not app.exception and not app.error
+    machine = ps.machine("rtx4090-128gb")
+    w = ps.preset("gpt2", batch=1, seq=128, dtype="bf16")
+    row = ps.compare(w, machine, policies=["tide"], barrier_cost=False).rows[0]
+    first = app.table[0].value
+    assert list(first["policy"]) == ["zero_offload", "tide"]
+    assert list(first["tokens/s"])[1] == f"{row.tokens_per_s:,.0f} ± ?"
+    assert "B parameters with tide" in said(app) and "layers do not fit" in said(app)
+
+
+def test_a_slider_asks_the_planner_again(app: Any) -> None:
+    before = list(app.table[1].value["layers"])
+    slider = next(one for one in app.slider if one.label.startswith("host memory"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        slider.set_value(32.0)
+        app.run()
+    assert not app.exception
+    after = list(app.table[1].value["layers"])
+    assert all(int(small) < int(large) for small, large in zip(after, before))
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "pstar_sim", "app", "--port", str(port), "--no-browser"]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health").close()
+                break
+            except OSError:
+                assert server.poll() is None, "the server ended"
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        import os
+        import signal
+
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+def test_the_app_in_a_browser_asks_this_machine_alone(address: str) -> None:
+    with chromium(offline=False) as browser:
+        page = browser.open(address)
+        page.get_by_text("What binds").wait_for()
+        page.locator(".js-plotly-plot").first.wait_for()
+        assert {one.split("/")[2] for one in browser.asked if one.startswith("http")} == {address.split("/")[2]}
+        assert not [line for line in browser.log if "rror" in line]
+
+
+def test_without_streamlit_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["app"]) == 2
+    assert "pip install 'pstar-sim[app]'" in capsys.readouterr().err
