@@ -133,10 +133,12 @@ _RENDERERS = {
     "Comparison": {"text": "report.tables:comparison_text", "html": "report.html:comparison_html"},
     "Fits": {"text": "report.capacity_tables:fits_text"},
     "Limits": {"text": "report.capacity_tables:limits_text"},
-    "Plan": {"proof": "core.checker.check:check_plan"},
+    "Machine": {"html": "report.html:machine_html"},
+    "Plan": {"html": "report.html:plan_html", "proof": "core.checker.check:check_plan"},
     "Planned": {"html": "report.html:planned_html"},
     "Sensitivity": {"text": "report.capacity_tables:sensitivity_text"},
     "Timeline": {"html": "report.html:timeline_html", "tide": "report.tide_picture:plot_tide"},
+    "Workload": {"html": "report.html:workload_html"},
 }
 
 

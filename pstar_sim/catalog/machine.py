@@ -15,6 +15,7 @@ from pstar_sim.arguments import flag, instance, number, text, whole
 from pstar_sim.catalog.curves import Curve
 from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.errors import CatalogError
+from pstar_sim.renderers import render_html
 from pstar_sim.units import format_bytes
 
 __all__ = ["Fabric", "Gpu", "Host", "Link", "Machine", "Nvme", "Rank"]
@@ -301,6 +302,9 @@ class Machine:
                 f"{where}: the batch_share of its {len(self.ranks)} ranks add up to {shares:.6g}; they must add up to "
                 f"1 (equal ranks have 1/{len(self.ranks)} each)"
             )
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
 
     @cached_property
     def gpu(self) -> Gpu:

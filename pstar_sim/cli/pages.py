@@ -108,6 +108,7 @@ def app(
         "server.fileWatcherType": "none",
         "server.showEmailPrompt": "false",
         "browser.gatherUsageStats": "false",
+        "client.toolbarMode": "minimal",
         "global.developmentMode": "false",
     }
     words = [sys.executable, "-m", "streamlit", "run", str(script), *(f"--{k}={v}" for k, v in flags.items())]

@@ -21,7 +21,7 @@ from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import ROUTES, Place, Step, from_text, to_text
 from pstar_sim.errors import PlanError
-from pstar_sim.renderers import render
+from pstar_sim.renderers import render, render_html
 from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload, activations_text
 
@@ -135,6 +135,9 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {self.policy}: {self.workload.model} on {self.machine.name}, {len(self.steps)} steps>"
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
 
     @property
     def budgets(self) -> dict[Place, int]:

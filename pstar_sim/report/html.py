@@ -1,46 +1,187 @@
-"""HTML of results for notebooks: small tables without scripts or colours of their own, behind `_repr_html_`."""
+"""HTML of results for notebooks, behind `_repr_html_`: tables and small pictures without scripts, in the colours of the
+notebook's own theme. A picture is an SVG inside the HTML, stacked as in the tide picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import MODES, Plan
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import PstarError
+from pstar_sim.planner.explain import held_between
+from pstar_sim.report.byte_curves import byte_curves
+from pstar_sim.report.palette import CATEGORIES, policy_colour
 from pstar_sim.report.tables import HEADS, cells, heading, reasons
+from pstar_sim.report.tide_picture import NAMES
 from pstar_sim.units import format_bytes, format_s
+from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
     from pstar_sim.planner.compare import Comparison, Planned
 
-__all__ = ["comparison_html", "planned_html", "timeline_html"]
+__all__ = ["comparison_html", "machine_html", "plan_html", "planned_html", "timeline_html", "workload_html"]
+
+WIDTH, HEIGHT = 640, 120
+POINTS = 320  # of a curve; each is the highest of its stretch
+
+
+def machine_html(machine: Machine) -> str:
+    """Parts, memory and rates, and where the figures come from."""
+    m, count = machine, len(machine.ranks)
+    rows = [
+        ("GPU", m.gpu.name if count == 1 else f"{count} x {m.gpu.name} on {m.nodes} node{'s'[: m.nodes > 1]}"),
+        ("GPU memory for a plan", f"{format_bytes(m.gpu_budget_bytes)} of {format_bytes(m.gpu.memory_bytes)}"),
+        ("host memory for a plan", f"{format_bytes(m.host_budget_bytes)} of {format_bytes(m.host.memory_bytes)}"),
+        ("link to the GPU", f"{m.link.name}, {format_bytes(m.link.h2d_bytes_per_s)}/s"),
+        ("host DRAM", f"{format_bytes(m.host.dram_bytes_per_s)}/s"),
+        ("CPU Adam", f"{m.adam_params_per_s / 1e9:.3g} billion parameters/s"),
+        *((dtype, f"{rate / 1e12:.4g} Tflops/s") for dtype, rate in m.gpu.flops_per_s.items()),
+        *([("disks", format_bytes(m.nvme_budget_bytes))] if m.nvme is not None else []),
+        ("figures", m.confidence),
+    ]
+    note = f"<p><small>{escape(m.notes)}</small></p>" if m.notes else ""
+    return f"<p><b>{escape(m.name)}</b></p>{_table((), rows)}{note}"
+
+
+def workload_html(workload: Workload) -> str:
+    """Sizes, and the tide over the moments of an iteration."""
+    w = workload
+    rows = [
+        ("parameters", f"{w.params / 1e9:.3f} billion, {w.dtype}"),
+        ("batch", f"{w.batch} x {w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''}"),
+        ("tokens per sequence", str(w.sequence)),
+        ("checkpointing", "on" if w.checkpointing else "off"),
+        ("optimizer", w.optimizer.name),
+        ("moments", str(len(w.moments))),
+        ("peak of the tide", format_bytes(w.peak_non_model_bytes)),
+    ]
+    tide = np.array([moment.peak_bytes for moment in w.moments])
+    edges = np.arange(len(tide) + 1, dtype=np.float64)
+    picture = _stacked(edges, {"non-model": tide}, float(tide.max()), "non-model data over the moments of an iteration")
+    return f"<p><b>{escape(w.model)}</b></p>{_table((), rows)}{picture}"
+
+
+def plan_html(plan: Plan) -> str:
+    """What the plan is for, its chunks and steps, and where every byte lies between two iterations."""
+    w = plan.workload
+    modes = [f"{plan.modes.count(mode)} {mode}" for mode in MODES if mode in plan.modes]
+    rows = [
+        ("chunks", f"{len(plan.modes)} of {format_bytes(plan.layout.chunk_bytes)}: {', '.join(modes)}"),
+        ("steps", _kinds(plan)),
+        *((f"moved, {way}", format_bytes(size)) for way, size in plan.moved_bytes.items()),
+    ]
+    for place, budget in plan.budgets.items():
+        held = ", ".join(
+            f"{name} {format_bytes(n)}" for (p, name), n in sorted(held_between(plan).items()) if p is place
+        )
+        rows.append((f"{place.value} between iterations", f"{held or 'nothing'}; capacity {format_bytes(budget)}"))
+    if "iteration_s" in plan.predictions:
+        rows.append(("predicted iteration", format_s(plan.predictions["iteration_s"])))
+    title = f"<b>{escape(plan.policy)}</b>: {escape(w.model)}, {w.dtype}, batch {w.batch} x {w.micro_batches}"
+    return f"<p>{title}, on {escape(plan.machine.name)}</p>{_table((), rows)}"
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """Heading, table, reasons and notes."""
+    """Heading, table, seconds as bars, reasons and notes."""
     rows = [cells(row) for row in comparison.rows]
     said = [*reasons(comparison), *(f"note: {note}" for note in comparison.notes)]
     notes = "".join(f"<p><small>{escape(text)}</small></p>" for text in said)
-    return f"<p>{escape(heading(comparison)).replace(chr(10), '<br>')}</p>{_table(HEADS, rows)}{notes}"
+    seconds = {row.policy: row.iteration_s for row in comparison.rows if row.fits and row.iteration_s}
+    top = escape(heading(comparison)).replace(chr(10), "<br>")
+    return f"<p>{top}</p>{_table(HEADS, rows)}{_bars(seconds) if len(seconds) > 1 else ''}{notes}"
 
 
 def planned_html(planned: Planned) -> str:
-    """The line of the table, and the number of the plan's steps by kind."""
-    kinds: dict[str, int] = {}
-    for step in planned.plan.steps:
-        kinds[step.kind.value] = kinds.get(step.kind.value, 0) + 1
-    what = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]))
-    return f"{_table(HEADS, [cells(planned.row)])}<p><small>{len(planned.plan.steps)} steps: {escape(what)}</small></p>"
+    """The line of the table, the number of the plan's steps by kind, and what fills the GPU."""
+    steps = f"<p><small>{escape(_kinds(planned.plan))}</small></p>"
+    return f"{_table(HEADS, [cells(planned.row)])}{steps}{_tide(planned.timeline)}"
 
 
 def timeline_html(timeline: Timeline) -> str:
-    """Iteration time, peaks, bytes moved and stalls."""
+    """Iteration time, peaks, bytes moved and stalls, and what fills the GPU."""
     rows = [("iteration", format_s(timeline.iteration_s))]
     rows += [(f"peak {place}", format_bytes(size)) for place, size in timeline.peak_bytes.items()]
     rows += [(direction, format_bytes(size)) for direction, size in timeline.moved_bytes.items()]
     rows += [(f"compute waits for {cause}", format_s(s)) for cause, s in timeline.stall_s.items() if s > 0]
     title = f"{timeline.label or 'timeline'} ({timeline.source})"
-    return f"<p>{escape(title)}</p>{_table((), rows)}"
+    return f"<p>{escape(title)}</p>{_table((), rows)}{_tide(timeline)}"
+
+
+def _kinds(plan: Plan) -> str:
+    """The number of steps by kind, most frequent first."""
+    kinds: dict[str, int] = {}
+    for step in plan.steps:
+        kinds[step.kind.value] = kinds.get(step.kind.value, 0) + 1
+    what = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items(), key=lambda item: -item[1]))
+    return f"{len(plan.steps)} steps: {what}"
+
+
+def _tide(timeline: Timeline) -> str:
+    """GPU memory over the iteration; nothing for a timeline without samples of it."""
+    try:
+        curves = byte_curves(timeline)
+    except PstarError:  # a timeline need not have samples, and its table stands without them
+        return ""
+    capacity = float(timeline.budget_bytes.get("gpu") or curves.total.max())
+    return _stacked(curves.edges, curves.values, capacity, "GPU memory over the iteration", hanging="non-model")
+
+
+def _stacked(
+    edges: np.ndarray, values: Mapping[str, np.ndarray], top: float, says: str, *, hanging: str | None = None
+) -> str:
+    """Areas on top of each other, those of `hanging` from the top, as an SVG with its legend.
+
+    edges: n + 1 positions. values: category -> n bytes. top: bytes at the top of the picture."""
+    at = np.searchsorted(edges, np.linspace(edges[0], edges[-1], POINTS + 1)[:-1], side="right") - 1
+    ends = np.append(at[1:], len(edges) - 1)
+    xs = np.repeat(np.linspace(0, WIDTH, POINTS + 1), 2)[1:-1]
+    floor = np.zeros(POINTS)
+    areas, names = [], []
+    for category, column in values.items():
+        if not column.any():
+            continue
+        high = np.array([column[a : max(b, a + 1)].max() for a, b in zip(at, ends)], np.float64)
+        low, up = (top - high, np.full(POINTS, top)) if category == hanging else (floor, floor + high)
+        floor = floor if category == hanging else up
+        colour = CATEGORIES.get(category, "#999999")
+        ys = [HEIGHT * (1 - np.repeat(edge, 2) / (top or 1.0)) for edge in (up, low)]
+        line = [f"{x:.0f},{y:.1f}" for x, y in zip(xs, ys[0])] + [
+            f"{x:.0f},{y:.1f}" for x, y in zip(xs[::-1], ys[1][::-1])
+        ]
+        areas.append(f'<polygon fill="{colour}" points="{" ".join(line)}"/>')
+        names.append(f'<span style="color:{colour}">&#9632;</span> {escape(NAMES.get(category, category))}')
+    frame = f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="currentColor" stroke-opacity="0.4"/>'
+    picture = (
+        f'<svg role="img" aria-label="{escape(says)}" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'style="max-width:100%">{"".join(areas)}{frame}</svg>'
+    )
+    text = f"{escape(says)}, up to {format_bytes(top)}: {' &nbsp; '.join(names)}"
+    return f"<p><small>{text}</small></p>{picture}"
+
+
+def _bars(seconds: Mapping[str, float]) -> str:
+    """Seconds per iteration as bars, each with its policy beside it."""
+    longest, row = max(seconds.values()), 22
+    lines = []
+    for n, (policy, time_s) in enumerate(seconds.items()):
+        length = 0.62 * WIDTH * time_s / longest
+        colour, y = policy_colour(policy.split(":")[0], n), n * row
+        text = f"{escape(policy)}, {format_s(time_s)}"
+        lines.append(
+            f'<rect y="{y + 2}" width="{length:.0f}" height="{row - 5}" fill="{colour}"/>'
+            f'<text x="{length + 6:.0f}" y="{y + 15}" font-size="13" fill="currentColor">{text}</text>'
+        )
+    height = row * len(seconds)
+    return (
+        "<p><small>seconds per iteration: the shorter, the faster</small></p>"
+        f'<svg role="img" aria-label="seconds per iteration" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
+        f'style="max-width:100%">{"".join(lines)}</svg>'
+    )
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -17,6 +17,7 @@ from typing import Protocol
 from pstar_sim.arguments import MOST, instance, whole
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
+from pstar_sim.renderers import render_html
 
 __all__ = [
     "ACTIVATIONS",
@@ -244,6 +245,9 @@ class Workload:
             f"<Workload {self.model}, {self.dtype}, batch {self.batch} x {self.micro_batches}, "
             f"sequence {self.sequence}, {self.params} parameters, {len(self.moments)} moments>"
         )
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
+import pstar_sim as ps
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import ByteSample, Span, Timeline, load_timeline
 from pstar_sim.errors import PstarError, TraceError
@@ -243,6 +245,25 @@ def test_slices_of_a_lane_do_not_overlap() -> None:
 def test_html_of_a_timeline_names_its_figures() -> None:
     html = timeline_html(timeline(label="<tide>"))
     assert "&lt;tide&gt; (simulated)" in html and "4.000 s" in html and "compute waits for h2d" in html
+
+
+def test_what_a_notebook_shows_is_html_with_pictures_and_without_scripts() -> None:
+    w = ps.preset("tiny-gpt2", batch=2, seq=32)
+    machine = ps.machine("v100-32x8")
+    found = ps.compare(w, ps.machine("v100-32"), policies=["zero_offload", "tide"], barrier_cost=False, near=False)
+    best = found.best()
+    for answer, says in (
+        (machine, ("v100-32x8", "8 x ", "link to the GPU", "30.00 GB of")),
+        (w, ("tiny-gpt2", "peak of the tide", "<polygon")),
+        (best.plan, (f"<b>{best.policy}</b>", f"{len(best.plan.steps)} steps", "gpu between iterations")),
+        (best, (best.policy, "<polygon", "GPU memory over the iteration")),
+        (best.timeline, ("<polygon", "optimizer states")),
+        (found, ("zero_offload, ", "tide, ", "<rect")),
+    ):
+        html = answer._repr_html_()
+        ElementTree.fromstring(f"<div>{html.replace('&nbsp;', ' ').replace('<br>', ' ')}</div>")  # well-formed
+        assert all(text in html for text in says), (type(answer), says)
+        assert "<script" not in html and "http" not in html
 
 
 def test_a_timeline_file_reads_back_equal(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ there before is there at once. Plans nothing by itself and keeps nothing on disk
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 import streamlit as st
@@ -20,7 +21,7 @@ from pstar_sim.planner.compare import Comparison, Planned, Row, compare
 from pstar_sim.planner.limits import Limit, max_model
 from pstar_sim.policy.registry import built_in
 from pstar_sim.report.tables import BINDS_NAMES, format_percent
-from pstar_sim.report.web.charts import lanes_chart, themed, tide_chart
+from pstar_sim.report.web.charts import Chart, lanes_chart, themed, tide_chart
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.workload.presets import default_dtype, preset
 
@@ -228,8 +229,18 @@ def _pictures(fitting: list[Planned]) -> None:
         ):
             figure: Any = go.Figure(themed(chart.figure, kind))
             st.plotly_chart(figure, key=f"{which} {planned.policy}", theme=None, config={"displayModeBar": False})
+            st.html(_legend(chart, kind))
             for note in chart.notes:
                 st.caption(note)
+
+
+def _legend(chart: Chart, kind: str) -> str:
+    """Names beside their colours."""
+    items = (
+        f'<span style="color:{themed(colour, kind)}">&#9632;</span> {escape(name)}'
+        for name, colour in chart.legend.items()
+    )
+    return f"<small>{' &nbsp; '.join(items)}</small>"
 
 
 if __name__ == "__main__":

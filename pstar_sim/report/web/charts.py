@@ -134,7 +134,7 @@ def tide_chart(
         data.append({**_area(xs, floor, values, name, colour), "fill": "tonexty" if data else "tozeroy"})
         legend[name] = colour
     line = capacity - curves.tide
-    data.append({**_line(xs, line, "@line", 1.0), "customdata": _gigabytes(curves.tide),
+    data.append({**_line(xs, line, "@line", 0.4 if len(xs) > 400 else 1.0), "customdata": _gigabytes(curves.tide),
                  "hovertemplate": "the tide: %{customdata:.2f} GB<extra></extra>"})  # fmt: skip
     top = {"x": [xs[0], xs[-1]], "y": [capacity / GB] * 2, "mode": "lines", "type": "scatter"}
     tide = CATEGORIES["non-model"]
