@@ -64,8 +64,10 @@ _CLASSES = {
     "Comparison": "planner.compare:Comparison",
     "Fits": "planner.fits:Fits",
     "Limits": "planner.limits:Limits",
+    "Machine": "catalog.machine:Machine",
     "Plan": "core.plan:Plan",
     "Planned": "planner.compare:Planned",
     "Sensitivity": "planner.sensitivity:Sensitivity",
     "Timeline": "core.timeline:Timeline",
+    "Workload": "workload.workload:Workload",
 }
