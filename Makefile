@@ -75,7 +75,7 @@ notebooks: install
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
 
 # Not those that need a GPU or an environment of their own.
-APART := $(addprefix benchmarks/,peers.py preflight.py $(notdir $(wildcard benchmarks/gpu_*.py)))
+APART := $(addprefix benchmarks/,frameworks.py peers.py preflight.py $(notdir $(wildcard benchmarks/gpu_*.py)))
 
 bench: install
 	set -e; for file in $(filter-out $(APART),$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done

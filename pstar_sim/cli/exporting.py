@@ -42,6 +42,8 @@ class _Targets:
     deepspeed: Annotated[str | None, _file("a DeepSpeed configuration (JSON) that is nearest to the plan")] = None
     accelerate: Annotated[str | None, _file("accelerate's configuration with FSDP 2 (YAML)")] = None
     fsdp2: Annotated[str | None, _file("a Python function that applies FSDP 2 to a model")] = None
+    torchtitan: Annotated[str | None, _file("a torchtitan configuration (TOML, as its versions up to 0.2 read)")] = None
+    megatron: Annotated[str | None, _file("Megatron-LM's flags, one per line")] = None
 
     def __post_init__(self) -> None:
         if self.perfetto and self.timeline:
@@ -60,7 +62,13 @@ class _Targets:
         return {name: path for name in _FRAMEWORKS if (path := getattr(self, name)) is not None}
 
 
-_FRAMEWORKS = {"deepspeed": "DeepSpeed", "accelerate": "accelerate", "fsdp2": "FSDP2"}
+_FRAMEWORKS = {
+    "deepspeed": "DeepSpeed",
+    "accelerate": "accelerate",
+    "fsdp2": "FSDP2",
+    "torchtitan": "torchtitan",
+    "megatron": "Megatron-LM",
+}
 """Flag -> target (frameworks/targets.py)."""
 
 

@@ -24,8 +24,9 @@ Like = Annotated[
     list[str] | None,
     typer.Option(
         metavar="FILE",
-        help="simulate this configuration too, host memory first: DeepSpeed's JSON or accelerate's YAML (FSDP); it "
-        "also gives the batch, dtype and clipping that no flag gives; may be given several times (beside it: optimal)",
+        help="simulate this configuration too, host memory first: DeepSpeed's JSON, accelerate's YAML (FSDP) "
+        "or torchtitan's TOML; it also gives the batch, dtype and clipping that no flag gives; may be given several "
+        "times (beside it: optimal)",
     ),
 ]
 
@@ -100,6 +101,7 @@ def _micro_batches(ranks: int) -> Callable[[Configuration], int | None]:
 _JOB: dict[str, Callable[[int], Callable[[Configuration], Any]]] = {
     "batch": _total_batch,
     "micro_batches": _micro_batches,
+    "seq": lambda ranks: lambda c: c.detail.get("sequence"),
     "dtype": lambda ranks: lambda c: c.dtype,
     "checkpointing": lambda ranks: lambda c: c.checkpointing,
     "optimizer": lambda ranks: lambda c: c.optimizer,
@@ -118,7 +120,11 @@ def _check_train_batch(label: str, c: Configuration, filled: dict[str, Any], ran
 def _words(name: str, value: Any) -> str:
     if name in ("clip", "checkpointing"):
         return f"{'' if value else 'no '}{'clipping' if name == 'clip' else 'checkpointing'}"
-    words = {"batch": "{} sequences on all GPUs together", "micro_batches": "{} micro-batches"}
+    words = {
+        "batch": "{} sequences on all GPUs together",
+        "micro_batches": "{} micro-batches",
+        "seq": "sequences of {}",
+    }
     return words.get(name, "{}").format(value)
 
 

@@ -34,7 +34,7 @@ from pstar_sim.policy.systems.sharded import (
 from pstar_sim.schema.fields import between, least
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
-__all__ = ["DEEPSPEED", "KEYS", "express", "host_blocks", "read", "start_bytes", "write"]
+__all__ = ["DEEPSPEED", "KEYS", "express", "gpu_beyond_bytes", "host_blocks", "read", "start_bytes", "write"]
 
 DEEPSPEED = "DeepSpeed"
 
@@ -300,7 +300,6 @@ def _notes(found: Reading, stage: int, states: str, params: str) -> list[str]:
     zero3, zero12 = stage == 3, stage in (1, 2)
     disks, offloads = "nvme" in (states, params), (states, params) != ("none", "none")
     said = {
-        "not modelled: stage 0 keeps gradients of its own; the GPU holds about 6 B more per parameter": stage == 0,
         "offloading has no effect with stage 0": stage == 0 and offloads,
         "not modelled: stage 1 keeps whole gradients on every GPU; predicted as stage 2": (stage, states)
         == (1, "none"),
@@ -445,6 +444,14 @@ def _parameters(configuration: Configuration, numels: list[int], width: int) -> 
 def _whole(value: object) -> int:
     assert isinstance(value, int)
     return value
+
+
+def gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
+    """What the GPU holds beyond the plan's lists: with stage 0 in 16 bits the working gradients and fp32 ones, which
+    all_on_gpu has only for several micro-batches."""
+    if configuration.detail["stage"] != 0 or workload.dtype == "fp32":
+        return 0
+    return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
 def start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:

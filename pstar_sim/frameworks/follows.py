@@ -13,9 +13,10 @@ from pstar_sim.core.plan import STASHES, Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.frameworks.configuration import Configuration
-from pstar_sim.frameworks.targets import host_need
+from pstar_sim.frameworks.targets import host_need, target_of
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
+from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Follows"]
@@ -24,6 +25,18 @@ _ROOMY_BYTES = 1 << 50
 """Host memory under which no policy refuses for lack of it."""
 
 _BUFFER = "the framework's own host buffers"
+_GPU_BUFFER = "the framework's own gradients"
+
+
+def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
+    """The machine with a host that refuses nothing, and GPUs with so many bytes less."""
+    ranks = tuple(
+        replace(rank, gpu=replace(rank.gpu, usable_bytes=max(rank.gpu.context_bytes + 1, left)))
+        for rank in machine.ranks
+        for left in (rank.gpu.usable_bytes - gpu_bytes,)
+    )
+    host = replace(machine.host, memory_bytes=_ROOMY_BYTES)
+    return replace(machine, host=host, ranks=ranks if gpu_bytes else machine.ranks)
 
 
 class Follows:
@@ -44,16 +57,25 @@ class Follows:
         short = need.shortage(machine, self.__name__)
         if short is not None:
             raise short
-        host = replace(machine.host, memory_bytes=_ROOMY_BYTES)
+        beyond = target_of(configuration).gpu_beyond_bytes
+        more_bytes = 0 if beyond is None else beyond(configuration, workload, len(machine.ranks))
         try:
-            plan = find_policy(configuration.policy)(workload, replace(machine, host=host), settings)
+            plan = find_policy(configuration.policy)(workload, _planned_on(machine, more_bytes), settings)
         except DoesNotFit as error:
-            raise error.restated(policy=self.__name__) from error
-        return self._with_own_buffers(plan, machine, need.held_bytes)
+            if error.place != "gpu" or not more_bytes:
+                raise error.restated(policy=self.__name__) from error
+            raise DoesNotFit(
+                policy=self.__name__,
+                place="gpu",
+                needed_bytes=error.needed_bytes + more_bytes,
+                available_bytes=machine.gpu_budget_bytes,
+                what=f"{error.what}, and {format_bytes(more_bytes)} of gradients",
+            ) from error
+        return self._with_own_buffers(plan, machine, need.held_bytes, more_bytes)
 
-    def _with_own_buffers(self, plan: Plan, machine: Machine, held_bytes: int) -> Plan:
+    def _with_own_buffers(self, plan: Plan, machine: Machine, held_bytes: int, gpu_bytes: int) -> Plan:
         """The plan on the machine asked about, its host buffers such that its lists and they are what the framework
-        holds. Raises DoesNotFit where the lists alone exceed the host."""
+        holds, and a GPU buffer of gpu_bytes. Raises DoesNotFit where the lists alone exceed the host."""
         kept = tuple(b for b in plan.buffers if b[1] is not Place.HOST or b[0] == STASHES)
         gone = {name for name, *_ in plan.buffers} - {name for name, *_ in kept}
         own = sum(size for name, place, size in plan.buffers if place is Place.HOST and name in gone)
@@ -66,11 +88,13 @@ class Follows:
                 available_bytes=machine.host_budget_bytes,
                 what="the lists of its policy",
             )
-        more = ((_BUFFER, Place.HOST, held_bytes - lists),) if held_bytes > lists else ()
+        own_buffers = ((_BUFFER, Place.HOST, held_bytes - lists), (_GPU_BUFFER, Place.GPU, gpu_bytes))
+        more = tuple(buffer for buffer in own_buffers if buffer[2] > 0)
         return replace(
             plan,
             policy=self.__name__,
             machine=machine,
+            gpu_budget_bytes=machine.gpu_budget_bytes,
             host_budget_bytes=machine.host_budget_bytes,
             buffers=(*kept, *more),
             choices={**plan.choices, "follows": self.configuration.policy},

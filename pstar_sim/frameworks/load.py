@@ -10,12 +10,12 @@ import msgspec.yaml
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.targets import TARGETS
-from pstar_sim.schema.parsing import parse_json
+from pstar_sim.schema.parsing import parse_json, parse_toml
 from pstar_sim.schema.reading import Fault
 
 __all__ = ["load_configuration"]
 
-_ENDINGS = {".json": "DeepSpeed", ".yaml": "accelerate", ".yml": "accelerate"}
+_ENDINGS = {".json": "DeepSpeed", ".yaml": "accelerate", ".yml": "accelerate", ".toml": "torchtitan"}
 
 
 def load_configuration(path: str) -> Configuration:
@@ -37,6 +37,8 @@ def load_configuration(path: str) -> Configuration:
 
 
 def _content(path: str, ending: str, text: str) -> object:
+    if ending == ".toml":
+        return parse_toml(path, text)
     if ending != ".json":
         try:
             return msgspec.yaml.decode(text)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pstar_sim.core.plan import Plan
-from pstar_sim.frameworks import accelerate, deepspeed, fsdp, fsdp2
+from pstar_sim.frameworks import accelerate, deepspeed, fsdp, fsdp2, megatron, torchtitan
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.host_memory import Block, HostNeed
@@ -26,6 +26,7 @@ class Target:
     write: the text of the file.
     blocks: what one rank asks the host for; (configuration, workload of one rank, number of ranks).
     start_bytes: weights while they are loaded, of the same three.
+    gpu_beyond_bytes: what the GPU holds beyond the lists of the policy, of the same three; None for nothing.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Target:
     write: Callable[[Configuration], str]
     blocks: Callable[[Configuration, Workload, int], tuple[Block, ...]]
     start_bytes: Callable[[Configuration, Workload, int], int]
+    gpu_beyond_bytes: Callable[[Configuration, Workload, int], int] | None = None
 
 
 TARGETS = {
@@ -48,6 +50,7 @@ TARGETS = {
             write=deepspeed.write,
             blocks=deepspeed.host_blocks,
             start_bytes=deepspeed.start_bytes,
+            gpu_beyond_bytes=deepspeed.gpu_beyond_bytes,
         ),
         Target(
             name=accelerate.ACCELERATE,
@@ -66,6 +69,25 @@ TARGETS = {
             write=fsdp2.write,
             blocks=fsdp.host_blocks,
             start_bytes=fsdp.start_bytes,
+        ),
+        Target(
+            name=torchtitan.TORCHTITAN,
+            file="a torchtitan configuration (TOML)",
+            express=torchtitan.express,
+            read=torchtitan.read,
+            write=torchtitan.write,
+            blocks=fsdp.host_blocks,
+            start_bytes=fsdp.start_bytes,
+        ),
+        Target(
+            name=megatron.MEGATRON,
+            file="Megatron-LM's flags",
+            express=megatron.express,
+            read=None,
+            write=megatron.write,
+            blocks=megatron.host_blocks,
+            start_bytes=megatron.start_bytes,
+            gpu_beyond_bytes=megatron.gpu_beyond_bytes,
         ),
     )
 }

@@ -86,5 +86,11 @@ def test_a_plan_is_exported_and_the_file_read_again(ds: Path, capsys: pytest.Cap
     assert {k: v for k, v in fit["like"].items() if k != "configuration"} == {
         k: said[k] for k in fit["like"] if k != "configuration"
     }
+    files = {"--accelerate": "a.yaml", "--fsdp2": "b.py", "--torchtitan": "c.toml", "--megatron": "d.txt"}
+    answers = answer(capsys, "export", "plan.json", *(word for pair in files.items() for word in pair))
+    assert [one["file"] for one in answers] == [*files.values()] == [p.name for p in sorted(ds.parent.glob("[a-d].*"))]
+    # Megatron keeps 2 bytes of parameters and 4 of gradients on the GPU: more than 6 GB less the driver's
+    assert [one["fits"] for one in answers] == [True, True, True, False]
+    assert all(one["cannot_express"] for one in answers) and "gradients" in str(answers[-1]["reason"])
     assert main(["export", "plan.json", "--deepspeed", "out.json", "--timeline"]) == 2
     assert "argument --deepspeed: not allowed with argument --timeline" in capsys.readouterr().err

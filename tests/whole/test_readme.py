@@ -44,6 +44,8 @@ IN_SMALL = {
     "pstar fits --model 4B": "--policy tide",
     "pstar compare --model 4B": "--policy zero_offload",
     "pstar plan --model 4B": "--policy tide",
+    "pstar fits --like": "--policy tide",
+    "pstar compare --like": "--policy tide",
     "pstar max-model ": "--policy zero_offload",
     "pstar max-batch ": "--policy zero_offload",
     "pstar sensitivity ": "--policy zero_offload",
@@ -57,8 +59,8 @@ IN_SMALL = {
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Something to run or to write, and where it stands. language: bash, python, or toml. TOML, and Python whose head
-    names a file, is written."""
+    """Something to run or to write, and where it stands. language: bash, python, toml or yaml. TOML, YAML, and Python
+    whose head names a file, is written."""
 
     language: str
     text: str
@@ -84,7 +86,7 @@ def pieces(path: Path) -> Iterator[Piece]:
             for line in re.sub(r"\\\n\s*", " ", block).splitlines():
                 if line.strip() and not line.startswith("#"):
                     yield Piece(language="bash", text=line, where=where)
-        elif language in ("python", "toml"):
+        elif language in ("python", "toml", "yaml"):
             yield Piece(language=language, text=block, where=where)
         else:
             assert language in ("console", "text"), f"{where}: a block of {language or 'no language'!r} is not run"
@@ -93,9 +95,9 @@ def pieces(path: Path) -> Iterator[Piece]:
 def run(piece: Piece, whole: bool) -> None:
     """In the current folder. A command of pstar runs in this process, which has torch loaded already; with the flags of
     IN_SMALL, unless whole."""
-    if piece.language == "toml":
-        (name,) = re.findall(r"\A# (\S+\.toml)\n", piece.text) or [None]
-        assert name, f"{piece.where}: a block of TOML begins with the name of its file"
+    if piece.language in ("toml", "yaml"):
+        (name,) = re.findall(r"\A# (\S+\.(?:toml|yaml))\n", piece.text) or [None]
+        assert name, f"{piece.where}: a block of TOML or YAML begins with the name of its file"
         Path(name).write_text(piece.text, encoding="utf-8")
     elif named := re.match(r"# (\S+\.py)\n", piece.text):
         Path(named[1]).write_text(piece.text, encoding="utf-8")

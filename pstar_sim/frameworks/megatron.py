@@ -1,0 +1,113 @@
+"""Megatron-LM: its flags, written. Its distributed optimizer slices optimizer states; parameters and their fp32
+gradients stay whole on every GPU, a share of the states may live on the host, where it is updated."""
+
+from __future__ import annotations
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.frameworks.configuration import Configuration, spec
+from pstar_sim.frameworks.express import Expressed, common_limits, common_says, whereabouts
+from pstar_sim.frameworks.host_memory import Block, rank_sizes, tensor_blocks, trained
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+
+__all__ = ["MEGATRON", "express", "gpu_beyond_bytes", "host_blocks", "start_bytes", "write"]
+
+MEGATRON = "Megatron-LM"
+_SHARE = "share"
+
+
+def write(configuration: Configuration) -> str:
+    """The text of the flags, one per line."""
+    c, detail = configuration, configuration.detail
+    share = detail[_SHARE]
+    flags = [
+        f"--micro-batch-size {c.batch_per_gpu}",
+        f"--global-batch-size {c.train_batch}",
+        f"--seq-length {detail['sequence']}",
+        *([f"--{c.dtype}"] if c.dtype != "fp32" else []),
+        f"--clip-grad {1.0 if c.clip else 0.0}",
+        "--optimizer adam",
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+    ]
+    if share:
+        flags += [
+            "--optimizer-cpu-offload",
+            f"--optimizer-offload-fraction {share:g}",
+            "--overlap-cpu-optimizer-d2h-h2d",
+            "--use-precision-aware-optimizer",
+        ]
+    if c.checkpointing:
+        flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    return "\n".join(flags) + "\n"
+
+
+def express(plan: Plan) -> Expressed:
+    """The flags nearest to a plan."""
+    w, where = plan.workload, whereabouts(plan)
+    share = round(1 - where.states_on_gpu, 2)
+    cannot = common_limits(plan, MEGATRON)
+    if where.params_on_gpu < 1:
+        cannot.append(
+            f"the {1 - where.params_on_gpu:.0%} of the parameters that leave the GPU: Megatron keeps all of them there"
+        )
+    if where.states_on_disks or where.params_on_disks:
+        cannot.append("disks: Megatron has none; predicted with the states on the host")
+    if w.optimizer.name != "adamw":
+        cannot.append(f"the states of {w.optimizer.name}: predicted with AdamW's fp32 states")
+    configuration = Configuration(
+        framework=MEGATRON,
+        policy="zero_offload" if share == 1 else _partly(share),
+        dtype=w.dtype,
+        batch_per_gpu=w.batch,
+        micro_batches=w.micro_batches,
+        train_batch=w.batch * w.micro_batches * len(plan.machine.ranks),
+        clip=plan.settings.clip,
+        checkpointing=True if w.checkpointing else None,
+        optimizer="adamw",
+        details=(("sequence", w.sequence), (_SHARE, share)),
+        notes=(
+            ("not modelled: parameters whole on every GPU; predicted as gathered when they are needed",)
+            if share < 1 and len(plan.machine.ranks) > 1
+            else ()
+        ),
+    )
+    says = [
+        *common_says(plan),
+        f"{share:.0%} of the optimizer on the host" if share else "optimizer states on the GPUs, in slices",
+        f"clipping {'at 1.0' if plan.settings.clip else 'off'}",
+        *(["activations recomputed"] if w.checkpointing else []),
+    ]
+    return Expressed(configuration=configuration, says=tuple(says), cannot=tuple(cannot))
+
+
+def _partly(share: float) -> str:
+    """The policy where a share of the optimizer, or none of it, is on the host."""
+    if share == 0:
+        return spec("zero3_resident", {"reshard": False})
+    return spec("zero3_offload", {"ratio": share, "flush": "async", "reuse": 10**12})
+
+
+def host_blocks(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Block, ...]:
+    """What one rank asks the host for: parameter by parameter, of the share that is offloaded."""
+    share = configuration.detail[_SHARE]
+    assert isinstance(share, float | int)
+    sizes = [int(share * size) for size in rank_sizes(trained(workload), ranks)]
+    moments = workload.optimizer.states_bytes_per_param - 4
+    return (
+        tensor_blocks("fp32 masters", sizes, 4, pinned=True),
+        tensor_blocks("fp32 gradients", sizes, 4, pinned=True),
+        tensor_blocks("the optimizer's moments", sizes, moments, pinned=False),
+    )
+
+
+def gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
+    """What the GPU holds beyond the plan's lists: fp32 gradients of all parameters (of slices where states are on the
+    GPU, which the policy counts)."""
+    counted = 1 / ranks if configuration.base == "zero3_resident" else 0.0
+    return int(4 * workload.trainable_params * (1 - counted))
+
+
+def start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
+    """Weights while they are loaded, in the working dtype, by every process."""
+    return workload.params * DTYPE_BYTES[workload.dtype]

@@ -1,0 +1,131 @@
+"""torchtitan: the TOML of its versions up to 0.2, read and written. From 0.3 on torchtitan takes Python functions and
+flags instead; the keys are the same: `[training] local_batch_size` is --training.local_batch_size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pstar_sim.core.plan import Plan
+from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.frameworks.express import Expressed
+from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
+from pstar_sim.frameworks.keys import ignored, nested, read_keys, unmodelled, used
+from pstar_sim.schema.fields import least
+
+__all__ = ["KEYS", "TORCHTITAN", "express", "read", "write"]
+
+TORCHTITAN = "torchtitan"
+_Count = Annotated[int, least(1)]
+_Dtype = Literal["bfloat16", "float32"]
+_PARALLEL = "other parallelism than that of data is not modelled"
+_SLICES = "slices are taken to be spread over all ranks"
+
+KEYS = (
+    used("training.local_batch_size", "batch_per_gpu", _Count, 8),
+    used("training.global_batch_size", "train_batch", int, -1),
+    used("training.seq_len", "sequence", _Count, 2048),
+    used("training.max_norm", "clip", Annotated[float, least(0)], 1.0),
+    used("training.enable_cpu_offload", "offload", bool, False),
+    used("training.mixed_precision_param", "dtype", _Dtype, "bfloat16"),
+    used("parallelism.fsdp_reshard_after_forward", "reshard", Literal["default", "always", "never"], "default"),
+    used("activation_checkpoint.mode", "recompute", Literal["none", "selective", "full", "memory_budget"], "selective"),
+    used("optimizer.name", "optimizer", Literal["Adam", "AdamW"], "AdamW"),
+    unmodelled("training.dtype", "parameters are taken to be fp32", off="float32"),
+    unmodelled("optimizer.early_step_in_backward", "updates are taken to be in optimizer.step()"),
+    unmodelled("parallelism.data_parallel_shard_degree", _SLICES, off=-1),
+    unmodelled("parallelism.data_parallel_replicate_degree", _SLICES, off=1),
+    unmodelled("parallelism.tensor_parallel_degree", _PARALLEL, off=1),
+    unmodelled("parallelism.pipeline_parallel_degree", _PARALLEL, off=1),
+    unmodelled("parallelism.context_parallel_degree", _PARALLEL, off=1),
+    unmodelled("parallelism.expert_parallel_degree", _PARALLEL, off=1),
+    unmodelled("parallelism.expert_tensor_parallel_degree", _PARALLEL, off=1),
+    unmodelled("compile.enable", "compiled kernels are a choice of the model's preset (--kernels compiled)"),
+    unmodelled("quantize.*", "8-bit training is not modelled", off=None),
+    unmodelled("activation_checkpoint.memory_budget", "what a budget keeps is not known", off=0.5),
+    unmodelled("activation_checkpoint.selective_ac_option", "which blocks it recomputes is not modelled", off="2"),
+    *ignored(
+        "activation_checkpoint.*",
+        "checkpoint.*",
+        "comm.*",
+        "compile.*",
+        "debug.*",
+        "experimental.*",
+        "fault_tolerance.*",
+        "job.*",
+        "lr_scheduler.*",
+        "memory_estimation.*",
+        "metrics.*",
+        "model.*",
+        "optimizer.*",
+        "parallelism.*",
+        "profiling.*",
+        "training.*",
+        "validation.*",
+    ),
+)
+
+_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def read(content: object, file: str) -> Configuration:
+    """A configuration by KEYS. Raises PstarError as `read_keys`."""
+    found = read_keys(KEYS, content, file, "a torchtitan configuration")
+    notes = list(found.notes)
+    if found["recompute"] in ("selective", "memory_budget"):
+        notes.append(f"not modelled: activation_checkpoint.mode = {found['recompute']}; --checkpointing decides")
+    return Configuration(
+        framework=TORCHTITAN,
+        policy=fsdp_policy(offload=found["offload"], reshard=found["reshard"] != "never"),
+        dtype=_DTYPES[found["dtype"]],
+        batch_per_gpu=found["batch_per_gpu"],
+        train_batch=found["train_batch"] if found["train_batch"] > 0 else None,
+        clip=found["clip"] > 0,
+        checkpointing={"full": True, "none": False}.get(found["recompute"]),
+        optimizer="adamw",
+        details=(("sequence", found["sequence"]), ("version", 2)),
+        notes=tuple(notes),
+        without_effect=found.without_effect,
+    )
+
+
+def write(configuration: Configuration) -> str:
+    """The text of the TOML file. Reading it gives the configuration back."""
+    c = configuration
+    words = {dtype: word for word, dtype in _DTYPES.items()}
+    values: dict[str, object] = {
+        "batch_per_gpu": c.batch_per_gpu,
+        "train_batch": c.train_batch,
+        "sequence": c.detail["sequence"],
+        "clip": 1.0 if c.clip else 0.0,
+        "offload": offloads(c),
+        "dtype": words[c.dtype or "bf16"],
+        "reshard": "always" if reshards(c) else "never",
+        "recompute": "full" if c.checkpointing else "none",
+        "optimizer": "AdamW",
+    }
+    lines = []
+    for table, keys in nested(KEYS, values).items():
+        lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()), ""]
+    return "\n".join(lines)
+
+
+def express(plan: Plan) -> Expressed:
+    """The configuration nearest to a plan."""
+    w = plan.workload
+    found = express_as(plan, TORCHTITAN, {"version": 2, "sequence": w.sequence})
+    cannot = list(found.cannot)
+    if w.dtype == "fp16":
+        cannot = [line for line in cannot if not line.startswith("loss scaling")]
+        cannot.append("fp16: torchtitan trains in bf16 or fp32; the file says bf16")
+    configuration = replace(
+        found.configuration,
+        dtype="fp32" if w.dtype == "fp32" else "bf16",
+        batch_per_gpu=w.batch,
+        train_batch=w.batch * w.micro_batches * len(plan.machine.ranks),
+        clip=plan.settings.clip,
+        checkpointing=w.checkpointing,
+        optimizer="adamw",
+    )
+    return Expressed(configuration=configuration, says=found.says, cannot=tuple(cannot))

@@ -1,0 +1,66 @@
+"""torchtitan's TOML and Megatron-LM's flags, by their published interfaces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim import PstarError, Settings
+from pstar_sim.frameworks import deepspeed, megatron, torchtitan
+from pstar_sim.frameworks.prediction import predict
+from pstar_sim.frameworks.targets import host_need
+from pstar_sim.python310 import toml_loads
+from pstar_sim.testing import chain_workload, round_machine
+
+MIB = 2**20
+
+
+def test_torchtitan_is_read_as_it_is_written() -> None:
+    found = torchtitan.read({"training": {"enable_cpu_offload": True, "max_norm": 0, "seq_len": 64}}, "x.toml")
+    assert found.policy == "zero_infinity:bucket=0,reuse=0"
+    assert (found.batch_per_gpu, found.clip, found.dtype, found.checkpointing) == (8, False, "bf16", None)
+    assert any("activation_checkpoint.mode = selective" in note for note in found.notes)
+    whole = replace(found, checkpointing=False)
+    assert torchtitan.read(toml_loads(torchtitan.write(whole)), "x.toml") == whole
+    named = torchtitan.read(
+        {"parallelism": {"tensor_parallel_degree": 2, "fsdp_reshard_after_forward": "never"}, "model": {"name": "x"}},
+        "x.toml",
+    )
+    assert named.policy == "zero3_resident:reshard=off" and named.without_effect == ("model.name",)
+    assert "tensor_parallel_degree = 2" in named.notes[0]
+    with pytest.raises(PstarError, match=r"x\.toml: trainin is not a known key .* did you mean training\?"):
+        torchtitan.read({"trainin": {}}, "x.toml")
+
+
+def test_megatron_keeps_parameters_and_gradients_on_the_gpu() -> None:
+    """4 layers of 100,000 parameters; a quarter of the optimizer on the host."""
+    w = chain_workload(4, 100_000)
+    machine = round_machine()
+    plan = ps.compare(w, machine, policies="zero3_offload:ratio=0.75,subgroup=100000").best().plan
+    found = megatron.express(plan)
+    flags = megatron.write(found.configuration).splitlines()
+    assert "--optimizer-offload-fraction 0.75" in flags and "--micro-batch-size 1" in flags and "--bf16" in flags
+    assert found.configuration.policy.startswith("zero3_offload:ratio=0.75")
+    need = host_need(found.configuration, w, 1)
+    assert [b.asked_bytes for b in need.blocks] == [1_200_000, 1_200_000, 2_400_000]
+    assert need.blocks[0].taken_bytes == 4 * 2**19  # 300,000 bytes each
+    with_gradients = predict(found.configuration, w, machine, Settings(), label="megatron")
+    assert with_gradients.gpu_needed_bytes is not None and with_gradients.plan is not None
+    assert sum(size for name, _, size in with_gradients.plan.buffers if name.endswith("gradients")) == 4 * w.params
+    with_gradients.plan.check()
+    everything = ps.compare(w, machine, policies="all_on_gpu").best().plan
+    assert "--optimizer-cpu-offload" not in megatron.write(megatron.express(everything).configuration)
+    gone = ps.compare(w, machine, policies="zero_infinity").best().plan
+    assert any("100% of the parameters that leave" in line for line in megatron.express(gone).cannot)
+
+
+def test_stage_0_holds_gradients_of_its_own() -> None:
+    """2 bytes of parameters and 12 of states in the policy, 6 of gradients beyond: 20 per parameter."""
+    w, stage_0 = chain_workload(2, 100_000), deepspeed.read({"zero_optimization": {"stage": 0}}, "ds.json")
+    tight = predict(stage_0, w, round_machine(gpu_memory_bytes=20 * w.params), Settings(), label="ds.json")
+    assert tight.fits and tight.gpu_needed_bytes == 20 * w.params
+    short = predict(stage_0, w, round_machine(gpu_memory_bytes=20 * w.params - 100), Settings(), label="ds.json")
+    assert (short.short_of, short.short_bytes) == ("gpu", 100)
+    assert short.reason is not None and "1.2 MB of gradients" in short.reason
