@@ -22,7 +22,7 @@ from pstar_sim.report.residence import AWAY, CONTENTS, residence
 from pstar_sim.report.web.charts import MOST_CORNERS, lanes_chart, themed, tide_chart
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
-from pstar_sim.units import GB, MIB
+from pstar_sim.units import GB, MIB, format_bytes
 
 TIDE = [200 * MIB, 400 * MIB, 600 * MIB, 800 * MIB, 800 * MIB, 600 * MIB, 400 * MIB, 200 * MIB, 50 * MIB]
 
@@ -131,6 +131,14 @@ def test_the_run_is_drawn_over_its_prediction_by_moment(folder: Path) -> None:
     assert any(name.startswith("measured model data") for name in names)
     text = (folder / "run.html").read_text(encoding="utf-8")
     assert "tide, predicted beside tide, measured" in text and "% longer" in text and ">difference<" in text
+
+
+def test_the_table_of_bytes_has_the_peak_of_an_instant(compared: Comparison, folder: Path) -> None:
+    """The peak that the figures name stands in the table of bytes, too, whether or not a curve can show it."""
+    text = (folder / "two.html").read_text(encoding="utf-8")
+    bytes_table = text[text.index("Where every byte lives") :]
+    for policy in ("tide", "zero_offload"):
+        assert f"<td>{format_bytes(compared[policy].timeline.peak_bytes['gpu'])}</td>" in bytes_table
 
 
 def test_both_plans_share_their_axes(folder: Path) -> None:

@@ -154,7 +154,7 @@ def tide_chart(
         xaxis=axis(name, range=[0, right]),
         yaxis=axis("GPU memory [GB]", range=[0, top_bytes / GB * 1.1], fixedrange=True),
         hovermode="x unified",
-        **_phases(timeline, x, top_bytes / GB),
+        **_phases(timeline, x, top_bytes / GB, right),
     )
     return Chart(figure={"data": data, "layout": shown}, legend=legend, notes=tuple(notes))
 
@@ -212,20 +212,21 @@ def _thinned(curves: Curves) -> tuple[Curves, str]:
     return Curves(place=curves.place, edges=curves.edges[bounds], values=values), said
 
 
-def _phases(timeline: Timeline, x: str, top: float) -> Figure:
-    """A strip above the capacity that names the phases, where there is room for a name."""
+def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
+    """A strip above the capacity that names the phases where there is room for a name. A name carries its stretch's
+    share of the width, by which a narrow screen leaves out more of them."""
     bands = phase_bands(timeline, x=x)
-    whole = bands[-1].end - bands[0].start if bands else 0.0
     shapes, names = [], []
     for band in bands:
         colour = PHASES.get(band.name, "#CCCCCC")
         shapes.append({"type": "rect", "x0": band.start, "x1": band.end, "y0": top * 1.02, "y1": top * 1.09,
                        "fillcolor": colour, "line": {"width": 0}, "layer": "below"})  # fmt: skip
-        share = (band.end - band.start) / whole if whole > 0 else 0.0
+        share = (band.end - band.start) / right if right > 0 else 0.0
         text = band.name.split(" ")[0]
-        if share > 0.09:
+        if share > 0.07:
             ink = "#ffffff" if band.name == "ADAM" else "#000000"
             names.append({"x": (band.start + band.end) / 2, "y": top * 1.055, "text": text, "showarrow": False,
+                          "name": f"{share:.3f}",
                           "font": {"size": 11, "color": ink}})  # fmt: skip
     return {"shapes": shapes, "annotations": names}
 

@@ -22,7 +22,7 @@ function draw(place, figure) {
   const narrow = place.clientWidth < 480;
   if (narrow) {
     shown.layout.margin = { ...shown.layout.margin, l: 52, r: 6 };
-    shown.layout.annotations = [];
+    shown.layout.annotations = (shown.layout.annotations || []).filter((one) => Number(one.name) > 0.2); // shares of the width
   }
   Plotly.react(place, shown.data, shown.layout, { responsive: true, displaylogo: false, displayModeBar: false });
 }

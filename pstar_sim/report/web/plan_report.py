@@ -152,7 +152,7 @@ class _Page:
         pressed = {x: str(x == self.first_x).lower() for x in XS}
         buttons = "".join(f'<button value="{x}" aria-pressed="{pressed[x]}">by {x}</button>' for x in XS)
         return (
-            f'<div class="row"><h2>What fills the GPU</h2><div data-choice="x">{buttons}</div></div>'
+            f'<div class="row head"><h2>What fills the GPU</h2><div data-choice="x">{buttons}</div></div>'
             "<p>Model data stands on the floor, the tide hangs from the capacity. What is between them is free.</p>"
             f"{legend_html(legend)}{self._columns(cells)}"
         )
@@ -166,7 +166,8 @@ class _Page:
             cells.append(self._drawn(f"lanes {n}", subject, chart, "what every queue does"))
         return (
             "<h2>What the queues do</h2><p>A gap in a lane is time in which the queue waits. The lane below compute "
-            f"says what compute waits for.</p>{legend_html(legend)}{self._columns(cells)}"
+            "says what compute waits for, in the colour of the cause with most of the wait; the seconds of every cause "
+            f"stand above.</p>{legend_html(legend)}{self._columns(cells)}"
         )
 
     def _chunks(self) -> str:
@@ -274,6 +275,9 @@ def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
                 yield f"{name}: {_CATEGORIES[category]}", format_bytes(now), format_bytes(most)
         in_all = sum(size for (where, _), size in cut.items() if where == place)
         yield f"{name}: in all", format_bytes(in_all), format_bytes(sum(full.values()))
+        most = subject.timeline.peak_bytes.get(place, 0)
+        if most > sum(full.values()):  # in an instant of no length, which no curve shows
+            yield f"{name}: at most, for an instant", "", format_bytes(most)
         budget = subject.timeline.budget_bytes.get(place)
         if budget:
             yield f"{name}: capacity", format_bytes(budget), format_bytes(budget)
