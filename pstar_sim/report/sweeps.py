@@ -88,7 +88,7 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
         mine = frame[(frame["policy"] == policy) & frame["iteration_s"].notna()].sort_values("at")
         marker = MARKERS[n % len(MARKERS)]
         size = max(4.0, 11.0 - 1.8 * n)  # where policies are equally fast, the marker of each is seen
-        style = {"ms": size, "lw": 1.4, "color": policy_colour(policy, n)}
+        style: dict[str, Any] = {"ms": size, "lw": 1.4, "color": policy_colour(policy, n)}
         ax.plot(mine["at"], mine["iteration_s"], marker + "-", label=policy, **style)
     if bound and frame["lower_bound_s"].notna().any():
         line = frame.dropna(subset="lower_bound_s").groupby("at")["lower_bound_s"].min()
