@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PstarError
-from pstar_sim.frameworks.configuration import Configuration, spec
+from pstar_sim.frameworks.configuration import Configuration, in_full, spec
 from pstar_sim.frameworks.express import (
     Expressed,
     common_limits,
@@ -215,19 +215,20 @@ def read(content: object, file: str) -> Configuration:
     notes = [*found.notes, *_notes(found, stage, states, params)]
     optimizer, said = _optimizer(found)
     clip = found.known("clip")
+    policy = _policy(found, stage, states, params)
     return Configuration(
         framework=DEEPSPEED,
-        policy=_policy(found, stage, states, params),
+        policy=policy,
         dtype=_dtype(found),
         batch_per_gpu=found.known("batch_per_gpu"),
         micro_batches=found.known("micro_batches"),
         train_batch=found.known("train_batch"),
         clip=None if clip is None else clip > 0,
         optimizer=optimizer,
-        pinned=_usual(found, "pinned", True),
-        pinned_params=_usual(found, "pinned_params", True),
+        pinned=states == "none" or _usual(found, "pinned", True),
+        pinned_params=params == "none" or _usual(found, "pinned_params", True),
         details=_details(found, stage, states, params),
-        left_open=tuple(name for name in ("bucket", "prefetch") if found[name] == AUTO),
+        left_open=tuple(name for name in ("bucket", "prefetch") if found[name] == AUTO and name in in_full(policy)),
         notes=(*notes, *said),
         without_effect=found.without_effect,
     )

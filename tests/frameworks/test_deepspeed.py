@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pstar_sim import PstarError, Settings
 from pstar_sim.frameworks import deepspeed
@@ -169,3 +171,37 @@ def test_a_file_that_is_none(name: str, text: str | bytes | None, said: str, tmp
     with pytest.raises(PstarError) as error:
         load_configuration(str(path))
     assert str(path) in str(error.value) and said in str(error.value)
+
+
+DEVICES = st.sampled_from(["none", "cpu", "nvme"])
+SIZES = st.integers(1, 10**9) | st.just("auto")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    stage=st.sampled_from([0, 1, 2, 3]), states=DEVICES, params=DEVICES, pinned=st.booleans(), ratio=st.floats(0, 1),
+    sizes=st.tuples(SIZES, SIZES, SIZES, SIZES), clip=st.sampled_from([0.0, 1.0, "auto"]),
+    dtype=st.sampled_from(["bf16", "fp16"]), micro_batches=st.none() | st.integers(1, 64),
+    sums=st.none() | st.sampled_from(["fp32", "bf16"]),
+)  # fmt: skip
+def test_whatever_a_file_says_is_said_again(
+    stage: int, states: str, params: str, pinned: bool, ratio: float, sizes: tuple[Any, ...], clip: Any, dtype: str,
+    micro_batches: int | None, sums: str | None,
+) -> None:  # fmt: skip
+    names = ("sub_group_size", "reduce_bucket_size", "stage3_max_reuse_distance", "stage3_prefetch_bucket_size")
+    zero = {
+        "stage": stage, "offload_optimizer": {"device": states, "pin_memory": pinned, "ratio": round(ratio, 2)},
+        "offload_param": {"device": params, "pin_memory": not pinned}, **dict(zip(names, sizes)),
+    }  # fmt: skip
+    content = {"zero_optimization": zero, "gradient_clipping": clip, dtype: {"enabled": True}}
+    content |= {"gradient_accumulation_steps": micro_batches, "data_types": {"grad_accum_dtype": sums}}
+    try:
+        found = deepspeed.read(content, "ds.json")
+    except PstarError as error:
+        assert states == "nvme" and stage < 3 and "needs stage 3" in str(error)
+        return
+    again = deepspeed.read(json.loads(deepspeed.write(found)), "again.json")
+    workload = chain_workload(2, 1000)
+    assert again.for_model(workload).policy == found.for_model(workload).policy
+    assert again == found
+    assert host_need(again, workload, 2) == host_need(found, workload, 2)
