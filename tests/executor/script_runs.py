@@ -135,7 +135,7 @@ def offloaded(name: str, folder: Path, gpu_memory: str, *arguments: str, policy:
             stack.enter_context(replaced(transformers.Trainer, "train", train))
         else:
             arguments = (*arguments, "--gpu-memory", gpu_memory, "--policy", policy)
-            plain_prepare = executor.offloading.prepare
+            plain_prepare = executor.offloading.prepare  # of `executor.offload` and of the strategy alike
 
             def prepare(model: nn.Module, plan: Plan, *args: Any, **kwargs: Any) -> Any:
                 plans.append(plan)
@@ -169,12 +169,36 @@ def written_out(name: str, folder: Path, *arguments: str) -> Run:
                 return self.optimizer
 
             stack.enter_context(replaced(transformers.Trainer, "create_optimizer", create_optimizer))
-        else:
+        elif name == "plain_loop":
             stack.enter_context(replaced(executor, "offload", reference))
             arguments = (*arguments, "--gpu-memory", "none")
+        else:
+            stack.enter_context(_reference_of_lightning(reference))
         run = run_script(name, folder, *arguments)
     run.initial = made[-1].initial
     return run
+
+
+@contextlib.contextmanager
+def _reference_of_lightning(reference: Callable[..., Any]) -> Iterator[None]:
+    """Lightning's own strategy, whose optimizer is the reference's: it clips, and clears after the step."""
+    from lightning.pytorch.strategies import SingleDeviceStrategy as Strategy
+
+    plain = Strategy.setup_optimizers
+
+    def setup_optimizers(self: Any, trainer: Any) -> None:
+        plain(self, trainer)
+        (own,) = self.optimizers
+        self.optimizers = [reference(self.lightning_module, own, max_grad_norm=trainer.gradient_clip_val)[1]]
+        self.precision_plugin.clip_gradients = lambda *_, **__: None
+
+    def optimizer_step(self: Any, optimizer: Any, closure: Any, model: Any = None, **_: Any) -> Any:
+        done = closure()
+        optimizer.step()
+        return done
+
+    with replaced(Strategy, "setup_optimizers", setup_optimizers), replaced(Strategy, "optimizer_step", optimizer_step):
+        yield
 
 
 @contextlib.contextmanager

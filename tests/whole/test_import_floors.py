@@ -59,7 +59,7 @@ EXECUTOR_FLOORS = (
     # what puts one together
     ("prepare",),
     ("offloading",),
-    ("hf",),
+    ("hf", "lightning"),
     ("recording",),
     ("calibrate", "running"),
     ("examples", "run"),

@@ -1,0 +1,155 @@
+"""Lightning: a `LightningModule` by a plan, `Trainer(strategy=OffloadStrategy("24GB"))`.
+
+The first `training_step` is captured with the batch that it is given, planned for this machine and prepared; then it
+runs. `gradient_clip_val`, `accumulate_grad_batches` and the precisions "bf16-mixed" and "16-mixed" become the plan's
+([Note: mixed precision] in offloading.py). Checkpoints are Lightning's own and hold the masters with the states.
+
+The module is the only child of a root, so that `training_step` is a call of the root, whatever it calls itself. While it
+is captured, on fake tensors, `self.log` is silent; what it reads numbers of (`.item()`) cannot be captured. Lightning
+calls `zero_grad` between forward and backward. Here gradients are cleared by then, right after the step.
+
+Tried with lightning 2.6. One process; one optimizer, and automatic optimization.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from executor.capture import capture_module
+from executor.engine import Session
+from executor.offloading import Request, adamw_of, begin, converted, plan_for
+from executor.optimizer import OffloadedAdamW
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import ContractError
+
+__all__ = ["OffloadStrategy"]
+
+DTYPES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+class _Root(nn.Module):
+    """Calls the LightningModule, whose forward Lightning replaces by the step that runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class OffloadStrategy(SingleDeviceStrategy):
+    """Trains by a plan for this machine. Arguments: see `executor.offloading.Request`.
+
+    Raises ContractError, in `fit`, for several optimizers, manual optimization, clipping by value, and optimizers other
+    than torch's AdamW.
+    """
+
+    strategy_name = "pstar"
+
+    def __init__(
+        self,
+        gpu_memory: str | int | None = None,
+        *,
+        device: str | None = None,
+        machine: Machine | str = "here",
+        policy: str = "optimal",
+        on_plan: Callable[[Plan], None] | None = None,
+    ) -> None:
+        self.request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
+        self.offloaded: OffloadedAdamW | None = None
+        where = self.request.where
+        super().__init__(device="cpu" if where == "virtual" else where)
+
+    @property
+    def session(self) -> Session:
+        """The session of the run. Raises ContractError before the first `training_step`."""
+        if self.offloaded is None:
+            raise ContractError("OffloadStrategy.session: there is no session before the first training_step")
+        return self.offloaded.session
+
+    def model_to_device(self) -> None:
+        """Nothing: the plan says where parameters are."""
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)
+        if trainer.state.fn == "fit" and self.offloaded is None:
+            self._check(trainer)
+            self.model = _Root(self.lightning_module)
+
+    def _check(self, trainer: Any) -> None:
+        """Raise ContractError for what a plan is not made for."""
+        if len(self.optimizers) != 1 or not self.lightning_module.automatic_optimization:
+            raise ContractError(
+                f"OffloadStrategy: {len(self.optimizers)} optimizers, automatic_optimization="
+                f"{self.lightning_module.automatic_optimization}; a plan is for one optimizer that Lightning steps"
+            )
+        if trainer.gradient_clip_val and (trainer.gradient_clip_algorithm or "norm") != "norm":
+            raise ContractError("OffloadStrategy: gradients are clipped by their norm; leave gradient_clip_algorithm out")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.offloaded is None:
+            self._begin(args, kwargs)
+        return super().training_step(*args, **kwargs)
+
+    def _begin(self, args: Any, kwargs: Any) -> None:
+        module, (own,) = self.lightning_module, self.optimizers
+        trainer, plugin = module.trainer, self.precision_plugin
+        norm = trainer.gradient_clip_val or None
+        spec = adamw_of(own, max_grad_norm=norm)
+        assert self.model is not None
+
+        def loss(root: nn.Module, batch: Any) -> torch.Tensor:
+            with plugin.train_step_context():
+                out = self._forward_redirection(root, module, "training_step", *batch[0], **batch[1])
+            value: torch.Tensor = out["loss"] if isinstance(out, Mapping) else out
+            return value
+
+        with converted(self.model, DTYPES.get(str(plugin.precision))) as masters:
+            with _silent(module):
+                workload = capture_module(self.model, (args, kwargs), name=type(module).__name__, groups=spec, loss=loss)
+            plan = plan_for(
+                workload, self.request, micro_batches=trainer.accumulate_grad_batches, clip=norm is not None
+            )
+            self.offloaded = begin(self.model, plan, spec, self.request, optimizer=own, masters=masters)
+        own.zero_grad = _nothing  # type: ignore[method-assign]
+        plugin.clip_gradients = _nothing  # type: ignore[method-assign]
+        if getattr(plugin, "scaler", None) is not None:
+            plugin.scaler = None  # the session scales: AdamW(loss_scale=)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure (`training_step` and backward), then update, and clear the gradients."""
+        done = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        assert self.offloaded is not None
+        self.offloaded.step()
+        self.offloaded.zero_grad()
+        return done
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """State of the run's optimizer, in torch.optim.AdamW's form."""
+        return super().optimizer_state(optimizer) if self.offloaded is None else self.offloaded.state_dict()
+
+
+@contextlib.contextmanager
+def _silent(module: nn.Module) -> Iterator[None]:
+    """Inside, what the module logs goes nowhere."""
+    names = ("log", "log_dict")
+    before = {name: module.__dict__[name] for name in names if name in module.__dict__}
+    module.__dict__.update(dict.fromkeys(names, _nothing))
+    try:
+        yield
+    finally:
+        for name in names:
+            del module.__dict__[name]
+        module.__dict__.update(before)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
