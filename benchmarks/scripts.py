@@ -20,12 +20,14 @@ PATH = 0.5
 """Largest distance of the parameters from those of the script's own autocast run, as a share of the way that the run
 has come from its initial values. Fixed before the first run: AdamW divides each gradient by its own size, so where
 rounding turns the sign of a small gradient the whole update of that element differs; of 3 % of all elements that is
-sqrt(0.03 * 4) = 0.35 of the way."""
+sqrt(0.03 * 4) = 0.35 of the way. Weights are compared as the runs have them, ours in 16 bits: of a run of two or three
+steps the rounding alone is as large as the way."""
 MEMORY = {
     "trainer_bf16": "1.3MB",
     "trl_sft": "7.4MB",
     "trl_dpo_lora": "7MB",
     "plain_loop": "950KB",
+    "lightning_module": "1MB",
 }
 """GPU memory of each script: its activations take most of it, and its chunks do not fit beside them."""
 

@@ -46,7 +46,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, ModelError
 
-__all__ = ["OffloadTrainerMixin", "connect", "offload"]
+__all__ = ["OffloadTrainerMixin", "connect", "offload", "trainers_offloaded"]
 
 FOLDER, SCHEDULER = "pstar", "scheduler.pt"  # the second is the Trainer's own name
 
@@ -260,6 +260,32 @@ def offload(
     return trainer
 
 
+@contextlib.contextmanager
+def trainers_offloaded(request: Request) -> Iterator[list[Any]]:
+    """Inside, every `transformers.Trainer` that trains is offloaded, but for those that are already; yields those whose
+    training has begun by a plan. request: what they are planned for."""
+    from transformers import Trainer
+
+    begun: list[Any] = []
+    plain = Trainer.train
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, OffloadTrainerMixin):
+            offload(self)
+            self.offload_request = request
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            if self._offload is not None and self not in begun:
+                begun.append(self)
+
+    Trainer.train = train
+    try:
+        yield begun
+    finally:
+        Trainer.train = plain
+
+
 class OffloadTrainerMixin:
     """Put before a Trainer's class, `class Mine(OffloadTrainerMixin, SFTTrainer)`: it trains by a plan for this
     machine.
@@ -276,6 +302,11 @@ class OffloadTrainerMixin:
         if self._offload is None:
             raise ContractError("offload_session: there is no session before train()")
         return self._offload.optimizer.session
+
+    def offload_close(self) -> None:
+        """End the run, as `session.close` does; the parameters are left without values. A second call does nothing."""
+        if self._offload is not None:
+            self._offload.optimizer.session.close(restore=False)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The Trainer's own optimizer, and then the plan's in its place."""

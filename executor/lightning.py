@@ -4,9 +4,9 @@ The first `training_step` is captured with the batch that it is given, planned f
 runs. `gradient_clip_val`, `accumulate_grad_batches` and the precisions "bf16-mixed" and "16-mixed" become the plan's
 ([Note: mixed precision] in offloading.py). Checkpoints are Lightning's own and hold the masters with the states.
 
-The module is the only child of a root, so that `training_step` is a call of the root, whatever it calls itself. While it
-is captured, on fake tensors, `self.log` is silent; what it reads numbers of (`.item()`) cannot be captured. Lightning
-calls `zero_grad` between forward and backward. Here gradients are cleared by then, right after the step.
+The module is the only child of a root, so that `training_step` is a call of the root, whatever it calls itself. While
+it is captured, on fake tensors, `self.log` is silent; what it reads numbers of (`.item()`) cannot be captured.
+Lightning calls `zero_grad` between forward and backward. Here gradients are cleared by then, right after the step.
 
 Tried with lightning 2.6. One process; one optimizer, and automatic optimization.
 """
@@ -92,7 +92,9 @@ class OffloadStrategy(SingleDeviceStrategy):
                 f"{self.lightning_module.automatic_optimization}; a plan is for one optimizer that Lightning steps"
             )
         if trainer.gradient_clip_val and (trainer.gradient_clip_algorithm or "norm") != "norm":
-            raise ContractError("OffloadStrategy: gradients are clipped by their norm; leave gradient_clip_algorithm out")
+            raise ContractError(
+                "OffloadStrategy: gradients are clipped by their norm; leave gradient_clip_algorithm out"
+            )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.offloaded is None:
@@ -114,7 +116,9 @@ class OffloadStrategy(SingleDeviceStrategy):
 
         with converted(self.model, DTYPES.get(str(plugin.precision))) as masters:
             with _silent(module):
-                workload = capture_module(self.model, (args, kwargs), name=type(module).__name__, groups=spec, loss=loss)
+                workload = capture_module(
+                    self.model, (args, kwargs), name=type(module).__name__, groups=spec, loss=loss
+                )
             plan = plan_for(
                 workload, self.request, micro_batches=trainer.accumulate_grad_batches, clip=norm is not None
             )

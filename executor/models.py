@@ -35,6 +35,7 @@ __all__ = [
     "enable_checkpointing",
     "forward_loss",
     "known_masks",
+    "load_transformers",
     "map_batch",
     "named_failures",
     "quiet",
@@ -393,7 +394,7 @@ def _current_folder_importable() -> Iterator[None]:
 
 def _hf_config(spec: str) -> tuple[Any, str | None]:
     """A transformers configuration and the architecture it names."""
-    transformers = _transformers()
+    transformers = load_transformers()
     what = spec.removeprefix("hf:")
     path = Path(what).expanduser()
     if path.is_dir():
@@ -426,7 +427,7 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
 def _preset_config(name: str) -> tuple[Any, str]:
     """Transformers configuration and class of a catalog shape. No dropout, as in pretraining. Raises UnknownName."""
     m = model_entry(name)
-    transformers = _transformers()
+    transformers = load_transformers()
     common: dict[str, Any] = {"tie_word_embeddings": m.tied}
     if m.family == "gpt":
         config = transformers.GPT2Config(
@@ -551,7 +552,7 @@ def _classes(config: Any) -> int:
 
 def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
     """The class with a loss for this configuration: the architecture it names, or the usual one."""
-    transformers = _transformers()
+    transformers = load_transformers()
     named = getattr(transformers, architecture, None) if architecture else None
     if named is not None and "labels" in inspect.signature(named.forward).parameters:
         return named
@@ -654,7 +655,8 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def _transformers() -> Any:
+def load_transformers() -> Any:
+    """The package. Raises ModelError, naming what installs it, where it is missing."""
     try:
         import transformers
     except ImportError as error:

@@ -41,7 +41,6 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import ContractError
 from pstar_sim.policy.registry import find_policy
-from pstar_sim.units import format_bytes, format_s
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 __all__ = ["Request", "adamw_of", "begin", "converted", "describe", "offload", "plan_for"]
@@ -192,18 +191,11 @@ def _machine(request: Request, *, gpus: int) -> Machine:
 
 
 def describe(plan: Plan) -> str:
-    """One line: what a run by the plan will do, as far as its policy knows."""
-    moved, seconds = plan.moved_bytes, plan.predictions.get("policy_iteration_s")
+    """Which policy has what do where, in words."""
     modes = [plan.modes.count(mode) for mode in ("pin", "stream", "cpu", "frozen")]
-    words = ", ".join(
-        f"{count} {name}" for count, name in zip(modes, ("pinned", "streamed", "on the CPU", "frozen")) if count
-    )
-    return (
-        f"policy {plan.policy} for {plan.workload.model}: {len(plan.layout.chunks)} chunks ({words}), GPU budget "
-        f"{format_bytes(plan.gpu_budget_bytes)}, per step {format_bytes(moved.get('h2d', 0))} to the GPU and "
-        f"{format_bytes(moved.get('d2h', 0))} to the host"
-        + ("" if seconds is None else f", {format_s(seconds)} predicted on {plan.machine.name}")
-    )
+    words = zip(modes, ("pinned", "updated on the GPU", "updated on the CPU", "frozen"))
+    parts = ", ".join(f"{count} {name}" for count, name in words if count)
+    return f"policy {plan.policy}: {len(plan.layout.chunks)} chunks ({parts})"
 
 
 # -- the run ----------------------------------------------------------------------------------------------------------
@@ -253,7 +245,7 @@ def begin(
     if optimizer.state:
         offloaded.load_state_dict(optimizer.state_dict())
     offloaded.share_groups(optimizer)
-    log.info("offloaded: %s", describe(plan))
+    log.info("%s offloaded, %s", plan.workload.model, describe(plan))
     return offloaded
 
 

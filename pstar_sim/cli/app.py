@@ -12,6 +12,7 @@ from pstar_sim.cli import (
     capacity,
     demo,
     exporting,
+    launching,
     listing_commands,
     pages,
     planning,
@@ -34,7 +35,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for part in (planning, exporting, pages, running, demo, ablating, calibrating, capacity, validate, listing_commands):
+PARTS = (
+    planning, exporting, pages, running, launching, demo, ablating, calibrating, capacity, validate, listing_commands,
+)  # fmt: skip
+for part in PARTS:
     app.add_typer(part.commands)
 
 

@@ -141,7 +141,7 @@ def test_the_documents_have_what_is_looked_for_and_every_exception_is_needed() -
     of = {text.split()[1] for text in commands if text.startswith("pstar ")}
     assert of >= {
         "fits", "compare", "plan", "check", "ablate", "max-model", "max-batch", "cheapest", "sensitivity", "sweep",
-        "validate", "calibrate", "trace", "run",
+        "validate", "calibrate", "trace", "run", "launch",
     }  # fmt: skip
     assert any(text.startswith("torchrun ") and "-m executor" in text for text in commands)
     assert sum(p.language == "python" for p in found) >= 5

@@ -1,0 +1,226 @@
+"""pstar launch: an unchanged script whose transformers.Trainer runs by a plan, in this process, as `python SCRIPT`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pstar_sim.cli.declare import command
+from pstar_sim.cli.executor_parts import executor_module
+from pstar_sim.cli.flags import Quiet
+from pstar_sim.cli.output import note, say, tell
+from pstar_sim.errors import ModelError, PlanError, PstarError
+
+if TYPE_CHECKING:
+    from pstar_sim.catalog.machine import Machine
+    from pstar_sim.core.plan import Plan
+    from pstar_sim.core.timeline import Timeline
+
+__all__ = ["commands"]
+
+commands = typer.Typer()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LaunchFlags:
+    """The script, and the machine that it is planned for."""
+
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="a Python file that trains with transformers.Trainer")]
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGUMENTS", help="of the script", show_default=False),
+    ] = None
+    gpu_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="what the script may use of the GPU's memory, context included, such as 24GB (default: all that is "
+            "free)",
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="virtual, cuda or cuda:N (default: cuda where there is one)"),
+    ] = None
+    machine: Annotated[
+        str,
+        typer.Option(metavar="NAME|FILE.toml", help="the machine to plan for (see pstar calibrate)"),
+    ] = "here"
+    policy: Annotated[str, typer.Option(metavar="NAME", help="policy that plans")] = "optimal"
+    quiet: Quiet = False
+
+
+@command(commands, "pstar launch train.py --gpu-memory 24GB -- --epochs 3")
+def launch(*, asked: _LaunchFlags) -> int:
+    """Run an unchanged script of a transformers.Trainer (TRL's included) by a plan for this machine: first what it will
+    do and what that is predicted to take, afterwards what was measured. With several GPUs: torchrun
+    --nproc-per-node 2 -m pstar_sim launch SCRIPT. The exit status of a script that fails is its own."""
+    script = Path(asked.script)
+    if not script.is_file():
+        raise PstarError(f"argument SCRIPT: {asked.script} is not a file; give the Python file that trains")
+    _check_flags(asked)
+    hf = executor_module("hf")
+    try:
+        import_transformers = executor_module("models").load_transformers
+        import_transformers()
+    except ModelError as error:
+        raise PstarError(f"pstar launch is for scripts of a transformers.Trainer: {error}") from None
+    first = os.environ.get("RANK", "0") == "0"
+    report = _Report(quiet=asked.quiet or not first)
+    request = executor_module("offloading").Request(
+        gpu_memory=asked.gpu_memory,
+        device=asked.device,
+        machine=asked.machine,
+        policy=asked.policy,
+        on_plan=report.announce,
+    )
+    with hf.trainers_offloaded(request) as trained:
+        try:
+            status = _run(script, asked.arguments or ())
+            sessions = [trainer.offload_session for trainer in trained]
+            if not sessions and not status:
+                raise PstarError(
+                    f"{asked.script} ended without Trainer.train(): nothing ran by a plan; `pstar launch` is for "
+                    "scripts of a transformers.Trainer (a loop of your own: executor.offload)"
+                )
+            for session in sessions:
+                report.compare(session)
+        finally:
+            for trainer in trained:
+                trainer.offload_close()
+    return status
+
+
+def _check_flags(asked: _LaunchFlags) -> None:
+    """Raise PstarError for a size, a machine or a policy that cannot be used, before the script runs."""
+    from pstar_sim.catalog.loader import load_machine
+    from pstar_sim.policy.registry import find_policy
+
+    load_machine(asked.machine, gpu_memory=asked.gpu_memory)
+    find_policy(asked.policy)
+    if asked.device is not None and asked.device != "virtual" and not asked.device.startswith("cuda"):
+        raise PstarError(f"device {asked.device!r} is not known; use --device virtual, cuda or cuda:N")
+
+
+def _run(script: Path, arguments: Sequence[str]) -> int:
+    """Run the script as Python would; its exit status. What it raises is printed as Python prints it, with 1."""
+    with _as_main(script, arguments):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            if end.code is None or isinstance(end.code, int):
+                return end.code or 0
+            sys.stderr.write(f"{end.code}\n")
+            return 1
+        except (PstarError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            _print_own(error, script)
+            return 1
+    return 0
+
+
+@contextmanager
+def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Inside, arguments and the first place to import from are the script's."""
+    before = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def _print_own(error: Exception, script: Path) -> None:
+    """The traceback, from the script's own first frame on."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename != str(script):
+        tb = tb.tb_next
+    traceback.print_exception(type(error), error, tb)
+
+
+class _Report:
+    """Says what a run will do, and what it did. quiet: nothing is said."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.quiet = quiet
+        self._predicted: dict[int, tuple[Machine, Timeline]] = {}
+
+    def announce(self, plan: Plan) -> None:
+        """Say what the run will do, with what it is predicted to take on this machine."""
+        if self.quiet:
+            return
+        from pstar_sim.cli.run_report import predicted_from
+        from pstar_sim.units import format_bytes, format_s
+
+        machine, timeline = self._predict(plan)
+        w, peaks, moved = plan.workload, timeline.peak_bytes, timeline.moved_bytes
+        tell(
+            f"{w.model}: {w.params / 1e6:,.1f} M parameters in {w.dtype}, {w.micro_batches} x batch {w.batch} per step"
+            f"{', activations recomputed' if w.checkpointing else ''}"
+        )
+        tell(executor_module("offloading").describe(plan))
+        tell(
+            f"predicted: {format_s(timeline.iteration_s)} per step, GPU {format_bytes(peaks['gpu'])} of "
+            f"{format_bytes(plan.gpu_budget_bytes)}, host {format_bytes(peaks['host'])} of "
+            f"{format_bytes(plan.host_budget_bytes)}, {format_bytes(moved['h2d'])} to the GPU and "
+            f"{format_bytes(moved['d2h'])} to the host per step"
+        )
+        tell(f"predicted from: {predicted_from(plan, machine)}")
+
+    def _predict(self, plan: Plan) -> tuple[Machine, Timeline]:
+        from pstar_sim.cli.run_report import machine_here, predictor
+
+        if id(plan) not in self._predicted:
+            virtual = plan.machine.gpu.name == "virtual"
+            machine = machine_here(plan, (float("inf"), float("inf")), virtual=virtual)
+            self._predicted[id(plan)] = machine, predictor(machine)(plan)
+        return self._predicted[id(plan)]
+
+    def compare(self, session: Any) -> None:
+        """Say what was measured, beside what was predicted."""
+        if self.quiet:
+            return
+        from pstar_sim.report.run_figures import figures, figures_text
+        from pstar_sim.terminal import terminal_width
+
+        session.drain()
+        plan, status = session.plan, session.status()
+        try:
+            measured = session.timeline()
+        except PlanError:
+            note(f"{plan.workload.model}: no step ran on plan; {status.last_deviation}")
+            return
+        _, predicted = self._predict(plan)
+        rows = figures(
+            {
+                "iteration_s": predicted.iteration_s,
+                **{f"{lane}_bytes": predicted.moved_bytes[lane] for lane in ("h2d", "d2h")},
+                "GPU peak_bytes": predicted.peak_bytes["gpu"],
+            },
+            {
+                "iteration_s": measured.iteration_s,
+                **{f"{lane}_bytes": measured.moved_bytes[lane] for lane in ("h2d", "d2h")},
+                "GPU peak_bytes": status.gpu_peak_bytes,
+            },
+        )
+        say(figures_text(rows, width=terminal_width()))
+        tell(f"{status.iterations} steps, the last of them measured; {_deviations(status)}")
+        if status.tide is not None:
+            tell(str(status.tide))
+
+
+def _deviations(status: Any) -> str:
+    if not status.deviations:
+        return "all on plan"
+    return f"{status.deviations} times off plan or with another shape, last: {status.last_deviation}"

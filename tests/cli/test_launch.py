@@ -1,0 +1,94 @@
+"""pstar launch: unchanged scripts, in this process."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from pstar_sim.cli import main
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+SCRIPT = str(Path(__file__).parents[1] / "executor" / "scripts" / "trainer_bf16.py")
+
+
+@pytest.fixture(autouse=True)
+def _warnings() -> None:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def launched(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(["launch", *words])
+    out = capsys.readouterr()
+    return status, out.out, " ".join(out.err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_runs_by_a_plan_and_predicted_stands_beside_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--gpu-memory", "1.3MB", "--policy", "tide", "--", "--steps", "2")
+    status, out, _ = launched(capsys, SCRIPT, *words)
+    told = " ".join(out.split())
+    assert status == 0
+    assert "LlamaForCausalLM: 0.2 M parameters in bf16, 2 x batch 2 per step" in told
+    assert "policy tide: 27 chunks" in told and "predicted: " in told and "per step, GPU 1.2" in told
+    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    assert rows["h2d"][-1] == rows["d2h"][-1] == "equal" and rows["h2d"][1] == "1.106"
+    assert "2 steps, the last of them measured; all on plan" in told
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_budget_into_which_nothing_fits_is_the_answer_no(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = launched(capsys, SCRIPT, "--gpu-memory", "500KB", "--policy", "tide")
+    assert status == 3
+    assert err.startswith("pstar: tide does not fit: gpu needs ") and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [
+        (
+            "import sys\nassert sys.argv[1:] == ['--x', '1']\n",
+            2,
+            "ended without Trainer.train(): nothing ran by a plan",
+        ),
+        ("import sys\nsys.exit(5)\n", 5, ""),
+        ("import sys\nsys.exit('no data')\n", 1, "no data"),
+        ("raise KeyboardInterrupt\n", 130, "pstar: interrupted"),
+        ("from pathlib import Path\nPath('nowhere').read_text()\n", 1, "FileNotFoundError"),
+        ("if True\n", 1, "SyntaxError"),
+    ],
+)
+def test_a_script_that_does_not_train(
+    text: str, status: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is the script's own stays its own; a traceback begins in the script."""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    found, _, err = launched(capsys, str(script), "--", "--x", "1")
+    assert found == status and words in err
+    if "Traceback" in err:
+        assert "launching.py" not in err and "runpy" not in err
+    assert ("Traceback" in err) == ("FileNotFound" in words)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["nowhere.py"], "argument SCRIPT: nowhere.py is not a file"),
+        ([SCRIPT, "--gpu-memory", "much"], "much"),
+        ([SCRIPT, "--machine", "nowhere"], "nowhere"),
+        ([SCRIPT, "--policy", "tidal"], "tidal"),
+        ([SCRIPT, "--device", "tpu"], "device 'tpu' is not known"),
+        ([SCRIPT, "--steps", "3"], "unknown flag '--steps'"),
+        ([], "SCRIPT"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_before_the_script_runs(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = launched(capsys, *flags)
+    assert status == 2 and not out and words in err and "Traceback" not in err
