@@ -267,7 +267,8 @@ def trainers_offloaded(request: Request) -> Iterator[list[Any]]:
     from transformers import Trainer
 
     begun: list[Any] = []
-    plain = Trainer.train
+    kind: Any = Trainer
+    plain = kind.train
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, OffloadTrainerMixin):
@@ -279,11 +280,11 @@ def trainers_offloaded(request: Request) -> Iterator[list[Any]]:
             if self._offload is not None and self not in begun:
                 begun.append(self)
 
-    Trainer.train = train
+    kind.train = train
     try:
         yield begun
     finally:
-        Trainer.train = plain
+        kind.train = plain
 
 
 class OffloadTrainerMixin:

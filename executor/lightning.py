@@ -82,14 +82,16 @@ class OffloadStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if trainer.state.fn == "fit" and self.offloaded is None:
             self._check(trainer)
-            self.model = _Root(self.lightning_module)
+            module: Any = self.lightning_module
+            self.model = _Root(module)
 
     def _check(self, trainer: Any) -> None:
         """Raise ContractError for what a plan is not made for."""
-        if len(self.optimizers) != 1 or not self.lightning_module.automatic_optimization:
+        module: Any = self.lightning_module
+        if len(self.optimizers) != 1 or not module.automatic_optimization:
             raise ContractError(
                 f"OffloadStrategy: {len(self.optimizers)} optimizers, automatic_optimization="
-                f"{self.lightning_module.automatic_optimization}; a plan is for one optimizer that Lightning steps"
+                f"{module.automatic_optimization}; a plan is for one optimizer that Lightning steps"
             )
         if trainer.gradient_clip_val and (trainer.gradient_clip_algorithm or "norm") != "norm":
             raise ContractError(
@@ -102,35 +104,36 @@ class OffloadStrategy(SingleDeviceStrategy):
         return super().training_step(*args, **kwargs)
 
     def _begin(self, args: Any, kwargs: Any) -> None:
-        module, (own,) = self.lightning_module, self.optimizers
-        trainer, plugin = module.trainer, self.precision_plugin
+        module: Any = self.lightning_module
+        plugin: Any = self.precision_plugin
+        root: Any = self.model
+        (own,) = self.optimizers
+        trainer = module.trainer
         norm = trainer.gradient_clip_val or None
         spec = adamw_of(own, max_grad_norm=norm)
-        assert self.model is not None
 
-        def loss(root: nn.Module, batch: Any) -> torch.Tensor:
+        def loss(whole: Any, batch: Any) -> torch.Tensor:
             with plugin.train_step_context():
-                out = self._forward_redirection(root, module, "training_step", *batch[0], **batch[1])
+                out: Any = self._forward_redirection(whole, module, "training_step", *batch[0], **batch[1])
             value: torch.Tensor = out["loss"] if isinstance(out, Mapping) else out
             return value
 
-        with converted(self.model, DTYPES.get(str(plugin.precision))) as masters:
+        with converted(root, DTYPES.get(str(plugin.precision))) as masters:
             with _silent(module):
-                workload = capture_module(
-                    self.model, (args, kwargs), name=type(module).__name__, groups=spec, loss=loss
-                )
+                workload = capture_module(root, (args, kwargs), name=type(module).__name__, groups=spec, loss=loss)
             plan = plan_for(
                 workload, self.request, micro_batches=trainer.accumulate_grad_batches, clip=norm is not None
             )
-            self.offloaded = begin(self.model, plan, spec, self.request, optimizer=own, masters=masters)
+            self.offloaded = begin(root, plan, spec, self.request, optimizer=own, masters=masters)
         own.zero_grad = _nothing  # type: ignore[method-assign]
-        plugin.clip_gradients = _nothing  # type: ignore[method-assign]
+        plugin.clip_gradients = _nothing
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = None  # the session scales: AdamW(loss_scale=)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (`training_step` and backward), then update, and clear the gradients."""
-        done = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
+        plugin: Any = self.precision_plugin
+        done = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         assert self.offloaded is not None
         self.offloaded.step()
         self.offloaded.zero_grad()
