@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from _results import PLANNED, RESULTS, ROOT, changes_since, write_result
@@ -48,10 +48,10 @@ from pstar_sim.policy.family.searched import own_plans
 from pstar_sim.policy.family.tide import tide
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import burden, least_of
-from pstar_sim.policy.optimal import FREE, POINT
+from pstar_sim.policy.optimal import POINT
 from pstar_sim.policy.systems import karma
 from pstar_sim.policy.systems.stronghold import stronghold
-from pstar_sim.testing import chain_workload, round_machine
+from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB, format_bytes
 from pstar_sim.workload.workload import Workload
 
@@ -93,54 +93,43 @@ def instead(groups: str, constant: str, *values: Any, **worded: Any) -> Iterator
 
 CHANGES: tuple[Change, ...] = (
     *instead("sums", "policy.family.search.HOPELESS", 1.0, 2.0),
-    *instead("search", "policy.family.search.AGAIN", 1.0, 2.0),
-    *instead("search", "policy.family.search.OVERHEAD_OPS", 0),
-    *instead("search, sums", "policy.family.search.TURNS", none=()),
     *instead("sums, net", "policy.family.search.FRONT", 0),
     *instead("search", "policy.family.search.USUAL", a_lead_of_1_chunk=Knobs(lead_chunks=1),
              a_lead_of_3_chunks=Knobs(lead_chunks=3), nothing_stays=Knobs(stay=0.0), short_stays=Knobs(stay=0.25)),
-    *instead("search", "policy.family.search.FIRST_STRIDE", 32, 10**6),
-    *instead("search", "policy.family.search.NEXT_STRIDE", 6, 10**6),
-    *instead("search", "policy.family.search.MOST_TILT", 0, 1),
+    *instead("search, sums, large chunks", "policy.family.search.FIRST_STRIDE", 32, 10**6),
+    *instead("search, sums, large chunks", "policy.family.search.NEXT_STRIDE", 6, 10**6),
     *instead("search", "policy.family.search.FEWER_PINS", (0.85,), none=()),
-    *instead("search", "policy.family.search.WORTH_SPREADING", 1.0, 10.0),
-    *instead("search", "policy.family.search.OTHER_ROOM", none=()),
     *instead("sums", "policy.family.search.ALL_AT_ONCE", as_usual=Knobs()),
     *instead("many chunks", "policy.family.search.MOST_PAIRS", 2_500),
     *instead("sums", "policy.family.search.POINTS", 11),
     *instead("sums", "policy.family.search.SUMS", 5),
     *instead("sums", "policy.family.search.SPILLS", (0.0, 1.0)),
-    *instead("sums", "policy.family.search.WORTH_A_START", 1.0, 10.0),
     *instead("sums", "policy.family.search.FEWER_SPILLS", 1.0),
     *instead("sums", "policy.family.search.CLOSER", 0),
     *instead("sums", "policy.family.search.NEAR", 5),
-    *instead("sums", "policy.family.search.SUMS_TURNS", nothing_spills=((1, 3, 0), (-1, -3, 0), (0, -1, 0), (0, 1, 0)),
-             pins_alone=((1, 0, 0), (-1, 0, 0), (0, -1, 1), (0, 1, -1), (0, -1, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1))),
+    *instead("sums", "policy.family.search.SUMS_TURNS", nothing_spills=((-1, 0), (1, 0))),
     *instead("plenty", "policy.family.search.GOOD_ENOUGH", -1.0, 1e-2),
-    *instead("many chunks", "policy.family.search.LARGE", 1e9),
-    *instead("many chunks", "policy.family.search.MOST_LARGE", 1, 6),
+    *instead("large chunks", "policy.family.search.LARGE", 1e9),
+    *instead("large chunks", "policy.family.search.MOST_LARGE", 1, 6),
     *instead("search", "policy.family.searched.FIRST_OPS", 25_000),
     *instead("search", "policy.family.searched.OTHER_OPS", 15_000),
     *instead("search", "policy.family.searched.NEXT_OPS", 20_000, 80_000),
     *instead("sums", "policy.family.searched.SECOND", 0, 1),
-    *instead("search", "policy.family.searched.FEWEST_ATTEMPTS", 0, 6),
     *instead("search", "policy.family.searched.OPS_OF_FEW", 185_000, 740_000),
     *instead("many chunks", "policy.family.searched.OPS", 145_000, 580_000),
-    *instead("net", "policy.family.searched.ALONE", 0.33, 1.0),
+    *instead("net, plenty, many chunks", "policy.family.searched.ALONE", 0.33, 1.0),
     *instead("search", "policy.family.searched.FACTORS_OF_FEW", (0.5, 2.0), none=()),
     *instead("many chunks", "policy.family.searched.FACTORS", (0.5,), (2.0,), none=()),
-    *instead("search", "policy.family.searched.WORTH_A_SIZE_OF_FEW", 0.0, 1.0),
-    *instead("many chunks", "policy.family.searched.WORTH_A_SIZE", 0.0, 1.0),
+    *instead("search, plenty", "policy.family.searched.WORTH_A_SIZE_OF_FEW", 0.0, 1.0),
+    *instead("many chunks, plenty", "policy.family.searched.WORTH_A_SIZE", 0.0, 1.0),
     *instead("search", "policy.family.searched.COARSE", 0, 200),
-    *instead("many chunks", "policy.family.searched.MOST_CHUNKS", 200, 10**6),
-    *instead("few chunks", "policy.family.searched.MOST_WASTE", 1.0),
-    *instead("few chunks", "policy.family.course.SHORT", 0, 6),
-    *instead("search", "policy.family.course.LINGER_COPIES", 0, 4),
+    *instead("search, many chunks", "policy.family.searched.MOST_CHUNKS", 200, 10**6),
+    *instead("search, sums", "policy.family.course.LINGER_COPIES", 0, 4),
     *instead("tide, stronghold", "policy.kit.ties.AS_FAST", 0.0),
+    *instead("many chunks, sums", "policy.family.searched.FEWEST_ATTEMPTS", 0, 6),
     *instead("sums", "core.choose.MOST_WINDOWS", 3),
-    *instead("lru", "policy.family.eviction.LAPS", 1, 8),
-    *instead("tide", "policy.family.asynchronous.CLOSE_TO_BOUND", 0.0, 1.0),
-    *instead("tide", "policy.family.asynchronous.NEIGHBOURS", 0, 4),
+    *instead("tide, net of tide", "policy.family.asynchronous.CLOSE_TO_BOUND", 0.0, 1.0),
+    *instead("tide, net of tide", "policy.family.asynchronous.NEIGHBOURS", 0, 4),
     *instead("tide", "core.layout.GRANULE_BYTES", MIB, 4 * MIB),
     *instead("tide", "core.layout.WANTED_CHUNKS", 12, 48),
     *instead("tide", "core.layout.MOST_WASTE", 0.009, 0.036),
@@ -219,13 +208,13 @@ def of_many_chunks() -> dict[str, Job]:
     }
 
 
-def of_few_chunks() -> dict[str, Job]:
-    """Models of a few MB to a GB, on a GPU that holds a third of their states; and two layers in round figures."""
-    small = chain_workload(2, MIB, forward_s=1.0, tide_bytes=[0, 4 * MIB, 4 * MIB, 0, 0])
-    roomy = round_machine(gpu_memory_bytes=18 * MIB, h2d_bytes_per_s=4 * MIB)
-    return {"two layers": (small, roomy, Settings(update="eager", clip=False, chunk_bytes=2 * MIB))} | {
-        f"{name}, {memory}": (gpt(name, 1), ps.machine("rtx4090", gpu_memory=memory), EAGER)
-        for name, memory in (("gpt2", "2GB"), ("gpt2-large", "5GB"), ("gpt2-medium", "3GB"))
+def of_large_chunks() -> dict[str, Job]:
+    """Vocabulary matrices much larger than the usual chunk."""
+    return {
+        "llama-3-8b, h100-80, eager": (gpt("llama-3-8b", 1), ps.machine("h100-80"), EAGER),
+        "qwen2.5-7b, h100-80": (gpt("qwen2.5-7b", 2), ps.machine("h100-80"), BARRIER),
+        "4B, rtx4090": (gpt("4B", 1), ps.machine("rtx4090"), BARRIER),
+        "llama-30b, h100-80": (gpt("llama-30b", 4), ps.machine("h100-80"), BARRIER),
     }
 
 
@@ -241,14 +230,14 @@ def of_plenty() -> dict[str, Job]:
     }  # fmt: skip
 
 
-def of_net() -> dict[str, Any]:
-    """The searches of tests/golden: chunks of one given size, on machines where another thing binds each time."""
+def of_net(*policies: str) -> dict[str, Any]:
+    """Jobs of tests/golden: chunks of one given size, on machines where another thing binds each time."""
     spec = importlib.util.spec_from_file_location("golden_net", ROOT / "tests" / "golden" / "net.py")
     assert spec is not None and spec.loader is not None
     net = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = net  # dataclasses look their module up
     spec.loader.exec_module(net)
-    made = {name: make() for name, make in net.jobs().items() if name.startswith("optimal")}
+    made = {name: make() for name, make in net.jobs().items() if name.startswith(policies)}
     return {name: (find_policy(j.policy), (j.workload, j.machine, j.settings)) for name, j in made.items()}
 
 
@@ -335,7 +324,7 @@ def best_plan(found: Iterator[Any]) -> tuple[float, int]:
 
 
 def own(job: Job, point: Point) -> tuple[float, int]:
-    return best_plan(own_plans(*job, point, "optimal", free=FREE))
+    return best_plan(own_plans(*job, point, "optimal", sizes=True))
 
 
 def by_policy(policy: Callable[..., Plan], job: Job) -> tuple[float, int]:
@@ -367,10 +356,10 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
     "search": (jobs, lambda job: own(job, POINT)),
     "sums": (of_sums, lambda job: own(job, POINT)),
     "many chunks": (of_many_chunks, lambda job: own(job, POINT)),
-    "few chunks": (of_few_chunks, lambda job: own(job, POINT)),
     "plenty": (of_plenty, lambda job: own(job, POINT)),
-    "net": (of_net, lambda job: by_policy(*job)),
-    "lru": (jobs, lambda job: own(job, replace(POINT, eviction="lru"))),
+    "large chunks": (of_large_chunks, lambda job: own(job, POINT)),
+    "net": (partial(of_net, "optimal"), lambda job: by_policy(*job)),
+    "net of tide": (partial(of_net, "tide", "static_partition"), lambda job: by_policy(*job)),
     "tide": (of_tide, lambda job: by_policy(tide, job)),
     "stronghold": (of_stronghold, lambda job: by_policy(stronghold, job)),
     "karma": (of_karma, of_ways),

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["CAPABILITIES", "OPTIONS", "optimal"]
 
 POINT = Point(streams=True, sums=True)
-FREE = frozenset({"sizes", "capacity", "prefetch"})
-"""What the search chooses beside modes, where nothing else is asked for: chunk sizes, and coordinates of the point."""
 OPTIONS = point_options(POINT)
 CAPABILITIES = Capabilities(point=POINT, tries_others=True)
 _WORDS = dict(
@@ -65,12 +63,11 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
     """
     point = replace(POINT, **changes)
     orders = [point.order] if "order" in changes else _orders(workload, machine, settings)
-    free = FREE.difference(changes)
     reason: DoesNotFit | None = None
     found: list[SearchResult] = []
     for order in orders:
         try:
-            found += own_plans(workload, machine, settings, replace(point, order=order), "optimal", free=free)
+            found += own_plans(workload, machine, settings, replace(point, order=order), "optimal", sizes=True)
         except DoesNotFit as short:
             reason = reason or short
     if not changes:

@@ -18,10 +18,7 @@ from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 
 __all__ = ["Course", "Knobs"]
 
-# By [Note: what the constants buy] in search.py.
-# Positions: a streamed chunk may always stay over a border that is no longer. It counts in models of a few layers.
-SHORT = 3
-# How many copies long a gradient is expected to stay after it is final.
+# How many copies long a gradient is expected to stay after it is final; by [Note: what the constants buy] in search.py.
 LINGER_COPIES = 2
 
 
@@ -34,11 +31,9 @@ class Knobs:
     down: order of the copies to the host, "edf" (as the next forward needs them), "fifo", or "adam" (as "edf", but what
         CPU Adam waits for first, then parameters that leave, then states).
     stay: streamed parameters may stay on the GPU from one iteration to the next for at most this share of the
-        positions, and always for three positions.
+        positions.
     states_first: whether states go down before parameters that stay, because states take room. The parameters are then
         given up later.
-    prefetch: how far ahead copies may go, as `Point.prefetch`; None: as the job's point says.
-    capacity: room for chunks, as `Point.capacity`; None: as the job's point says.
     """
 
     linger: bool = True
@@ -46,8 +41,6 @@ class Knobs:
     down: str = "edf"
     stay: float = 1.0
     states_first: bool = False
-    prefetch: str | int | None = None
-    capacity: str | None = None
 
 
 class Course:
@@ -99,7 +92,7 @@ class Course:
             room=self.room,
             resident_bytes=self.resident_bytes,
             lead_bytes=knobs.lead_chunks * self.job.layout.chunk_bytes,
-            prefetch=point.prefetch if knobs.prefetch is None else knobs.prefetch,
+            prefetch=point.prefetch,
             adam=point.adam,
             down=knobs.down,
             states_first=knobs.states_first,
@@ -172,7 +165,7 @@ class Course:
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
         for c in self.moving:
             border = self.border(c)
-            short = knobs.stay > 0 and border.end - border.start <= max(SHORT, knobs.stay * len(self.positions))
+            short = border.end - border.start <= knobs.stay * len(self.positions)
             if not job.uses.updated(c) or (c in self.updates and short):
                 gaps.append(border)
         room = [left - arriving for left, arriving in zip(self.room, self._arriving())]

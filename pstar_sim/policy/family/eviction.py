@@ -14,10 +14,6 @@ from pstar_sim.policy.family.residency import UseGap, belady
 
 __all__ = ["fifo", "keep_set", "lru"]
 
-# Iterations run where chunks may stay over the border, so that the last one begins as it ends. In plans by lru, fifo
-# and l2l on the jobs of tests/golden it always does from the second one on; in a few it does not in the first.
-LAPS = 4
-
 
 def keep_set(
     eviction: str, gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]
@@ -46,13 +42,14 @@ def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], firs
 def _sweep_along(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None
 ) -> set[UseGap]:
-    """Run a cache along the iteration.
+    """Run a cache along the iteration; twice where chunks may stay over the border, so that the last one begins as it
+    ends.
 
     first: None counts the age of an idle chunk from its last use, otherwise from its arrival.
     """
     length = len(room)
     over_border = {gap.chunk for gap in gaps if gap.end >= length}
-    laps = LAPS if over_border else 1
+    laps = 2 if over_border else 1
     opening, closing = _unrolled(gaps, length, laps)
     chunks = {gap.chunk for gap in gaps}
     arrived: dict[int, int] = {}

@@ -328,14 +328,13 @@ def _highest(value: Array, slope: Array) -> Iterator[int]:
 
 
 def interleave(
-    order: Sequence[int], sizes: Sequence[int], pins: int, streams: int, head: int = 0, front: int = 0, tilt: float = 0
+    order: Sequence[int], sizes: Sequence[int], pins: int, streams: int, head: int = 0, front: int = 0
 ) -> tuple[list[int], list[int]]:
     """(pinned, streamed) chunks of `order`: the first `front` are streamed and the next `head` pinned. The rest of
     `pins` and `streams` is taken from the chunks behind these by error diffusion, weighted by bytes, so that any run
     of layers has its share.
 
     sizes: bytes by chunk. The numbers are met as closely as unequal sizes allow, and never exceeded.
-    tilt: the share of the chunks that are neither pinned nor streamed grows as this power of the depth; 0: it is even.
     """
     front = min(front, streams, len(order))
     head = min(head, pins, len(order) - front)
@@ -346,18 +345,11 @@ def interleave(
         return pinned, streamed
     left_pin, left_stream = pins - head, streams - front
     want_pin, want_stream = left_pin / len(rest), left_stream / len(rest)
-    taken = want_pin + want_stream
-    others = 1 - taken
-    tilt = min(tilt, 1 / others - 1) if 0 < others < 1 else 0.0  # a share is at most 1
     owed_pin = owed_stream = 0.5 * whole / len(rest)  # bytes that should have been taken by now
-    passed = 0.0
     for c in rest:
         size = sizes[c]
-        depth = (passed + size / 2) / whole
-        passed += size
-        times = (1 - others * (tilt + 1) * depth**tilt) / taken if tilt else 1.0
-        owed_pin += times * want_pin * size
-        owed_stream += times * want_stream * size
+        owed_pin += want_pin * size
+        owed_stream += want_stream * size
         may_pin = left_pin > 0 and owed_pin >= size * (1 - 1e-9)
         may_stream = left_stream > 0 and owed_stream >= size * (1 - 1e-9)
         if may_pin and (owed_pin >= owed_stream or not may_stream):

@@ -2,19 +2,18 @@
 
 The search begins with the numbers that the roofline (modes.py) and the closed form for pins alone (pins.py) propose,
 and goes downhill from the best of them, changing one thing at a time. Then it starts again from trials that the descent
-does not reach (another knob, less room, copies less far ahead, other modes for the largest chunks). It ends when a plan
-is as good as the roofline, the effort is used up, or nothing is left to try. The effort is counted in scheduled ops,
-not in seconds: equal arguments give equal plans. A search that is given more effort continues.
+does not reach (another knob, other modes for the largest chunks). It ends when a plan is as good as the roofline, the
+effort is used up, or nothing is left to try. The effort is counted in scheduled ops, not in seconds: equal arguments
+give equal plans. A search that is given more effort continues.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -35,26 +34,18 @@ T = TypeVar("T")
 
 # [Note: what the constants buy] docs/results/search-constants.md says for each constant of the search what another
 # value in its place does to iterations, bytes and effort; the comments say what the constants are for.
-OVERHEAD_OPS = 300  # effort that an attempt costs beside its ops
 # Distance from the floor at which nothing more is tried: where the GPU is busy nearly all the time, nothing is left.
 GOOD_ENOUGH = 1e-3
-HOPELESS = 1.003  # an attempt slower than the best by this factor is not scheduled to its end
-AGAIN = 1.2  # another start downhill may be slower than the best attempt by this factor
+HOPELESS = 1.003  # an attempt slower than `Search.here` by this factor is not scheduled to its end
 # A chunk LARGE times as large as the usual one has a mode of its own, the first MOST_LARGE of them: all combinations of
 # their modes are tried. MOST_LARGE bounds the combinations: a Llama 30B has 182 such chunks.
 LARGE, MOST_LARGE = 2.5, 3
 # The first descent begins with changes by the number of chunks over this, the others with changes by the number over
 # NEXT_STRIDE; all end with changes by 1.
 FIRST_STRIDE, NEXT_STRIDE = 6, 32
-# The share of CPU Adam may grow with up to this power of the depth. Early layers have the shortest time between their
-# last gradient and their next use.
-MOST_TILT = 4
 # Pins that are tried at the start, of those of the roofline, with streams in place of the others: the roofline does not
 # know how much room copies ahead take.
 FEWER_PINS = (0.85, 0.7)
-# Both are tried where the best is slower than the floor by this factor; nearer, small steps from the roofline's numbers
-# are enough.
-WORTH_SPREADING = 1.02
 # Streams taken from the chunks used first, which have the least time between their last gradient and their next use.
 FRONT = 2
 # With several micro-batches all updates come in the last backward pass, and the way down is what is short.
@@ -63,32 +54,11 @@ ALL_AT_ONCE = Knobs(down="adam", states_first=True)
 POINTS, SUMS = 41, 17
 MOST_PAIRS = 250_000  # of pins and streams that the roofline looks at one by one: 10,000 chunks would take gigabytes
 SPILLS = (0.0, 0.5, 0.75, 1.0)  # shares of what has no room between two micro-batches for which sums make room
-WORTH_A_START = 1.05  # a start that is slower than the best by this factor, by the roofline, is not tried
 FEWER_SPILLS = 0.8  # share of the spills of the roofline that a second start has
 CLOSER, NEAR = 2, 9  # looks closer around the best of them, and points along each in one
-# Changes of (pins, sums on the host, sums that spill) that are tried downhill. A pin takes as much more room than a sum
-# as three sums take.
-SUMS_TURNS = (
-    (1, 3, 0),
-    (-1, -3, 0),
-    (0, -1, 1),
-    (0, 1, -1),
-    (0, -1, 0),
-    (0, 1, 0),
-    (0, 0, 1),
-    (0, 0, -1),
-)
+# Changes of (sums on the host, sums that spill) that are tried downhill.
+SUMS_TURNS = ((-1, 1), (1, -1), (-1, 0), (1, 0), (0, 1), (0, -1))
 USUAL = Knobs()  # with which a search begins
-# Coordinates that are turned where a descent has ended, if they are free: less room, and copies less far ahead, leave
-# more of both to what is urgent.
-OTHER_ROOM: tuple[Mapping[str, object], ...] = ({"capacity": "peak"}, {"prefetch": 16}, {"prefetch": 8})
-# Knobs that are turned last.
-TURNS: tuple[Mapping[str, object], ...] = (
-    {"linger": False},
-    {"stay": 0.25},
-    {"down": "fifo"},
-    {"states_first": True},
-)
 
 
 def _coarse(points: Sequence[T]) -> list[T]:
@@ -115,7 +85,6 @@ class Trial:
         0 where sums on the GPU are not a choice.
     spills: number of chunks whose sum on the GPU goes to the host between two micro-batches, spread evenly over those
         with such a sum.
-    tilt: power of the depth with which the share of chunks that CPU Adam updates grows; 0: it is even.
     large: mode of each chunk much larger than the usual one, "cpu", "pin" or "stream", in order of first use. A large
         chunk counts as several chunks, in proportion to its size.
     """
@@ -127,7 +96,6 @@ class Trial:
     hosts: int = 0
     spills: int = 0
     large: tuple[str, ...] = ()
-    tilt: int = 0
     knobs: Knobs = USUAL
 
 
@@ -144,7 +112,6 @@ class _Start(NamedTuple):
 class Search:
     """The search in one job.
 
-    free: coordinates of the job's point that the search may choose, of "capacity" and "prefetch".
     effort_ops: ops that the search may still schedule; what fits at all is sought until it is found.
     spent_ops: ops that it has scheduled.
     no_room: trials that have no room, each with the nearest one that has, once that is sought.
@@ -156,16 +123,14 @@ class Search:
     starts: what is best by the roofline, with and without sums that spill where that is a choice; the best one first.
     """
 
-    def __init__(self, job: Job, free: frozenset[str] = frozenset()) -> None:
+    def __init__(self, job: Job) -> None:
         self.job = job
-        self.free = free
         self.effort_ops = self.spent_ops = 0
         self.exhausted = False
         self.no_room: dict[Trial, Trial | None] = {}
         self._tight = False  # whether the latest course had no room
         self.tried: dict[Trial, float] = {}
         self.fastest: list[Attempt] = []
-        self._jobs: dict[str, Job] = {}
         self._seconds_of: dict[tuple[Modes, Knobs], float] = {}  # what different trials may come to
         self._busy: dict[tuple[Modes, Knobs], tuple[float, float]] = {}  # `Attempt.busy_s` of what fits
         self.best: tuple[float, Trial] | None = None
@@ -299,7 +264,7 @@ class Search:
                 pins -= times if mode == "pin" else 0
                 streams -= times if mode == "stream" else 0
             pins, streams = max(0, pins), max(0, streams)
-        pinned, streamed = interleave(order, g.sizes, pins, streams, trial.head, trial.front, trial.tilt)
+        pinned, streamed = interleave(order, g.sizes, pins, streams, trial.head, trial.front)
         modes = Modes(frozenset((*pinned, *beside["pin"])), frozenset((*streamed, *beside["stream"])))
         if not g.may_sum:
             return modes
@@ -317,33 +282,20 @@ class Search:
         then, _ = interleave(streamed, g.sizes, max(0, hosts - len(by_adam)), 0)
         return frozenset((*by_adam, *streamed)).difference(first, then)
 
-    def _job_of(self, knobs: Knobs) -> Job:
-        """The job with the capacity of the knobs."""
-        job = self.job
-        if knobs.capacity is None or knobs.capacity == job.point.capacity:
-            return job
-        if knobs.capacity not in self._jobs:
-            point = replace(job.point, capacity=knobs.capacity)
-            self._jobs[knobs.capacity] = Job(job.name, job.workload, job.machine, job.settings, point, job.layout)
-        return self._jobs[knobs.capacity]
-
     def _fit(self, modes: Modes, knobs: Knobs) -> Attempt | None:
         try:
             check_host(self.job, modes)
         except DoesNotFit as reason:
             self.reason = self.reason or reason
             return None
-        course = Course(self._job_of(knobs), modes, knobs)
+        course = Course(self.job, modes, knobs)
         if course.least_room_bytes < 0:
             self._tight = True
             self.least_short_bytes = min(self.least_short_bytes or -course.least_room_bytes, -course.least_room_bytes)
             return None
-        if self.here is not None:
-            limit_s = self.here[0] * HOPELESS
-        else:
-            limit_s = self.best[0] * AGAIN if self.best is not None else math.inf
+        limit_s = self.here[0] * HOPELESS if self.here is not None else math.inf
         found = attempt_course(course, limit_s=limit_s)
-        self.effort_ops -= len(found.draft.rows) * (len(found.window.periods_s) + 1) + OVERHEAD_OPS
+        self.effort_ops -= len(found.draft.rows) * (len(found.window.periods_s) + 1)
         return found if found.window.stuck is None and found.window.events else None
 
     def run(self, effort_ops: int = 0, like: Search | None = None) -> list[Attempt]:
@@ -427,7 +379,7 @@ class Search:
         return found
 
     def _has_room(self, trial: Trial) -> bool:
-        return Course(self._job_of(trial.knobs), self._modes(trial), trial.knobs).least_room_bytes >= 0
+        return Course(self.job, self._modes(trial), trial.knobs).least_room_bytes >= 0
 
     def short(self) -> DoesNotFit:
         """The error that says why nothing fits."""
@@ -478,9 +430,7 @@ class Search:
 
     def _roofline_starts(self, *, turned: bool) -> Iterator[Trial]:
         knobs = self._first_knobs()
-        for number, (seconds, pins, streams, hosts, spills) in enumerate(self.starts):
-            if number and seconds > self.starts[0].seconds * WORTH_A_START:
-                break
+        for number, (_, pins, streams, hosts, spills) in enumerate(self.starts):
             if number:
                 self.here = None  # so that the next one is not given up early
             start = Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), hosts=hosts, knobs=knobs)
@@ -499,8 +449,8 @@ class Search:
         yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
         yield replace(self.best[1], head=0)
         yield replace(self.best[1], head=self.best[1].pins // 2)
-        if not self.job.may_sum and self.best[0] > self.floor_s * WORTH_SPREADING:
-            yield from self._spread_otherwise()
+        if not self.job.may_sum:
+            yield from self._with_fewer_pins()
         yield from self._turned_large()
 
     def _turned_large(self) -> Iterator[Trial]:
@@ -511,10 +461,9 @@ class Search:
             for modes in (first,) if self.job.may_sum else self._modes_of_large():
                 yield self._beside(self.best[1], modes)
 
-    def _spread_otherwise(self) -> Iterator[Trial]:
-        """The best trial, with the share of CPU Adam growing towards the last layers, or with fewer pins."""
+    def _with_fewer_pins(self) -> Iterator[Trial]:
+        """The best trial, with streams in place of some of its pins."""
         assert self.best is not None
-        yield replace(self.best[1], tilt=1)
         for part in FEWER_PINS:
             now = self.best[1]
             pins = round(part * now.pins)
@@ -528,12 +477,9 @@ class Search:
             front = min(FRONT, streams)
             yield Trial(pins=pins, streams=streams, head=0, front=front, hosts=hosts, knobs=self._first_knobs())
         yield replace(best, knobs=replace(knobs, linger=not knobs.linger))
-        for turn in OTHER_ROOM:
-            if self.free.issuperset(turn):
-                yield replace(best, knobs=replace(knobs, **turn))  # type: ignore[arg-type]
         if best.streams:
             yield replace(best, knobs=replace(knobs, linger=False, states_first=not knobs.states_first))
-            yield replace(best, head=0, front=0, tilt=0)
+            yield replace(best, head=0, front=0)
             for modes in self._modes_of_large():
                 if modes != best.large:
                     yield self._beside(best, modes)
@@ -563,19 +509,14 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, stride: int) -> bool:
-        """Try changes by `stride`, in the last round (stride 1) also of a knob. Returns whether one was better."""
+        """Try changes by `stride`. Returns whether one was better."""
         improved = False
         for pins, streams in self._directions():
             improved |= self._go(stride, pins=pins, streams=streams)
-        for pins, hosts, spills in SUMS_TURNS if self.job.may_sum else ():
-            improved |= self._go(stride, pins=pins, hosts=hosts, spills=spills)
+        for hosts, spills in SUMS_TURNS if self.job.may_sum else ():
+            improved |= self._go(stride, hosts=hosts, spills=spills)
         for head in (1, -1):
             improved |= self._go(2 * stride, head=head)
-        for tilt in (1, -1):
-            improved |= self._go(1, tilt=tilt)
-        if stride == 1:
-            for knobs in TURNS:
-                improved |= self._change({}, knobs)
         return improved
 
     def _directions(self) -> tuple[tuple[int, int], ...]:
@@ -592,15 +533,15 @@ class Search:
         that is better too. Returns whether one was better."""
         improved, stride = False, first
         while True:
-            if self._change({name: number * stride for name, number in numbers.items()}):
+            if self._change(**{name: number * stride for name, number in numbers.items()}):
                 improved, stride = True, 2 * stride
             elif stride > first:
                 stride = first
             else:
                 return improved
 
-    def _change(self, numbers: Mapping[str, int], knobs: Mapping[str, object] = MappingProxyType({})) -> bool:
-        """Try `here` with these numbers added to its own and these knobs. Returns whether that was better."""
+    def _change(self, **numbers: int) -> bool:
+        """Try `here` with these numbers added to its own. Returns whether that was better."""
         assert self.here is not None
         now, by = self.here[1], Counter(numbers)
         if self.good_enough:
@@ -615,7 +556,5 @@ class Search:
                 front=min(now.front if now.streams else FRONT, max(0, streams)),
                 hosts=max(0, min(self.count - pins, hosts)),
                 spills=max(0, min(self.count - pins - hosts, now.spills + by["spills"])),
-                tilt=max(0, min(MOST_TILT, now.tilt + by["tilt"])),
-                knobs=replace(now.knobs, **knobs),  # type: ignore[arg-type]
             )
         )

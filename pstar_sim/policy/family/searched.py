@@ -32,8 +32,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["SearchResult", "own_plans", "searched"]
 
 # By [Note: what the constants buy] in search.py.
-# Bounds of the other chunk sizes that are tried: many chunks make a search long, and padding is copied too.
-MOST_CHUNKS, MOST_WASTE = 400, 0.06
+MOST_CHUNKS = 400  # of the other chunk sizes that are tried: many chunks make a search long
 FACTORS = (2.0, 0.5)  # other chunk sizes, of the usual one, where chunks are many
 FACTORS_OF_FEW = (0.5, 0.25, 0.125)  # where chunks are few
 SECOND = 2  # searches that go on after the first look
@@ -86,12 +85,11 @@ def own_plans(
     point: Point,
     name: str,
     *,
-    free: frozenset[str] = frozenset(),
+    sizes: bool = False,
 ) -> Iterator[SearchResult]:
-    """The best of the search over each chunk size tried. free: what the search may choose beside modes and knobs:
-    "sizes" (where the settings leave the size open), and coordinates of the point, as in `Search`. Raises DoesNotFit if
-    no size fits."""
-    over = _Sizes(workload, machine, settings, point, name, free)
+    """The best of the search over each chunk size tried. sizes: whether other sizes than the usual one are tried, where
+    the settings leave the size open. Raises DoesNotFit if no size fits."""
+    over = _Sizes(workload, machine, settings, point, name, sizes)
     over.run()
     search = over.best()
     for attempt in search.fastest:  # followed, since what `choose` says is a prediction
@@ -111,12 +109,12 @@ class _Sizes:
     """
 
     def __init__(
-        self, workload: Workload, machine: Machine, settings: Settings, point: Point, name: str, free: frozenset[str]
+        self, workload: Workload, machine: Machine, settings: Settings, point: Point, name: str, sizes: bool
     ) -> None:
         workload = in_order(name, workload, point.order)
         self._job = partial(Job, name, workload, machine, settings)
         self._workload, self._machine, self._settings, self._point = workload, machine, settings, point
-        self._free, self._open = free, "sizes" in free and settings.chunk_bytes is None
+        self._open = sizes and settings.chunk_bytes is None
         self.usual = self._layout(settings.chunk_bytes)
         self.few = len(self.usual.chunks) <= COARSE
         ops = OPS_OF_FEW if self.few else OPS
@@ -167,7 +165,7 @@ class _Sizes:
         except DoesNotFit as short:
             self._reason = self._reason or short
             return
-        search = Search(job, self._free)
+        search = Search(job)
         self._go_on(search, effort_ops)
         if search.fastest:
             self.searches.append(search)
@@ -184,7 +182,7 @@ class _Sizes:
             for factor in FACTORS_OF_FEW if self.few else FACTORS:
                 size = int(self.usual.chunk_bytes * factor)
                 layout = self._layout(size_near(self._workload, size) if self.few else size)
-                if len(layout.chunks) <= MOST_CHUNKS and layout.waste <= MOST_WASTE:
+                if len(layout.chunks) <= MOST_CHUNKS:
                     if self._attempts(layout, OTHER_OPS) >= FEWEST_ATTEMPTS:
                         self._look(layout, OTHER_OPS)
                     else:
