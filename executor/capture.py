@@ -59,7 +59,9 @@ from executor.moments.live_bytes import LiveStorages
 from executor.moments.recorder import MomentRecorder, attention_seen, describe_parameters
 from executor.moments.unseen import unseen
 from executor.scaling import guard_boundary, needs_loss_scaling
+from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.errors import ModelError, PstarError
+from pstar_sim.workload.experts import experts_note
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 aten = torch.ops.aten
@@ -102,6 +104,9 @@ def capture(
         sequence=model.sequence,
         attention=model.attention,
     )
+    if is_model(model.name):
+        notes = (experts_note(model_entry(model.name)), workload.notes)
+        workload = replace(workload, notes="; ".join(note for note in notes if note))
     return repeat_micro_batch(workload, micro_batches) if micro_batches != 1 else workload
 
 

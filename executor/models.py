@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from executor.devices.on_meta import parameters_on_meta
 from executor.moments.hooks import tensors_of
-from pstar_sim.catalog.model_shapes import model_entry
+from pstar_sim.catalog.model_shapes import ExpertsShape, ModelEntry, model_entry
 from pstar_sim.errors import ModelError, PstarError
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "BuiltModel",
     "attention_kernel",
     "build",
+    "config_of",
     "enable_checkpointing",
     "forward_loss",
     "known_masks",
@@ -103,7 +104,7 @@ def build(
         if spec.startswith("hf:"):
             config, architecture = _hf_config(spec)
         else:
-            config, architecture = _preset_config(spec)
+            config, architecture = config_of(model_entry(spec))
         return _from_config(
             spec, config, architecture, batch, sequence, dtype or "bf16", checkpointing, attention, device, seed
         )
@@ -424,9 +425,9 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
     return config, architectures[0]
 
 
-def _preset_config(name: str) -> tuple[Any, str]:
-    """Transformers configuration and class of a catalog shape. No dropout, as in pretraining. Raises UnknownName."""
-    m = model_entry(name)
+def config_of(m: ModelEntry) -> tuple[Any, str]:
+    """Transformers configuration and class of a model shape. No dropout, as in pretraining. Raises ModelError for a
+    family that has no class."""
     transformers = load_transformers()
     common: dict[str, Any] = {"tie_word_embeddings": m.tied}
     if m.family == "gpt":
@@ -450,9 +451,7 @@ def _preset_config(name: str) -> tuple[Any, str]:
     if m.family == "llama":
         common.update(vocab_size=m.vocab, max_position_embeddings=m.max_seq, num_key_value_heads=m.kv_heads)
         common.update(bos_token_id=0, eos_token_id=0, pad_token_id=None)
-        if m.attention_bias:  # biases of q, k, v and not of the output projection: Qwen2's
-            return transformers.Qwen2Config(**common), "Qwen2ForCausalLM"
-        return transformers.LlamaConfig(**common), "LlamaForCausalLM"
+        return _llama_config(m, common)
     common.update(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     if m.family == "bert":
         config = transformers.BertConfig(vocab_size=m.vocab, max_position_embeddings=m.max_seq, **common)
@@ -460,7 +459,54 @@ def _preset_config(name: str) -> tuple[Any, str]:
     if m.family == "vit":
         config = transformers.ViTConfig(image_size=m.image, patch_size=m.patch, num_labels=m.classes, **common)
         return config, "ViTForImageClassification"
-    raise ModelError(f"preset {name!r} is of family {m.family!r}, for which no module is known")
+    raise ModelError(f"preset {m.name!r} is of family {m.family!r}, for which no module is known")
+
+
+def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
+    """Transformers configuration and class of a shape of the llama family, by what it has that others have not. common:
+    what all of them have."""
+    transformers = load_transformers()
+    if m.own_head_dim:
+        common.update(head_dim=m.own_head_dim)
+    if m.window:
+        kinds = ["sliding_attention" if m.window_of(i) else "full_attention" for i in range(m.layers)]
+        common.update(sliding_window=m.window, layer_types=kinds)
+    if m.experts is not None:
+        return _experts_config(m, m.experts, common)
+    if m.post_norms:
+        return transformers.Gemma3TextConfig(**common), "Gemma3ForCausalLM"
+    if m.qk_norm:
+        return transformers.Qwen3Config(**common), "Qwen3ForCausalLM"
+    if m.attention_bias:  # biases of q, k, v and not of the output projection: Qwen2's
+        return transformers.Qwen2Config(**common), "Qwen2ForCausalLM"
+    return transformers.LlamaConfig(**common), "LlamaForCausalLM"
+
+
+def _experts_config(m: ModelEntry, experts: ExpertsShape, common: dict[str, Any]) -> tuple[Any, str]:
+    """As `_llama_config`, for a model of experts."""
+    transformers = load_transformers()
+    common.update(num_experts_per_tok=experts.per_token)
+    if m.latent is not None:
+        common.update(
+            q_lora_rank=m.latent.q_rank,
+            kv_lora_rank=m.latent.kv_rank,
+            qk_rope_head_dim=m.latent.rotary,
+            qk_nope_head_dim=m.latent.plain,
+            v_head_dim=m.latent.value,
+            n_routed_experts=experts.count,
+            n_shared_experts=experts.shared,
+            moe_intermediate_size=experts.ffn,
+            first_k_dense_replace=experts.dense_layers,
+        )
+        return transformers.DeepseekV3Config(**common), "DeepseekV3ForCausalLM"
+    if m.sinks:
+        common.update(num_local_experts=experts.count, intermediate_size=experts.ffn)
+        return transformers.GptOssConfig(**common), "GptOssForCausalLM"
+    if m.qk_norm:
+        common.update(num_experts=experts.count, moe_intermediate_size=experts.ffn)
+        return transformers.Qwen3MoeConfig(**common), "Qwen3MoeForCausalLM"
+    common.update(num_local_experts=experts.count, intermediate_size=experts.ffn)
+    return transformers.MixtralConfig(**common), "MixtralForCausalLM"
 
 
 def _from_config(

@@ -57,6 +57,7 @@ def list_models() -> list[dict[str, object]]:
             {
                 "model": name,
                 "billion parameters": round(m.params / 1e9, 3 if m.params >= 1e8 else 6),
+                "active": None if m.experts is None else round(m.active_params / 1e9, 3),
                 "family": m.family,
                 "layers": m.layers,
                 "hidden": m.hidden,

@@ -15,10 +15,43 @@ from pstar_sim.errors import CatalogError, ModelError, UnknownName
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
 from pstar_sim.schema.parsing import parse_toml
 
-__all__ = ["MOST_WIDTH", "ModelEntry", "ModelShape", "count_params", "model_entry", "model_names", "read_models"]
+__all__ = [
+    "MOST_WIDTH",
+    "ExpertsShape",
+    "LatentShape",
+    "ModelEntry",
+    "ModelShape",
+    "count_params",
+    "expert_params",
+    "is_model",
+    "model_entry",
+    "model_names",
+    "read_models",
+]
 
 MOST_WIDTH = 10**6
 _Count = Annotated[int, between(1, MOST_WIDTH)]
+
+
+class ExpertsShape(Table, frozen=True, kw_only=True):
+    """Experts in place of the feed-forward layers: a router sends each token to a few of them."""
+
+    count: Annotated[_Count, says("experts of a layer")]
+    per_token: Annotated[_Count, says("experts that a token goes through")]
+    ffn: Annotated[_Count, says("width of an expert")]
+    shared: Annotated[int, between(0, MOST_WIDTH), says("experts that every token goes through, beside the others")] = 0
+    dense_layers: Annotated[int, between(0, MOST_WIDTH), says("first layers, which have one feed-forward layer")] = 0
+    biases: Annotated[bool, says("biases of router and experts")] = False
+
+
+class LatentShape(Table, frozen=True, kw_only=True):
+    """Multi-head latent attention: queries, keys and values by way of narrow projections, as in DeepSeek-V3."""
+
+    q_rank: Annotated[_Count, says("width of the narrow queries")]
+    kv_rank: Annotated[_Count, says("width of the narrow keys and values")]
+    rotary: Annotated[_Count, says("part of a head's query and key that has a position")]
+    plain: Annotated[_Count, says("part of a head's query and key that has none")]
+    value: Annotated[_Count, says("width of a head's value")]
 
 
 class ModelShape(Table, frozen=True, kw_only=True):
@@ -34,6 +67,17 @@ class ModelShape(Table, frozen=True, kw_only=True):
     max_seq: Annotated[int, between(1, 10**8), says("positions the model has")]
     tied: Annotated[bool, says("the head is the token embedding")]
     attention_bias: Annotated[bool, says("biases of q, k and v in the llama family")] = False
+    output_bias: Annotated[bool, says("a bias behind attention, too, in the llama family")] = False
+    head_dim: Annotated[_Count | None, says("width of a head, where it is not hidden / heads; llama family")] = None
+    qk_norm: Annotated[bool, says("norms of each head's query and key in the llama family")] = False
+    post_norms: Annotated[bool, says("norms behind attention and feed-forward layers, too, in the llama family")] = (
+        False
+    )
+    sinks: Annotated[bool, says("a learned sink per head in the llama family")] = False
+    window: Annotated[_Count | None, says("tokens back that a layer with a sliding window sees; llama family")] = None
+    full_every: Annotated[_Count | None, says("every such layer sees all tokens in spite of the window")] = None
+    experts: Annotated[ExpertsShape | None, says("experts in place of feed-forward layers; llama family")] = None
+    latent: Annotated[LatentShape | None, says("multi-head latent attention; llama family")] = None
     patch: Annotated[_Count | None, says("pixels of a patch's side, ViT only")] = None
     image: Annotated[_Count | None, says("pixels of an image's side, ViT only")] = None
     classes: Annotated[_Count | None, says("outputs of the head, ViT only")] = None
@@ -54,6 +98,11 @@ class ModelEntry:
     max_seq: positions the model has (learned ones are parameters).
     tied: whether the head is the token embedding.
     attention_bias: whether q, k and v have biases in the llama family (the others always have all biases).
+    output_bias, qk_norm, post_norms, sinks: see models.toml; llama family only.
+    own_head_dim: width of a head where it is not hidden / heads, else 0.
+    window, full_every: tokens that a layer with a sliding window sees, and which layers see all; 0 without a window.
+    experts: experts in place of feed-forward layers, of which each token goes through a few.
+    latent: multi-head latent attention, else None.
     kernels: flavour in which its users run it (workload/kernels.py).
     patch, image, classes: pixels of a patch's and an image's side, outputs of the head; ViT only, else 0.
     """
@@ -71,6 +120,15 @@ class ModelEntry:
     params: int
     source: str
     attention_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    sinks: bool = False
+    own_head_dim: int = 0
+    window: int = 0
+    full_every: int = 0
+    experts: ExpertsShape | None = None
+    latent: LatentShape | None = None
     kernels: str = "eager"
     patch: int = 0
     image: int = 0
@@ -80,7 +138,63 @@ class ModelEntry:
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        """Width of a head's query and key."""
+        if self.latent is not None:
+            return self.latent.rotary + self.latent.plain
+        return self.own_head_dim or self.hidden // self.heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer (from 0) has experts in place of one feed-forward layer."""
+        return self.experts is not None and layer >= self.experts.dense_layers
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a layer (from 0) sees at most; 0 for all of them."""
+        return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token goes through: all but the experts that it is not sent to."""
+        if self.experts is None:
+            return self.params
+        idle = self.experts.count - self.experts.per_token
+        layers = sum(self.has_experts(i) for i in range(self.layers))
+        return self.params - layers * idle * expert_params(self)
+
+
+def expert_params(m: ModelEntry) -> int:
+    """Parameters of one expert of one layer; 0 for a model without experts."""
+    if m.experts is None:
+        return 0
+    h, f = m.hidden, m.experts.ffn
+    return 3 * h * f + (2 * f + h if m.experts.biases else 0)
+
+
+def _attention_params(m: ModelEntry) -> int:
+    """Of one layer of the llama family."""
+    h = m.hidden
+    if m.latent is not None:
+        x = m.latent
+        queries = h * x.q_rank + x.q_rank + x.q_rank * m.heads * m.head_dim
+        keys = h * (x.kv_rank + x.rotary) + x.kv_rank + x.kv_rank * m.heads * (x.plain + x.value)
+        return queries + keys + m.heads * x.value * h
+    q, kv = m.heads * m.head_dim, m.kv_heads * m.head_dim
+    biases = (q + 2 * kv if m.attention_bias else 0) + (h if m.output_bias else 0)
+    norms = 2 * m.head_dim if m.qk_norm else 0
+    return 2 * h * q + 2 * h * kv + biases + norms + (m.heads if m.sinks else 0)
+
+
+def _mlp_params(m: ModelEntry, layer: int) -> int:
+    """Of a layer of the llama family."""
+    x = m.experts
+    if x is None or not m.has_experts(layer):
+        return 3 * m.hidden * m.ffn
+    router = m.hidden * x.count + (x.count if x.biases else 0)
+    return router + x.count * expert_params(m) + x.shared * 3 * m.hidden * x.ffn
 
 
 def count_params(m: ModelEntry) -> int:
@@ -88,9 +202,8 @@ def count_params(m: ModelEntry) -> int:
     h, f, v = m.hidden, m.ffn, m.vocab
     norm = 2 * h
     if m.family == "llama":
-        kv = m.kv_heads * m.head_dim
-        attention = 2 * h * h + 2 * h * kv + (h + 2 * kv if m.attention_bias else 0)
-        return v * h * (1 if m.tied else 2) + m.layers * (attention + 3 * h * f + 2 * h) + h
+        each = _attention_params(m) + (4 if m.post_norms else 2) * h
+        return v * h * (1 if m.tied else 2) + sum(each + _mlp_params(m, i) for i in range(m.layers)) + h
     block = 4 * (h * h + h) + (h * f + f) + (f * h + h) + 2 * norm
     if m.family == "gpt":
         return (v + m.max_seq) * h + m.layers * block + norm + (0 if m.tied else v * h)
@@ -106,6 +219,7 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
     e = Entry.read(file, name, raw, ModelShape)
     given = {field: value for field, value in structs.asdict(e.values).items() if value is not None}
     del given["checked"]
+    given["own_head_dim"] = given.pop("head_dim", 0)
     m = ModelEntry(name=name, **{**given, "aliases": e.values.aliases})
     _check_shape(e, m)
     return m
@@ -114,15 +228,34 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
 def _check_shape(e: Entry[ModelShape], m: ModelEntry) -> None:
     """Check the shape. Raises CatalogError, naming the field, for a shape that contradicts itself or has another number
     of parameters than it says."""
-    if m.hidden % m.heads:
-        raise e.refuse("heads", f"a divisor of hidden = {m.hidden}")
+    if m.hidden % m.heads and not (m.own_head_dim or m.latent):
+        raise e.refuse("heads", f"a divisor of hidden = {m.hidden}, where head_dim is not given")
     if m.heads % m.kv_heads or (m.family != "llama" and m.kv_heads != m.heads):
         raise e.refuse("kv_heads", f"a divisor of heads = {m.heads}, and equal to it outside the llama family")
     if m.attention_bias and m.family != "llama":
         raise e.refuse("attention_bias", "left out outside the llama family, where all biases are there anyway")
+    _check_details(e, m)
     _check_image(e, m)
     if count_params(m) != m.params:
         raise e.refuse("params", f"{count_params(m)}, which is what the shape has")
+
+
+_DETAILS = ("output_bias", "head_dim", "qk_norm", "post_norms", "sinks", "window", "full_every", "experts", "latent")
+
+
+def _check_details(e: Entry[ModelShape], m: ModelEntry) -> None:
+    """Only the llama family has details, and details that go together."""
+    given = [name for name in _DETAILS if getattr(e.values, name)]
+    if given and m.family != "llama":
+        raise e.refuse(given[0], "left out outside the llama family")
+    if m.full_every and not m.window:
+        raise e.refuse("full_every", "given together with window")
+    if m.latent is not None and m.own_head_dim:
+        raise e.refuse("head_dim", "left out beside latent, which has widths of its own")
+    if m.experts is not None and m.experts.per_token > m.experts.count:
+        raise e.refuse("experts.per_token", f"at most count = {m.experts.count}")
+    if m.experts is not None and m.experts.dense_layers >= m.layers:
+        raise e.refuse("experts.dense_layers", f"below layers = {m.layers}")
 
 
 def _check_image(e: Entry[ModelShape], m: ModelEntry) -> None:
@@ -158,6 +291,11 @@ def _models() -> dict[str, ModelEntry]:
 def model_names() -> tuple[str, ...]:
     """Names of all models, in catalog order, aliases left out."""
     return tuple(_models())
+
+
+def is_model(name: str) -> bool:
+    """Whether the catalog has a model of exactly this name."""
+    return name in _models()
 
 
 def model_entry(name: str) -> ModelEntry:

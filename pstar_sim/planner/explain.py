@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pstar_sim.arguments import choice, instance, number, whole
+from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.core.effects import gradient_list
 from pstar_sim.core.figures import LEAST_ROOM, OWN_SHARES, own_shares
 from pstar_sim.core.plan import Plan
@@ -20,6 +21,7 @@ from pstar_sim.core.step import Kind, Place, to_text
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError
 from pstar_sim.planner.binding import bound_by as binding
+from pstar_sim.planner.expert_chunks import chunk_use
 from pstar_sim.planner.tried import tried_of, tried_text
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.options import options_of, split_spec
@@ -282,6 +284,7 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         whose = LEAST_ROOM if place is Place.GPU and differ else ""
         lines.append(f"  {place.value} at most: {format_bytes(peak)} of {format_bytes(budget)}{whose}")
     lines += _lines_of_sums(plan)
+    lines += _lines_of_experts(plan)
     if plan.workload.stashes:
         lines.append(_line_of_stashes(plan.workload))
     top = max(plan.workload.moments, key=lambda moment: moment.peak_bytes)
@@ -291,6 +294,20 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
         f"  chunks of {format_bytes(plan.layout.chunk_bytes)}, {plan.layout.waste * 100:.2f} % of them padding"
     )
     return lines
+
+
+def _lines_of_experts(plan: Plan) -> list[str]:
+    """How likely chunks of experts are used; nothing for a model without experts."""
+    w = plan.workload
+    experts = model_entry(w.model).experts if w.source == "preset" and is_model(w.model) else None
+    if experts is None:
+        return []
+    likely = chunk_use(w, plan.layout, experts)
+    if not likely:
+        return []
+    alone = f"{_chunks(len(likely))} of {len(plan.layout.chunks)} hold nothing else"
+    least = f"probability {min(likely.values()):.4g} or more"
+    return [f"  experts: {alone}; a micro-batch uses each with {least}, and the plan brings them all"]
 
 
 def _lines_of_modes(plan: Plan) -> list[str]:

@@ -13,7 +13,7 @@ from pstar_sim.errors import CatalogError, UnknownName
 def test_count_is_that_of_the_shape(name: str) -> None:
     m = model_entry(name)
     assert count_params(m) == m.params
-    assert m.head_dim * m.heads == m.hidden
+    assert m.head_dim * m.heads == m.hidden or m.own_head_dim or m.latent
     assert m.source
 
 
@@ -125,10 +125,12 @@ def test_a_good_entry() -> None:
         ("attention_bias", "tied = true\nattention_bias = true"),
         ("patch", "tied = true\npatch = 16"),
         ("colour", "tied = true\ncolour = 1"),
+        ("window", "tied = true\nwindow = 16"),
+        ("experts", "tied = true\nexperts = { count = 8, per_token = 2, ffn = 64 }"),
     ],
 )
 def test_a_bad_entry(field: str, line: str) -> None:
-    target = "tied" if field in {"attention_bias", "patch", "colour"} else field
+    target = "tied" if field in {"attention_bias", "patch", "colour", "window", "experts"} else field
     text = "\n".join(line if x.startswith(f"{target} =") else x for x in GOOD.splitlines())
     with pytest.raises(CatalogError, match=rf"m\.toml: \[m\] {field}( is missing| = .*(; must be|not a known))"):
         read_models("m.toml", text)
@@ -147,6 +149,20 @@ def test_a_bad_vit() -> None:
     ):
         with pytest.raises(CatalogError, match=rf"\[m\] {field} = "):
             read_models("m.toml", vit.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        ("full_every = 6", "full_every"),
+        ("experts = { count = 4, per_token = 8, ffn = 64 }", "per_token"),
+        ("experts = { count = 8, per_token = 2, ffn = 64, dense_layers = 2 }", "dense_layers"),
+        ("head_dim = 32\nlatent = { q_rank = 8, kv_rank = 8, rotary = 4, plain = 4, value = 4 }", "head_dim"),
+    ],
+)
+def test_details_that_do_not_go_together(line: str, field: str) -> None:
+    with pytest.raises(CatalogError, match=rf"{field} = .*; must be"):
+        read_models("m.toml", GOOD.replace('"gpt"', '"llama"') + line + "\n")
 
 
 def test_a_name_used_twice() -> None:

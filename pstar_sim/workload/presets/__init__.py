@@ -21,6 +21,7 @@ from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
 from pstar_sim.errors import ModelError
+from pstar_sim.workload.experts import experts_note
 from pstar_sim.workload.kernels import FLAVOURS, KERNELS
 from pstar_sim.workload.lora import AdaptedTape, Adapter, adapter, adapter_of
 from pstar_sim.workload.optimizers import optimizer_spec
@@ -168,9 +169,13 @@ def workload_of(
         moments=tuple(tape.moments),
         uses=tuple(tape.uses),
         optimizer=spec,
-        notes="" if adapted is None else f"LoRA r={adapted.adapter.rank} on {', '.join(adapted.names)}",
+        notes=", ".join(note for note in (experts_note(entry), "" if adapted is None else _lora_note(adapted)) if note),
     )
     return repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
+
+
+def _lora_note(adapted: AdaptedTape) -> str:
+    return f"LoRA r={adapted.adapter.rank} on {', '.join(adapted.names)}"
 
 
 def _refusal(model: str, what: str, value: object, want: str) -> ModelError:

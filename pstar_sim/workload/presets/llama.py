@@ -1,21 +1,25 @@
-"""Llama and Qwen2, operator by operator: see the package for units and sources."""
+"""Llama, Qwen, Mistral, Gemma, Mixtral, gpt-oss and DeepSeek-V3, operator by operator: see the package for units.
+
+A layer is a norm, attention, a norm and a feed-forward layer, with rotary positions. What differs between models is in
+parts: attention in llama_attention.py, feed-forward layers and experts in llama_mlp.py, norms in llama_norms.py. A
+sliding window is in the flops of flash attention alone.
+"""
 
 from __future__ import annotations
 
+from pstar_sim.workload.presets.llama_attention import GroupedAttention, LatentAttention
+from pstar_sim.workload.presets.llama_mlp import Experts, GatedMlp
+from pstar_sim.workload.presets.llama_norms import Norms
 from pstar_sim.workload.presets.shared import (
     ROOT,
     Shape,
-    attend,
-    attend_backward,
     begin,
-    declare,
     embedding_backward,
     language_loss,
     language_loss_backward,
     last_product_again,
     layers_backward,
     layers_forward,
-    linear,
 )
 from pstar_sim.workload.tape import Tape
 from pstar_sim.workload.workload import Phase
@@ -24,197 +28,133 @@ __all__ = ["write_llama"]
 
 
 def write_llama(t: Tape, s: Shape) -> None:
-    """Llama and Qwen2: rotary positions, RMSNorm in fp32, grouped keys and values, gated feed-forward (SiLU)."""
+    """The llama family: rotary positions, RMSNorm in fp32, gated feed-forward layers or experts."""
     m = s.model
-    flavour = s.flavour
-    h, w = m.hidden, t.width
-    kv_width = m.kv_heads * m.head_dim
-    u, f, kv = s.tokens * h * w, s.tokens * m.ffn * w, s.tokens * kv_width * w
-    upcast = w < 4 and not flavour.fused
-    wide = s.tokens * h * 4 if upcast else 0  # a norm's fp32 copy of its input; in fp32, or fused, it keeps the input
-    # Bytes that are not kept for backward, which computes them again: the output of a norm, of the activation.
-    normed, again = (u, f) if flavour.recomputed else (0, 0)
-    row = s.tokens * 4
+    u = s.tokens * m.hidden * t.width
+    layers = _Layers(t, s)
+    norms = layers.norms
     embedding, norm, head = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-    t.parameter(embedding, m.vocab, h)
+    t.parameter(embedding, m.vocab, m.hidden)
     for i in range(m.layers):
-        block = f"model.layers.{i}"
-        for name, out, rows, bias in (
-            ("self_attn.q_proj", h, h, m.attention_bias),
-            ("self_attn.k_proj", kv_width, h, m.attention_bias),
-            ("self_attn.v_proj", kv_width, h, m.attention_bias),
-            ("self_attn.o_proj", h, h, False),
-            ("mlp.gate_proj", m.ffn, h, False),
-            ("mlp.up_proj", m.ffn, h, False),
-            ("mlp.down_proj", h, m.ffn, False),
-        ):
-            declare(t, f"{block}.{name}", (out, rows), out if bias else 0)
-        t.parameter(f"{block}.input_layernorm.weight", h)
-        t.parameter(f"{block}.post_attention_layernorm.weight", h)
-    t.parameter(norm, h)
+        layers.declare(i)
+    t.parameter(norm, m.hidden)
     if m.tied:
         t.tie(head, embedding)
     else:
-        t.parameter(head, m.vocab, h)
+        t.parameter(head, m.vocab, m.hidden)
 
-    def weights(block: str, *modules: str) -> list[str]:
-        biased = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj") if m.attention_bias else ()
-        return [name for x in modules for name in linear(f"{block}.{x}", bias=x in biased)]
-
-    def rms_norm() -> None:
-        if flavour.fused:
-            t.op(u + row, unsaved=row)
-            return
-        if upcast:
-            t.op(wide, read=u)
-        square = wide or u
-        t.op(square)
-        t.op(3 * row, dead=square + 2 * row)
-        t.op(square)
-        if upcast:
-            t.op(u, dead=square, read=square)
-        t.op(u, unsaved=u + wide + row)
-
-    def rms_norm_backward(name: str, residual: bool = True) -> None:
-        """Backward of the norm: from the gradient of its output (and the residual's, both alive) to their sum (1 u)."""
-        if flavour.fused:
-            t.op(u + t.size([name]), dead=2 * u + row, read=2 * u)
-            t.gradient([name])
-            if residual:
-                t.op(u, dead=2 * u, read=2 * u)
-            return
-        square = wide or u
-        t.op(u)
-        t.op(u)
-        t.op(t.size([name]), dead=u)
-        t.gradient([name])
-        t.op(dead=2 * u)
-        if upcast:
-            t.op(square, dead=u, read=u)
-        t.op(square)
-        t.op(square)
-        t.op(row, dead=2 * square)
-        t.op(2 * row, dead=2 * row)
-        t.op(square, dead=row)
-        t.op(square)
-        t.op(square)
-        t.op(square, dead=4 * square)
-        t.op(square, dead=2 * square + row, read=2 * square)
-        if upcast:
-            t.op(u, dead=square, read=square)
-        if residual:
-            t.op(u, dead=2 * u, read=2 * u)
-
-    def rope(q: int) -> None:
-        if flavour.fused:
-            t.op(q)
-            return
-        t.op(q)
-        t.op(q // 2)
-        t.op(q, dead=q // 2)
-        t.op(q, dead=q, read=2 * q)
-        t.op(q, dead=2 * q, read=2 * q)
-
-    def rope_backward(q: int) -> None:
-        if flavour.fused:
-            t.op(q, dead=q)
-            return
-        t.op(q)
-        t.op(q // 2)
-        t.op(q, dead=q // 2)
-        t.op(q, dead=q)
-        t.op(q, dead=2 * q, read=2 * q)
-        t.op(q, dead=q)
-        t.op(q, dead=2 * q, read=2 * q)
-
-    def forward(i: int, phase: Phase) -> int:
-        block = f"model.layers.{i}"
-        entered = i > 0 and not s.checkpointing and upcast  # then nobody keeps the layer's input for backward
-        qkv = weights(block, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        t.open("begin", f"{block}.input_layernorm", phase, [f"{block}.input_layernorm.weight", *qkv])
-        rms_norm()
-        t.op(u + 2 * kv, products=[s.product(h, n) for n in (h, kv_width, kv_width)], dead=normed, read=3 * u)
-        t.open("end", f"{block}.self_attn.v_proj", phase, weights(block, "self_attn.o_proj"))
-        rope(u)
-        rope(kv)
-        t.op(dead=u + kv)
-        kept = attend(t, s, u + 2 * kv)
-        t.op(u, unsaved=2 * u + 2 * kv - normed, products=[s.product(h, h)])
-        t.op(u, dead=u, unsaved=u, read=2 * u)
-        gated = weights(block, "mlp.gate_proj", "mlp.up_proj")
-        after = f"{block}.post_attention_layernorm"
-        t.open("begin", after, phase, [f"{after}.weight", *gated])
-        rms_norm()
-        t.op(f, products=[s.product(h, m.ffn)], read=u)
-        if not flavour.fused:
-            t.op(f, unsaved=f)
-        t.op(f, products=[s.product(h, m.ffn)], dead=normed, read=u)
-        t.open("end", f"{block}.mlp.up_proj", phase, weights(block, "mlp.down_proj"))
-        if not (flavour.recomputed and phase is Phase.RECOMPUTE):
-            t.op(f, unsaved=2 * f, read=2 * f)
-        if phase is Phase.RECOMPUTE:
-            if not s.early_stop:
-                last_product_again(t, s, u, f)
-            t.op(dead=u if upcast else 0)  # [Note: early stop]; the residual dies with its frame
-        else:
-            t.op(u, dead=again, unsaved=f - again, products=[s.product(m.ffn, h)], read=f)
-            gone = u + (u if upcast else 0) + (u if entered else 0)
-            t.op(u, dead=gone, unsaved=u + (0 if upcast else u) - normed, read=2 * u)
-        return kept
-
-    def backward(i: int, kept: int) -> None:
-        block = f"model.layers.{i}"
-        down, up, gate = (weights(block, f"mlp.{x}_proj") for x in ("down", "up", "gate"))
-        o, q, k, v = (weights(block, f"self_attn.{x}_proj") for x in "oqkv")
-        up_product = s.product(h, m.ffn)
-        t.open("grad", f"{block}.mlp.down_proj", Phase.BWD, [*down, *up, *gate])
-        t.op(again)
-        t.linear_backward(down, grad_in=f, grad_out=u, saved=f, product=s.product(m.ffn, h), dead=f)
-        if flavour.fused:
-            t.op(2 * f, dead=3 * f, read=3 * f)
-        else:
-            t.op(f)
-            t.op(f, dead=3 * f)
-        t.op(normed)
-        t.linear_backward(up, grad_in=u, grad_out=f, saved=u, product=up_product, dead=f)
-        if not flavour.fused:
-            t.op(f, dead=2 * f)
-        t.linear_backward(gate, grad_in=u, grad_out=f, saved=u, product=up_product, dead=f + u)
-        t.op(u, dead=2 * u)
-        t.open("grad", f"{block}.post_attention_layernorm", Phase.BWD, [f"{block}.post_attention_layernorm.weight"])
-        rms_norm_backward(f"{block}.post_attention_layernorm.weight")
-        t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, o)
-        t.linear_backward(o, grad_in=u, grad_out=u, saved=u, product=s.product(h, h))
-        attend_backward(t, s, u + 2 * kv, kept)
-        rope_backward(kv)
-        rope_backward(u)
-        t.open("grad", f"{block}.self_attn.v_proj", Phase.BWD, [*v, *k, *q, f"{block}.input_layernorm.weight"])
-        t.op(normed)
-        t.linear_backward(v, grad_in=u, grad_out=kv, saved=u, product=s.product(h, kv_width), dead=kv)
-        t.linear_backward(k, grad_in=u, grad_out=kv, saved=u, product=s.product(h, kv_width), dead=kv)
-        t.op(u, dead=2 * u)
-        t.linear_backward(q, grad_in=u, grad_out=u, saved=u, product=s.product(h, h), dead=u)
-        t.op(u, dead=3 * u)
-        rms_norm_backward(f"{block}.input_layernorm.weight")
-        if s.checkpointing and upcast:
-            t.op(dead=u)  # the checkpoint: in bf16 no norm kept it
-
-    rotary = 2 * s.sequence * m.head_dim * w
+    rotary = 2 * s.sequence * layers.attention.rotary_dim * t.width
     begin(t, s)
     t.open("begin", "model.embed_tokens", Phase.FWD, [embedding])
     t.op(u)
     t.op(rotary, read=0)
-    kept = layers_forward(t, s, forward)
+    kept = layers_forward(t, s, layers.forward)
     t.open("begin", "model.norm", Phase.FWD, [norm])
-    rms_norm()
-    if upcast:
+    norms.forward(u, s.tokens)
+    if norms.upcast:
         t.op(dead=u + (0 if s.checkpointing else u))  # the last hidden state, and the embedding's, which no norm kept
     language_loss(t, s, "lm_head", head, u)
     language_loss_backward(t, s, "lm_head", head, u, tied=m.tied)
     t.open("grad", "model.norm", Phase.BWD, [norm])
-    rms_norm_backward(norm, residual=False)
-    layers_backward(t, s, forward, backward, kept)
+    norms.backward(norm, u, s.tokens, residual=False)
+    layers_backward(t, s, layers.forward, layers.backward, kept)
     t.open("grad", "model.embed_tokens", Phase.BWD)
     t.op(dead=rotary)
     embedding_backward(t, [embedding], embedding if m.tied else None, u)
     t.open("backward-end", ROOT, Phase.BWD)
+
+
+class _Layers:
+    """The layers of a model on a tape."""
+
+    def __init__(self, t: Tape, s: Shape) -> None:
+        self.t, self.s = t, s
+        self.u = s.tokens * s.model.hidden * t.width
+        self.norms = Norms(t, s)
+        part = GroupedAttention if s.model.latent is None else LatentAttention
+        self.attention: GroupedAttention | LatentAttention = part(t, s, self.norms)
+        self._dense = GatedMlp(t, s, ffn=s.model.ffn)
+        self._experts = None if s.model.experts is None else Experts(t, s)
+        self.normed = self.u if s.flavour.recomputed else 0
+        self.post = s.model.post_norms
+
+    def mlp(self, i: int) -> GatedMlp | Experts:
+        """The feed-forward part of layer i."""
+        return self._experts if self._experts is not None and self.s.model.has_experts(i) else self._dense
+
+    def _names(self, i: int) -> tuple[str, str, str, str]:
+        """Norms before attention, behind it, before the feed-forward layer and behind it; without norms behind, those
+        names are not used."""
+        block = f"model.layers.{i}"
+        before = "pre_feedforward_layernorm" if self.post else "post_attention_layernorm"
+        names = ("input_layernorm", "post_attention_layernorm", before, "post_feedforward_layernorm")
+        first, behind, second, last = (f"{block}.{name}" for name in names)
+        return first, behind, second, last
+
+    def declare(self, i: int) -> None:
+        """Declare the parameters of layer i."""
+        self.attention.declare(f"model.layers.{i}")
+        self.mlp(i).declare(f"model.layers.{i}")
+        for name in dict.fromkeys(self._names(i) if self.post else self._names(i)[:3]):
+            self.t.parameter(f"{name}.weight", self.s.model.hidden)
+
+    def forward(self, i: int, phase: Phase) -> int:
+        """Layer i; returns what attention keeps beside q, k, v and its output."""
+        t, s, u, norms = self.t, self.s, self.u, self.norms
+        block, mlp = f"model.layers.{i}", self.mlp(i)
+        first, behind, second, last = self._names(i)
+        t.open("begin", first, phase, [f"{first}.weight", *self.attention.first(block)])
+        norms.forward(u, s.tokens)
+        kept = self.attention.forward(block, phase, s.model.window_of(i))
+        if self.post:
+            t.open("begin", behind, phase, [f"{behind}.weight"])
+            norms.forward(u, s.tokens, inner=True)
+        t.op(u, dead=u, unsaved=self.attention.out_bytes, read=2 * u)
+        t.open("begin", second, phase, [f"{second}.weight", *mlp.first(block)])
+        norms.forward(u, s.tokens)
+        mlp.forward(block, phase)
+        if phase is Phase.RECOMPUTE:
+            self._recompute_ends(mlp, last)
+            return kept
+        mlp.finish(phase)
+        if self.post:
+            t.open("begin", last, phase, [f"{last}.weight"])
+            norms.forward(u, s.tokens, inner=True)
+        entered = i > 0 and not s.checkpointing and norms.upcast  # then nobody keeps the layer's input for backward
+        gone = u + (u if norms.upcast else 0) + (u if entered else 0)
+        held = 0 if isinstance(mlp, Experts) else u - self.normed  # experts let go of the norm's output themselves
+        t.op(u, dead=gone, unsaved=held + (0 if norms.upcast else u), read=2 * u)
+        return kept
+
+    def _recompute_ends(self, mlp: GatedMlp | Experts, last: str) -> None:
+        """The end of a recompute, by [Note: early stop]; the residual dies with its frame."""
+        t, s, u = self.t, self.s, self.u
+        if mlp.whole or self.post:
+            mlp.finish(Phase.RECOMPUTE)
+            if self.post:
+                t.open("begin", last, Phase.RECOMPUTE, [f"{last}.weight"])
+                self.norms.forward(u, s.tokens, inner=True)
+            t.op(dead=u)
+        elif not s.early_stop:
+            last_product_again(t, s, u, s.tokens * s.model.ffn * t.width)
+        t.op(dead=u if self.norms.upcast else 0)
+
+    def backward(self, i: int, kept: int) -> None:
+        """Backward of layer i: from the gradient of its output (1 u) to that of its input."""
+        t, s, u, norms = self.t, self.s, self.u, self.norms
+        block = f"model.layers.{i}"
+        first, behind, second, last = self._names(i)
+        if self.post:
+            t.open("grad", last, Phase.BWD, [f"{last}.weight"])
+            norms.backward(f"{last}.weight", u, s.tokens, residual=False, shared=True)
+        self.mlp(i).backward(block, own=self.post)
+        t.open("grad", second, Phase.BWD, [f"{second}.weight"])
+        norms.backward(f"{second}.weight", u, s.tokens)
+        if self.post:
+            t.open("grad", behind, Phase.BWD, [f"{behind}.weight"])
+            norms.backward(f"{behind}.weight", u, s.tokens, residual=False, shared=True)
+        reads = [f"{first}.weight"]
+        self.attention.backward(block, kept, s.model.window_of(i), reads=reads, own=self.post)
+        norms.backward(f"{first}.weight", u, s.tokens)
+        if s.checkpointing and norms.upcast:
+            t.op(dead=u)  # the checkpoint: in bf16 no norm kept it

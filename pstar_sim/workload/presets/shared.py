@@ -65,21 +65,29 @@ class Shape:
         return 1, self.tokens, rows, columns
 
     @property
-    def attention_flops(self) -> int:
-        """Scores and weighted sum, all heads; a causal mask saves nothing in torch's own count."""
-        return 4 * self.batch * self.sequence**2 * self.model.hidden
+    def attention_width(self) -> int:
+        """Width of the outputs of all heads."""
+        return self.model.heads * self.model.value_dim
+
+    def attention_flops(self, window: int = 0) -> int:
+        """Scores and weighted sum, all heads; a causal mask saves nothing in torch's own count. window: tokens that
+        each one sees at most, 0 for all."""
+        m, seen = self.model, min(self.sequence, window or self.sequence)
+        if self.attention != "flash":
+            seen = self.sequence  # only flash leaves out what a window hides
+        return 2 * self.batch * self.sequence * seen * m.heads * (m.head_dim + m.value_dim)
 
     @property
     def attention_products(self) -> tuple[Product, Product]:
         """Scores and weighted sum of the math kernel, all heads of all sequences."""
-        batches, head_dim = self.batch * self.model.heads, self.model.hidden // self.model.heads
-        return (batches, self.sequence, head_dim, self.sequence), (batches, self.sequence, self.sequence, head_dim)
+        m, batches = self.model, self.batch * self.model.heads
+        return (batches, self.sequence, m.head_dim, self.sequence), (batches, self.sequence, self.sequence, m.value_dim)
 
 
 # Attention, common to all families
 
 
-def attend(t: Tape, s: Shape, qkv: int) -> int:
+def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
     """Scaled dot-product attention of q, k, v (qkv bytes together).
 
     Returns the bytes that backward needs beside q, k, v and the output. Flash and efficient kernels keep one fp32
@@ -87,7 +95,7 @@ def attend(t: Tape, s: Shape, qkv: int) -> int:
     needs the scores beside them.
     """
     m = s.model
-    u = s.tokens * m.hidden * t.width
+    u = s.tokens * s.attention_width * t.width
     if s.attention == "math":
         scores = s.batch * m.heads * s.sequence**2 * 4
         copies = qkv * 4 // t.width
@@ -97,13 +105,13 @@ def attend(t: Tape, s: Shape, qkv: int) -> int:
     else:
         kept = s.tokens * m.heads * 4
         t.op(kept, read=0)
-        t.op(u, unsaved=kept, flops=s.attention_flops, read=qkv)
+        t.op(u, unsaved=kept, flops=s.attention_flops(window), read=qkv)
     return kept
 
 
-def attend_backward(t: Tape, s: Shape, qkv: int, kept: int) -> None:
+def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) -> None:
     """Backward of attention: gradients of q, k, v replace q, k, v, output, the output's gradient and what was kept."""
-    u = s.tokens * s.model.hidden * t.width
+    u = s.tokens * s.attention_width * t.width
     if s.attention == "math":
         scores = s.batch * s.model.heads * s.sequence**2 * 4
         scored, summed = s.attention_products
@@ -111,7 +119,7 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int) -> None:
         t.op(2 * scores, dead=2 * scores, products=products)
         flops = 0
     else:
-        flops = s.attention_flops * 5 // 2  # the scores are computed once more
+        flops = s.attention_flops(window) * 5 // 2  # the scores are computed once more
     t.op(qkv, dead=2 * u + qkv + kept, flops=flops, read=2 * qkv + 2 * u)
 
 

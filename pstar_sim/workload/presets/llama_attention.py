@@ -1,0 +1,196 @@
+"""Attention of the llama family: grouped keys and values, or multi-head latent attention. See the package for units.
+
+A part declares the parameters of a layer's attention, names those that its first moment reads, and writes the way from
+the output of the layer's norm to that of attention, and back.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.workload.presets.llama_norms import Norms
+from pstar_sim.workload.presets.shared import Shape, attend, attend_backward, declare, linear
+from pstar_sim.workload.tape import Tape
+from pstar_sim.workload.workload import Phase
+
+__all__ = ["GroupedAttention", "LatentAttention"]
+
+
+class GroupedAttention:
+    """Queries, and fewer keys and values, as in Llama 2 and those that followed.
+
+    out_bytes: bytes of what the output projection reads.
+    """
+
+    def __init__(self, t: Tape, s: Shape, norms: Norms) -> None:
+        self.t, self.s, self.norms = t, s, norms
+        m = s.model
+        self.q_width, self.kv_width = m.heads * m.head_dim, m.kv_heads * m.head_dim
+        self.u = s.tokens * m.hidden * t.width
+        self.out_bytes, self.kv = s.tokens * self.q_width * t.width, s.tokens * self.kv_width * t.width
+        self.normed = self.u if s.flavour.recomputed else 0
+        self.rotary_dim = m.head_dim
+
+    def declare(self, block: str) -> None:
+        """Declare the parameters of a layer's attention."""
+        t, m = self.t, self.s.model
+        if m.sinks:
+            t.parameter(f"{block}.self_attn.sinks", m.heads)
+        for x, out in (("q", self.q_width), ("k", self.kv_width), ("v", self.kv_width)):
+            declare(t, f"{block}.self_attn.{x}_proj", (out, m.hidden), out if m.attention_bias else 0)
+        declare(t, f"{block}.self_attn.o_proj", (m.hidden, self.q_width), m.hidden if m.output_bias else 0)
+        for name in self._inner(block):
+            t.parameter(name, m.head_dim)
+
+    def _weights(self, block: str, projections: str) -> list[str]:
+        m = self.s.model
+        biased = ("qkv" if m.attention_bias else "") + ("o" if m.output_bias else "")
+        return [name for x in projections for name in linear(f"{block}.self_attn.{x}_proj", bias=x in biased)]
+
+    def _inner(self, block: str) -> list[str]:
+        return [f"{block}.self_attn.{x}_norm.weight" for x in "qk"] if self.s.model.qk_norm else []
+
+    def _late(self, block: str) -> list[str]:
+        """What the second moment reads beside the output projection."""
+        return [*self._inner(block), *([f"{block}.self_attn.sinks"] if self.s.model.sinks else [])]
+
+    def first(self, block: str) -> list[str]:
+        """What the moment reads that attention begins in."""
+        return self._weights(block, "qkv")
+
+    def forward(self, block: str, phase: Phase, window: int) -> int:
+        """From the output of the layer's norm to that of attention (1 u). Returns what the kernel keeps beside q, k, v
+        and its output."""
+        t, s, m, u, q, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
+        widths = (self.q_width, self.kv_width, self.kv_width)
+        t.op(q + 2 * kv, products=[s.product(m.hidden, n) for n in widths], dead=self.normed, read=3 * u)
+        t.open("end", f"{block}.self_attn.v_proj", phase, [*self._weights(block, "o"), *self._late(block)])
+        if m.qk_norm:
+            self.norms.forward(q, s.tokens * m.heads, inner=True)
+            self.norms.forward(kv, s.tokens * m.kv_heads, inner=True)
+        self.norms.rope(q)
+        self.norms.rope(kv)
+        t.op(dead=q + kv)
+        kept = attend(t, s, q + 2 * kv, window=window)
+        t.op(u, unsaved=u + q + 2 * kv - self.normed, products=[s.product(self.q_width, m.hidden)], read=u)
+        return kept
+
+    def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
+        """From the gradient of attention's output to that of the norm's output (1 u). reads: what the last moment reads
+        beside the projections. own: nobody else needs the gradient of the output."""
+        t, s, m, u, q_bytes, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
+        o, q, k, v = (self._weights(block, x) for x in "oqkv")
+        t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [*o, *self._late(block)])
+        product = s.product(self.q_width, m.hidden)
+        t.linear_backward(o, grad_in=q_bytes, grad_out=u, saved=q_bytes, product=product, dead=u if own else 0)
+        attend_backward(t, s, q_bytes + 2 * kv, kept, window=window)
+        if m.sinks:
+            t.gradient([f"{block}.self_attn.sinks"], allocated=False)
+        self.norms.rope_backward(kv)
+        self.norms.rope_backward(q_bytes)
+        if m.qk_norm:
+            q_norm, k_norm = self._inner(block)
+            self.norms.backward(k_norm, kv, s.tokens * m.kv_heads, residual=False)
+            self.norms.backward(q_norm, q_bytes, s.tokens * m.heads, residual=False)
+        t.open("grad", f"{block}.self_attn.v_proj", Phase.BWD, [*v, *k, *q, *reads])
+        t.op(self.normed)
+        narrow = s.product(m.hidden, self.kv_width)
+        t.linear_backward(v, grad_in=u, grad_out=kv, saved=u, product=narrow, dead=kv)
+        t.linear_backward(k, grad_in=u, grad_out=kv, saved=u, product=narrow, dead=kv)
+        t.op(u, dead=2 * u)
+        product = s.product(m.hidden, self.q_width)
+        t.linear_backward(q, grad_in=u, grad_out=q_bytes, saved=u, product=product, dead=q_bytes)
+        t.op(u, dead=3 * u)
+
+
+class LatentAttention:
+    """Multi-head latent attention: narrow queries, keys and values, each normed and then widened (DeepSeek-V3).
+
+    out_bytes: bytes of what the output projection reads.
+    """
+
+    def __init__(self, t: Tape, s: Shape, norms: Norms) -> None:
+        self.t, self.s, self.norms = t, s, norms
+        m, x = s.model, s.model.latent
+        assert x is not None
+        each = s.tokens * t.width
+        self.widths = {
+            "q_a_proj": (x.q_rank, m.hidden),
+            "q_b_proj": (m.heads * m.head_dim, x.q_rank),
+            "kv_a_proj_with_mqa": (x.kv_rank + x.rotary, m.hidden),
+            "kv_b_proj": (m.heads * (x.plain + x.value), x.kv_rank),
+            "o_proj": (m.hidden, m.heads * x.value),
+        }
+        self.u, self.out_bytes = each * m.hidden, each * m.heads * x.value
+        self.q_low, self.kv_low = each * x.q_rank, each * x.kv_rank
+        self.q, self.kv = each * m.heads * m.head_dim, each * m.heads * (x.plain + x.value)
+        self.v = each * m.heads * x.value  # a part of kv
+        self.k_rot, self.q_rot = each * x.rotary, each * m.heads * x.rotary
+        self.normed = self.u if s.flavour.recomputed else 0
+        self.rotary_dim = x.rotary
+
+    def declare(self, block: str) -> None:
+        """Declare the parameters of a layer's attention."""
+        x = self.s.model.latent
+        assert x is not None
+        for name, shape in self.widths.items():
+            declare(self.t, f"{block}.self_attn.{name}", shape, 0)
+            if name == "q_a_proj":
+                self.t.parameter(f"{block}.self_attn.q_a_layernorm.weight", x.q_rank)
+            if name == "kv_a_proj_with_mqa":
+                self.t.parameter(f"{block}.self_attn.kv_a_layernorm.weight", x.kv_rank)
+
+    def first(self, block: str) -> list[str]:
+        """What the moment reads that attention begins in."""
+        names = [f"{block}.self_attn.{name}.weight" for name in self.widths if name != "o_proj"]
+        return [*names, *(f"{block}.self_attn.{x}_a_layernorm.weight" for x in ("q", "kv"))]
+
+    def _project(self, name: str, out: int, read: int, dead: int = 0) -> None:
+        columns, rows = self.widths[name]
+        self.t.op(out, products=[self.s.product(rows, columns)], read=read, dead=dead)
+
+    def forward(self, block: str, phase: Phase, window: int) -> int:
+        """From the output of the layer's norm to that of attention (1 u). Returns what the kernel keeps beside q, k, v
+        and its output."""
+        t, s, norms, u = self.t, self.s, self.norms, self.u
+        self._project("q_a_proj", self.q_low, u)
+        norms.forward(self.q_low, s.tokens, inner=True)
+        self._project("q_b_proj", self.q, self.q_low)
+        self._project("kv_a_proj_with_mqa", self.kv_low + self.k_rot, u, dead=self.normed)
+        norms.forward(self.kv_low, s.tokens, inner=True)
+        self._project("kv_b_proj", self.kv, self.kv_low)
+        t.open("end", f"{block}.self_attn.kv_b_proj", phase, [f"{block}.self_attn.o_proj.weight"])
+        norms.rope(self.q_rot)
+        norms.rope(self.k_rot)
+        t.op(self.q, dead=self.q + self.q_rot)
+        t.op(self.q, dead=2 * self.k_rot)
+        kept = attend(t, s, 2 * self.q + self.v, window=window)
+        saved = u + 2 * self.q + self.kv + self.q_low + self.kv_low - self.normed
+        columns, rows = self.widths["o_proj"]
+        t.op(u, unsaved=saved, products=[s.product(rows, columns)], read=self.out_bytes)
+        return kept
+
+    def _back(self, block: str, name: str, *, grad_in: int, grad_out: int, dead: int) -> None:
+        columns, rows = self.widths[name]
+        weight, product = f"{block}.self_attn.{name}.weight", self.s.product(rows, columns)
+        self.t.linear_backward([weight], grad_in=grad_in, grad_out=grad_out, saved=grad_in, product=product, dead=dead)
+
+    def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
+        """From the gradient of attention's output to that of the norm's output (1 u). reads: what the last moment reads
+        beside the projections. own: nobody else needs the gradient of the output."""
+        t, s, norms, u = self.t, self.s, self.norms, self.u
+        t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [f"{block}.self_attn.o_proj.weight"])
+        self._back(block, "o_proj", grad_in=self.out_bytes, grad_out=u, dead=u if own else 0)
+        attend_backward(t, s, 2 * self.q + self.v, kept, window=window)
+        t.op(self.kv, dead=self.kv)
+        norms.rope_backward(self.q_rot)
+        t.op(self.k_rot, dead=self.q, read=self.q)  # one rotary part of the keys for all heads
+        norms.rope_backward(self.k_rot)
+        t.open("grad", f"{block}.self_attn.kv_b_proj", Phase.BWD, [*self.first(block), *reads])
+        self._back(block, "kv_b_proj", grad_in=self.kv_low, grad_out=self.kv, dead=self.kv + self.kv_low)
+        norms.backward(f"{block}.self_attn.kv_a_layernorm.weight", self.kv_low, s.tokens, residual=False)
+        t.op(self.normed)
+        narrow = self.kv_low + self.k_rot
+        self._back(block, "kv_a_proj_with_mqa", grad_in=u, grad_out=narrow, dead=narrow)
+        self._back(block, "q_b_proj", grad_in=self.q_low, grad_out=self.q, dead=self.q + self.q_low)
+        norms.backward(f"{block}.self_attn.q_a_layernorm.weight", self.q_low, s.tokens, residual=False)
+        self._back(block, "q_a_proj", grad_in=u, grad_out=self.q_low, dead=self.q_low)
+        t.op(u, dead=3 * u)

@@ -1,0 +1,201 @@
+"""Feed-forward layers of the llama family: one gated layer, or experts of which each token goes through a few.
+
+[Note: experts] A router gives each token to `per_token` of `count` experts. Rows of tokens are copied for each of their
+experts and sorted by expert, one grouped product per matrix computes all experts of a layer, and the rows come back
+weighted and are added up, as transformers 5 does it (grouped_mm). So all experts of a layer are read in one moment, and
+their gradients arrive in one. Each expert's matrices are tensors of their own, slices of those of the module, so that a
+chunk holds whole experts. Loads are taken as balanced. See the package for units.
+"""
+
+from __future__ import annotations
+
+from pstar_sim.workload.presets.shared import Shape, declare
+from pstar_sim.workload.tape import Tape
+from pstar_sim.workload.workload import Phase, Product
+
+__all__ = ["Experts", "GatedMlp"]
+
+
+class GatedMlp:
+    """A gated feed-forward layer (SiLU or GELU).
+
+    whole: whether a recompute runs all of it, whatever comes behind it.
+    alone: whether nothing else reads the norm's output.
+    """
+
+    whole = False
+
+    def __init__(self, t: Tape, s: Shape, *, ffn: int, name: str = "mlp", alone: bool = True) -> None:
+        self.t, self.s, self.ffn, self.name, self.alone = t, s, ffn, name, alone
+        self.u, self.f = s.tokens * s.model.hidden * t.width, s.tokens * ffn * t.width
+        # Bytes that are not kept for backward, which computes them again: the output of a norm, of the activation.
+        self.normed = self.u if s.flavour.recomputed and alone else 0
+        self.again = self.f if s.flavour.recomputed else 0
+
+    def declare(self, block: str) -> None:
+        """Declare the parameters of a layer."""
+        h = self.s.model.hidden
+        for x, shape in (("gate", (self.ffn, h)), ("up", (self.ffn, h)), ("down", (h, self.ffn))):
+            declare(self.t, f"{block}.{self.name}.{x}_proj", shape, 0)
+
+    def _weight(self, block: str, x: str) -> str:
+        return f"{block}.{self.name}.{x}_proj.weight"
+
+    def first(self, block: str) -> list[str]:
+        """What the moment reads that the layer begins in."""
+        return [self._weight(block, "gate"), self._weight(block, "up")]
+
+    def forward(self, block: str, phase: Phase) -> None:
+        """From the norm's output to what the last product reads."""
+        t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
+        up = s.product(s.model.hidden, self.ffn)
+        t.op(f, products=[up], read=u)
+        if not fused:
+            t.op(f, unsaved=f)
+        t.op(f, products=[up], dead=self.normed, read=u)
+        t.open("end", f"{block}.{self.name}.up_proj", phase, [self._weight(block, "down")])
+        if not (s.flavour.recomputed and phase is Phase.RECOMPUTE):
+            t.op(f, unsaved=2 * f, read=2 * f)
+
+    def finish(self, phase: Phase) -> None:
+        """The last product (1 u)."""
+        if phase is Phase.RECOMPUTE:
+            self.t.op(self.again)
+        product = self.s.product(self.ffn, self.s.model.hidden)
+        self.t.op(self.u, dead=self.again, unsaved=self.f - self.again, products=[product], read=self.f)
+
+    def backward(self, block: str, *, own: bool) -> None:
+        """From the gradient of the output to that of the norm's output (1 u). own: nobody else needs the gradient of
+        the output."""
+        t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
+        down, up, gate = (self._weight(block, x) for x in ("down", "up", "gate"))
+        t.open("grad", f"{block}.{self.name}.down_proj", Phase.BWD, [down, up, gate])
+        t.op(self.again)
+        product = s.product(self.ffn, s.model.hidden)
+        t.linear_backward([down], grad_in=f, grad_out=u, saved=f, product=product, dead=f + (u if own else 0))
+        if fused:
+            t.op(2 * f, dead=3 * f, read=3 * f)
+        else:
+            t.op(f)
+            t.op(f, dead=3 * f)
+        t.op(self.normed)
+        product = s.product(s.model.hidden, self.ffn)
+        t.linear_backward([up], grad_in=u, grad_out=f, saved=u, product=product, dead=f)
+        if not fused:
+            t.op(f, dead=2 * f)
+        t.linear_backward([gate], grad_in=u, grad_out=f, saved=u, product=product, dead=f + (u if self.alone else 0))
+        t.op(u, dead=2 * u)
+
+
+class Experts:
+    """Experts in place of a feed-forward layer: [Note: experts].
+
+    whole: a recompute runs all of it, because the weights of the router need the experts' outputs.
+    """
+
+    whole = True
+
+    def __init__(self, t: Tape, s: Shape) -> None:
+        self.t, self.s = t, s
+        x = s.model.experts
+        assert x is not None
+        self.x = x
+        rows = s.tokens * x.per_token
+        self.u = s.tokens * s.model.hidden * t.width
+        self.rows_h, self.rows_f = rows * s.model.hidden * t.width, rows * x.ffn * t.width
+        self.logits, self.chosen = s.tokens * x.count * t.width, s.tokens * x.count * 4 + rows * (4 + 8 + 2 * 8)
+        self.normed, self.again = (self.u, self.rows_f) if s.flavour.recomputed else (0, 0)
+        # What operators of the activation keep beside gate, up and their product: gpt-oss clamps both and has more.
+        self.steps = 0 if s.flavour.fused else (3 if x.biases else 1) * self.rows_f
+        beside = GatedMlp(t, s, ffn=x.shared * x.ffn, name="mlp.shared_experts", alone=False)
+        self.shared = beside if x.shared else None
+
+    def declare(self, block: str) -> None:
+        """Declare router and experts of a layer; the matrices of an expert are one after the other."""
+        t, x, h = self.t, self.x, self.s.model.hidden
+        declare(t, f"{block}.mlp.gate", (x.count, h), x.count if x.biases else 0)
+        for e in range(x.count):
+            expert = f"{block}.mlp.experts.{e}"
+            t.parameter(f"{expert}.gate_up_proj", 1, 2 * x.ffn, h)
+            t.parameter(f"{expert}.down_proj", 1, h, x.ffn)
+            if x.biases:
+                t.parameter(f"{expert}.gate_up_proj_bias", 1, 2 * x.ffn)
+                t.parameter(f"{expert}.down_proj_bias", 1, h)
+        if self.shared is not None:
+            self.shared.declare(block)
+
+    def _router(self, block: str) -> list[str]:
+        return [f"{block}.mlp.gate.{x}" for x in (("weight", "bias") if self.x.biases else ("weight",))]
+
+    def _of(self, block: str, matrix: str) -> list[str]:
+        """The matrix of each expert, with its bias."""
+        kinds = (matrix, f"{matrix}_bias") if self.x.biases else (matrix,)
+        return [f"{block}.mlp.experts.{e}.{kind}" for e in range(self.x.count) for kind in kinds]
+
+    def first(self, block: str) -> list[str]:
+        """What the moment reads that the layer begins in."""
+        return self._router(block)
+
+    def _grouped(self, rows: int, columns: int) -> Product:
+        """The product of all experts with their rows, in equal parts where that is possible."""
+        count, all_rows = self.x.count, self.s.tokens * self.x.per_token
+        if all_rows % count:
+            return 1, all_rows, rows, columns
+        return count, all_rows // count, rows, columns
+
+    def forward(self, block: str, phase: Phase) -> None:
+        """From the norm's output to the sum of the experts' outputs (1 u)."""
+        t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
+        h = s.model.hidden
+        t.op(self.logits, products=[s.product(h, self.x.count)], read=u)
+        t.op(self.chosen, dead=self.logits, read=self.logits)
+        experts = [*self._of(block, "gate_up_proj"), *self._of(block, "down_proj")]
+        t.open("begin", f"{block}.mlp.experts", phase, experts)
+        t.op(wide, read=wide)
+        t.op(2 * f, products=[self._grouped(h, 2 * self.x.ffn)], read=wide)
+        t.op(self.steps)
+        t.op(f, read=2 * f)
+        t.op(wide, products=[self._grouped(self.x.ffn, h)], dead=self.again, read=f)
+        t.op(wide)
+        t.op(wide, dead=wide)
+        kept = 2 * wide + 3 * f + self.steps - self.again + self.chosen
+        t.op(u, dead=wide, unsaved=kept + (0 if self.shared else u), read=wide)
+        if self.shared is not None:
+            t.open("begin", f"{block}.mlp.shared_experts", phase, self.shared.first(block))
+            self.shared.forward(block, phase)
+            self.shared.finish(phase)
+            t.op(u, dead=2 * u, unsaved=u, read=2 * u)
+        t.op(dead=self.normed, unsaved=-self.normed)
+
+    def finish(self, phase: Phase) -> None:
+        """Nothing is left to do."""
+
+    def backward(self, block: str, *, own: bool) -> None:
+        """From the gradient of the output to that of the norm's output (1 u). own: nobody else needs the gradient of
+        the output."""
+        t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
+        h, fused = s.model.hidden, s.flavour.fused
+        t.op(self.normed)
+        if self.shared is not None:
+            self.shared.backward(block, own=False)
+        experts = [*self._of(block, "gate_up_proj"), *self._of(block, "down_proj"), *self._router(block)]
+        t.open("grad", f"{block}.mlp.experts", Phase.BWD, experts)
+        t.op(wide, dead=u if own else 0, read=u)
+        t.op(2 * wide + self.again, dead=3 * wide, read=3 * wide)
+        down, up = self._grouped(self.x.ffn, h), self._grouped(h, 2 * self.x.ffn)
+        names = self._of(block, "down_proj")
+        t.linear_backward(names, grad_in=f, grad_out=wide, saved=f, product=down, dead=wide + f)
+        if fused:
+            t.op(2 * f, dead=3 * f, read=3 * f)
+        else:
+            t.op(2 * f)
+            t.op(2 * f, dead=5 * f + self.steps)
+        names = self._of(block, "gate_up_proj")
+        t.linear_backward(names, grad_in=wide, grad_out=2 * f, saved=wide, product=up, dead=2 * f + wide)
+        t.op(u, dead=wide, read=wide)
+        t.op(self.logits, dead=self.chosen)
+        product = s.product(h, self.x.count)
+        names = self._router(block)
+        t.linear_backward(names, grad_in=u, grad_out=self.logits, saved=u, product=product, dead=self.logits + u)
+        for _ in range(1 if self.shared is None else 2):
+            t.op(u, dead=2 * u, read=2 * u)

@@ -1,0 +1,110 @@
+"""RMSNorm and rotary positions of the llama family, operator by operator: see the package for units and sources."""
+
+from __future__ import annotations
+
+from pstar_sim.workload.presets.shared import Shape
+from pstar_sim.workload.tape import Tape
+
+__all__ = ["Norms"]
+
+
+class Norms:
+    """Norms and rotary positions on a tape.
+
+    upcast: whether a norm keeps an fp32 copy of its input for backward; in fp32, or fused, it keeps the input.
+    wide_output: whether it multiplies by its weight in fp32, as Gemma's do, and keeps what it multiplies in fp32.
+    """
+
+    def __init__(self, t: Tape, s: Shape) -> None:
+        self.t = t
+        self.fused = s.flavour.fused
+        self.upcast = t.width < 4 and not self.fused
+        self.wide_output = self.upcast and s.model.post_norms
+
+    def _wide(self, size: int) -> int:
+        return size * 4 // self.t.width if self.upcast else 0
+
+    def forward(self, size: int, rows: int, *, inner: bool = False) -> None:
+        """From the input to the norm's output, both `size` bytes. rows: number of norms. inner: nobody but the norm
+        needs the input."""
+        t, row, wide = self.t, rows * 4, self._wide(size)
+        if self.fused:
+            t.op(size + row, unsaved=row)
+        else:
+            if self.upcast:
+                t.op(wide, read=size)
+            square = wide or size
+            t.op(square)
+            t.op(3 * row, dead=square + 2 * row)
+            t.op(square)
+            if self.wide_output:
+                t.op(square)
+                t.op(size, dead=square, unsaved=2 * wide + row, read=square)
+            else:
+                if self.upcast:
+                    t.op(size, dead=square, read=square)
+                t.op(size, unsaved=size + wide + row)
+        if inner:
+            t.op(dead=size if self.upcast else 0, unsaved=0 if self.upcast else size)
+
+    def backward(self, name: str, size: int, rows: int, *, residual: bool = True, shared: bool = False) -> None:
+        """Backward of the norm: from the gradient of its output (and the residual's, both alive) to their sum (1
+        `size`). shared: others need the gradient of the output, too, so it stays."""
+        t, row, wide = self.t, rows * 4, self._wide(size)
+        stays = size if shared else 0
+        if self.fused:
+            t.op(size + t.size([name]), dead=2 * size + row - stays, read=2 * size)
+            t.gradient([name])
+        else:
+            square = wide or size
+            if self.wide_output:
+                t.op(square, dead=size - stays, read=size)
+                t.op(square)
+                t.op(t.size([name]), dead=square)
+                t.gradient([name])
+                t.op(square, dead=2 * square)
+            else:
+                t.op(size)
+                t.op(size)
+                t.op(t.size([name]), dead=size)
+                t.gradient([name])
+                t.op(dead=2 * size - stays)
+            if self.upcast and not self.wide_output:
+                t.op(square, dead=size, read=size)
+            t.op(square)
+            t.op(square)
+            t.op(row, dead=2 * square)
+            t.op(2 * row, dead=2 * row)
+            t.op(square, dead=row)
+            t.op(square)
+            t.op(square)
+            t.op(square, dead=4 * square)
+            t.op(square, dead=2 * square + row, read=2 * square)
+            if self.upcast:
+                t.op(size, dead=square, read=square)
+        if residual:
+            t.op(size, dead=2 * size, read=2 * size)
+
+    def rope(self, size: int) -> None:
+        """Positions; the input stays."""
+        t = self.t
+        t.op(size)
+        if not self.fused:
+            t.op(size // 2)
+            t.op(size, dead=size // 2)
+            t.op(size, dead=size, read=2 * size)
+            t.op(size, dead=2 * size, read=2 * size)
+
+    def rope_backward(self, size: int) -> None:
+        """From the gradient of the output to that of the input."""
+        t = self.t
+        if self.fused:
+            t.op(size, dead=size)
+            return
+        t.op(size)
+        t.op(size // 2)
+        t.op(size, dead=size // 2)
+        t.op(size, dead=size)
+        t.op(size, dead=2 * size, read=2 * size)
+        t.op(size, dead=size)
+        t.op(size, dead=2 * size, read=2 * size)
