@@ -184,7 +184,7 @@ def test_what_does_not_fit_says_why_by_how_much_and_what_would_do(capsys: pytest
     assert main([*argv, "--policy", "zero_offload", "--policy", "tide", "--json"]) == 0
     zero, tide = json.loads(capsys.readouterr().out)
     assert not zero["fits"] and tide["fits"]
-    assert "short by" in zero["reason"] and "fits on a100-" in zero["reason"] and "--policy tide" in zero["reason"]
+    assert "short by" in zero["reason"] and "fits on l40s" in zero["reason"] and "--policy tide" in zero["reason"]
     assert zero["iteration_s"] is None and zero["bound_by"] is None
 
 
