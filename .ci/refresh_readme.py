@@ -84,6 +84,29 @@ def policies_table() -> str:
     return "\n".join(lines)
 
 
+def frameworks_table() -> str:
+    """What benchmarks/frameworks.py has trained with exported files."""
+    lines = [
+        "| exported from | trained by | predicted, B per parameter | measured | host with pinned rounding |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for row in result("frameworks")["rows"]:
+        if "measured_bytes_per_param" in row:
+            figures = ("predicted", "measured", "host_with_pinning")
+            cells = " | ".join(f"{row[f'{figure}_bytes_per_param']:.2f}" for figure in figures)
+            lines.append(f"| `{row['plan']}` | {row['target']} | {cells} |")
+    return "\n".join(lines)
+
+
+def frameworks() -> str:
+    found = result("frameworks")
+    loaded = {row["target"]: row["loaded"] for row in found["rows"] if "loaded" in row}
+    whole = ", ".join(name for name, said in loaded.items() if "failed" not in said)
+    missing = ", ".join(name for name, said in loaded.items() if "failed" in said)
+    lacking = f"; not loaded: {missing}" if missing else ""
+    return f"Loaded by their packages: files for {whole}{lacking} ({link('frameworks')})."
+
+
 def gaps_table() -> str:
     """The summaries that benchmarks/optimal.py has written."""
     lines = [
@@ -487,7 +510,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     for f in (
         accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, interleavings, leaks, mutations,
         faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated, tide_bytes, whale,
-        gemm_carried,
+        gemm_carried, frameworks,
     )
 } | {
     "demo-taken": lambda: link("demo"),
@@ -503,6 +526,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "contract": contract_table,
     "demo": demo,
     "families": families,
+    "frameworks": frameworks_table,
     "gaps": gaps_table,
     "gemm": gemm,
     "gemm-figures": gemm_figures,
