@@ -76,7 +76,10 @@ def plot_tide(
     if measured is not None:
         instance("measured", measured, Timeline, "a Timeline")
     axes = _axes_for(ax, len(many))
-    shared_legend(axes[-1], _plot(many, axes, x, place, measured), "tide", _in_order)
+    handles = _plot(many, axes, x, place, measured)
+    for upper in axes[:-1] if ax is None else ():
+        upper.set_xlabel("")
+    shared_legend(axes[-1], handles, "tide", _in_order)
     return axes[0] if isinstance(timelines, Timeline | Planned) else np.array(axes, dtype=object)
 
 

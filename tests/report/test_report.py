@@ -22,7 +22,7 @@ from pstar_sim.report.html import timeline_html
 from pstar_sim.report.palette import CATEGORIES as COLOURS
 from pstar_sim.report.perfetto import to_perfetto
 from pstar_sim.report.schedule_picture import plot_schedule
-from pstar_sim.report.tide_picture import plot_tide, tide_figure
+from pstar_sim.report.tide_picture import plot_tide, spread, tide_figure
 
 GB = 10**9
 
@@ -245,6 +245,14 @@ def test_slices_of_a_lane_do_not_overlap() -> None:
 def test_html_of_a_timeline_names_its_figures() -> None:
     html = timeline_html(timeline(label="<tide>"))
     assert "&lt;tide&gt; (simulated)" in html and "4.000 s" in html and "compute waits for h2d" in html
+
+
+def test_of_many_policies_the_slowest_the_middle_and_the_fastest_are_drawn() -> None:
+    w = ps.preset("tiny-gpt2", batch=2, seq=32)
+    found = ps.compare(w, ps.machine("v100-32"), barrier_cost=False, near=False)
+    fitting = sorted((row.iteration_s or 0.0 for row in found.rows if row.fits), reverse=True)
+    drawn = [planned.row.iteration_s for planned in spread(found)]
+    assert len(fitting) > 4 and drawn == [fitting[0], fitting[len(fitting) // 2], fitting[-1]]
 
 
 def test_what_a_notebook_shows_is_html_with_pictures_and_without_scripts() -> None:

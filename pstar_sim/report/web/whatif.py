@@ -38,28 +38,39 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
     model = "model" if "model" in axes else "trace"
     if not points or not {"machine", "policy", model} <= {*axes}:
         raise PstarError("a page needs the points of a sweep, with machine, policy, and model or trace")
-    parts = [axis for axis in axes if axis.startswith("set.")]
-    others = [axis for axis in axes if axis not in ("machine", model, "policy", *parts)]
-    axes = ["machine", *parts, model, *others, "policy"]
+    axes = _in_order(axes, model)
     values = {axis: _values(points, axis) for axis in axes}
+    params: list[int | None] = [None] * len(values[model])
     if model == "model":
         values[model].sort(key=lambda name: model_entry(str(name)).params)
+        params = [model_entry(str(name)).params for name in values[model]]
     index = {axis: {value: n for n, value in enumerate(found)} for axis, found in values.items()}
     rows = [[*(index[axis][_value(p, axis)] for axis in axes), *(p.get(name) for name in _FIGURES)] for p in points]
-    costs = _costs(points, ["machine", *parts], prices)
+    costs = _costs(points, ["machine", *_parts(axes)], prices)
     data = {
         "axes": [{"name": axis, "title": _title(axis), "values": values[axis]} for axis in axes],
         "model": model,
         "figures": _FIGURES,
         "rows": rows,
         "prices": costs,
-        "params": [model_entry(str(name)).params if model == "model" else None for name in values[model]],
+        "params": params,
         "binds": BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the host"},
         "colours": _colours([str(policy) for policy in values["policy"]]),
         "tokens": TOKENS,
         "days": DAYS,
     }
     return document("What if?", _body(), data, script="whatif.js")
+
+
+def _parts(axes: Sequence[str]) -> list[str]:
+    """The axes that are figures of the machine."""
+    return [axis for axis in axes if axis.startswith("set.")]
+
+
+def _in_order(axes: Sequence[str], model: str) -> list[str]:
+    """The axes in the order in which one chooses: the machine and its parts, the model, the others, the policy."""
+    others = [axis for axis in axes if axis not in ("machine", model, "policy", *_parts(axes))]
+    return ["machine", *_parts(axes), model, *others, "policy"]
 
 
 def _value(point: Mapping[str, object], axis: str) -> object:
