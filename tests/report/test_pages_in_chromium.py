@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from chromium import Browser, chromium
 
 import pstar_sim as ps
 from pstar_sim.cli import main
+from pstar_sim.core.plan import load_plan
+from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 
@@ -28,7 +31,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tide = [100 * MIB, 300 * MIB, 300 * MIB, 100 * MIB, 50 * MIB]
     w = chain_workload(2, 64 * MIB, flops=2 * 64 * MIB * 4096, tide_bytes=tide)
     machine = ps.machine("rtx4090", gpu_memory="3GB")
-    plans = []
+    plans: list[str] = []
     for planned in ps.compare(w, machine, policies=["zero_offload", "tide"], barrier_cost=False).planned.values():
         plans.append(str(folder / f"{planned.policy}.json"))
         planned.save(plans[-1])
@@ -63,6 +66,24 @@ def whatif(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ps.sweep(grid, folder / "results.parquet", jobs=1)
     assert main(["page", str(folder / "results.parquet"), "-o", str(folder / "whatif.html")]) == 0
     return folder / "whatif.html"
+
+
+def test_a_run_beside_its_prediction(browser: Browser, report: Path) -> None:
+    """By moment the run lies over the prediction; by time each has a chart of its own."""
+    plan = load_plan(report.with_name("tide.json"))
+    slower = replace(play(plan, jitter=lambda step, k: 1.0 + 0.4 * (step % 3)), source="measured")
+    slower.save(report.with_name("measured.json"))
+    files = [str(report.with_name(name)) for name in ("tide.json", "measured.json")]
+    out = report.with_name("run.html")
+    assert main(["report", *files, "-o", str(out), "--quiet"]) == 0
+    browser.log.clear()
+    browser.asked.clear()
+    page = browser.open(out.as_uri(), dark=True)
+    measured = page.locator("[data-figure='tide 1']")
+    assert not measured.is_visible() and page.get_by_text("(areas), measured (lines)").is_visible()
+    page.get_by_role("button", name="by time").click()
+    assert measured.is_visible() and measured.locator(".main-svg").count() > 0
+    assert browser.log == [] and {*browser.asked} == {out.as_uri()}
 
 
 def test_the_what_if_page_answers_in_three_clicks(browser: Browser, whatif: Path) -> None:

@@ -126,7 +126,10 @@ def test_the_map_of_chunks_holds_the_bytes_that_the_timeline_counts(compared: Co
 
 def test_the_run_is_drawn_over_its_prediction_by_moment(folder: Path) -> None:
     page = values(folder / "run.html")
-    assert page["x"] == "moment" and {"tide 0 time", "tide 0 moment"} <= page["figures"].keys()
+    tides = {name for name in page["figures"] if name.startswith("tide")}
+    assert page["x"] == "moment" and tides == {"tide 0 time", "tide 0 moment", "tide 1 time"}
+    apart = [trace.get("hovertemplate", "") for trace in page["figures"]["tide 0 time"]["data"]]
+    assert not any("measured" in name for name in apart), "by time each has a chart of its own"
     names = [trace.get("hovertemplate", "") for trace in page["figures"]["tide 0 moment"]["data"]]
     assert any(name.startswith("measured model data") for name in names)
     text = (folder / "run.html").read_text(encoding="utf-8")

@@ -1,13 +1,13 @@
 // The report of plans: figures by name, and the tide by time or by moment.
 
-for (const place of document.querySelectorAll("[data-figure]")) {
-  const name = place.dataset.figure;
-  draw(place, values.figures[name] || values.figures[`${name} ${values.x}`]);
+// Elements with data-x are shown with that x alone, and a chart is drawn when it has a width.
+function show(x) {
+  for (const part of document.querySelectorAll("[data-x]")) part.hidden = part.dataset.x !== x;
+  for (const place of document.querySelectorAll("[data-figure]")) {
+    const figure = values.figures[place.dataset.figure] || values.figures[`${place.dataset.figure} ${x}`];
+    if (figure && figure !== drawn.get(place) && place.offsetParent !== null) draw(place, figure);
+  }
 }
-for (const group of document.querySelectorAll("[data-choice=x]"))
-  choice(group, (x) => {
-    for (const place of document.querySelectorAll("[data-figure^=tide]"))
-      draw(place, values.figures[`${place.dataset.figure} ${x}`]);
-    for (const note of document.querySelectorAll("[data-x]")) note.hidden = note.dataset.x !== x;
-  });
 
+for (const group of document.querySelectorAll("[data-choice=x]")) choice(group, show);
+show(values.x);

@@ -135,20 +135,18 @@ class _Page:
         legend: dict[str, str] = {}
         cells = []
         for n, subject in enumerate(self.subjects):
-            over = next((s.timeline for s in self.subjects[n + 1 : n + 2] if s.measured), None)
-            if subject.measured and n > 0:
-                continue
-            notes = []
-            for x in XS:
-                right = self.right_s if x == "time" else float(self.moments)
-                chart = tide_chart(subject.timeline, x=x, right=right, top_bytes=self.top_bytes, measured=over)
-                self.figures[f"tide {n} {x}"] = chart.figure
+            after = self.subjects[n + 1 : n + 2]
+            over = after[0].timeline if after and after[0].measured else None
+            alone = n > 0 and subject.measured  # by moment it lies over the one before it
+            says = ""
+            for x in XS[:1] if alone else XS:
+                chart = self._tide(n, x, over if x == "moment" else None)
                 legend |= chart.legend
-                hidden = "" if x == self.first_x else " hidden"
-                notes += [f'<p class="note" data-x="{x}"{hidden}>{escape(note)}.</p>' for note in chart.notes]
-            title = subject.title if over is None else f"{subject.title} (areas), measured (lines)"
+                title = f"{subject.title} (areas), measured (lines)" if over and x == "moment" else subject.title
+                notes = "".join(f'<p class="note">{escape(note)}.</p>' for note in chart.notes)
+                says += f'<div data-x="{x}"{self._hidden(x)}><h3>{escape(title)}</h3>{notes}</div>'
             place = chart_place(f"tide {n}", f"GPU memory over the iteration of {subject.title}")
-            cells.append(f"<h3>{escape(title)}</h3>{place}{''.join(notes)}")
+            cells.append(f'<div data-x="{XS[0]}"{self._hidden(XS[0])}>{says}{place}</div>' if alone else says + place)
         pressed = {x: str(x == self.first_x).lower() for x in XS}
         buttons = "".join(f'<button value="{x}" aria-pressed="{pressed[x]}">by {x}</button>' for x in XS)
         return (
@@ -156,6 +154,18 @@ class _Page:
             "<p>Model data stands on the floor, the tide hangs from the capacity. What is between them is free.</p>"
             f"{legend_html(legend)}{self._columns(cells)}"
         )
+
+    def _tide(self, n: int, x: str, over: Timeline | None) -> Chart:
+        """The chart of subject n, which is kept among the figures. over: a run, drawn as lines."""
+        right = self.right_s if x == "time" else float(self.moments)
+        timeline = self.subjects[n].timeline
+        chart = tide_chart(timeline, x=x, right=right, top_bytes=self.top_bytes, measured=over)
+        self.figures[f"tide {n} {x}"] = chart.figure
+        return chart
+
+    def _hidden(self, x: str) -> str:
+        """The attribute of what is shown with x alone."""
+        return "" if x == self.first_x else " hidden"
 
     def _lanes(self) -> str:
         legend: dict[str, str] = {}
