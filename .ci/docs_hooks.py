@@ -3,6 +3,7 @@
 - A link from a page to a file of the repository outside docs/ works on a code host as it is written. In the site the
   file is copied to repository/, and the link leads there, so that it is checked like any other.
 - A line `<!-- help: COMMAND -->` is replaced by what `pstar COMMAND --help` prints.
+- A line `<!-- catalog: TABLE -->` is replaced by every figure of that table (pstar_sim/report/catalog_page.py).
 - A line `<!-- format: NAME -->` is replaced by the reference of that file format (pstar_sim/report/formats.py).
 """
 
@@ -22,12 +23,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from pstar_sim.cli import main as pstar
+from pstar_sim.report.catalog_page import catalog_page
 from pstar_sim.report.formats import format_page
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIES = "repository"
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 HELP = re.compile(r"^<!-- help: ?(.*?) -->$", re.MULTILINE)
+CATALOG = re.compile(r"^<!-- catalog: (\w+) -->$", re.MULTILINE)
 FORMAT = re.compile(r"^<!-- format: (\w+) -->$", re.MULTILINE)
 WIDTH = "100"
 
@@ -59,7 +62,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     text = "".join(part if part.startswith("```") else LINK.sub(within_site, part) for part in parts)
-    markdown = FORMAT.sub(lambda match: format_page(match[1]), markdown)
+    text = FORMAT.sub(lambda match: format_page(match[1]), text)
+    text = CATALOG.sub(lambda match: catalog_page(match[1]), text)
     return HELP.sub(lambda match: f"```text\n{help_of(match[1])}\n```", text)
 
 
