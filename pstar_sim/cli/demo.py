@@ -100,7 +100,7 @@ def demo(
         ran.timeline.save(out / "timeline.json")
     drawn = [one.timeline for one in spread(result)]
     fitting = len(result.planned)
-    which = f"{len(drawn)} of the {fitting} policies that fit, from the slowest to the fastest: the shorter, the faster"
+    which = f"{len(drawn)} of {fitting} policies, from the slowest to the fastest: the shorter, the faster"
     job_words = f"{MODEL}, batch {BATCH}, sequence {SEQUENCE}, {GPU_MEMORY} of GPU memory"
     save_picture(tide_figure(drawn, xs=("time",), title=f"{job_words}; {which}"), out / "tide.png", dpi=110)
     title = f"{plan.policy}, {MODEL}: a run over its prediction, moment by moment; below, both by time"

@@ -172,9 +172,12 @@ def _timelines(given: object) -> list[Timeline]:
 def spread(comparison: Comparison) -> list[Planned]:
     """Up to three plans of a comparison: the slowest, the one in the middle and the fastest."""
     fitting = [comparison[row.policy] for row in comparison.rows if row.fits]
-    fitting.sort(key=lambda planned: -(planned.row.iteration_s or 0.0))
+    if not fitting:
+        return []
+    best = comparison.best().policy  # the one to take of those that are as fast
+    fitting.sort(key=lambda planned: (-round(planned.row.iteration_s or 0.0, 9), planned.policy == best))
     count = len(fitting)
-    return [fitting[n] for n in sorted({0, count // 2, count - 1})] if fitting else []
+    return [fitting[n] for n in sorted({0, count // 2, count - 1})]
 
 
 def tide_figure(

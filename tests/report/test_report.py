@@ -252,6 +252,7 @@ def test_of_many_policies_the_slowest_the_middle_and_the_fastest_are_drawn() -> 
     found = ps.compare(w, ps.machine("v100-32"), barrier_cost=False, near=False)
     fitting = sorted((row.iteration_s or 0.0 for row in found.rows if row.fits), reverse=True)
     drawn = [planned.row.iteration_s for planned in spread(found)]
+    assert spread(found)[-1].policy == found.best().policy
     assert len(fitting) > 4 and drawn == [fitting[0], fitting[len(fitting) // 2], fitting[-1]]
 
 
