@@ -519,6 +519,13 @@ def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
             options["subgroup"] = max(1, min(SUB_GROUP_PARAMS, own // _GROUPS))
     else:
         base, options = split_spec(plan.policy)[0], dict(known)
+    if options.get("bucket") == 0:
+        options["bucket"] = REDUCE_BUCKET_PARAMS
+        cannot.append("gradients that leave one by one: DeepSpeed's leave in buckets")
+    if base == "zero_infinity" and "nvme" not in (options["params"], options["states"]):
+        kept = {name: options[name] for name in ("subgroup", "bucket", "reuse")}
+        base, options = "zero3_offload", {**kept, "params": "cpu"}
+        cannot.append("parameters fetched by operators: without disks DeepSpeed fetches by their number")
     if base == "deep_optimizer_states":
         base = "zero3_offload"
         cannot.append(f"every {options['every']}. sub-group updated on the GPU: in DeepSpeed the CPU updates them")

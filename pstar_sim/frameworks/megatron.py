@@ -57,7 +57,7 @@ def express(plan: Plan) -> Expressed:
         cannot.append(f"the states of {w.optimizer.name}: predicted with AdamW's fp32 states")
     configuration = Configuration(
         framework=MEGATRON,
-        policy="zero_offload" if share == 1 else _partly(share),
+        policy="zero_offload" if share == 1 else _partly(share, w.trainable_params // len(plan.machine.ranks)),
         dtype=w.dtype,
         batch_per_gpu=w.batch,
         micro_batches=w.micro_batches,
@@ -81,11 +81,13 @@ def express(plan: Plan) -> Expressed:
     return Expressed(configuration=configuration, says=tuple(says), cannot=tuple(cannot))
 
 
-def _partly(share: float) -> str:
-    """The policy where a share of the optimizer, or none of it, is on the host."""
+def _partly(share: float, own_params: int) -> str:
+    """The policy where a share of the optimizer, or none of it, is on the host. own_params: of a rank's slices, cut
+    into enough sub-groups for the share."""
     if share == 0:
         return spec("zero3_resident", {"reshard": False})
-    return spec("zero3_offload", {"ratio": share, "flush": "async", "reuse": 10**12})
+    subgroup = max(1, own_params // 20)
+    return spec("zero3_offload", {"ratio": share, "flush": "async", "reuse": 10**12, "subgroup": subgroup})
 
 
 def host_blocks(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Block, ...]:

@@ -146,6 +146,23 @@ def test_every_target_says_what_it_cannot_express(name: str, plan: Plan, tmp_pat
     assert host_need(found.configuration, plan.workload, 1).host_bytes > 0
 
 
+OWN = ("all_on_gpu", "zero_offload", "zero3_resident:reshard=off", "zero3_offload:ratio=0.5,subgroup=50000",
+       "deep_optimizer_states", "zero_infinity", "static_partition")  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", OWN)
+def test_what_is_exported_of_any_plan_is_read_again(policy: str, tmp_path: Path) -> None:
+    for ranks, micro_batches in ((1, 1), (2, 2)):
+        machine = round_machine(gpu_memory_bytes=2**24, host_memory_bytes=2**28, ranks=ranks, peer_bytes_per_s=MIB)
+        w = chain_workload(3, 100_000, micro_batches=micro_batches)
+        made = ps.compare([w] * ranks, machine, policies=policy).best().plan
+        for name, ending in (("DeepSpeed", "json"), ("accelerate", "yaml"), ("torchtitan", "toml")):
+            found = TARGETS[name].express(made)
+            path = tmp_path / f"{ranks}.{ending}"
+            path.write_text(TARGETS[name].write(found.configuration))
+            assert load_configuration(str(path)) == found.configuration
+
+
 def test_the_code_says_the_configuration(plan: Plan) -> None:
     code = fsdp2.write(fsdp2.express(plan).configuration)
     said: dict[str, Any] = {
