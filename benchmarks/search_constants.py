@@ -151,7 +151,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("variants", "planner.variants.ALIKE", 1),
     *instead("variants", "planner.ways.STAND_INS", none=()),
     *instead("ranks", "policy.passes.collective_rows.GATHERS_AHEAD", 2, 1000),
-    *instead("many alike", "bounds.fluid_facts.MOST_SHOWN", 64),
+    *instead("many alike", "bounds.fluid.MOST_POINTS", 1200),
     *instead("fluid", "bounds.fluid.MOST_POINTS", 75, 1200),
     *instead("fluid", "bounds.fluid.FAR", 2.0, 200.0),
 )  # fmt: skip

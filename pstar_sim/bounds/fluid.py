@@ -79,7 +79,7 @@ def fluid_bound(
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
     if unknown_sums(workload, layout):
         return joint
-    short, times = shortened(workload, most_points) if ranked is None else (workload, 1)
+    short, times = shortened(workload, layout, most_points) if ranked is None else (workload, 1)
     costs = costs_of_ranks(short, machine, layout, ranked)
     # ranks that differ may be at different parts of an iteration, and leave one another more than their part of DRAM
     dram = machine.host.dram_bytes_per_s / (machine.local_ranks if len(costs) == 1 else 1)

@@ -32,10 +32,9 @@ from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_mic
 
 __all__ = ["FluidFacts", "Gap", "Period", "shortened"]
 
-MOST_SHOWN = 8
-"""Up to this number of micro-batches each has points of its own: with more, its points would be far apart."""
 SHOWN = 5
-"""Beyond that: the first one, one for all that are alike, and the last three."""
+"""Micro-batches with points of their own where one stands for all that are alike: the first one, that one, and the last
+three."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,15 @@ class Period:
     times: int
 
 
-def shortened(workload: Workload, most_points: int) -> tuple[Workload, int]:
+def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Workload, int]:
     """The workload with one micro-batch in place of all that are alike, and number of micro-batches for which its
-    second one stands ([Note: alike micro-batches]). The workload itself, and 1, where no such micro-batch is to be had:
-    few micro-batches or moments, micro-batches that differ, a layer-major iteration, stashes."""
-    few = workload.micro_batches <= max(MOST_SHOWN, SHOWN) or len(workload.moments) <= most_points
-    if few or workload.layer_major or workload.stashes:
+    second one stands ([Note: alike micro-batches]). The workload itself, and 1, where there is a point for each run of
+    moments of all micro-batches, and where no such micro-batch is to be had: few micro-batches, micro-batches that
+    differ, a layer-major iteration, stashes."""
+    if workload.micro_batches <= SHOWN or workload.layer_major or workload.stashes:
+        return workload, 1
+    reads = facts_of(workload, layout).read_in
+    if 1 + sum(a != b for a, b in pairwise(reads)) <= most_points:
         return workload, 1
     try:
         short = repeat_micro_batch(single_micro_batch(workload), SHOWN)

@@ -238,9 +238,9 @@ def test_a_micro_batch_may_stand_for_those_that_are_alike(settings: Settings) ->
     m = machine(gpu_memory_bytes=22 * MIB, h2d_bytes_per_s=8e8, d2h_bytes_per_s=6e8, adam_params_per_s=3e8)
     plan = find_policy("tide:sums=on")(w, m, settings)
     job = (w, m, settings, plan.layout)
-    short, times = shortened(w, 100)
+    short, times = shortened(w, plan.layout, 60)
     assert (short.micro_batches, times) == (5, 5)
-    assert shortened(w, len(w.moments)) == (w, 1)
-    few, every = fluid_bound(*job, most_points=100), fluid_bound(*job, most_points=len(w.moments))
+    assert shortened(w, plan.layout, len(w.moments)) == (w, 1)
+    few, every = fluid_bound(*job, most_points=60), fluid_bound(*job, most_points=len(w.moments))
     assert lower_bound(*job).seconds * 1.01 < few.seconds <= play(plan).iteration_s
     assert every.seconds * 0.99 <= few.seconds <= every.seconds * (1 + 1e-6)
