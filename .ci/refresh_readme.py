@@ -118,9 +118,62 @@ def gaps_table() -> str:
         what, _, bound = found["what"].partition(", gap to the ")
         s = found["summary"]
         figures = " | ".join(f"{100 * s[key]:.2f} %" for key in ("median_gap", "mean_gap", "max_gap"))
-        row = (what, bound, f"{s['fit']} of {s['configurations']}", figures, s["max_gap_at"], link(path.stem))
+        fit = f"{s['fit']} of {s['configurations']}"
+        if s.get("of", s["configurations"]) > s["configurations"]:
+            fit += f" (a random sample of {s['of']})"
+        row = (what, bound, fit, figures, s["max_gap_at"], link(path.stem))
         lines.append(f"| {' | '.join(row)} |")
     return "\n".join(lines)
+
+
+GOALS = {"accumulation": 0.12, "small": 0.10, "shapes": 0.05, "barrier": 0.04}
+"""Word in the name of a table of benchmarks/optimal.py -> the largest gap that is wanted there; others: USUAL_GOAL."""
+USUAL_GOAL = 0.03
+
+
+def above_goal() -> str:
+    """Of each table of benchmarks/optimal.py, the rows whose gap is above the table's goal, and what binds there."""
+    lines = ["| configurations | goal | above it |", "|---|---:|---|"]
+    for path in sorted(RESULTS.glob("optimal*.json")):
+        found = result(path.stem)
+        goal = next((goal for word, goal in GOALS.items() if word in path.stem), USUAL_GOAL)
+        above = [row for row in found["rows"] if (row["gap"] or 0.0) > goal]
+        said = [
+            f"{row['machine']} {row['model']} {row['batch']} x {row.get('micro_batches', 1)}: "
+            f"{100 * row['gap']:.1f} %, {row['binding']}"
+            for row in sorted(above, key=lambda row: -row["gap"])
+        ]
+        what = found["what"].replace(", gap to the ", ", ").removesuffix(" bound")
+        lines.append(f"| {what} | {100 * goal:.0f} % | {'; '.join(said) or 'none'} |")
+    return "\n".join(lines)
+
+
+def sums() -> str:
+    """What benchmarks/sums.py has written; nothing until it was measured."""
+    if not (RESULTS / "sums.json").exists():
+        return ""
+    rows = result("sums")["rows"]
+    first = rows[0]["policy"]
+    lines = [
+        f"| policy | simulated | measured | over the bound, simulated | as fast as `{first}`: simulated | measured |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        bound_s, simulated_s = row["bound_s"], row["simulated_s"]
+        over = "" if bound_s is None else f"{100 * (simulated_s / bound_s - 1):.1f} %"
+        gains = f"{row['simulated_gain']:.2f} x | {row['gain']:.2f} x"
+        lines.append(f"| `{row['policy']}` | {simulated_s:.2f} s | {row['measured_s']:.2f} s | {over} | {gains} |")
+    return "\n".join(lines)
+
+
+def sums_taken() -> str:
+    """Where the figures of `sums` are from, and what else they show."""
+    if not (RESULTS / "sums.json").exists():
+        return "not measured yet"
+    found = result("sums")
+    losses = "equal losses" if found["losses_equal"] else "losses that differ"
+    others = max(row["taken_by_others"] for row in found["rows"])
+    return f"{losses}; at most {others:.0%} of the processor was others'; {link('sums')}"
 
 
 def peers_resident() -> str:
@@ -516,6 +569,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     "demo-taken": lambda: link("demo"),
     "families-taken": lambda: link("families"),
     "search-constants-taken": lambda: link("search_constants"),
+    "sums-taken": sums_taken,
     "table-taken": lambda: link("table_policies"),
     "validation-taken": lambda: link("validation"),
     "patrickstar-node-taken": lambda: link("patrickstar_node"),
@@ -528,11 +582,13 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "families": families,
     "frameworks": frameworks_table,
     "gaps": gaps_table,
+    "gaps-above": above_goal,
     "gemm": gemm,
     "gemm-figures": gemm_figures,
     "peers": peers_resident,
     "peers-away": peers_away,
     "search-constants": search_constants,
+    "sums": sums,
     "table": policies_table,
     "validation": validation_summary,
     "whale-predicted": whale_predicted,

@@ -7,25 +7,33 @@ Prints a row a configuration, median and largest gap, and every case in which an
 (there must be none: exit 1). --barrier: update=step with clipping. --shapes: models with large vocabularies instead.
 --accumulation: 7 to 12B models with several micro-batches. --small: batch 1 and 2 of these and the GPT models.
 --ranks: 4 to 18B models on nodes of eight GPUs, batch per GPU. --alone: no other policy is planned.
---certify: gaps to the fluid bound (seconds a configuration) instead of the joint one. Writes results/optimal.json.
+--certify: gaps to the fluid bound (seconds a configuration) instead of the joint one; with --accumulation always, at
+fewer points. Writes results/optimal.json, or the table's own file: a row as soon as it is known, in a random order, so
+that a table that was interrupted is a fair sample. --missing measures what the file lacks; the rows that it has are
+kept if nothing that plans depend on has changed since.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-from _results import write_result
+from _results import PLANNED, RESULTS, ROOT, changes_since, write_result
 
 import pstar_sim as ps
 from pstar_sim.bounds.bounds import lower_bound
+from pstar_sim.bounds.fluid import MOST_POINTS, fluid_bound
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import DoesNotFit, PstarError
 from pstar_sim.policy.kit.ties import AS_FAST
@@ -43,6 +51,7 @@ BATCHES = ("4", "8", "16")
 SMALL, SMALL_BATCHES = tuple(dict.fromkeys((*MODELS, *ACCUMULATED))), ("1", "2")
 ACCUMULATIONS = ("1x8", "2x4", "4x4", "1x32")  # sequences of a micro-batch x micro-batches
 SEQUENCE = 1024
+FEWER_POINTS = 150  # of the fluid program in the table of accumulation: within 2 % of what more points prove
 WORSE = AS_FAST  # relative difference that counts as "another policy is faster"
 
 
@@ -62,6 +71,14 @@ class Row:
     modes: str = ""
 
     @property
+    def key(self) -> tuple[object, ...]:
+        return self.machine, self.model, self.batch, self.micro_batches
+
+    @property
+    def words(self) -> str:
+        return f"{self.machine} {self.model} batch {self.batch} x {self.micro_batches}"
+
+    @property
     def gap(self) -> float | None:
         if self.bound_s is None or "optimal" not in self.seconds:
             return None
@@ -74,39 +91,52 @@ class Row:
         return {name: s for name, s in self.seconds.items() if s < own * (1 - WORSE)}
 
 
-def configuration(job: tuple[str, str, str, bool, bool, bool]) -> Row:
-    machine_name, model, batches, barrier, certify, alone = job
-    sequences, _, times = batches.partition("x")
-    batch, micro_batches = int(sequences), int(times or 1)
-    machine = ps.machine(FROZEN / f"{machine_name}.toml")
-    workload = ps.preset(model, batch=batch, seq=SEQUENCE, dtype="bf16", checkpointing=True)
-    workload = repeat_micro_batch(workload, micro_batches)
-    settings = Settings(update="step", clip=True) if barrier else Settings(update="eager", clip=False)
-    row = Row(machine_name, model, batch, micro_batches)
-    for name, policy in built_in().items():
-        if alone and name != "optimal":
-            continue
-        begin_s = time.process_time()
-        try:
-            plan = policy(workload, machine, settings)
-        except DoesNotFit:
-            continue
-        except PstarError as error:
-            print(f"{machine_name} {model} {batch}: {name} does not apply: {error}", file=sys.stderr)
-            continue
-        took_s = time.process_time() - begin_s
-        row.seconds[name] = play(plan).iteration_s
-        if name == "optimal":
-            row.cpu_s = took_s
-            row.modes = str(plan.choices.get("modes", plan.choices.get("schedule", "")))
-            if certify:
-                from pstar_sim.bounds.fluid import fluid_bound
+@dataclass(frozen=True)
+class Configuration:
+    """batches: "B" or "BxU", sequences of a micro-batch and micro-batches.
+    points: of the fluid program; 0: the joint bound.
+    alone: no other policy is planned.
+    """
 
-                bound = fluid_bound(workload, machine, settings, plan.layout)
-            else:
-                bound = lower_bound(workload, machine, settings, plan.layout)
-            row.bound_s, row.binding = bound.seconds, bound.binding
-    return row
+    machine: str
+    model: str
+    batches: str
+    barrier: bool
+    points: int
+    alone: bool
+
+    @property
+    def row(self) -> Row:
+        """The row, without its figures."""
+        sequences, _, times = self.batches.partition("x")
+        return Row(self.machine, self.model, int(sequences), int(times or 1))
+
+    def measured(self) -> Row:
+        row = self.row
+        machine = ps.machine(FROZEN / f"{self.machine}.toml")
+        workload = ps.preset(self.model, batch=row.batch, seq=SEQUENCE, dtype="bf16", checkpointing=True)
+        workload = repeat_micro_batch(workload, row.micro_batches)
+        settings = Settings(update="step", clip=True) if self.barrier else Settings(update="eager", clip=False)
+        for name, policy in built_in().items():
+            if self.alone and name != "optimal":
+                continue
+            begin_s = time.process_time()
+            try:
+                plan = policy(workload, machine, settings)
+            except DoesNotFit:
+                continue
+            except PstarError as error:
+                print(f"{row.words}: {name} does not apply: {error}", file=sys.stderr)
+                continue
+            took_s = time.process_time() - begin_s
+            row.seconds[name] = play(plan).iteration_s
+            if name == "optimal":
+                row.cpu_s = took_s
+                row.modes = str(plan.choices.get("modes", plan.choices.get("schedule", "")))
+                job = (workload, machine, settings, plan.layout)
+                bound = fluid_bound(*job, most_points=self.points) if self.points else lower_bound(*job)
+                row.bound_s, row.binding = bound.seconds, bound.binding
+        return row
 
 
 def table(rows: Sequence[Row]) -> None:
@@ -126,19 +156,82 @@ def table(rows: Sequence[Row]) -> None:
         )
 
 
-def summary(rows: Sequence[Row]) -> Mapping[str, object]:
-    gaps = sorted(row.gap for row in rows if row.gap is not None)
-    worst = max((row for row in rows if row.gap is not None), key=lambda row: row.gap or 0.0, default=None)
-    return {
-        "configurations": len(rows),
-        "fit": len(gaps),
-        "median_gap": round(statistics.median(gaps), 6) if gaps else None,
-        "mean_gap": round(statistics.fmean(gaps), 6) if gaps else None,
-        "max_gap": round(gaps[-1], 6) if gaps else None,
-        "max_gap_at": f"{worst.machine} {worst.model} batch {worst.batch} x {worst.micro_batches}" if worst else None,
-        "beaten": [f"{row.machine} {row.model} batch {row.batch} by {name}" for row in rows for name in row.faster],
-        "largest_cpu_s": round(max(row.cpu_s for row in rows), 2),
-    }
+@dataclass(frozen=True)
+class Table:
+    """Configurations whose rows stand in one file.
+
+    name: of the file. what: the configurations, in words.
+    """
+
+    name: str
+    what: str
+    configurations: Sequence[Configuration]
+
+    def kept(self) -> dict[tuple[object, ...], Row]:
+        """The rows of the file, where nothing that plans depend on has changed since; otherwise none."""
+        path = RESULTS / f"{self.name}.json"
+        if not path.exists():
+            return {}
+        held = json.loads(path.read_text(encoding="utf-8"))
+        stamp = held["taken_at"]
+        if stamp is None or stamp["dirty"] or changes_since(ROOT, stamp["commit"], PLANNED):
+            print("plans may have changed since the rows in the file were measured: it begins anew", flush=True)
+            return {}
+        rows = [_row(values) for values in held["rows"]]
+        return {row.key: row for row in rows}
+
+    def write(self, rows: Sequence[Row]) -> Path:
+        return write_result(
+            self.name,
+            {"what": self.what, "summary": self.summary(rows), "rows": [{**asdict(r), "gap": r.gap} for r in rows]},
+        )
+
+    def summary(self, rows: Sequence[Row]) -> Mapping[str, object]:
+        fitting = sorted((row for row in rows if row.gap is not None), key=lambda row: -(row.gap or 0.0))
+        gaps = [row.gap or 0.0 for row in fitting]
+        return {
+            "configurations": len(rows),
+            "of": len(self.configurations),
+            "fit": len(gaps),
+            "median_gap": round(statistics.median(gaps), 6) if gaps else None,
+            "mean_gap": round(statistics.fmean(gaps), 6) if gaps else None,
+            "max_gap": round(gaps[0], 6) if gaps else None,
+            "max_gap_at": fitting[0].words if fitting else None,
+            "largest": [f"{row.words}: {row.gap:.1%}, {row.binding}" for row in fitting[:8]],
+            "beaten": [f"{row.words} by {name}" for row in rows for name in row.faster],
+            "largest_cpu_s": round(max((row.cpu_s for row in rows), default=0.0), 2),
+        }
+
+
+def _row(values: Mapping[str, Any]) -> Row:
+    return Row(**{name: value for name, value in values.items() if name != "gap"})
+
+
+def table_of(options: argparse.Namespace) -> Table:
+    """The table that these options ask for."""
+    usual = SHAPES if options.shapes else ACCUMULATED if options.accumulation else MODELS
+    usual = SMALL if options.small else MODELS[1:] if options.ranks and usual == MODELS else usual
+    batches = ACCUMULATIONS if options.accumulation else SMALL_BATCHES if options.small else BATCHES
+    points = MOST_POINTS if options.certify else FEWER_POINTS if options.accumulation else 0
+    configurations = [
+        Configuration(machine, model, batch, options.barrier, points, options.alone)
+        for machine, model, batch in product(NODES if options.ranks else MACHINES, usual, batches)
+    ]
+    words = {"ranks": options.ranks, "accumulation": options.accumulation, "small": options.small,
+             "barrier": options.barrier, "shapes": options.shapes, "certified": options.certify}  # fmt: skip
+    which = (
+        "shapes" if options.shapes
+        else "accumulating" if options.accumulation
+        else "small batches of" if options.small
+        else "gpt"
+    )  # fmt: skip
+    where = ", eight GPUs" if options.ranks else ""
+    setting, bound = "barrier" if options.barrier else "eager", "fluid" if points else "joint LP"
+    return Table(
+        name="_".join(["optimal", *(word for word, on in words.items() if on)]),
+        what=f"{which} models{where}, {setting}, gap to the {bound} bound",
+        configurations=configurations,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,74 +246,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--machines", nargs="+", help="of machines/")
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--batches", nargs="+", metavar="B[xU]", help="sequences of a micro-batch x micro-batches")
+    parser.add_argument("--missing", action="store_true", help="rows that the file lacks")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(arguments)
-    usual = SHAPES if options.shapes else ACCUMULATED if options.accumulation else MODELS
-    usual = SMALL if options.small else MODELS[1:] if options.ranks and usual == MODELS else usual
-    every = ACCUMULATIONS if options.accumulation else SMALL_BATCHES if options.small else BATCHES
-    jobs = [
-        (machine, model, batches, options.barrier, options.certify, options.alone)
-        for machine in options.machines or (NODES if options.ranks else MACHINES)
-        for model in options.models or usual
-        for batches in options.batches or every
-    ]
+    wanted = table_of(options)
+    asked = [
+        one for one in wanted.configurations
+        if one.machine in (options.machines or [one.machine])
+        and one.model in (options.models or [one.model])
+        and one.batches in (options.batches or [one.batches])
+    ]  # fmt: skip
+    whole = len(asked) == len(wanted.configurations)
+    # a table of one GPU in which no other policy was planned does not show that `optimal` is never slower
+    whole &= options.accumulation or options.ranks or options.small or not options.alone
+    keep = whole or options.missing
+    rows = wanted.kept() if options.missing else {}
+    todo = [one for one in asked if one.row.key not in rows]
+    random.Random(0).shuffle(todo)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    order = [one.row.key for one in wanted.configurations]
     with ProcessPoolExecutor(options.processes) as pool:
-        rows = list(pool.map(configuration, jobs))
-    table(rows)
-    found = summary(rows)
+        for done in as_completed([pool.submit(one.measured) for one in todo]):
+            row = done.result()
+            rows[row.key] = row
+            print(f"{row.words}: {row.seconds.get('optimal')} s, bound {row.bound_s}", flush=True)
+            if keep:
+                wanted.write([rows[key] for key in order if key in rows])
+    there = [rows[key] for key in order if key in rows]
+    table(there)
+    found = wanted.summary(there)
     for name, value in found.items():
         print(f"{name.replace('_', ' ')}: {value}")
-    setting = "barrier" if options.barrier else "eager"
-    which = (
-        "shapes"
-        if options.shapes
-        else "accumulating"
-        if options.accumulation
-        else "small batches of"
-        if options.small
-        else "gpt"
-    )
-    where = ", eight GPUs" if options.ranks else ""
-    bound = "fluid" if options.certify else "joint LP"
-    name = "optimal" + "".join(
-        f"_{word}"
-        for word, on in (
-            ("ranks", options.ranks),
-            ("accumulation", options.accumulation),
-            ("small", options.small),
-            ("barrier", options.barrier),
-            ("shapes", options.shapes),
-            ("certified", options.certify),
-        )
-        if on
-    )
-    whole = options.machines is None and options.models is None and options.batches is None
-    whole &= options.accumulation or options.ranks or options.small or not options.alone
-    if whole:
-        path = write_result(
-            name,
-            {
-                "what": f"{which} models{where}, {setting}, gap to the {bound} bound",
-                "summary": found,
-                "rows": [
-                    {
-                        "machine": r.machine,
-                        "model": r.model,
-                        "batch": r.batch,
-                        "micro_batches": r.micro_batches,
-                        "bound_s": r.bound_s,
-                        "binding": r.binding,
-                        "gap": r.gap,
-                        "seconds": r.seconds,
-                        "modes": r.modes,
-                        "cpu_s": r.cpu_s,
-                    }
-                    for r in rows
-                ],
-            },
-        )
-        print(f"written to {path}")
+    if keep:
+        print(f"in {RESULTS / wanted.name}.json: {len(there)} of {len(order)} rows")
     return 1 if found["beaten"] else 0
 
 
