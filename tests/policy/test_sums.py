@@ -218,7 +218,7 @@ def test_on_two_gpus_sums_wait_for_their_states_or_spill(clip: bool) -> None:
 
 
 def test_on_two_gpus_the_search_finds_them() -> None:
-    where = job(20, layers=12, forward_s=0.1, gpu_adam_s=0.01, ranks=2)
+    where = job(24, layers=12, forward_s=0.1, gpu_adam_s=0.01, ranks=2)
     seconds = {}
     for word in ("on", "off"):
         plan = find_policy(f"optimal:sums={word}")(where.workload, where.machine, where.settings)

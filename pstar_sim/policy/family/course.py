@@ -274,18 +274,24 @@ class Course:
         return rows
 
     def _arriving(self) -> list[int]:
-        """Bytes at each position that kept chunks leave free for the states of streamed chunks on their way up."""
-        job, positions = self.job, self.positions
-        rows = [0] * len(positions)
+        """Bytes at each position that kept chunks leave free for the states of streamed chunks on their way up. The
+        copies follow one another, so an update takes at least as long as its own."""
+        job = self.job
+        rows = [0] * len(self.positions)
+        copies = {
+            c: [job.up[c, name] for name in reversed(job.visiting(held=c in self.modes.summed))] for c in self.updates
+        }
+        lasts_s = [position.seconds for position in self.positions]
+        for c, update in self.updates.items():
+            lasts_s[update] = max(lasts_s[update], sum(seconds for _, seconds in copies[c]))
         for c, update in self.updates.items():
             ahead_s = 0.0
-            for name in reversed(job.visiting(held=c in self.modes.summed)):
-                size, seconds = job.up[c, name]
+            for size, seconds in copies[c]:
                 ahead_s += seconds
                 left_s, n = ahead_s, update - 1
                 while left_s > 0 and n >= 0:
                     rows[n] += size
-                    left_s -= positions[n].seconds
+                    left_s -= lasts_s[n]
                     n -= 1
         return rows
 
