@@ -20,7 +20,7 @@ Where a behaviour is, lowest first (a folder or file imports only from its own r
     saving        weights and checkpoints; beside it training, the loop of `pstar run`
     optimizer, prepare
     offloading    one call: capture, plan, prepare
-    hf, lightning    the same for their trainers
+    hf, lightning, axolotl    the same for their trainers
     recording     a real iteration as a workload, and what its moments cost
     running, calibrate, run, examples
 """

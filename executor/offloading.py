@@ -39,11 +39,11 @@ from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import ContractError, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
-__all__ = ["Request", "adamw_of", "begin", "converted", "describe", "offload", "plan_for"]
+__all__ = ["Refused", "Request", "adamw_of", "begin", "converted", "describe", "offload", "plan_for"]
 
 log = logging.getLogger("executor")
 
@@ -153,17 +153,32 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: 
         try:
             machine = _machine(request, gpus=count)
             made[0] = find_policy(request.policy)(whole, machine, Settings(clip=clip))
-        except Exception as error:  # raised below, on every process
-            made[0] = error
+        except PstarError as error:  # raised below, on every process
+            made[0] = Refused(type(error), error.args, dict(error.__dict__))
     if count > 1:
         dist.broadcast_object_list(made, src=0)
-    if isinstance(made[0], Exception):
-        raise made[0]
+    if isinstance(made[0], Refused):
+        raise made[0].error()
     plan: Plan = made[0]
     check_processes(plan, count)
     if request.on_plan is not None:
         request.on_plan(plan)
     return plan
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error, in parts that can be sent to other processes."""
+
+    kind: type[PstarError]
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+    def error(self) -> PstarError:
+        made = self.kind.__new__(self.kind)
+        made.args = self.args
+        made.__dict__.update(self.attributes)
+        return made
 
 
 def _processes() -> int:

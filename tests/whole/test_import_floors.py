@@ -60,6 +60,7 @@ EXECUTOR_FLOORS = (
     ("prepare",),
     ("offloading",),
     ("hf", "lightning"),
+    ("axolotl",),
     ("recording",),
     ("calibrate", "running"),
     ("examples", "run"),

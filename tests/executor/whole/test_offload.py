@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 import executor
-from executor.offloading import adamw_of
+from executor.offloading import Refused, adamw_of
 from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, PstarError, UnknownName
 
 transformers = pytest.importorskip("transformers")
@@ -359,3 +361,26 @@ def test_what_is_not_a_trainer_or_not_alone_is_refused(trainer: Callable[..., An
     mine.is_deepspeed_enabled = True
     with pytest.raises(ContractError, match="runs under DeepSpeed"):
         mine.create_optimizer()
+
+
+def test_the_plugin_of_axolotl_offloads_the_trainer_that_is_made(trainer: Callable[..., Any]) -> None:
+    """By axolotl's calls: the keys of the configuration, then the trainer when it is there."""
+    from executor.axolotl import OffloadPlugin
+
+    plugin = OffloadPlugin()
+    module, _, name = plugin.get_input_args().rpartition(".")
+    defaults = vars(vars(sys.modules[module])[name])
+    keys = {key: defaults[key] for key in ("offload_device", "offload_machine")}
+    made = trainer(max_steps=1)
+    assert plugin.get_trainer_cls(None) is None and plugin.create_optimizer(None, made) is None
+    cfg = SimpleNamespace(**keys, offload_gpu_memory="290KB", offload_policy="tide")
+    plugin.post_trainer_create(cfg, made)
+    made.train()
+    assert made.offload_session.plan.policy == "tide" and made.offload_session.iteration == 1
+
+
+def test_an_error_of_planning_reaches_other_processes_as_it_is() -> None:
+    error = DoesNotFit(policy="tide", place="gpu", needed_bytes=2, available_bytes=1, what="all")
+    sent = pickle.loads(pickle.dumps(Refused(type(error), error.args, dict(error.__dict__))))
+    again = sent.error()
+    assert isinstance(again, DoesNotFit) and str(again) == str(error) and again.short_bytes == 1

@@ -1,0 +1,62 @@
+"""axolotl: a plugin that runs its trainers by a plan.
+
+    plugins:
+      - executor.axolotl.OffloadPlugin
+    offload_gpu_memory: 24GB
+
+axolotl chooses the class of the trainer (SFT, DPO, reward models) and makes its optimizer; the plugin lets the trainer
+run by a plan once it is there, so that every class works whose optimizer is torch's AdamW (`optimizer: adamw_torch`).
+
+Written against the published interface of axolotl 0.19 (`axolotl.integrations.base.BasePlugin`). Without axolotl the
+file can be imported, but not be used by it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from executor.hf import offload
+
+__all__ = ["OffloadArguments", "OffloadPlugin"]
+
+
+def _of(module: str, name: str) -> Any:
+    """A class of axolotl's, or of what comes with it; object where it is not installed."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError:
+        return object
+
+
+class OffloadArguments(_of("pydantic", "BaseModel")):  # type: ignore[misc]
+    """Keys of the configuration; see `executor.offloading.Request`."""
+
+    offload_gpu_memory: str | None = None
+    offload_device: str | None = None
+    offload_machine: str = "here"
+    offload_policy: str = "optimal"
+
+
+class OffloadPlugin(_of("axolotl.integrations.base", "BasePlugin")):  # type: ignore[misc]
+    """Lets axolotl's trainer run by a plan for this machine."""
+
+    def get_input_args(self) -> str:
+        """Where axolotl finds the plugin's keys."""
+        return "executor.axolotl.OffloadArguments"
+
+    def get_trainer_cls(self, cfg: Any) -> None:
+        """None: axolotl's own choice stands."""
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Offload the trainer that axolotl has made."""
+        offload(
+            trainer,
+            cfg.offload_gpu_memory,
+            device=cfg.offload_device,
+            machine=cfg.offload_machine or "here",
+            policy=cfg.offload_policy or "optimal",
+        )
+
+    def create_optimizer(self, cfg: Any, trainer: Any) -> None:
+        """None: axolotl makes its own, of which the plan takes the groups and their settings."""
