@@ -369,8 +369,8 @@ def test_the_plugin_of_axolotl_offloads_the_trainer_that_is_made(trainer: Callab
 
     plugin = OffloadPlugin()
     module, _, name = plugin.get_input_args().rpartition(".")
-    defaults = vars(vars(sys.modules[module])[name])
-    keys = {key: defaults[key] for key in ("offload_device", "offload_machine")}
+    defaults = getattr(sys.modules[module], name)()
+    keys = {key: getattr(defaults, key) for key in ("offload_device", "offload_machine")}
     made = trainer(max_steps=1)
     assert plugin.get_trainer_cls(None) is None and plugin.create_optimizer(None, made) is None
     cfg = SimpleNamespace(**keys, offload_gpu_memory="290KB", offload_policy="tide")
