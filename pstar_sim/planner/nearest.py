@@ -9,14 +9,14 @@ comes from a trace is not changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from pstar_sim.catalog.loader import load_machine, machine_names, resize
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.errors import CatalogError, DoesNotFit, PstarError
 from pstar_sim.policy.registry import Policy
 from pstar_sim.units import GB, MB
 from pstar_sim.workload.presets import can_vary, variant
@@ -197,7 +197,10 @@ def _host_memory(
         assert short is not None
         wanted = short.needed_bytes * machine.local_ranks + machine.host.reserved_bytes
         size = -(-wanted // (16 * GB)) * 16
-        bigger = replace(machine, host=replace(machine.host, memory_bytes=size * GB))
+        try:
+            bigger = resize(machine, host_memory=size * GB)
+        except CatalogError:
+            return None  # on a unified machine that leaves nothing for the GPU
         short = ask(workload, bigger, settings)
         if short is None:
             return Remedy(kind="host memory", size=size * GB, words=f"with --host-memory {size}GB")

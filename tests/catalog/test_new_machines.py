@@ -14,6 +14,7 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CatalogError
 from pstar_sim.planner.compare import compare
+from pstar_sim.planner.fits import fits
 from pstar_sim.policy.systems.zero_infinity import zero_infinity
 from pstar_sim.sim.play import play
 from pstar_sim.units import GB
@@ -102,3 +103,9 @@ def test_what_is_written_to_disks_stands_beside_their_life() -> None:
     assert f"writes {per_day / 1e12:,.1f} TB per day to the disks of a node" in note
     assert "nvme-gen4 is rated for 1,200 TB, which lasts " in note
     assert f"{1.2e15 / per_day:,.0f} days" in note
+
+
+def test_more_host_memory_than_one_memory_has_is_no_advice() -> None:
+    big = preset("gpt-oss-20b", batch=1, seq=1024)
+    answer = fits(big, load_machine("gb10"), policies=["tide"], times=False)
+    assert not answer.any and "--host-memory" not in str(answer.change)
