@@ -537,17 +537,11 @@ def gemm_figures() -> str:
 
 
 def families() -> str:
-    """What one model for all would change, a row per entry of the catalog, and how many pairs are outside."""
+    """A row per pair of machines: how many times the tokens twice the GPUs give."""
     found = result("families")
-    counts = found["counts"]
-    now, fitted, curves = (f"{c['outside']} of {c['pairs']} pairs outside" for c in counts.values())
-    lines = [
-        f"| machine | model | now by | tokens/s: {now} | seconds, fitted: {fitted} | seconds, curves: {curves} |",
-        "|---|---|---|---:|---:|---:|",
-    ]
-    for r in found["seconds_change"]:
-        cells = [_change(r[way], digits=0) for way in ("fitted", "curves")]
-        lines.append(f"| {r['machine']} | {r['model']} | {r['rates']} | {r['tokens_per_s']:,} | {' | '.join(cells)} |")
+    lines = ["| GPUs of | twice as many of | model | times the tokens |", "|---|---|---|---:|"]
+    for r in found["pairs"]:
+        lines.append(f"| {r['gpus']} of {r['small']} | {r['of']} of {r['large']} | {r['model']} | {r['factor']:.2f} |")
     return "\n".join(lines)
 
 

@@ -5,17 +5,18 @@ simulator decides what happens when copies and CPU Adam want more host DRAM band
 
 [Note: which rate computes a moment]
 1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts what was measured.
-2. A GPU with calibrated values (`gpu.measured`): flops / F. F is an end-to-end effective rate (whole iterations over
-   their flops), so normalisation, activation functions and kernel launches are already in it; adding a bytes term
-   would count them twice. A moment without flops then costs nothing of its own.
-3. A GPU with kernel rates (`gpu.launch_s` given, see catalog/efficiency.py): flops / rate + bytes / HBM bandwidth +
-   launch_s. Large products and element-wise operators of a module run one after the other, so their times add. A
-   moment without flops and bytes (the optimizer step's) costs nothing. Where `pstar calibrate` measured them, the rate
-   is that of a product as large as the moment's, the bandwidth that of a training step's operators, and the bytes are
-   also those of what the engine does to gradients that arrive. Where the GPU has figures of products by shape
-   (`gpu.products`) and the moment names its products, each of these lasts what its shape says
-   (catalog/product_shape.py). Other flops run at the rate of large products, and other bytes at the HBM's bandwidth.
-4. Otherwise the roofline: max(flops / rate, (bytes read + bytes written) / HBM bandwidth).
+2. Every other one lasts, by one formula for all machines,
+       kernels = products by shape + other flops / rate + other bytes / bandwidth + launch_s
+       seconds = max(kernels, framework.python_s) + framework.wait_s
+   Large products and element-wise operators of a module run one after the other, so their times add. Python runs ahead
+   of the GPU, so only the longer of the two counts; hooks that wait for it add to both.
+   - Where the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each lasts what
+     its shape says (catalog/product_shape.py). Fused attention names none: its flops run at its share of the rate.
+   - Where `pstar calibrate` measured them, the rate is that of a product as large as the moment's, the bandwidth that
+     of a training step's operators, and the bytes are also those of what the engine does to gradients that arrive.
+   - A moment without flops and bytes (the optimizer step's) costs nothing.
+   - Where a GPU's rates are those of whole iterations (`gpu.launch_s` is None), operators, launches and Python are in
+     the rate already: the moment lasts flops / rate.
 
 A dtype that the catalog does not give for the GPU (bf16 forced on a V100) is timed at the rate of the other 2-byte
 dtype, and at the fp32 rate when that is missing too: the hardware would have to emulate it, so this flatters the
@@ -37,7 +38,8 @@ update on the GPU takes no time for it.
 a figure of an earlier version is not called false (planner/stated.py). A change that predicts other seconds raises
 VERSION, and `changed_since` says for which plans. Version 1, which files do not name, took no time for adds on the GPU,
 and its bounds for several micro-batches were lower. Version 2 took no time for adds in updates; its joint bounds for
-several micro-batches were lower than today's, too, its fluid bounds for many of them may be higher.
+several micro-batches were lower than today's, too, its fluid bounds for many of them may be higher. Version 3 took the
+longer of arithmetic and memory on cards whose figures were datasheet's, and no time for the Python of a framework.
 
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, its part of the node's cores
 (`Machine.adam_params_per_s`) and of the node's disks, which all ranks use at the same time because they run the same
@@ -90,7 +92,7 @@ _COST = ("cost",)  # of what a workload keeps (`Workload.derived`)
 ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 """Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
 
-VERSION = 3
+VERSION = 4
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
@@ -103,7 +105,11 @@ def changed_since(version: int, plan: Plan) -> str | None:
     if version < 2 and len(plan.machine.ranks) == 1 and plan.workload.micro_batches > 1:
         if "grad32" in gradient_list(plan).values():
             return "adds of gradients on the GPU take no time"
-    return "adds of gradients in updates take no time" if version < 3 and folded_lists(plan) else None
+    if version < 3 and folded_lists(plan):
+        return "adds of gradients in updates take no time"
+    if version < 4 and not plan.machine.gpu.measured:
+        return "moments on a card with datasheet figures last the longer of arithmetic and memory"
+    return None
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
@@ -269,12 +275,14 @@ class CostModel:
         for i, m in enumerate(w.moments):
             if self._recorded and m.duration_s is not None:
                 out.append(m.duration_s)
-            elif gpu.launch_s is not None:
-                out.append(self._kernels_s(i, rate))
-            elif gpu.measured:
+            elif gpu.launch_s is None:
                 out.append(m.flops / rate)
+            elif m.flops or m.bytes_read or m.bytes_written:
+                kernels_s = self._kernels_s(i, rate)
+                python = self.machine.framework
+                out.append(kernels_s if python is None else max(kernels_s, python.python_s) + python.wait_s)
             else:
-                out.append(max(m.flops / rate, (m.bytes_read + m.bytes_written) / gpu.hbm_bytes_per_s))
+                out.append(0.0)
         return tuple(out)
 
     @cached_property
@@ -304,25 +312,25 @@ class CostModel:
         return self.gpu.operator_bytes_per_s or self.gpu.hbm_bytes_per_s
 
     def _kernels_s(self, moment: int, rate: float) -> float:
-        """Case 3 of [Note: which rate computes a moment]."""
+        """Seconds of a moment's kernels, by [Note: which rate computes a moment]."""
         w, gpu = self.workload, self.gpu
         m = w.moments[moment]
         moved = m.bytes_read + m.bytes_written
-        if not (m.flops or moved):
-            return 0.0
         assert gpu.launch_s is not None
-        by_shape = gpu.products is not None and bool(m.products)
+        shape = gpu.products if m.products else None
         curve = gpu.matmul_tables.get(w.dtype, ())
-        if curve and m.flops and not by_shape:
+        if curve and m.flops and shape is None:
             rate *= rate_at(curve, m.flops) / best_rate(curve)  # a rate that was changed by hand keeps the curve's form
         if gpu.operator_bytes_per_s is not None:
             moved += gradient_traffic_bytes(w, moment)
         flops, products_s = m.flops, 0.0
-        if by_shape:
+        if shape is not None:
             rows = [self._product(product, rate) for product in m.products]
             flops -= sum(map(product_flops, m.products))
             moved = max(0, moved - sum(size for size, _ in rows))
             products_s = sum(seconds for _, seconds in rows)
+        if gpu.products is not None and w.attention == "flash":
+            rate *= gpu.products.flash
         return products_s + flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
 
     def _product(self, product: Product, rate: float) -> tuple[int, float]:

@@ -54,7 +54,13 @@ def measure_virtual_machine(
         replace(
             rank,
             gpu=replace(
-                rank.gpu, flops_per_s=flops, hbm_bytes_per_s=2 * copy_bytes_per_s, measured=True, source=origin
+                rank.gpu,
+                flops_per_s=flops,
+                hbm_bytes_per_s=2 * copy_bytes_per_s,
+                launch_s=None,  # nothing beside products is measured
+                products=None,
+                measured=True,
+                source=origin,
             ),
             link=replace(
                 rank.link,
@@ -70,4 +76,4 @@ def measure_virtual_machine(
     ]
     each = adam_params_per_s * base.local_ranks  # this was one rank's part of the host
     its_host = replace(base.host, adam_params_per_s=each, measured=True, source=origin)
-    return replace(base, ranks=tuple(ranks), host=its_host)
+    return replace(base, ranks=tuple(ranks), host=its_host, framework=None)

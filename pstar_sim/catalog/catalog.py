@@ -1,14 +1,16 @@
 """From TOML to parts and machines: the shipped catalog, and a user's file over it.
 
-The shipped files are gpus.toml, links.toml, hosts.toml, disks.toml and machines.toml beside this module; the head of
-each file says what its fields mean. A user's file holds the same entries as [gpus.NAME], [links.NAME], [hosts.NAME],
-[disks.NAME] and [machines.NAME]: a new name extends the catalog (and must be complete, except for source and checked,
-because the file is its own source), a known name overrides the fields it gives. `machine = "NAME"` at the head of a
-user's file chooses one of its machines where it has several.
+The shipped files are gpus.toml, links.toml, hosts.toml, disks.toml, frameworks.toml and machines.toml beside this
+module; the head of each file says what its fields mean. A user's file holds the same entries as [gpus.NAME],
+[links.NAME], [hosts.NAME], [disks.NAME], [frameworks.NAME] and [machines.NAME]: a new name extends the catalog (and
+must be complete, except for source and checked, because the file is its own source), a known name overrides the fields
+it gives. `machine = "NAME"` at the head of a user's file chooses one of its machines where it has several.
 
 [Note: which figure is used] An entry's `calibrated` table is preferred, field by field, and used as it is; a datasheet
-peak is multiplied by the entry's efficiency. A user's datasheet figure displaces the calibrated one of the same
-name. `measured` is true of a part that has a calibration.
+peak is multiplied by the entry's efficiency, and where it gives none by that of its generation or of the efficiency
+model. A user's datasheet figure displaces the calibrated one of the same name. `measured` is true of a part that has a
+calibration. Calibrated rates of a card that come without launch_us are those of whole iterations: they contain its
+operators and launches, so nothing else takes time.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from msgspec import structs
 
 from pstar_sim.arguments import file_path, spelled, whole
 from pstar_sim.catalog.curves import Curve, best_rate
-from pstar_sim.catalog.efficiency import Efficiency, fitted, fitted_gpu, fitted_host, fitted_link
+from pstar_sim.catalog.efficiency import Efficiency, fitted
 from pstar_sim.catalog.entries import (
     MOST_NODES_OF_A_MACHINE,
     TABLES,
     DiskEntry,
     Entry,
+    FrameworkEntry,
     GpuEntry,
     HostEntry,
     LinkEntry,
     MachineEntry,
-    ProductsEntry,
     scaled,
 )
-from pstar_sim.catalog.generations import generations
-from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.generations import Generation, generations
+from pstar_sim.catalog.machine import KNOWN, Fabric, Framework, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.errors import CatalogError, UnknownName
 from pstar_sim.schema.fields import Table, fields_of, want
@@ -68,6 +70,7 @@ _CURVES = {
 class Catalog:
     """Checked entries by name.
 
+    efficiency: what entries leave out ([Note: the efficiency model]).
     own: the machines that a user's file defined.
     main: the machine that this file chooses.
     """
@@ -76,7 +79,9 @@ class Catalog:
     links: Mapping[str, Entry[LinkEntry]]
     hosts: Mapping[str, Entry[HostEntry]]
     disks: Mapping[str, Entry[DiskEntry]]
+    frameworks: Mapping[str, Entry[FrameworkEntry]]
     machines: Mapping[str, Entry[MachineEntry]]
+    efficiency: Efficiency
     own: tuple[str, ...] = ()
     main: str | None = None
 
@@ -86,15 +91,14 @@ class Catalog:
         usable = card.usable_gb
         if measured is not None and measured.usable_gb is not None:
             usable = measured.usable_gb
-        rates = {}
-        for dtype in _DTYPES:
-            rate = _effective(
-                card, f"{dtype}_tflops", card.fp32_efficiency if dtype == "fp32" else card.tensor_core_efficiency
-            )
-            if rate is not None:
-                rates[dtype] = rate * TERA
         if not card.context_gb < usable <= card.memory_gb:
             raise e.refuse("usable_gb", "more than context_gb and at most memory_gb, calibrated or not")
+        generation = (
+            None
+            if card.generation is None
+            else generations()[e.known("generation", "generation", tuple(generations()))]
+        )
+        launch_s = _launch_s(e, self.efficiency)
         operators = None if measured is None else measured.operators_gb_per_s
         tables = {dtype: _curve(e, f"{dtype}_table", f"{dtype}_tflops", 1e9, TERA) for dtype in _DTYPES}
         return Gpu(
@@ -102,15 +106,28 @@ class Catalog:
             memory_bytes=_bytes(card.memory_gb),
             usable_bytes=_bytes(usable),
             context_bytes=_bytes(card.context_gb),
-            hbm_bytes_per_s=_rate(card, "hbm_gb_per_s", card.hbm_efficiency),
-            flops_per_s=rates,
+            hbm_bytes_per_s=_rate(card, "hbm_gb_per_s", _or(card.hbm_efficiency, self.efficiency.hbm)),
+            flops_per_s=self._rates(card, generation),
             measured=measured is not None,
             source=_source(card),
-            launch_s=_launch_s(e),
+            launch_s=launch_s,
+            known=_known(card, generation),
             matmul_tables={dtype: curve for dtype, curve in tables.items() if curve},
             operator_bytes_per_s=None if operators is None else operators * GB,
-            products=None if card.products is None else _shape(card.products),
+            products=None if launch_s is None else _products(e, generation),
         )
+
+    def _rates(self, card: GpuEntry, generation: Generation | None) -> dict[str, float]:
+        """Matrix rate by dtype, in flops/s."""
+        matmul = self.efficiency.matmul
+        wide = _or(card.fp32_efficiency, matmul)
+        half = _or(card.tensor_core_efficiency, matmul if generation is None else generation.plateau)
+        rates = {}
+        for dtype in _DTYPES:
+            rate = _effective(card, f"{dtype}_tflops", wide if dtype == "fp32" else half)
+            if rate is not None:
+                rates[dtype] = rate * TERA
+        return rates
 
     def link(self, name: str) -> Link:
         e = self.links[name]
@@ -124,7 +141,8 @@ class Catalog:
             duplex=link.duplex,
             measured=link.calibrated is not None,
             source=_source(link),
-            pageable_bytes_per_s=None if pageable is None else pageable * GB,
+            known=link.known,
+            pageable_bytes_per_s=self.efficiency.pageable_bytes_per_s if pageable is None else pageable * GB,
             h2d_table=_curve(e, "h2d_table", "h2d_gb_per_s", 1e6, GB),
             d2h_table=_curve(e, "d2h_table", "d2h_gb_per_s", 1e6, GB),
         )
@@ -138,6 +156,7 @@ class Catalog:
             latency_s=link.latency_s,
             measured=link.measured,
             source=link.source,
+            known=link.known,
         )
 
     def nvme(self, name: str) -> Nvme:
@@ -159,7 +178,7 @@ class Catalog:
         if host.reserved_gb >= host.memory_gb:
             raise e.refuse("reserved_gb", f"less than memory_gb = {e.written('memory_gb')!r}")
         adam = _effective(host, "adam_gparams_per_s", 1)
-        assert adam is not None, "the field has to be given"
+        model = self.efficiency.adam_params_per_s(host.dram_peak_gb_per_s * GB, host.cores)
         dram = None if measured is None else measured.dram_gb_per_s
         return Host(
             name=name,
@@ -167,22 +186,27 @@ class Catalog:
             reserved_bytes=_bytes(host.reserved_gb),
             dram_bytes_per_s=(host.dram_peak_gb_per_s * host.dram_efficiency if dram is None else dram) * GB,
             cores=host.cores,
-            adam_params_per_s=adam * 1e9,
+            adam_params_per_s=model if adam is None else adam * 1e9,
             measured=measured is not None,
             source=_source(host),
             adam_table=_adam_curve(e),
             dram_measured=dram is not None,
             pinned_bytes=None if host.pinned_gb is None else _bytes(host.pinned_gb),
+            known="fitted" if adam is None else "datasheet",
         )
 
-    def machine(self, name: str, efficiency: Efficiency | None = None) -> Machine:
-        """The machine of that name.
+    def framework(self, name: str) -> Framework:
+        figures = self.frameworks[name].values
+        return Framework(
+            name=name,
+            python_s=figures.python_us * 1e-6,
+            wait_s=figures.wait_us * 1e-6,
+            source=f"{figures.source} (checked {figures.checked})",
+            known=figures.known,
+        )
 
-        efficiency: parameters to use instead of the shipped ones, for a machine with fitted rates; see [Note: fitted
-            rates].
-
-        Raises UnknownName, and CatalogError for a part that no table has.
-        """
+    def machine(self, name: str) -> Machine:
+        """The machine of that name. Raises UnknownName, and CatalogError for a part that no table has."""
         name = spelled(name, self.machines)
         if name not in self.machines:
             raise UnknownName("machine", name, (*self.machines, "here"))
@@ -191,10 +215,6 @@ class Catalog:
         peer = self._joined(e, "peer_link", "gpu-gpu")
         node = self._ranks(e)
         host = self.host(e.known("host", "host", tuple(self.hosts)))
-        if given.rates != "catalog":
-            efficiency = efficiency or fitted()
-            node = self._fitted_ranks(e, node, efficiency)
-            host = fitted_host(host, self.hosts[host.name].values.dram_peak_gb_per_s * GB, efficiency)
         if given.unified:
             host = self._shared_memory(e, host, node)
         root_rate = None if given.root_gb_per_s is None else given.root_gb_per_s * GB
@@ -219,6 +239,7 @@ class Catalog:
             root_bytes_per_s=root_rate,
             unified=given.unified,
             nvme=None if given.disks is None else self.nvme(e.known("set of disks", "disks", tuple(self.disks))),
+            framework=self._framework(e, node),
         )
         return with_nodes(machine, given.nodes)
 
@@ -232,13 +253,14 @@ class Catalog:
             )
         return replace(host, memory_bytes=left)
 
-    def _fitted_ranks(self, e: Entry[MachineEntry], node: list[Rank], efficiency: Efficiency) -> list[Rank]:
-        """The ranks of a machine with fitted rates or curves. Raises CatalogError for curves that nobody has."""
-        fit = self._fitted_gpu
-        if e.values.rates == "curves":
-            self._check_curves(e, node)
-            fit = self._curves_gpu
-        return [replace(rank, gpu=fit(rank.gpu, efficiency), link=fitted_link(rank.link, efficiency)) for rank in node]
+    def _framework(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> Framework | None:
+        """What the machine's entry names, else the first of the catalog for cards of a known generation; None where a
+        GPU's measured launches, or its rates of whole iterations, hold the Python of a framework."""
+        if e.values.framework is not None:
+            return self.framework(e.known("framework", "framework", tuple(self.frameworks)))
+        if any(rank.gpu.measured or rank.gpu.products is None for rank in node):
+            return None
+        return self.framework(next(iter(self.frameworks)))
 
     def _ranks(self, e: Entry[MachineEntry]) -> list[Rank]:
         """The ranks of one node: `gpus` equal ones, or the groups of `ranks`, each with its sequences per
@@ -253,29 +275,6 @@ class Catalog:
             gpu = e.known("GPU", f"{where}gpu", tuple(self.gpus))
             ranks += [Rank(gpu=self.gpu(gpu), link=self.link(link), batch_share=batch / total)] * gpus
         return ranks
-
-    def _fitted_gpu(self, gpu: Gpu, efficiency: Efficiency) -> Gpu:
-        card = self.gpus[gpu.name].values
-        known = {dtype: getattr(card, f"{dtype}_tflops") for dtype in gpu.flops_per_s}
-        peaks = {dtype: peak * TERA for dtype, peak in known.items() if peak is not None}
-        return fitted_gpu(gpu, peaks, card.hbm_gb_per_s * GB, efficiency)
-
-    def _check_curves(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> None:
-        """Raises CatalogError for a machine with rates = "curves" whose GPUs name no generation, or have a table of
-        products of their own, which those of the generation would replace."""
-        for card in (self.gpus[rank.gpu.name] for rank in node):
-            if card.values.products is not None:
-                raise e.refuse("rates", f"catalog or fitted, because GPU {card.name} has products of its own")
-            if card.values.generation is None:
-                names = ", ".join(generations())
-                want = f"catalog or fitted, because GPU {card.name} names no generation ({names})"
-                raise e.refuse("rates", want)
-
-    def _curves_gpu(self, gpu: Gpu, efficiency: Efficiency) -> Gpu:
-        """The GPU with rates of products by the curve of its generation, otherwise as `_fitted_gpu`."""
-        e = self.gpus[gpu.name]
-        name = e.known("generation", "generation", tuple(generations()))
-        return generations()[name].gpu(self._fitted_gpu(gpu, efficiency), e.values.hbm_gb_per_s * GB, efficiency)
 
     def _joined(self, e: Entry[MachineEntry], field: str, connects: str) -> Fabric | None:
         if getattr(e.values, field) is None:
@@ -326,28 +325,54 @@ def _bytes(gigabytes: float) -> int:
     return round(gigabytes * GB)
 
 
-def _launch_s(e: Entry[GpuEntry]) -> float | None:
-    """Seconds of a moment beside those of its kernels; None where rates are those of iterations. Raises CatalogError
-    where they are and products by shape are given."""
+def _or(given: float | None, otherwise: float) -> float:
+    return otherwise if given is None else given
+
+
+def _launch_s(e: Entry[GpuEntry], efficiency: Efficiency) -> float | None:
+    """Seconds of the launches of a moment; None where rates are those of iterations. Raises CatalogError where they are
+    and products by shape are given."""
     card, measured = e.values, e.values.calibrated
     launch = card.launch_us if measured is None or measured.launch_us is None else measured.launch_us
     if launch is not None:
         return launch * 1e-6
+    if measured is None or not any(getattr(measured, f"{dtype}_tflops") for dtype in _DTYPES):
+        return efficiency.launch_s
     if card.products is not None:
         raise e.refuse("launch_us", f"given, because [{e.name}.products] has figures of kernels, not of iterations")
     return None
 
 
-def _shape(given: ProductsEntry) -> ProductShape:
-    return ProductShape(
-        sms=given.sms,
-        tile=given.tile,
-        wave_loss=given.wave_loss,
-        depth=given.depth,
-        bytes_per_s=given.gb_per_s * GB,
-        kernel_s=given.kernel_us * 1e-6,
-        assumed=given.assumed,
-    )
+def _products(e: Entry[GpuEntry], generation: Generation | None) -> ProductShape | None:
+    """Products by shape: the card's own table, else its generation's figures. A measured curve by flops stands for
+    both. Raises CatalogError for a card that names a generation but not its SMs."""
+    card = e.values
+    given = card.products
+    if given is not None:
+        return ProductShape(
+            sms=given.sms,
+            tile=given.tile,
+            wave_loss=given.wave_loss,
+            depth=given.depth,
+            bytes_per_s=given.gb_per_s * GB,
+            kernel_s=given.kernel_us * 1e-6,
+            flash=given.flash,
+        )
+    if generation is None or any(getattr(card.calibrated, f"{dtype}_table", None) for dtype in _DTYPES):
+        return None
+    if card.sms is None:
+        raise e.refuse("sms", "given, because a generation's figures are those of one streaming multiprocessor")
+    return generation.shape(card.sms, card.hbm_gb_per_s * GB)
+
+
+def _known(card: GpuEntry, generation: Generation | None) -> str:
+    """How the rates of a card are known: the worst of the peaks' shares."""
+    if card.products is not None:
+        return card.products.known
+    if generation is None:
+        return "datasheet"
+    own = card.tensor_core_efficiency is not None
+    return max("assumed" if own or generation.assumed else "fitted", "fitted", key=KNOWN.index)
 
 
 def _curve(e: Entry[GpuEntry] | Entry[LinkEntry], field: str, best: str, size_unit: float, rate_unit: float) -> Curve:
@@ -429,8 +454,9 @@ def _merged(file: str, known: object, given: object) -> object:
     name."""
     if not isinstance(known, dict) or not isinstance(given, dict):
         return given
-    merged = {**known, **given, **_own_tables(file, given, ("products",))}
     calibrated = known.get("calibrated")
+    own_tables = ("products",) if isinstance(calibrated, dict) else ("calibrated", "products")
+    merged = {**known, **given, **_own_tables(file, given, own_tables)}
     if isinstance(calibrated, dict):
         kept = {k: v for k, v in calibrated.items() if k in _ORIGIN or not {k, _CURVES.get(k, k)} & given.keys()}
         own = given.get("calibrated")
@@ -472,6 +498,8 @@ def load_catalog(user_file: str | Path | None = None) -> Catalog:
         links=tables["links"],
         hosts=tables["hosts"],
         disks=tables["disks"],
+        frameworks=tables["frameworks"],
+        efficiency=fitted(),
         machines=tables["machines"],
         own=tuple(own),
         main=main,

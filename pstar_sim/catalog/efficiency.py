@@ -1,28 +1,27 @@
 """Efficiency: the share of datasheet peaks that machines reach, by a few parameters fitted to published runs.
 
-[Note: fitted rates] A machine whose entry says `rates = "fitted"` takes its GPUs' matrix rates as matmul x peak and
-their bandwidth as hbm x peak, and every moment is timed as flops / rate + bytes / bandwidth + launch (cost.py); its CPU
-Adam rate is the lower of what the DRAM feeds (adam_dram x peak / 28 bytes per parameter) and what the cores compute; a
-copy of memory that is not pinned runs at pageable_gb_per_s. The parameters are the same for all machines: none knows a
-model, a system or a node. `pstar validate` shows the errors of predictions that rest on them. Calibrated figures of
-such a machine are not used.
+[Note: the efficiency model] Every GPU, link and host of the catalog is timed by one formula (cost.py); machines differ
+in data. A figure that an entry gives is used. What it leaves out is worked out here: matrix rates as matmul x peak (16
+bit: the plateau of the card's generation), bandwidth of the GPU's memory as hbm x peak, beginnings and ends of a
+moment's kernels as launch_us, CPU Adam as the lower of what the DRAM feeds (adam_dram x peak / 28 bytes per parameter)
+and what the cores compute, and copies of memory that is not pinned as pageable_gb_per_s. The parameters are the same
+for all machines: none knows a model, a system or a node. `pstar validate` shows the errors of predictions that rest on
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Annotated
 
-from pstar_sim.catalog.machine import Gpu, Host, Link
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
 from pstar_sim.schema.parsing import parse_toml
 from pstar_sim.schema.reading import read_table
 from pstar_sim.units import GB
 
-__all__ = ["Efficiency", "fitted", "fitted_gpu", "fitted_host", "fitted_link", "read_efficiency"]
+__all__ = ["Efficiency", "fitted", "read_efficiency"]
 
 ADAM_BYTES_PER_PARAM = 28
 _Share = Annotated[float, between(0.01, 1)]
@@ -31,9 +30,9 @@ _Share = Annotated[float, between(0.01, 1)]
 class FittedRates(Table, frozen=True, kw_only=True):
     """The table [fitted] of efficiency.toml."""
 
-    matmul: Annotated[_Share, says("share of the peak matrix rate that large products run at")]
+    matmul: Annotated[_Share, says("share of the peak fp32 rate that large products run at")]
     hbm: Annotated[_Share, says("share of the memory bandwidth that element-wise operators reach")]
-    launch_us: Annotated[float, between(0, 1e5), says("kernels and hooks of one moment, whatever their size")]
+    launch_us: Annotated[float, between(0, 1e5), says("beginnings and ends of one moment's kernels")]
     adam_dram: Annotated[_Share, says("share of a node's DRAM bandwidth that CPU Adam reaches")]
     adam_gparams_core: Annotated[float, between(1e-4, 10), says("billion parameters per second of one core")]
     pageable_gb_per_s: Annotated[float, between(0.01, 1e3), says("copies from or to memory that is not pinned")]
@@ -52,6 +51,11 @@ class Efficiency:
     adam_params_per_core_s: float
     pageable_bytes_per_s: float
     source: str
+
+    def adam_params_per_s(self, dram_peak_bytes_per_s: float, cores: int) -> float:
+        """CPU Adam of a host, all cores given to it."""
+        by_dram = dram_peak_bytes_per_s * self.adam_dram / ADAM_BYTES_PER_PARAM
+        return min(by_dram, cores * self.adam_params_per_core_s)
 
 
 def read_efficiency(file: str, text: str) -> Efficiency:
@@ -73,31 +77,3 @@ def fitted() -> Efficiency:
     """The parameters shipped with the project."""
     name = "efficiency.toml"
     return read_efficiency(name, (files("pstar_sim.catalog") / name).read_text(encoding="utf-8"))
-
-
-def fitted_gpu(gpu: Gpu, peak_flops_per_s: Mapping[str, float], hbm_peak_bytes_per_s: float, e: Efficiency) -> Gpu:
-    """`gpu` with rates by the model, from its datasheet peaks (flops/s by dtype, bytes/s)."""
-    return replace(
-        gpu,
-        flops_per_s={dtype: peak * e.matmul for dtype, peak in peak_flops_per_s.items()},
-        hbm_bytes_per_s=hbm_peak_bytes_per_s * e.hbm,
-        launch_s=e.launch_s,
-        measured=False,
-        source=f"{gpu.source}; rates: {e.source}",
-    )
-
-
-def fitted_host(host: Host, dram_peak_bytes_per_s: float, e: Efficiency) -> Host:
-    """`host` with its CPU Adam rate computed by the model; a calibrated rate is kept."""
-    if host.measured:
-        return host
-    by_dram = dram_peak_bytes_per_s * e.adam_dram / ADAM_BYTES_PER_PARAM
-    by_cores = host.cores * e.adam_params_per_core_s
-    return replace(host, adam_params_per_s=min(by_dram, by_cores), source=f"{host.source}; Adam: {e.source}")
-
-
-def fitted_link(link: Link, e: Efficiency) -> Link:
-    """`link` with the rate of copies that are not pinned; a link whose entry gives the rate keeps it."""
-    if link.pageable_bytes_per_s is not None:
-        return link
-    return replace(link, pageable_bytes_per_s=e.pageable_bytes_per_s)

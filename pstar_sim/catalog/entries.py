@@ -21,6 +21,7 @@ __all__ = [
     "TABLES",
     "DiskEntry",
     "Entry",
+    "FrameworkEntry",
     "GpuEntry",
     "HostEntry",
     "LinkEntry",
@@ -41,6 +42,7 @@ _Latency = Annotated[float, between(0, 1e5)]
 _SlowDown = Annotated[float, between(1, 1000)]
 _Extent = Annotated[int, between(1, 100_000)]
 _Tile = tuple[_Extent, _Extent]
+Known = Literal["measured", "fitted", "datasheet", "assumed"]
 
 
 class _Origin(Table, frozen=True, kw_only=True):
@@ -80,7 +82,8 @@ class ProductsEntry(_Origin, frozen=True, kw_only=True):
     depth: Annotated[float, between(0, 1e6), says("terms of a dot product that a tile's beginning and end take")]
     gb_per_s: Annotated[_Rate, says("rate at which factors and result move through the card's memory")]
     kernel_us: Annotated[_Latency, says("beginning and end of a kernel")]
-    assumed: Annotated[bool, says("the figures are those of another generation")] = False
+    flash: Annotated[_Efficiency, says("share of the rate of large products that fused attention reaches")] = 1.0
+    known: Annotated[Known, says("how the figures are known")] = "measured"
 
 
 class GpuEntry(_Origin, frozen=True, kw_only=True):
@@ -90,17 +93,24 @@ class GpuEntry(_Origin, frozen=True, kw_only=True):
     usable_gb: Annotated[_Gigabytes, says("what a process can count on")]
     context_gb: Annotated[float, between(0, 100), says("driver context, libraries, fragmentation; part of usable_gb")]
     hbm_gb_per_s: Annotated[_Rate, says("memory bandwidth, from the datasheet")]
-    hbm_efficiency: Annotated[_Efficiency, says("effective memory bandwidth over the peak")]
+    hbm_efficiency: Annotated[
+        _Efficiency | None, says("effective memory bandwidth over the peak; left out: that of the efficiency model")
+    ] = None
     fp32_tflops: Annotated[_Tflops, says("peak matrix rate, dense, no TF32")]
     fp16_tflops: Annotated[_Tflops | None, says("peak of the tensor cores; left out where the card has no fp16")] = None
     bf16_tflops: Annotated[_Tflops | None, says("peak of the tensor cores; left out where the card has no bf16")] = None
-    fp32_efficiency: Annotated[_Efficiency, says("effective fp32 rate over the peak")]
-    tensor_core_efficiency: Annotated[_Efficiency, says("effective 16-bit rate over the peak")]
-    launch_us: Annotated[
-        _Latency | None, says("kernels and hooks of one moment; given, rates are those of kernels, not of iterations")
+    fp32_efficiency: Annotated[
+        _Efficiency | None, says("fp32 rate of large products over the peak; left out: that of the efficiency model")
     ] = None
-    generation: Annotated[Text | None, says("name of an entry of generations.toml, for rates = curves")] = None
-    products: Annotated[ProductsEntry | None, says("rate of products by their shape; needs launch_us")] = None
+    tensor_core_efficiency: Annotated[
+        _Efficiency | None, says("16-bit rate of large products over the peak; left out: that of the generation")
+    ] = None
+    launch_us: Annotated[
+        _Latency | None, says("beginnings and ends of a moment's kernels; left out: those of the efficiency model")
+    ] = None
+    sms: Annotated[Annotated[int, between(1, 100_000)] | None, says("streaming multiprocessors")] = None
+    generation: Annotated[Text | None, says("name of an entry of generations.toml: rate of products by shape")] = None
+    products: Annotated[ProductsEntry | None, says("rate of products by shape, instead of the generation's")] = None
     device_names: Annotated[tuple[Text, ...], says("what nvidia-smi calls the card")] = ()
     calibrated: Annotated[CalibratedGpu | None, says("effective values; they are used as they are")] = None
 
@@ -124,6 +134,7 @@ class LinkEntry(_Origin, frozen=True, kw_only=True):
     efficiency: Annotated[_Efficiency, says("what a large pinned copy gets of the line rate")]
     latency_us: Annotated[_Latency, says("of one asynchronous copy")]
     duplex: Annotated[bool, says("whether both directions run at full rate at once")]
+    known: Annotated[Known, says("how the rates are known")] = "datasheet"
     pageable_gb_per_s: Annotated[_LinkRate | None, says("a copy from or to memory that is not pinned, either way")] = (
         None
     )
@@ -147,7 +158,9 @@ class HostEntry(_Origin, frozen=True, kw_only=True):
     dram_peak_gb_per_s: Annotated[_Rate, says("channels x transfer rate x 8 bytes, of the memory that copies reach")]
     dram_efficiency: Annotated[_Efficiency, says("what streaming reads and writes get of the peak")]
     cores: Annotated[int, between(1, 4096), says("physical cores that Adam may use")]
-    adam_gparams_per_s: Annotated[_Adam, says("fused AdamW over fp32 states, alone on the host")]
+    adam_gparams_per_s: Annotated[
+        _Adam | None, says("fused AdamW over fp32 states, alone on the host; left out: what DRAM and cores allow")
+    ] = None
     calibrated: Annotated[CalibratedHost | None, says("effective values; they are used as they are")] = None
 
 
@@ -198,6 +211,14 @@ class Slowdowns(Table, frozen=True, kw_only=True):
     d2h_while_h2d: Annotated[_SlowDown | None, says("a copy from the GPU, while a copy to the GPU runs")] = None
 
 
+class FrameworkEntry(_Origin, frozen=True, kw_only=True):
+    """What drives the GPUs: Python of a framework, with the hooks of a system."""
+
+    python_us: Annotated[_Latency, says("Python of one moment; hidden as long as the GPU works longer")]
+    wait_us: Annotated[_Latency, says("time of one moment in which the GPU waits for Python, however long it works")]
+    known: Annotated[Known, says("how the figures are known")] = "assumed"
+
+
 class MachineEntry(_Origin, frozen=True, kw_only=True):
     """A node's parts by name, and how many such nodes there are."""
 
@@ -218,13 +239,10 @@ class MachineEntry(_Origin, frozen=True, kw_only=True):
     network: Annotated[Text | None, says("joins the nodes")] = None
     disks: Annotated[Text | None, says("name of an entry of disks")] = None
     host: Annotated[Text, says("name of an entry of hosts")]
-    rates: Annotated[
-        Literal["catalog", "fitted", "curves"],
-        says("fitted: by the efficiency model instead of the parts' own rates; curves: matrix products by shape, too"),
-    ] = "catalog"
     unified: Annotated[
         bool, says("GPU and CPU work in one memory, the host's: the GPU takes usable_gb of it, the host has the rest")
     ] = False
+    framework: Annotated[Text | None, says("name of an entry of frameworks, the Python that drives the GPUs")] = None
     notes: Annotated[Text | None, says("what `pstar machines` prints")] = None
     price_usd_per_hour: Annotated[Annotated[float, between(1e-3, 1e4)] | None, says("of one node")] = None
     slowdowns: Annotated[Slowdowns | None, says("compute_while_adam = 1.2: compute takes 1.2 times as long then")] = (
@@ -237,6 +255,7 @@ TABLES: dict[str, type[Table]] = {
     "links": LinkEntry,
     "hosts": HostEntry,
     "disks": DiskEntry,
+    "frameworks": FrameworkEntry,
     "machines": MachineEntry,
 }
 """Table of a catalog file -> what its entries are."""

@@ -59,7 +59,8 @@ def this_machine(
         notes.append("no GPU found (nvidia-smi does not list one): the virtual accelerator stands in for it")
         ranks = (Rank(gpu=catalog.gpu("virtual"), link=catalog.link("virtual")),)
     host = _host(catalog.host("virtual"), root, read_cores(root) if cores is None else cores, notes)
-    return Machine(name="here", ranks=ranks, host=host, notes="; ".join(notes))
+    framework = catalog.framework(next(iter(catalog.frameworks))) if lines else None
+    return Machine(name="here", ranks=ranks, host=host, notes="; ".join(notes), framework=framework)
 
 
 def _rank(catalog: Catalog, line: str, share: float, notes: list[str]) -> Rank:

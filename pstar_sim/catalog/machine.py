@@ -7,7 +7,7 @@ clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -18,8 +18,11 @@ from pstar_sim.errors import CatalogError
 from pstar_sim.renderers import render_html
 from pstar_sim.units import format_bytes
 
-__all__ = ["Fabric", "Gpu", "Host", "Link", "Machine", "Nvme", "Rank"]
+__all__ = ["KNOWN", "Fabric", "Framework", "Gpu", "Host", "Link", "Machine", "Nvme", "Rank"]
 
+KNOWN = ("measured", "fitted", "datasheet", "assumed")
+"""How a figure is known, the best first: measured on this machine, a share of peaks fitted to published runs, a peak of
+a datasheet times a usual share, or a figure that nobody measured. An answer is as good as the last of its figures."""
 _SHARES = 1e-6  # by which the shares of a batch may miss 1, for rounding
 
 
@@ -40,6 +43,11 @@ def _check(
     return where
 
 
+def _check_known(where: str, known: object) -> None:
+    if known not in KNOWN:
+        raise CatalogError(f"{where}: known = {known!r}; must be one of {', '.join(KNOWN)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One accelerator.
@@ -53,8 +61,9 @@ class Gpu:
     flops_per_s: effective matrix rate by dtype ("fp32", "fp16", "bf16"); a dtype that is missing is not supported.
     measured: whether its figures are calibrated.
     source: where its figures come from.
-    launch_s: None where rates are those of whole iterations; else rates are those of kernels, and a moment lasts
-        flops / rate + bytes / bandwidth + launch_s (catalog/efficiency.py).
+    launch_s: beginnings and ends of a moment's kernels. None where rates are those of whole iterations, which contain
+        them and the operators.
+    known: how its figures are known, one of KNOWN.
     matmul_tables: by dtype, the curve of flops/s over the flops of a product, where it was measured; flops_per_s is
         then the best rate of the curve.
     operator_bytes_per_s: bandwidth that the operators of a moment reach, where it was measured; None: the bandwidth of
@@ -72,6 +81,7 @@ class Gpu:
     measured: bool
     source: str
     launch_s: float | None = None
+    known: str = "datasheet"
     matmul_tables: Mapping[str, Curve] = field(default_factory=dict)
     operator_bytes_per_s: float | None = None
     products: ProductShape | None = None
@@ -85,6 +95,7 @@ class Gpu:
             number(f"{where}: flops_per_s[{dtype!r}]", rate, error=CatalogError)
         if self.products is not None and self.launch_s is None:
             raise CatalogError(f"{where}: products need launch_s, because their figures are those of kernels")
+        _check_known(where, self.known)
         if self.usable_bytes > self.memory_bytes:
             raise CatalogError(
                 f"{where}: usable_bytes = {self.usable_bytes}: the card has {self.memory_bytes} bytes; give no more"
@@ -111,6 +122,7 @@ class Link:
     duplex: whether both directions run at full rate at once.
     measured: whether its figures are calibrated.
     source: where its figures come from.
+    known: how its figures are known, one of KNOWN.
     pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known; a plan
         with such copies cannot be timed then.
     h2d_table, d2h_table: bytes/s by bytes of a copy, where it was measured; h2d_bytes_per_s and d2h_bytes_per_s are
@@ -124,6 +136,7 @@ class Link:
     duplex: bool
     measured: bool
     source: str
+    known: str = "datasheet"
     pageable_bytes_per_s: float | None = None
     h2d_table: Curve = ()
     d2h_table: Curve = ()
@@ -132,6 +145,7 @@ class Link:
         positive = ("h2d_bytes_per_s", "d2h_bytes_per_s", "pageable_bytes_per_s")
         where = _check("link", self, positive=positive, natural=("latency_s",))
         flag(f"{where}: duplex", self.duplex, error=CatalogError)
+        _check_known(where, self.known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +157,7 @@ class Fabric:
     latency_s: latency of one hop.
     measured: whether its figures are calibrated.
     source: where its figures come from.
+    known: how its figures are known, one of KNOWN.
     """
 
     name: str
@@ -150,9 +165,10 @@ class Fabric:
     latency_s: float
     measured: bool
     source: str
+    known: str = "datasheet"
 
     def __post_init__(self) -> None:
-        _check("link", self, positive=("bytes_per_s",), natural=("latency_s",))
+        _check_known(_check("link", self, positive=("bytes_per_s",), natural=("latency_s",)), self.known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +214,7 @@ class Host:
     adam_table: parameters/s by threads, where it was measured.
     dram_measured: whether dram_bytes_per_s was measured.
     pinned_bytes: the most that can be pinned; None: all of it. Copies of what is not pinned run at the pageable rate.
+    known: how its rate of CPU Adam is known, one of KNOWN.
     """
 
     name: str
@@ -211,10 +228,12 @@ class Host:
     adam_table: Curve = ()
     dram_measured: bool = False
     pinned_bytes: int | None = None
+    known: str = "datasheet"
 
     def __post_init__(self) -> None:
         positive = ("memory_bytes", "dram_bytes_per_s", "adam_params_per_s", "pinned_bytes")
         where = _check("host", self, positive=positive, natural=("reserved_bytes",), counts=("cores",))
+        _check_known(where, self.known)
         if self.memory_bytes <= self.reserved_bytes:
             raise CatalogError(
                 f"{where}: {format_bytes(self.reserved_bytes)} of {format_bytes(self.memory_bytes)} are reserved for "
@@ -224,6 +243,27 @@ class Host:
     @property
     def budget_bytes(self) -> int:
         return self.memory_bytes - self.reserved_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """Python that drives the GPUs.
+
+    name: name of the framework, or of the system whose hooks it runs.
+    python_s: Python of one moment; it runs ahead of the GPU, so a moment lasts no less.
+    wait_s: time of one moment in which the GPU waits for Python, however long its kernels take.
+    source: where its figures come from.
+    known: how its figures are known, one of KNOWN.
+    """
+
+    name: str
+    python_s: float
+    wait_s: float
+    source: str
+    known: str = "assumed"
+
+    def __post_init__(self) -> None:
+        _check_known(_check("framework", self, natural=("python_s", "wait_s")), self.known)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +303,7 @@ class Machine:
     network: joins the nodes.
     root_bytes_per_s: what a PCIe switch passes to or from the host, each way, shared by the ranks on it.
     nvme: disks of ONE node; its ranks share it as they share the host.
+    framework: Python that drives the GPUs; None: no moment waits for any, or the GPU's launch_s holds it.
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
         "compute", "adam", "h2d" and "d2h", where measured.
     unified: whether GPU and CPU work in one memory. What the GPU may take of it is the GPU's usable_bytes, the rest is
@@ -282,6 +323,7 @@ class Machine:
     nvme: Nvme | None = None
     slowdowns: Mapping[str, float] = field(default_factory=dict)
     unified: bool = False
+    framework: Framework | None = None
 
     def __post_init__(self) -> None:
         positive = ("price_usd_per_hour", "root_bytes_per_s")
@@ -361,23 +403,28 @@ class Machine:
 
     @property
     def confidence_by_input(self) -> dict[str, str]:
-        """ "calibrated", "datasheet" or (compute only) "assumed" for each figure that a prediction rests on; parts that
-        this machine lacks are left out. assumed: products of a GPU have the figures of another generation."""
+        """ "calibrated", or one of KNOWN, for each figure that a prediction rests on; parts that this machine lacks are
+        left out. A figure of several parts is as good as the worst of them."""
         found = {
-            "compute": all(r.gpu.measured for r in self.ranks),
-            "link": all(r.link.measured for r in self.ranks),
-            "CPU Adam": self.host.measured,
-            "DRAM": self.host.dram_measured,
+            "compute": _worst((r.gpu.measured, r.gpu.known) for r in self.ranks),
+            "link": _worst((r.link.measured, r.link.known) for r in self.ranks),
+            "CPU Adam": _worst([(self.host.measured, self.host.known)]),
+            "DRAM": "calibrated" if self.host.dram_measured else "datasheet",
         }
         if len(self.ranks) > 1:
             fabrics = [f for f in (self.peer, self.network if self.nodes > 1 else None) if f is not None]
-            found["network"] = bool(fabrics) and all(f.measured for f in fabrics)
+            found["network"] = _worst((f.measured, f.known) for f in fabrics) if fabrics else found["link"]
         if self.nvme is not None:
-            found["disk"] = self.nvme.measured
-        words = {name: "calibrated" if measured else "datasheet" for name, measured in found.items()}
-        if any(r.gpu.products is not None and r.gpu.products.assumed for r in self.ranks):
-            words["compute"] = "assumed"
-        return words
+            found["disk"] = "calibrated" if self.nvme.measured else "datasheet"
+        if self.framework is not None:
+            found["framework"] = self.framework.known
+        return found
+
+
+def _worst(parts: Iterable[tuple[bool, str]]) -> str:
+    """How the figures of parts are known, each given as (calibrated, known): the worst."""
+    words = ["calibrated" if measured else known for measured, known in parts]
+    return max(words, key=("calibrated", *KNOWN).index)
 
 
 def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
@@ -396,6 +443,7 @@ def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
         flops_per_s={d: min(g.flops_per_s[d] for g in kinds) for d in common},
         measured=all(g.measured for g in kinds),
         source="the least of each figure",
+        known=max((g.known for g in kinds), key=KNOWN.index),
         launch_s=_of_known(max, [g.launch_s for g in kinds]),
         operator_bytes_per_s=_of_known(min, [g.operator_bytes_per_s for g in kinds]),
     )

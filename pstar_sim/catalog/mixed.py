@@ -58,6 +58,7 @@ def mixed_machine(name: str, catalog: Catalog) -> Machine:
         name=JOIN.join(f"{one}x{n}" for one, n in counts.items()),
         ranks=tuple(ranks),
         host=first.host,
+        framework=first.framework,
         notes=f"mixed GPUs of one node with the host of {first.name}; they reach each other over their links",
     )
 

@@ -37,7 +37,7 @@ class ProductShape:
     depth: terms of a dot product (k) that the beginning and the end of a tile take as long as.
     bytes_per_s: rate at which a product's factors and result move through the memory of the GPU.
     kernel_s: beginning and end of a kernel, whatever its size.
-    assumed: whether the figures are those of another generation.
+    flash: share of `rate` that fused attention reaches.
     """
 
     sms: int
@@ -46,12 +46,13 @@ class ProductShape:
     depth: float
     bytes_per_s: float
     kernel_s: float
-    assumed: bool = False
+    flash: float = 1.0
 
     def __post_init__(self) -> None:
         for name, count in (("sms", self.sms), ("tile rows", self.tile[0]), ("tile columns", self.tile[1])):
             whole(f"products: {name}", count, error=CatalogError)
-        number("products: bytes_per_s", self.bytes_per_s, error=CatalogError)
+        for name in ("bytes_per_s", "flash"):
+            number(f"products: {name}", getattr(self, name), error=CatalogError)
         for name in ("wave_loss", "depth", "kernel_s"):
             number(f"products: {name}", getattr(self, name), also=True, error=CatalogError)
         if self.wave_loss > 1:

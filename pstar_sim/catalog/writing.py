@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 
 from pstar_sim.catalog.curves import Curve, best_rate
-from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme
+from pstar_sim.catalog.machine import Fabric, Framework, Gpu, Host, Link, Machine, Nvme
 from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.errors import CatalogError
 from pstar_sim.files import write_atomically
@@ -36,6 +36,8 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
         made.append(_fabric_part(machine.network, "node-node"))
     if machine.nvme is not None:
         made.append(_disks_part(machine.nvme))
+    if machine.framework is not None:
+        made.append(_framework_part(machine.framework))
     name = f"machines.{_key(machine.name)}"
     parts = [f"machine = {json.dumps(machine.name)}"]
     for part in made:
@@ -84,11 +86,11 @@ def _gpu_part(gpu: Gpu) -> _Part:
         measured=gpu.measured,
         source=gpu.source,
         calibrated={**hbm, **rates, **_gpu_curves(gpu)},
-        products={} if gpu.products is None else _products(gpu.products),
+        products={} if gpu.products is None else _products(gpu.products, gpu.known),
     )
 
 
-def _products(shape: ProductShape) -> dict[str, object]:
+def _products(shape: ProductShape, known: str) -> dict[str, object]:
     return {
         "sms": shape.sms,
         "tile": list(shape.tile),
@@ -96,7 +98,8 @@ def _products(shape: ProductShape) -> dict[str, object]:
         "depth": shape.depth,
         "gb_per_s": shape.bytes_per_s / GB,
         "kernel_us": shape.kernel_s * 1e6,
-        **({"assumed": True} if shape.assumed else {}),
+        "flash": shape.flash,
+        "known": known,
     }
 
 
@@ -105,6 +108,7 @@ def _link_part(link: Link) -> _Part:
     if link.pageable_bytes_per_s is not None:
         copies["pageable_gb_per_s"] = link.pageable_bytes_per_s / GB
     fixed = {"connects": "host-gpu", "efficiency": 1, "latency_us": link.latency_s * 1e6, "duplex": link.duplex}
+    fixed["known"] = link.known
     return _Part(
         name=f"links.{_key(link.name)}",
         values={**fixed, **copies},
@@ -137,12 +141,27 @@ def _host_part(host: Host) -> _Part:
 def _fabric_part(fabric: Fabric, connects: str) -> _Part:
     rate: dict[str, object] = {"h2d_gb_per_s": fabric.bytes_per_s / GB, "d2h_gb_per_s": fabric.bytes_per_s / GB}
     fixed = {"connects": connects, "efficiency": 1, "latency_us": fabric.latency_s * 1e6, "duplex": True}
+    fixed["known"] = fabric.known
     return _Part(
         name=f"links.{_key(fabric.name)}",
         values={**fixed, **rate},
         measured=fabric.measured,
         source=fabric.source,
         calibrated=rate,
+    )
+
+
+def _framework_part(framework: Framework) -> _Part:
+    return _Part(
+        name=f"frameworks.{_key(framework.name)}",
+        values={
+            "python_us": framework.python_s * 1e6,
+            "wait_us": framework.wait_s * 1e6,
+            "known": framework.known,
+        },
+        measured=False,
+        source=framework.source,
+        calibrated={},
     )
 
 
@@ -185,6 +204,8 @@ def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
         whole["network"] = machine.network.name
     if machine.nvme is not None:
         whole["disks"] = machine.nvme.name
+    if machine.framework is not None:
+        whole["framework"] = machine.framework.name
     return whole
 
 

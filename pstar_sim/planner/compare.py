@@ -57,8 +57,9 @@ class Row:
         has the least room left.
     barrier_cost_s: seconds that the same policy would save if no Adam had to wait for all gradients; None if nothing
         makes it wait.
-    expected_error: median relative error that validation found for this class of machine; None if nothing is known.
-    trust: what expected_error rests on, or that there is nothing.
+    expected_error: one standard deviation of the seconds, as a share of them, from published runs of this class of
+        machine, or of any class where it has none; None for a policy that does not fit.
+    trust: what expected_error rests on.
     short_of: place that lacks memory, "gpu", "host" or "nvme"; None if the policy fits.
     needed_bytes, available_bytes: bytes needed and available in that place.
     needed_for: what the bytes are needed for.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import KNOWN, Machine
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["confidence", "confidence_line"]
 
 
 def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
-    """ "calibrated", "datasheet" or (compute only) "recorded" or "assumed" for each input; recorded: the moments' own
-    durations on this very machine; assumed: see `Machine.confidence_by_input`."""
+    """ "calibrated", "measured", "fitted", "datasheet" or "assumed" for each input (`Machine.confidence_by_input`), and
+    for compute "recorded": the moments' own durations on this very machine."""
     found = machine.confidence_by_input
     if workload.recorded_on is not None and workload.recorded_on == machine.name:
         found["compute"] = "recorded"
@@ -21,8 +21,8 @@ def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
 
 def confidence_line(found: Mapping[str, str]) -> str:
     """For example "calibrated: compute, link; datasheet: CPU Adam, DRAM". Both words always appear, with "none" if a
-    list is empty; "recorded" and "assumed" appear where they are needed."""
+    list is empty; other words appear where they are needed."""
     always = ("calibrated", "datasheet")
-    words = [word for word in ("recorded", *always, "assumed") if word in always or word in found.values()]
+    words = [w for w in ("recorded", "calibrated", *KNOWN) if w in always or w in found.values()]
     named = {word: [name for name, source in found.items() if source == word] for word in words}
     return "; ".join(f"{word}: {', '.join(names) or 'none'}" for word, names in named.items())

@@ -250,8 +250,7 @@ class _Notes:
         elif error == known:
             self.checked.append("expected_error")
         else:
-            now = "no error for this class of machine" if known is None else f"{known:.9g}"
-            self.why["expected_error"] = f"validation had other rows then; it finds {now} now"
+            self.why["expected_error"] = f"validation had other rows then; it finds {known:.9g} now"
 
     def _certificate(self, found: Certificate) -> None:
         said: object = self.plan.choices.get("certificate")

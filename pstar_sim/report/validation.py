@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pstar_sim.terminal import table_text, terminal_width, wrap
+from pstar_sim.validation.expected_errors import binomial_interval, quoted_bars
 from pstar_sim.validation.experiments import NOTES, UNEXPLAINED
-from pstar_sim.validation.results import FAR, NEAR, Errors, Result, Validation, errors_of
+from pstar_sim.validation.results import DISTANCES, FAR, NEAR, Errors, Result, Validation, errors_of
 from pstar_sim.validation.scope import published_scope
 
 __all__ = ["validation_text"]
@@ -32,7 +33,7 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
         parts.append(files_text(v, width))
     if len(v.by_distance()) > 1:
         parts.append(distance_text(v, width))
-    parts.append(folded(_verdict(v)))
+    parts.append(folded([*_verdict(v), *_inside(v)]))
     if every_row:
         parts.append(_rows_text("Rows in scope", list(v.results), width))
     if missed := v.misses():
@@ -110,6 +111,24 @@ def distance_text(v: Validation, width: int) -> str:
     ]
     heads = ("tested times, from the fitted ones", "rows", "median", "90th", "bias")
     return table_text(heads, rows, width=width, keys=1)
+
+
+def _inside(v: Validation) -> list[str]:
+    """A line on the rows that lie inside the bar which an answer would quote for them, and one per distance."""
+    quoted, distance = quoted_bars(v.results), v.distances()
+    groups: dict[str, list[bool]] = {}
+    for r, bar in quoted:
+        for name in ("all", *(() if distance is None else (distance(r),))):
+            groups.setdefault(name, []).append(abs(r.error) <= bar)
+    if not groups:
+        return []
+    inside = groups.pop("all")
+    share = f"{sum(inside)} of {len(inside)}, {_share(sum(inside) / len(inside))} (60 to 75% wanted)"
+    lines = [f"iterations inside their quoted bar (one standard deviation, own row left out): {share}"]
+    for name in (name for name in DISTANCES if name in groups):
+        low, high = binomial_interval(len(groups[name]))
+        lines.append(f"  {name}: {sum(groups[name])} of {len(groups[name])} ({low} to {high} wanted)")
+    return lines
 
 
 def _kept(kept: int, pairs: int) -> str:

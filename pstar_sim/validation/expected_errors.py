@@ -1,48 +1,113 @@
-"""Errors by class of machine, which validation keeps and answers show with predicted times (planner/trust.py)."""
+"""Errors by class of machine, which validation keeps and answers show with predicted times (planner/trust.py), and how
+many rows lie inside the bar that an answer would have quoted."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
-from pstar_sim.planner.trust import ANY, FILE, class_name
+from pstar_sim.planner.trust import ANY, ANY_CLASS, FEWEST_ROWS, FILE, class_name
 from pstar_sim.policy.kit.options import split_spec
-from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of
+from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of, quantile
 from pstar_sim.validation.rows import published_rows
 
-__all__ = ["ERRORS_FILE", "errors_by_class", "write_errors"]
+__all__ = ["ERRORS_FILE", "INSIDE", "binomial_interval", "errors_by_class", "quoted_bars", "write_errors"]
 
 ERRORS_FILE = Path(str(FILE))
+INSIDE = 0.683
+"""Share of rows that one standard deviation holds."""
+_Z90 = 1.645
 
 
-def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, tuple[float, float, int]]]:
-    """Class -> policy (and "any policy") -> (median, 90th percentile, rows), of the rows of whole iterations to which
-    nothing is fitted: those "tested", and those "to fit"."""
-    groups: dict[str, dict[str, list[Result]]] = {}
-    for r in results:
-        if r.use == "fitted" or r.metric not in WHOLE:
-            continue
-        name = class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=r.nodes)
-        for key in (ANY, split_spec(r.policy)[0]):
-            groups.setdefault(name, {}).setdefault(key, []).append(r)
-    found: dict[str, dict[str, tuple[float, float, int]]] = {}
+def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, float]]]:
+    """Class -> policy (and "any policy") -> median, p90, bar and rows, of the rows of whole iterations to which nothing
+    is fitted; and ANY_CLASS, for classes without rows."""
+    groups = _groups(_judged(results))
+    found: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(groups):
         for key in sorted(groups[name]):
             e = errors_of(groups[name][key])
             assert e is not None
-            found.setdefault(name, {})[key] = (round(e.median, 4), round(e.p90, 4), e.rows)
+            found.setdefault(name, {})[key] = {
+                "median": round(e.median, 4),
+                "p90": round(e.p90, 4),
+                "bar": round(_bar(groups[name][key]), 4),
+                "rows": e.rows,
+            }
+    whole = [r for name in groups for r in groups[name][ANY]]
+    e = errors_of(whole)
+    if e is not None:
+        far = round(_bar(whole) * left_out_factor(groups), 4)
+        found[ANY_CLASS] = {ANY: {"median": round(e.median, 4), "p90": round(e.p90, 4), "bar": far, "rows": e.rows}}
     return found
+
+
+def left_out_factor(groups: dict[str, dict[str, list[Result]]]) -> float:
+    """By how much a class that is left out is worse than the rows of all others say: the 68th percentile over classes
+    with enough rows, at least 1."""
+    ratios = []
+    for name, of_class in groups.items():
+        others = [r for other in groups if other != name for r in groups[other][ANY]]
+        if len(of_class[ANY]) >= FEWEST_ROWS and others:
+            ratios.append(_bar(of_class[ANY]) / _bar(others))
+    return max(1.0, quantile(sorted(ratios), INSIDE)) if ratios else 1.0
+
+
+def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
+    """Each row of a whole iteration to which nothing is fitted, with the bar that an answer would quote for it if its
+    own run were not known: of its class and policy, of its class, or of every class with the factor of one that is left
+    out."""
+    judged = _judged(results)
+    groups = _groups(judged)
+    factor = left_out_factor(groups)
+    found = []
+    for r in judged:
+        name, policy = _class(r), split_spec(r.policy)[0]
+        for known in (groups[name].get(policy, []), groups[name][ANY]):
+            others = [o for o in known if o is not r]
+            if len(others) >= FEWEST_ROWS:
+                found.append((r, _bar(others)))
+                break
+        else:
+            others = [o for other in groups if other != name for o in groups[other][ANY]]
+            if others:
+                found.append((r, _bar(others) * factor))
+    return found
+
+
+def binomial_interval(rows: int) -> tuple[int, int]:
+    """Between how many of the rows INSIDE lies with 90 % probability, by the normal law."""
+    middle, wide = rows * INSIDE, _Z90 * math.sqrt(rows * INSIDE * (1 - INSIDE))
+    return max(0, math.floor(middle - wide)), min(rows, math.ceil(middle + wide))
 
 
 def write_errors(validation: Validation, path: Path = ERRORS_FILE) -> None:
     """Keep the errors of a whole validation; raises PstarError for one of a part of the rows."""
     if sum(validation.counts.values()) != len(published_rows()):
         raise PstarError("the errors of a part of the rows are not kept: leave out --system and --machine")
-    table = {
-        name: {policy: dict(zip(("median", "p90", "rows"), values, strict=True)) for policy, values in policies.items()}
-        for name, policies in errors_by_class(validation.results).items()
-    }
-    write_atomically(path, json.dumps(table, indent=2) + "\n")
+    write_atomically(path, json.dumps(errors_by_class(validation.results), indent=2) + "\n")
+
+
+def _judged(results: Iterable[Result]) -> list[Result]:
+    return [r for r in results if r.use != "fitted" and r.metric in WHOLE]
+
+
+def _class(r: Result) -> str:
+    return class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=r.nodes)
+
+
+def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
+    """Class -> policy, and "any policy" -> rows."""
+    groups: dict[str, dict[str, list[Result]]] = {}
+    for r in results:
+        for key in (ANY, split_spec(r.policy)[0]):
+            groups.setdefault(_class(r), {}).setdefault(key, []).append(r)
+    return groups
+
+
+def _bar(results: Sequence[Result]) -> float:
+    return quantile(sorted(abs(r.error) for r in results), INSIDE)

@@ -57,8 +57,6 @@ UNEXPLAINED = (
     "STRONGHOLD: a layer outside the window takes up to 90 ms more than computing it; five copies in a row take 84",
     "GPU memory of the H100 node: its monitor shows 10 GiB more than is held, perhaps the allocator's cache",
     "Polaris, two nodes: 8 of 9 iterations are predicted 41 to 49 % too short; the rate of its network is from memory",
-    "eager PyTorch in fp32, at the catalog's rates: 31.7 % too short on the tested machines, 21.5 % on an A100",
-    "FSDP, at the catalog's rates: 27 % too long on a node of A100, 5 % too short on nodes of H100",
 )
 
 OTHER_HOST_BYTES = 20 * GIB
@@ -150,13 +148,13 @@ def _dos(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         raise CatalogError(f"{row.where}: batch is {row.batch!r}, not such as gbs16 mbs4")
     whole, each = map(int, match.groups())
     if row.hardware.startswith("Polaris"):
-        machine = published_machine("polaris-a100-40x4", efficiency)
+        machine = published_machine("polaris-a100-40x4", efficiency, "deepspeed")
         used = min(row.gpus, len(machine.ranks))
         machine = first_ranks(machine, used, cores_a_rank=POLARIS_CORES_A_RANK, efficiency=efficiency)
         if row.gpus > used:
             machine = with_nodes(machine, row.gpus // used)
     else:
-        machine = first_ranks(published_machine("h100-80x4", efficiency), row.gpus)
+        machine = first_ranks(published_machine("h100-80x4", efficiency, "deepspeed"), row.gpus)
     return Experiment(
         rows=run,
         machine=machine,
@@ -189,7 +187,7 @@ def _dgx2(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     return Experiment(
         rows=run,
-        machine=first_ranks(published_machine("dgx2", efficiency), row.gpus, sockets=2),
+        machine=first_ranks(published_machine("dgx2", efficiency, "deepspeed"), row.gpus, sockets=2),
         policy="zero_offload",
         sizes=(_gpt_of(row),),
         sequence=whole_number(row, "sequence", row.sequence),
@@ -210,8 +208,9 @@ _YARD_SIZES = ("8B", "10B", "11B", "12B", "13B", "15B", "18B", "DS_20B")
 
 def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
-    machine = first_ranks(published_machine("v100-32x8", efficiency), row.gpus, sockets=2)
     patrickstar = row.system.startswith("PatrickStar")
+    framework = "patrickstar" if patrickstar else "deepspeed"
+    machine = first_ranks(published_machine("v100-32x8", efficiency, framework), row.gpus, sockets=2)
     if patrickstar:
         machine = _with_ratio(machine, PATRICKSTAR_RATIO)
     largest = row.metric == "max_trainable_model"
@@ -258,9 +257,10 @@ def _vm(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     sequence = whole_number(row, "sequence", row.sequence)
     largest = row.metric == "max_trainable_model"
+    framework = "deepspeed" if row.system.startswith("ZeRO") else "pytorch"
     return Experiment(
         rows=run,
-        machine=published_machine("v100-32-vm", efficiency),
+        machine=published_machine("v100-32-vm", efficiency, framework),
         policy=_vm_policy(row.system),
         sizes=tuple(_gpt(n, 2048, 16, sequence) for n in _VM_LAYERS) if largest else (_gpt_of(row),),
         sequence=sequence,

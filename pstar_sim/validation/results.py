@@ -23,7 +23,20 @@ from pstar_sim.validation.setups import Experiment
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["FAR", "FIRST_FILE", "NEAR", "WHOLE", "Errors", "Pair", "Result", "Validation", "errors_of", "validate"]
+__all__ = [
+    "DISTANCES",
+    "FAR",
+    "FIRST_FILE",
+    "NEAR",
+    "WHOLE",
+    "Errors",
+    "Pair",
+    "Result",
+    "Validation",
+    "errors_of",
+    "quantile",
+    "validate",
+]
 
 NEAR, FAR = 0.15, 0.35
 """What the tested rows are held to: median and 90th percentile of the absolute error. A row beyond FAR is a miss."""
@@ -32,9 +45,7 @@ DIFFERENT = 0.10
 _IN_SCOPE = ("fitted", "to fit", "tested")
 DISTANCES = ("same machine", "same generation", "new generation")
 """[Note: distance] A tested row is of the same machine where rows of that machine, with as many nodes, were fitted; of
-the same generation where rows of another machine with such GPUs were; else of a new generation. Rows whose machine has
-catalog rates are apart: the fitted model has no part in their seconds, whatever the distance."""
-RATES = ("fitted", "catalog")
+the same generation where rows of another machine with such GPUs were; else of a new generation."""
 WHOLE = ("iter_ms", "iter_s", "total_TFLOPS_8N", "tokens_per_s_per_gpu")
 """Metrics of a whole iteration."""
 _SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1, "tokens_per_s_per_gpu": 1, "fwd_bwd_ms": -1}
@@ -53,8 +64,6 @@ class Result:
     predicted: None where the run does not fit here, `reason` says why.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
     machine, nodes, policy: the machine, its number of nodes and the policy with which it was replayed.
-    rates: "fitted" where the machine's seconds are those of the fitted efficiency model, "catalog" where they are those
-        of the GPU's effective rates in the catalog.
     """
 
     file: str
@@ -72,7 +81,6 @@ class Result:
     machine: str
     gpu: str
     nodes: int
-    rates: str
     policy: str
     published: float
     predicted: float | None
@@ -143,15 +151,16 @@ def errors_of(results: Iterable[Result]) -> Errors | None:
     slower = sorted(r.slower for r in results if r.slower is not None)
     return Errors(
         rows=len(sizes),
-        median=_quantile(sizes, 0.5),
-        p90=_quantile(sizes, 0.9),
+        median=quantile(sizes, 0.5),
+        p90=quantile(sizes, 0.9),
         worst=errors[-1],
-        bias=_quantile(slower, 0.5) if slower else None,
+        bias=quantile(slower, 0.5) if slower else None,
         lost=sum(r.predicted is None for r in results),
     )
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value below which this share of the ordered values lies, interpolated linearly, as numpy's."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -209,18 +218,25 @@ class Validation(Collection):
         return replace(self, results=tuple(r for r in self.results if r.file != FIRST_FILE))
 
     def by_distance(self) -> dict[str, Errors]:
-        """Errors of tested times by how far the run's machine is from those of the fitted rows, and by the rates of the
-        machine, as in "new generation, catalog rates" ([Note: distance]); fitted rates first, then the nearest; empty
-        where no row is fitted."""
+        """Errors of tested times by how far the run's machine is from those of the fitted rows ([Note: distance]), the
+        nearest first; empty where no row is fitted."""
+        distance = self.distances()
+        groups: dict[str, list[Result]] = {name: [] for name in DISTANCES}
+        for r in self.results if distance is not None else ():
+            if r.use == "tested" and r.kind in _SECONDS:
+                assert distance is not None
+                groups[distance(r)].append(r)
+        return {name: e for name, rows in groups.items() if (e := errors_of(rows)) is not None}
+
+    def distances(self) -> Callable[[Result], str] | None:
+        """The distance of a row, by [Note: distance]; None where no row is fitted."""
         fitted = [r for r in self.results if r.use == "fitted"]
         machines, generations = {_machine_of(r) for r in fitted}, {_generation(r) for r in fitted}
-        groups: dict[str, list[Result]] = {f"{name}, {rates} rates": [] for rates in RATES for name in DISTANCES}
-        for r in self.results if fitted else ():
-            if r.use == "tested" and r.kind in _SECONDS:
-                near = _machine_of(r) in machines
-                name = DISTANCES[0 if near else 1 if _generation(r) in generations else 2]
-                groups[f"{name}, {r.rates} rates"].append(r)
-        return {name: e for name, rows in groups.items() if (e := errors_of(rows)) is not None}
+
+        def distance(r: Result) -> str:
+            return DISTANCES[0 if _machine_of(r) in machines else 1 if _generation(r) in generations else 2]
+
+        return distance if fitted else None
 
     def misses(self) -> list[Result]:
         """Tested rows that are off by more than FAR, the worst first."""
@@ -376,7 +392,6 @@ def _result(row: PublishedRow, rule: Rule, experiment: Experiment, value: float 
         machine=machine.name,
         gpu=machine.gpu.name,
         nodes=machine.nodes,
-        rates="catalog" if machine.gpu.launch_s is None else "fitted",
         policy=experiment.policy,
         published=row.value,
         predicted=value,

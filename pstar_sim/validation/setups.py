@@ -127,9 +127,10 @@ def _catalog() -> Catalog:
         return load_catalog(path)
 
 
-def published_machine(name: str, efficiency: Efficiency) -> Machine:
-    """The machine of this name, with as much GPU memory as its GPUs report."""
-    machine = _catalog().machine(name, efficiency)
+def published_machine(name: str, efficiency: Efficiency, framework: str) -> Machine:
+    """The machine of this name, with as much GPU memory as its GPUs report, driven by this framework."""
+    catalog = replace(_catalog(), efficiency=efficiency)
+    machine = replace(catalog.machine(name), framework=catalog.framework(framework))
     return with_gpu_bytes(machine, REPORTED_BYTES[machine.gpu.name])
 
 

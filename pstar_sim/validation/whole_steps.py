@@ -41,7 +41,7 @@ def _fsdp(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     if match is None:
         raise CatalogError(f"{row.where}: batch is {row.batch!r}, not such as gbs16 mbs4")
     whole, each = map(int, match.groups())
-    machine = published_machine("a100-80x8" if "A100" in row.hardware else "h100-80x8", efficiency)
+    machine = published_machine("a100-80x8" if "A100" in row.hardware else "h100-80x8", efficiency, "pytorch")
     return Experiment(
         rows=run,
         machine=with_nodes(machine, row.gpus // len(machine.ranks)),
@@ -82,8 +82,8 @@ def _eager_model(row: PublishedRow) -> ModelEntry:
 def _eager_machine(row: PublishedRow, efficiency: Efficiency) -> Machine:
     gpu = row.hardware.partition("x")[2].partition(" ")[0]
     if row.gpus == 1:
-        return published_machine(_EAGER_MACHINES[gpu], efficiency)
-    return first_ranks(published_machine(_EAGER_NODES[gpu], efficiency), row.gpus)
+        return published_machine(_EAGER_MACHINES[gpu], efficiency, "pytorch")
+    return first_ranks(published_machine(_EAGER_NODES[gpu], efficiency, "pytorch"), row.gpus)
 
 
 def _eager(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:

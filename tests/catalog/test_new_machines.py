@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
@@ -89,8 +90,10 @@ def test_what_cannot_be_pinned_is_copied_at_the_pageable_rate(small: Workload) -
 
 
 def test_little_pinned_memory_needs_a_pageable_rate() -> None:
+    machine = load_machine("rtx4090-128gb", overrides={"host.pinned": "1GB"})
+    unknown = replace(machine.ranks[0], link=replace(machine.link, pageable_bytes_per_s=None))
     with pytest.raises(CatalogError, match=r"can pin 1\.00 GB only, so its link needs the rate of copies"):
-        load_machine("rtx4090-128gb", overrides={"host.pinned": "1GB"})
+        replace(machine, ranks=(unknown,))
 
 
 def test_what_is_written_to_disks_stands_beside_their_life() -> None:

@@ -21,7 +21,6 @@ from pstar_sim.core.layout import build_layout
 from pstar_sim.cost import CostModel
 from pstar_sim.errors import CatalogError
 from pstar_sim.planner.confidence import confidence, confidence_line
-from pstar_sim.planner.trust import trust
 from pstar_sim.testing import chain_workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,11 +70,8 @@ def test_figures_that_no_gpu_has_are_refused(change: dict[str, Any], words: str)
 
 def by_curves(tmp_path: Path) -> Path:
     file = tmp_path / "my.toml"
-    file.write_text(
-        '[machines.my]\ngpu = "a100-40"\ngpus = 1\nlink = "pcie4-x16"\nhost = "server-512"\nrates = "curves"\n'
-    )
-    names = load_catalog().hosts
-    file.write_text(file.read_text().replace("server-512", next(iter(names))))
+    host = next(iter(load_catalog().hosts))
+    file.write_text(f'[machines.my]\ngpu = "a100-40"\ngpus = 1\nlink = "pcie4-x16"\nhost = "{host}"\n')
     return file
 
 
@@ -99,7 +95,7 @@ def test_a_machine_with_curves_times_each_product_by_its_shape(tmp_path: Path) -
     )
     w = replace(w, moments=(first, *w.moments[1:]))
     assert CostModel(w, machine, build_layout(w)).moments_s[0] == pytest.approx(expected)
-    # A moment that names no products is timed as on a machine with fitted rates.
+    # A moment that names no products has all its flops at the rate of large ones.
     plain = replace(w, moments=(replace(first, products=()), *w.moments[1:]))
     assert CostModel(plain, machine, build_layout(plain)).moments_s[0] == pytest.approx(
         10**11 / rate + 10**9 / gpu.hbm_bytes_per_s + gpu.launch_s
@@ -112,6 +108,7 @@ def test_figures_of_products_come_back_from_a_machine_file_and_follow_the_memory
     before, after = machine.gpu.products, load_machine(tmp_path / "again.toml").gpu.products
     assert before is not None and after is not None
     assert (after.sms, after.tile, after.wave_loss, after.depth) == (108, (128, 256), before.wave_loss, before.depth)
+    assert after.flash == before.flash
     assert after.bytes_per_s == pytest.approx(before.bytes_per_s)
     assert after.kernel_s == pytest.approx(before.kernel_s)
     hbm = machine.gpu.hbm_bytes_per_s
@@ -121,23 +118,30 @@ def test_figures_of_products_come_back_from_a_machine_file_and_follow_the_memory
 
 def test_figures_of_another_generation_are_called_assumed(tmp_path: Path) -> None:
     file = by_curves(tmp_path)
-    assert load_machine(file).confidence_by_input["compute"] == "datasheet"
+    assert load_machine(file).confidence_by_input["compute"] == "fitted"
     file.write_text(file.read_text().replace("a100-40", "h100-80"))
     machine = load_machine(file)
     save_machine(machine, tmp_path / "again.toml")
     for m in (machine, load_machine(tmp_path / "again.toml")):
-        line = confidence_line(confidence(chain_workload(2, 1024), m))
-        assert line == "calibrated: link, CPU Adam; datasheet: DRAM; assumed: compute"
+        assert confidence(chain_workload(2, 1024), m)["compute"] == "assumed"
+    line = confidence_line(confidence(chain_workload(2, 1024), machine))
+    assert line == "calibrated: none; fitted: CPU Adam; datasheet: link, DRAM; assumed: compute, framework"
 
 
-def test_a_gpu_of_no_generation_has_no_curves(tmp_path: Path) -> None:
-    file = by_curves(tmp_path)
-    file.write_text(file.read_text().replace("a100-40", "l4"))
-    with pytest.raises(
-        CatalogError, match=r"my\] rates = 'curves'; must be catalog or fitted, because GPU l4 names no"
-    ):
-        load_machine(file)
+def test_fused_attention_runs_at_its_share_of_the_rate(tmp_path: Path) -> None:
+    machine = load_machine(by_curves(tmp_path))
+    w = chain_workload(2, 1024)
+    w = replace(w, moments=(replace(w.moments[0], flops=10**12), *w.moments[1:]))
+    shape, rate = machine.gpu.products, machine.gpu.flops_per_s["bf16"]
+    assert shape is not None and shape.flash < 1
+    plain, flash = (CostModel(x, machine, build_layout(x)).moments_s[0] for x in (w, replace(w, attention="flash")))
+    assert flash - plain == pytest.approx(1e12 / rate * (1 / shape.flash - 1))
 
+
+CALIBRATED = """[gpus.mine.calibrated]
+fp16_tflops = 100
+"""
+"""Rates without launches: those of whole iterations."""
 
 OWN = """
 [gpus.mine]
@@ -165,9 +169,9 @@ kernel_us = 1
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ("launch_us = 400\n", "", r"mine\] launch_us = None; must be given, because \[mine.products\] has figures"),
+        ("launch_us = 400\n", CALIBRATED, r"mine\] launch_us = None; must be given, because \[mine.products\] has"),
         ("tile = [128, 256]", "tile = [128]", r"mine.products\] tile = \[128\]; must be a list of 2 whole numbers"),
-        ("", "", r"my\] rates = 'curves'; must be catalog or fitted, because GPU mine has products of its own"),
+        ("[gpus.mine.products]\nsms = 108", "[gpus.mine.products]", r"mine.products\] sms is missing"),
     ],
 )
 def test_a_table_of_products_says_what_it_needs(tmp_path: Path, before: str, after: str, words: str) -> None:
@@ -175,20 +179,19 @@ def test_a_table_of_products_says_what_it_needs(tmp_path: Path, before: str, aft
     file.write_text(file.read_text().replace("a100-40", "mine") + OWN.replace(before, after))
     with pytest.raises(CatalogError, match=words):
         load_machine(file)
-    file.write_text(file.read_text().replace('rates = "curves"', "").replace(OWN.replace(before, after), OWN))
-    assert load_machine(file).gpu.products is not None
+    file.write_text(file.read_text().replace(OWN.replace(before, after), OWN))
+    products = load_machine(file).gpu.products
+    assert products is not None and products.depth == 100  # the card's own, not its generation's 125
 
 
-def test_only_machines_that_ask_for_curves_have_them() -> None:
-    catalog = load_catalog()
-    asking = {name for name, e in catalog.machines.items() if e.values.rates == "curves"}
-    assert {name for name in catalog.machines if catalog.machine(name).gpu.products is not None} == asking
-
-
-def test_no_published_run_says_how_right_curves_are(tmp_path: Path) -> None:
-    found = trust(load_machine(by_curves(tmp_path)), "all_on_gpu")
-    assert found.error is None
-    assert "not validated for class a100 one GPU with products by shape (no published runs" in found.label
+def test_a_generation_needs_the_cards_sms(tmp_path: Path) -> None:
+    file, own = by_curves(tmp_path), OWN.partition("[gpus.mine.products]")[0]
+    file.write_text(file.read_text().replace("a100-40", "mine") + own)
+    with pytest.raises(CatalogError, match=r"mine\] sms = None; must be given, because a generation's figures"):
+        load_machine(file)
+    file.write_text(file.read_text() + "sms = 100\n")
+    products = load_machine(file).gpu.products
+    assert products is not None and (products.sms, products.depth) == (100, generations()["a100"].depth)
 
 
 def test_every_generation_has_a_card() -> None:
@@ -196,19 +199,30 @@ def test_every_generation_has_a_card() -> None:
 
 
 def test_every_figure_of_a_generation_says_how_it_is_known() -> None:
-    text = "[x]\nsms = 1\ntile = [1, 1]\nplateau = 0.5\nwave_loss = 0\ndepth = 0\nmemory = 0.5\nkernel_us = 0\n"
+    text = "[x]\ntile = [1, 1]\nplateau = 0.5\nwave_loss = 0\ndepth = 0\nmemory = 0.5\nkernel_us = 0\nflash = 1\n"
     text += 'source = "by hand"\nchecked = 2026-11-23\n'
-    with pytest.raises(CatalogError, match=r"x\.toml: \[x\] known names sms; it must name sms, tile, plateau"):
-        read_generations("x.toml", text + 'known = { sms = "measured" }\n')
+    with pytest.raises(CatalogError, match=r"x\.toml: \[x\] known names tile; it must name tile, plateau"):
+        read_generations("x.toml", text + 'known = { tile = "measured" }\n')
     with pytest.raises(CatalogError, match="guessed"):
-        read_generations("x.toml", text + 'known = { sms = "guessed" }\n')
+        read_generations("x.toml", text + 'known = { tile = "guessed" }\n')
+
+
+def test_a_generation_may_be_like_another_one() -> None:
+    shipped = generations()
+    v100, h100, a100 = shipped["v100"], shipped["h100"], shipped["a100"]
+    assert (v100.plateau, v100.depth) == (a100.plateau, a100.depth)
+    assert shipped["b200"].plateau < h100.plateau < a100.plateau
+    assert v100.assumed and h100.assumed and not a100.assumed
+    with pytest.raises(CatalogError, match=r"\[x\] like = 'y'; must be one of "):
+        read_generations("g.toml", '[x]\nlike = "y"\nsource = "by hand"\nchecked = 2026-11-23\n')
 
 
 def test_fitted_generations_are_those_of_the_benchmark() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "gemm.json").read_text(encoding="utf-8"))
     for name, gpu, memory in (("a100", "A100-PCIe", 1935), ("b200", "B200", 7700)):
         made, fit = generations()[name], result[gpu]
-        assert (made.sms, list(made.tile)) == (fit["sms"], fit["tile"])
+        assert {e.values.sms for e in load_catalog().gpus.values() if e.values.generation == name} == {fit["sms"]}
+        assert list(made.tile) == fit["tile"]
         for figure in ("plateau", "wave_loss", "depth", "kernel_us"):
             assert made.known[figure] == "fitted"
             assert getattr(made, figure) == pytest.approx(fit[figure], rel=0.01)

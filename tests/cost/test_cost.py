@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.machine import Framework, Machine
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Kind, Place, Queue, Step
@@ -28,7 +28,6 @@ MACHINE = round_machine(
     dram_bytes_per_s=1e9,
     adam_params_per_s=MPARAM / 2,
 )
-DATASHEET = replace(MACHINE, ranks=(replace(MACHINE.ranks[0], gpu=replace(MACHINE.gpu, measured=False)),))
 
 
 def model(w: Workload, m: Machine = MACHINE) -> CostModel:
@@ -42,11 +41,27 @@ def test_a_calibrated_rate_counts_flops_only() -> None:
     assert cost.moments_s == (0.5, 1.0, 0.0)
 
 
-def test_a_datasheet_rate_is_a_roofline() -> None:
-    """The moment reads 2 MiB: at 28e6 B/s 0.0749 s, less than 0.5 s of flops; with 1e6 flops it is what counts."""
-    assert model(chain_workload(1, MPARAM, dtype="fp16"), DATASHEET).moments_s[0] == 0.5
-    light = model(chain_workload(1, MPARAM, dtype="fp16", flops=10**6), DATASHEET)
-    assert light.moments_s[0] == pytest.approx(2 * MPARAM / 28e6)
+def test_one_formula_adds_products_operators_and_launches() -> None:
+    """The moment reads 2 MiB: at 28e6 B/s 0.0749 s, beside 0.5 s of flops and 0.25 s of launches. Python of 0.1 s is
+    hidden; of 2 s it is what counts. Waits come on top."""
+    w = chain_workload(1, MPARAM, dtype="fp16")
+    kernels_s = 0.5 + 2 * MPARAM / 28e6 + 0.25
+    launching = replace(MACHINE.gpu, launch_s=0.25)
+    machine = replace(MACHINE, ranks=(replace(MACHINE.ranks[0], gpu=launching),))
+    assert model(w, machine).moments_s[0] == pytest.approx(kernels_s)
+    for python_s, wait_s, expected in ((0.1, 0.0, kernels_s), (2.0, 0.0, 2.0), (0.1, 0.5, kernels_s + 0.5)):
+        framework = Framework(name="slow", python_s=python_s, wait_s=wait_s, source="by hand")
+        assert model(w, replace(machine, framework=framework)).moments_s[0] == pytest.approx(expected)
+        assert model(w, replace(machine, framework=framework)).moments_s[-1] == 0.0  # the optimizer step's
+        assert model(w, replace(MACHINE, framework=framework)).moments_s[0] == 0.5  # in the rates of iterations already
+
+
+def test_whether_a_card_was_measured_does_not_change_the_formula() -> None:
+    w = chain_workload(1, MPARAM, dtype="fp16")
+    for launch_s in (None, 0.25):
+        gpus = [replace(MACHINE.gpu, measured=measured, launch_s=launch_s) for measured in (True, False)]
+        one, other = (model(w, replace(MACHINE, ranks=(replace(MACHINE.ranks[0], gpu=gpu),))) for gpu in gpus)
+        assert one.moments_s == other.moments_s
 
 
 def test_measured_durations_hold_on_their_own_machine_only() -> None:

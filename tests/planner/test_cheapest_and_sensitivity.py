@@ -296,7 +296,8 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     job = ["cheapest", "--model", "gpt2", "--tokens", "1e8", "--batch", "4", "--seq", "64", "--prices", file]
     assert main([*job, "--machine", "t4", "--machine", "a100-40", "--deadline", "14d", "--policy", "all_on_gpu"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "in 14 days" in shown and "error of times: not validated for class t4 one GPU (no published runs" in shown
+    assert "in 14 days" in shown and "error of times: ± " in shown
+    assert "no measurement is near this: not validated for class t4 one GPU (no published runs" in shown
     assert main([*job, "--machine", "t4", "--deadline", "soon"]) == 2
     assert "must be a positive time such as 14d" in capsys.readouterr().err
     assert main([*job, "--machine", "t4", "--deadline", "1s"]) == 3

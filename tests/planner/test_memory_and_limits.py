@@ -432,9 +432,10 @@ def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_i
     unknown = fits(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
     assert unknown.iteration_s is not None
     label = "not validated for class l4 one GPU (no published runs of it are known, 4 are needed)"
-    assert (unknown.error, unknown.trust) == (None, label)
+    assert unknown.error is not None and unknown.error > known.error
+    assert unknown.trust == f"± {unknown.error:.0%}".replace("%", " %") + f", no measurement is near this: {label}"
     row = ps.compare(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
-    assert (row.expected_error, row.trust) == (None, label)
+    assert (row.expected_error, row.trust) == (unknown.error, unknown.trust)
 
 
 def test_the_limit_of_optimal_is_the_furthest_of_all() -> None:
