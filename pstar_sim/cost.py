@@ -107,7 +107,7 @@ def changed_since(version: int, plan: Plan) -> str | None:
             return "adds of gradients on the GPU take no time"
     if version < 3 and folded_lists(plan):
         return "adds of gradients in updates take no time"
-    if version < 4 and not plan.machine.gpu.measured:
+    if version < 4 and not plan.machine.gpu.measured and plan.machine.gpu.launch_s is None:
         return "moments on a card with datasheet figures last the longer of arithmetic and memory"
     return None
 

@@ -105,9 +105,15 @@ def _machine_to_dict(machine: Machine) -> dict[str, object]:
     values = dataclasses.asdict(machine)
     newer = [(rank["gpu"], "products") for rank in values["ranks"]]
     newer += [(values["host"], "pinned_bytes"), (values["nvme"] or {}, "life_bytes"), (values, "unified")]
+    newer.append((values, "framework"))
     for part, name in newer:
         if not part.get(name):
             part.pop(name, None)
+    known = [part for rank in values["ranks"] for part in (rank["gpu"], rank["link"])]
+    known += [values["host"], values["peer"] or {}, values["network"] or {}]
+    for part in known:
+        if part.get("known") == "datasheet":
+            del part["known"]
     return values
 
 

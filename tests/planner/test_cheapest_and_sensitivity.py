@@ -208,13 +208,13 @@ def test_amounts_as_they_are_written() -> None:
 
 
 def test_a_tenth_more_by_hand() -> None:
-    """all_on_gpu is its matmuls, and Adam at HBM speed: a tenth more speed takes 1/1.1 of the time; RAM and cores do
-    nothing, and a tenth more GPU memory a deeper model."""
+    """all_on_gpu is its kernels, and Adam at HBM speed: a tenth more speed takes 1/1.1 of the time, but for launches
+    and Python; RAM and cores do nothing, and a tenth more GPU memory a deeper model."""
     m = ps.machine("v100-32")
     w = ps.preset("gpt2-xl", batch=4, seq=256, dtype="fp16")
     answer = sensitivity(w, m, policies=["all_on_gpu"], parts=["GPU memory", "GPU speed", "host RAM", "CPU cores"])
     rows = {row.part: row for row in answer.rows}
-    assert rows["GPU speed"].change == pytest.approx(1 / 1.1 - 1, abs=1e-6)
+    assert rows["GPU speed"].change == pytest.approx(1 / 1.1 - 1, abs=0.01)
     assert rows["host RAM"].change == rows["CPU cores"].change == rows["GPU memory"].change == 0
     assert rows["host RAM"].more_layers == 0
     assert answer.now.layers is not None and rows["GPU memory"].more_layers is not None
@@ -238,9 +238,9 @@ def test_one_more_gpu_takes_its_share_of_the_tokens() -> None:
 
 @pytest.mark.slow
 def test_a_better_part_is_never_worse() -> None:
-    """With a tenth more GPU speed tide plans 0.3 % slower than without; its unchanged plan gains there. With a tenth
-    more link the unchanged plan, too, is slower, as copies take DRAM bandwidth from Adam: then the link is run as it
-    was."""
+    """A better part can get a plan of its own, or the unchanged plan, or be run as the old part was: what is fastest
+    counts. On this machine, with a tenth more link, both plans are slower than without, as copies take DRAM bandwidth
+    from Adam."""
     m = ps.machine("rtx3090-64gb", gpu_memory="1.6GB")
     w = ps.preset("gpt2-medium", batch=4, seq=128, micro_batches=2, dtype="fp16")
     answer = sensitivity(w, m, policies=["tide"], parts=["GPU speed", "link"], largest=False)
@@ -255,17 +255,19 @@ def test_a_better_part_is_never_worse() -> None:
 
     now_s = now.timeline.iteration_s
     made_s, replayed_s = on({"gpu.flops.fp16": "x1.1", "gpu.flops.bf16": "x1.1", "gpu.hbm": "x1.1"})
-    assert replayed_s < now_s < made_s
-    speed = rows["GPU speed"]
-    assert (speed.how, speed.planned_s, speed.iteration_s) == (REPLAYED, made_s, replayed_s)
-    made_s, replayed_s = on({"link.h2d": "x1.1", "link.d2h": "x1.1"})
-    assert now_s < min(made_s, replayed_s)
-    link = rows["link"]
-    assert (link.how, link.planned_s, link.iteration_s, link.change) == (AS_NOW, made_s, now_s, 0.0)
+    words = {
+        REPLAYED: "{}: the time is that of the plan as it is, run with the better part",
+        AS_NOW: "{}: a better part can be run as the old one was, so nothing is lost",
+    }
+    for part, (made, again) in {
+        "GPU speed": (made_s, replayed_s),
+        "link": on({"link.h2d": "x1.1", "link.d2h": "x1.1"}),
+    }.items():
+        row = rows[part]
+        assert row.planned_s == made and row.iteration_s == min(made, again, now_s)
+        assert row.how == {made: PLANNED, again: REPLAYED, now_s: AS_NOW}[row.iteration_s]
+        assert row.how == PLANNED or words[row.how].format(part) in repr(answer)
     assert all(row.change is not None and row.change <= 0 for row in answer.rows)
-    text = repr(answer)
-    assert "GPU speed: the time is that of the plan as it is, run with the better part" in text
-    assert "link: a better part can be run as the old one was, so nothing is lost" in text
     lesser = sensitivity(w, m, policies=["tide"], largest=False, by=-0.1, parts=["link"])
     assert all(row.how == PLANNED for row in lesser.rows)
 

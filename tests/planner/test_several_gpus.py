@@ -60,7 +60,7 @@ def test_a_file_of_different_gpus(mixed: Path) -> None:
     assert m.gpu.name == "a100-40 + v100-32"
     assert m.gpu_budget_bytes == 30 * GB, "the V100's"
     assert set(m.gpu.flops_per_s) == {"fp32", "fp16"}, "the V100 has no bf16"
-    assert m.link.h2d_bytes_per_s == 12 * GB
+    assert m.link.h2d_bytes_per_s == 15.75 * GB * 0.78
     with pytest.raises(CatalogError, match="has ranks that differ"):
         machine_toml(m, checked=date(2026, 11, 21))
 

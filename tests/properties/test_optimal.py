@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from drawn import TIME_TO_SHRINK, Drawn, chances, jobs, planned, seeds
@@ -186,15 +187,20 @@ def test_a_search_that_is_given_more_effort_goes_on() -> None:
     assert len(search.tried) > len(tried)
 
 
+FROZEN = Path(__file__).parents[2] / "benchmarks" / "machines"
+
+
 def test_more_effort_goes_on_and_the_plan_says_why_it_stopped() -> None:
     """Near its bound a search stops by itself, however much effort it has."""
-    where = machine("rtx4090")
+    where = machine(FROZEN / "rtx4090.toml")
     small = preset("1B", batch=1, seq=1024, dtype="bf16", checkpointing=True)
     least, usual = (find_policy("optimal")(small, where, Settings(effort=effort)) for effort in (0.05, 1))
     assert least.predictions["policy_iteration_s"] > usual.predictions["policy_iteration_s"]
     assert "until the effort is used up" in str(least.choices["search"])
     large = preset("4B", batch=16, seq=1024, dtype="bf16", checkpointing=True)
-    enough = find_policy("optimal")(large, machine("a100-80"), Settings(update="eager", clip=False, effort=100))
+    enough = find_policy("optimal")(
+        large, machine(FROZEN / "a100-80.toml"), Settings(update="eager", clip=False, effort=100)
+    )
     assert "until a plan is within 0.1%" in str(enough.choices["search"])
 
 

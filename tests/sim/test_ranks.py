@@ -203,7 +203,7 @@ def test_what_a_rank_has_of_its_node() -> None:
     assert m.adam_params_per_s == m.host.adam_params_per_s / 8
     cost = CostModel(chain_workload(1, MB), m, layout(chain_workload(1, MB), 8))
     assert cost.link.h2d_bytes_per_s == 6e9
-    assert CostModel(cost.workload, m, cost.layout, rank=0).link.h2d_bytes_per_s == 12e9
+    assert CostModel(cost.workload, m, cost.layout, rank=0).link.h2d_bytes_per_s == 15.75e9 * 0.78
     two = load_machine("v100-32x8", nodes=2)
     assert (len(two.ranks), two.local_ranks, two.host_budget_bytes) == (16, 8, 29 * 10**9)
 
