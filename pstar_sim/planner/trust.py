@@ -22,7 +22,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.policy.kit.options import split_spec
 
 __all__ = [
-    "ANY", "ANY_CLASS", "FEWEST_ROWS", "FILE", "ExpectedError", "Trust", "class_name", "class_of",
+    "ANY", "ANY_CLASS", "FEWEST_ROWS", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "class_name", "class_of",
     "expected_error", "trust",
 ]  # fmt: skip
 
@@ -30,6 +30,8 @@ FILE = files("pstar_sim.catalog") / "expected_errors.json"
 ANY = "any policy"
 ANY_CLASS = "any class"
 FEWEST_ROWS = 4  # fewer say nothing
+NOT_NEAR = "no measurement is near this"
+"""Words of a label whose class has no rows."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def trust(machine: Machine, policy: str) -> Trust:
     known = int(_shipped().get(name, {}).get(ANY, {"rows": 0})["rows"])
     return Trust(
         bar,
-        f"± {bar:.0%}, no measurement is near this: not validated for class {name} ({known or 'no'} published runs of "
+        f"± {bar:.0%}, {NOT_NEAR}: not validated for class {name} ({known or 'no'} published runs of "
         f"it are known, {FEWEST_ROWS} are needed)".replace("%,", " %,"),
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
+from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
 from pstar_sim.report.tables import batch_words, trust_lines
@@ -281,7 +282,7 @@ def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
         prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
         yield f"prices of a node: {'; '.join(prices)}"
         yield "micro-batches: sequences of all GPUs at a time x how many per iteration"
-        unknown = [(row.machine, row.trust) for row in shown if row.error is None]
+        unknown = [(row.machine, row.trust) for row in shown if row.trust is not None and NOT_NEAR in row.trust]
         yield from (f"error of {line}" for line in trust_lines(unknown))
     if any(row.gpus > 1 for row in answer.rows):
         yield f"note: {_DATA_PARALLEL}"
