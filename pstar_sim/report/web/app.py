@@ -38,8 +38,8 @@ def main() -> None:
     """The whole page, from the choices to the pictures."""
     st.set_page_config(page_title="What if?", layout="wide")
     st.title("What if?")
-    st.caption("Every figure is planned and simulated now. ± is the median error that validation found for this class "
-               "of machine; where it has no runs of this class, the bar is that of any, and wider.")  # fmt: skip
+    st.caption("Every figure is planned and simulated now. ± is one standard deviation that validation found for "
+               "this class of machine; without such runs the bar is wider, that of any.")  # fmt: skip
     name, changes = _machine()
     model, batch, sequence, policies = _job()
     if not policies:
