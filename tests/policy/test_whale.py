@@ -97,10 +97,11 @@ def test_no_room_is_said_in_sequences() -> None:
 
 
 def test_the_speed_of_the_job_itself() -> None:
-    """The second GPU computes as fast, and a moment waits for its memory four times as long."""
+    """The second GPU computes as fast, and its memory takes four times as long as that besides."""
     machine = mixed([1, 1.0001], [64, 64])
-    slow = replace(machine.ranks[1].gpu, hbm_bytes_per_s=1e6, measured=False)
-    machine = replace(machine, ranks=(machine.ranks[0], replace(machine.ranks[1], gpu=slow)))
+    first, second = (replace(rank.gpu, launch_s=0.0) for rank in machine.ranks)
+    slow = replace(second, hbm_bytes_per_s=1e6)
+    machine = replace(machine, ranks=tuple(replace(r, gpu=gpu) for r, gpu in zip(machine.ranks, (first, slow))))
 
     def streaming(sequences: int) -> Workload:
         w = job(sequences)

@@ -192,7 +192,7 @@ FROZEN = Path(__file__).parents[2] / "benchmarks" / "machines"
 
 def test_more_effort_goes_on_and_the_plan_says_why_it_stopped() -> None:
     """Near its bound a search stops by itself, however much effort it has."""
-    where = machine(FROZEN / "rtx4090.toml")
+    where = machine(FROZEN / "rtx4090.toml", gpu_memory="12GB")
     small = preset("1B", batch=1, seq=1024, dtype="bf16", checkpointing=True)
     least, usual = (find_policy("optimal")(small, where, Settings(effort=effort)) for effort in (0.05, 1))
     assert least.predictions["policy_iteration_s"] > usual.predictions["policy_iteration_s"]

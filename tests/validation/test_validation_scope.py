@@ -53,8 +53,8 @@ def test_every_row_has_one_use() -> None:
     assert uses == {
         "measurements.csv": {"tested": 304, "fitted": 111, "no policy": 14, "out": 177},
         "measurements-2.csv": {"tested": 71, "out": 15},
-        "fsdp_steps.csv": {"to fit": 59, "tested": 34},
-        "single_gpu_steps.csv": {"to fit": 8, "tested": 14, "out": 12},
+        "fsdp_steps.csv": {"fitted": 59, "tested": 34},
+        "single_gpu_steps.csv": {"fitted": 8, "tested": 14, "out": 12},
     }
     assert [sum(counts.values()) for counts in uses.values()] == [606, 86, 93, 34]
 
