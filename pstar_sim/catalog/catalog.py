@@ -107,7 +107,7 @@ class Catalog:
             usable_bytes=_bytes(usable),
             context_bytes=_bytes(card.context_gb),
             hbm_bytes_per_s=_rate(card, "hbm_gb_per_s", _or(card.hbm_efficiency, self.efficiency.hbm)),
-            flops_per_s=self._rates(card, generation),
+            flops_per_s=self._rates(e, generation),
             measured=measured is not None,
             source=_source(card),
             launch_s=launch_s,
@@ -117,14 +117,22 @@ class Catalog:
             products=None if launch_s is None else _products(e, generation),
         )
 
-    def _rates(self, card: GpuEntry, generation: Generation | None) -> dict[str, float]:
-        """Matrix rate by dtype, in flops/s."""
-        matmul = self.efficiency.matmul
-        wide = _or(card.fp32_efficiency, matmul)
-        half = _or(card.tensor_core_efficiency, matmul if generation is None else generation.plateau)
+    def _rates(self, e: Entry[GpuEntry], generation: Generation | None) -> dict[str, float]:
+        """Matrix rate by dtype, in flops/s. Raises CatalogError for a 16-bit peak of which nothing says what is
+        reached."""
+        card = e.values
+        wide = _or(card.fp32_efficiency, self.efficiency.matmul)
+        half = card.tensor_core_efficiency
+        if half is None and generation is not None:
+            half = generation.plateau
         rates = {}
         for dtype in _DTYPES:
-            rate = _effective(card, f"{dtype}_tflops", wide if dtype == "fp32" else half)
+            calibrated = getattr(card.calibrated, f"{dtype}_tflops", None) is not None
+            if half is None and dtype != "fp32" and getattr(card, f"{dtype}_tflops") is not None and not calibrated:
+                raise e.refuse(
+                    "tensor_core_efficiency", f"given beside {dtype}_tflops, or the card's generation and sms"
+                )
+            rate = _effective(card, f"{dtype}_tflops", wide if dtype == "fp32" else _or(half, 1))
             if rate is not None:
                 rates[dtype] = rate * TERA
         return rates
@@ -366,7 +374,8 @@ def _products(e: Entry[GpuEntry], generation: Generation | None) -> ProductShape
 
 
 def _known(card: GpuEntry, generation: Generation | None) -> str:
-    """How the rates of a card are known: the worst of the peaks' shares."""
+    """How the rate of large products is known, which moves a moment's seconds most. Operators' share of the bandwidth
+    and launches are assumed for every card."""
     if card.products is not None:
         return card.products.known
     if generation is None:

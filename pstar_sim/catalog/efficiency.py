@@ -1,4 +1,5 @@
-"""Efficiency: the share of datasheet peaks that machines reach, by a few parameters fitted to published runs.
+"""Efficiency: the share of datasheet peaks that machines reach, by a few parameters: four fitted to published runs, two
+assumed.
 
 [Note: the efficiency model] Every GPU, link and host of the catalog is timed by one formula (cost.py); machines differ
 in data. A figure that an entry gives is used. What it leaves out is worked out here: matrix rates as matmul x peak (16
@@ -11,6 +12,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -21,7 +23,9 @@ from pstar_sim.schema.parsing import parse_toml
 from pstar_sim.schema.reading import read_table
 from pstar_sim.units import GB
 
-__all__ = ["Efficiency", "fitted", "read_efficiency"]
+__all__ = ["Efficiency", "efficiency_tables", "fitted", "read_efficiency"]
+
+_NAME = "efficiency.toml"
 
 ADAM_BYTES_PER_PARAM = 28
 _Share = Annotated[float, between(0.01, 1)]
@@ -31,12 +35,19 @@ class FittedRates(Table, frozen=True, kw_only=True):
     """The table [fitted] of efficiency.toml."""
 
     matmul: Annotated[_Share, says("share of the peak fp32 rate that large products run at")]
-    hbm: Annotated[_Share, says("share of the memory bandwidth that element-wise operators reach")]
-    launch_us: Annotated[float, between(0, 1e5), says("beginnings and ends of one moment's kernels")]
     adam_dram: Annotated[_Share, says("share of a node's DRAM bandwidth that CPU Adam reaches")]
     adam_gparams_core: Annotated[float, between(1e-4, 10), says("billion parameters per second of one core")]
     pageable_gb_per_s: Annotated[float, between(0.01, 1e3), says("copies from or to memory that is not pinned")]
     source: Annotated[Text, says("where the figures come from")]
+    checked: Annotated[Checked, says("date when the figure was looked up")]
+
+
+class AssumedRates(Table, frozen=True, kw_only=True):
+    """The table [assumed] of efficiency.toml."""
+
+    hbm: Annotated[_Share, says("share of the memory bandwidth that element-wise operators reach")]
+    launch_us: Annotated[float, between(0, 1e5), says("beginnings and ends of one moment's kernels")]
+    source: Annotated[Text, says("why these figures")]
     checked: Annotated[Checked, says("date when the figure was looked up")]
 
 
@@ -50,7 +61,6 @@ class Efficiency:
     adam_dram: float
     adam_params_per_core_s: float
     pageable_bytes_per_s: float
-    source: str
 
     def adam_params_per_s(self, dram_peak_bytes_per_s: float, cores: int) -> float:
         """CPU Adam of a host, all cores given to it."""
@@ -60,20 +70,30 @@ class Efficiency:
 
 def read_efficiency(file: str, text: str) -> Efficiency:
     """The parameters of a file like efficiency.toml. Raises CatalogError for a field that is missing or wrong."""
-    e = read_table(FittedRates, file, "fitted", parse_toml(file, text).get("fitted", {}))
+    raw = parse_toml(file, text)
+    e = read_table(FittedRates, file, "fitted", raw.get("fitted", {}))
+    assumed = read_table(AssumedRates, file, "assumed", raw.get("assumed", {}))
     return Efficiency(
         matmul=e.matmul,
-        hbm=e.hbm,
-        launch_s=e.launch_us * 1e-6,
+        hbm=assumed.hbm,
+        launch_s=assumed.launch_us * 1e-6,
         adam_dram=e.adam_dram,
         adam_params_per_core_s=e.adam_gparams_core * 1e9,
         pageable_bytes_per_s=e.pageable_gb_per_s * GB,
-        source=f"{e.source} (checked {e.checked})",
     )
 
 
 @cache
 def fitted() -> Efficiency:
     """The parameters shipped with the project."""
-    name = "efficiency.toml"
-    return read_efficiency(name, (files("pstar_sim.catalog") / name).read_text(encoding="utf-8"))
+    return read_efficiency(_NAME, _shipped())
+
+
+def efficiency_tables() -> Mapping[str, Mapping[str, object]]:
+    """Of the shipped file: "fitted" and "assumed" -> figures, source and date of that table."""
+    tables: dict[str, dict[str, object]] = parse_toml(_NAME, _shipped())
+    return tables
+
+
+def _shipped() -> str:
+    return (files("pstar_sim.catalog") / _NAME).read_text(encoding="utf-8")

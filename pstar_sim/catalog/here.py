@@ -22,8 +22,6 @@ from pstar_sim.units import GB, MIB, format_bytes
 __all__ = ["nvidia_smi", "read_cores", "read_memory", "this_machine"]
 
 _QUERY = "name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max"
-_ADAM_PARAMS_PER_S_PER_CORE = 0.8e9
-_ADAM_BYTES_PER_PARAM = 28
 
 
 def nvidia_smi() -> str | None:
@@ -58,7 +56,7 @@ def this_machine(
     else:
         notes.append("no GPU found (nvidia-smi does not list one): the virtual accelerator stands in for it")
         ranks = (Rank(gpu=catalog.gpu("virtual"), link=catalog.link("virtual")),)
-    host = _host(catalog.host("virtual"), root, read_cores(root) if cores is None else cores, notes)
+    host = _host(catalog, root, read_cores(root) if cores is None else cores, notes)
     framework = catalog.framework(next(iter(catalog.frameworks))) if lines else None
     return Machine(name="here", ranks=ranks, host=host, notes="; ".join(notes), framework=framework)
 
@@ -114,10 +112,10 @@ def _link(catalog: Catalog, gpu: Gpu, generation: str, width: str, notes: list[s
     )
 
 
-def _host(base: Host, root: Path, cores: int, notes: list[str]) -> Host:
+def _host(catalog: Catalog, root: Path, cores: int, notes: list[str]) -> Host:
+    base = catalog.host("virtual")
     memory, available = read_memory(root)
     reserved = max(memory - available, min(GB, memory // 8))
-    adam = min(_ADAM_PARAMS_PER_S_PER_CORE * cores, base.dram_bytes_per_s / _ADAM_BYTES_PER_PARAM)
     notes.append("DRAM bandwidth and Adam rate were not measured: two DRAM channels assumed")
     return replace(
         base,
@@ -125,9 +123,10 @@ def _host(base: Host, root: Path, cores: int, notes: list[str]) -> Host:
         memory_bytes=memory,
         reserved_bytes=min(reserved, memory - 1),
         cores=cores,
-        adam_params_per_s=adam,
+        adam_params_per_s=catalog.efficiency.adam_params_per_s(base.dram_bytes_per_s, cores),
+        known="assumed",
         measured=False,
-        source="RAM, cgroup limit and cores of this machine; two DRAM channels and 0.8e9 parameters/s per core assumed",
+        source="RAM, cgroup limit and cores of this machine; two DRAM channels assumed",
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
 from pstar_sim.arguments import flag, instance, number, text, whole
 from pstar_sim.catalog.curves import Curve
@@ -446,6 +447,23 @@ def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
         known=max((g.known for g in kinds), key=KNOWN.index),
         launch_s=_of_known(max, [g.launch_s for g in kinds]),
         operator_bytes_per_s=_of_known(min, [g.operator_bytes_per_s for g in kinds]),
+        products=_weakest_products([g.products for g in kinds]),
+    )
+
+
+def _weakest_products(shapes: Sequence[ProductShape | None]) -> ProductShape | None:
+    """Products with the worst of each figure; None where a GPU has none by shape."""
+    given = [shape for shape in shapes if shape is not None]
+    if len(given) < len(shapes):
+        return None
+    return ProductShape(
+        sms=min(s.sms for s in given),
+        tile=max((s.tile for s in given), key=prod),
+        wave_loss=max(s.wave_loss for s in given),
+        depth=max(s.depth for s in given),
+        bytes_per_s=min(s.bytes_per_s for s in given),
+        kernel_s=max(s.kernel_s for s in given),
+        flash=min(s.flash for s in given),
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the figures behind a prediction come from: measured on the machine itself, or from a datasheet."""
+"""Where the figures behind a prediction come from: measured on the machine itself, fitted, a datasheet, or assumed."""
 
 from __future__ import annotations
 

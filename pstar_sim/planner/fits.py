@@ -51,7 +51,7 @@ class Fit:
     reason: why the policy does not fit, and which changes would make it fit. A policy that has no plan for such a
         machine at all has a reason and no figures.
     iteration_s, tokens_per_s: simulated, where the policy fits.
-    error: median relative error of such times that validation found for this class of machine.
+    error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
     trust: where error comes from, or that there is none.
     """
 

@@ -2,8 +2,8 @@
 
 [Note: how a figure is known] A figure in an entry's `calibrated` table was measured. Sizes, peaks and line rates are
 those of a datasheet; shares of them that are reached, latencies and what is set aside are assumed, and so is every
-figure of an entry whose source calls it an estimate or a placeholder. What is fitted to published runs stands in tables
-of its own (efficiency.toml, generations.toml), which say so themselves.
+figure of an entry whose source calls it an estimate or a placeholder. What is fitted to published runs stands in files
+of its own (efficiency.toml, frameworks.toml, generations.toml), which say how each figure is known.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pstar_sim.catalog.entries import TABLES, Entry
+from pstar_sim.catalog.efficiency import efficiency_tables
+from pstar_sim.catalog.entries import TABLES, Entry, FrameworkEntry
 from pstar_sim.catalog.generations import generations
 from pstar_sim.catalog.loader import load_catalog
 
 __all__ = ["KINDS", "catalog_page", "known_figures"]
 
 KINDS = ("measured", "fitted", "datasheet", "assumed")
-PAGES = ("gpus", "links", "hosts", "disks", "generations")
+PAGES = ("gpus", "links", "hosts", "disks", "generations", "efficiency", "frameworks")
 
 _DATASHEET = {
     "memory_gb", "hbm_gb_per_s", "fp32_tflops", "fp16_tflops", "bf16_tflops", "sms", "h2d_gb_per_s", "d2h_gb_per_s",
@@ -31,7 +32,7 @@ _GUESSED = ("an estimate", "placeholder", "from memory")
 def catalog_page(table: str) -> str:
     """A table of the catalog in Markdown: a row per figure with its value, how it is known, and its source.
 
-    table: "gpus", "links", "hosts", "disks" or "generations". Raises KeyError for another one.
+    table: one of PAGES. Raises KeyError for another one.
     """
     lines = ["| entry | figure | value | known | source |", "|---|---|---|---|---|"]
     for name, figures in known_figures(table).items():
@@ -48,6 +49,8 @@ def known_figures(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
             name: [(figure, _text(getattr(g, figure)), known, _cell(g.source)) for figure, known in g.known.items()]
             for name, g in generations().items()
         }
+    if table == "efficiency":
+        return {known: list(_of_table(raw, "", known)) for known, raw in efficiency_tables().items()}
     return {name: list(_of_entry(entry)) for name, entry in _entries(table).items()}
 
 
@@ -61,17 +64,18 @@ def _entries(table: str) -> Mapping[str, Entry[Any]]:
 def _of_entry(entry: Entry[Any]) -> Iterator[tuple[str, str, str, str]]:
     raw = entry.raw
     assert isinstance(raw, dict)
-    yield from _of_table(raw, "")
+    yield from _of_table(raw, "", raw["known"] if isinstance(entry.values, FrameworkEntry) else "")
     for below in ("calibrated", "products"):
         if isinstance(raw.get(below), dict):
             yield from _of_table(raw[below], f"{below}.")
 
 
-def _of_table(raw: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+def _of_table(raw: Mapping[str, Any], prefix: str, known: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """The rows of a table. known: how all its figures are known, where the table says so."""
     source = str(raw.get("source", ""))
     for figure, value in raw.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield prefix + figure, _text(value), _kind(figure, prefix, source), _cell(source)
+            yield prefix + figure, _text(value), known or _kind(figure, prefix, source), _cell(source)
 
 
 def _kind(figure: str, prefix: str, source: str) -> str:

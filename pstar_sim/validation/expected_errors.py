@@ -58,9 +58,9 @@ def left_out_factor(groups: dict[str, dict[str, list[Result]]]) -> float:
 
 
 def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
-    """Each row of a whole iteration to which nothing is fitted, with the bar that an answer would quote for it if its
-    own run were not known: of its class and policy, of its class, or of every class with the factor of one that is left
-    out."""
+    """Each row of a whole iteration to which nothing is fitted, with the bar that an answer would quote for it if the
+    row itself were not known: of its class and policy, of its class, or of every class with the factor of one that is
+    left out."""
     judged = _judged(results)
     groups = _groups(judged)
     factor = left_out_factor(groups)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pstar_sim.catalog.efficiency import fitted
 from pstar_sim.catalog.here import read_cores, read_memory, this_machine
 from pstar_sim.catalog.loader import load_catalog, load_machine
 from pstar_sim.catalog.machine import Machine
@@ -46,8 +47,10 @@ def test_without_a_gpu_it_says_so_and_takes_the_virtual_one(root: Path, smi: str
 
 def test_adam_rate_is_bounded_by_cores_and_dram(root: Path) -> None:
     # 0.8e9 a core, and at most 40e9 B/s / 28 B = 1.43e9.
-    assert here(root, cores=1).host.adam_params_per_s == 0.8e9
-    assert here(root, cores=64).host.adam_params_per_s == pytest.approx(40e9 / 28)
+    e = fitted()
+    assert here(root, cores=1).host.adam_params_per_s == e.adam_params_per_core_s
+    assert here(root, cores=64).host.adam_params_per_s == pytest.approx(40e9 * e.adam_dram / 28)
+    assert here(root, cores=64).confidence_by_input["CPU Adam"] == "assumed"
 
 
 def test_a_gpu_and_its_free_memory(root: Path) -> None:

@@ -194,6 +194,19 @@ def test_a_generation_needs_the_cards_sms(tmp_path: Path) -> None:
     assert products is not None and (products.sms, products.depth) == (100, generations()["a100"].depth)
 
 
+def test_a_card_of_no_generation_says_what_it_reaches_of_its_16_bit_peak(tmp_path: Path) -> None:
+    file, own = by_curves(tmp_path), OWN.partition("[gpus.mine.products]")[0]
+    own = "".join(line for line in own.splitlines(keepends=True) if not line.startswith(("generation", "tensor_core")))
+    start = file.read_text().replace("a100-40", "mine")
+    file.write_text(start + own)
+    with pytest.raises(CatalogError, match=r"mine\] tensor_core_efficiency = None; must be given beside .*generation"):
+        load_machine(file)
+    file.write_text(start + own + "tensor_core_efficiency = 0.5\n")
+    card = load_catalog(file).gpus["mine"].values
+    peak = next(getattr(card, f"{dtype}_tflops") for dtype in ("fp16", "bf16") if getattr(card, f"{dtype}_tflops"))
+    assert max(rate for d, rate in load_machine(file).gpu.flops_per_s.items() if d != "fp32") == peak * 1e12 * 0.5
+
+
 def test_every_generation_has_a_card() -> None:
     assert {card.values.generation for card in load_catalog().gpus.values()} - {None} == set(generations())
 

@@ -61,6 +61,10 @@ def test_a_file_of_different_gpus(mixed: Path) -> None:
     assert m.gpu_budget_bytes == 30 * GB, "the V100's"
     assert set(m.gpu.flops_per_s) == {"fp32", "fp16"}, "the V100 has no bf16"
     assert m.link.h2d_bytes_per_s == 15.75 * GB * 0.78
+    shape, shapes = m.gpu.products, [r.gpu.products for r in m.ranks]
+    assert shape is not None, "policies reckon by the formula that times the ranks"
+    assert (shape.sms, shape.flash) == (80, min(s.flash for s in shapes if s is not None))
+    assert shape.bytes_per_s == min(s.bytes_per_s for s in shapes if s is not None)
     with pytest.raises(CatalogError, match="has ranks that differ"):
         machine_toml(m, checked=date(2026, 11, 21))
 
