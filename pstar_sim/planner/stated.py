@@ -113,6 +113,7 @@ class _Notes:
         self.checked: list[str] = []
         self.false: list[str] = []
         self.why = dict(_BEYOND)
+        self.old = False  # whether an earlier version of the cost model wrote the plan's figures
         self.bounds_rose = False  # bounds of several micro-batches are higher than under earlier cost models
         self.earlier = self._version()
 
@@ -122,7 +123,8 @@ class _Notes:
             self.false.append(f"cost_model is {said!r} in the plan; this pstar-sim knows versions 1 to {VERSION}")
             return None
         self.checked += ["cost_model"] if "cost_model" in self.plan.choices else []
-        self.bounds_rose = said < VERSION and self.plan.workload.micro_batches > 1
+        self.old = said < VERSION
+        self.bounds_rose = self.old and self.plan.workload.micro_batches > 1
         changed = changed_since(said, self.plan)
         if changed is None:
             return None
@@ -232,6 +234,8 @@ class _Notes:
         said, sources = plan.choices.get("confidence"), confidence(plan.workload, plan.machine)
         if said == sources:
             self.checked.append("confidence")
+        elif said is not None and self.old:
+            self.why["confidence"] = "of an earlier version of the cost model, which had other words for it"
         elif said is not None:
             self.false.append(f"confidence is {said} in the plan, but by its machine it is {sources}")
         self._certificate(found)

@@ -419,6 +419,11 @@ def test_a_version_that_predicts_the_same_or_is_not_known_excuses_nothing(
     one = json.loads(path.read_text())
     del one["choices"]["cost_model"]
     assert "iteration_s" in examine(ps.load_plan(saved(one, tmp_path))).report.figures
+    words = dict(one["choices"]["confidence"])
+    one["choices"]["confidence"]["DRAM"] = "guessed"
+    report = examine(ps.load_plan(saved(one, tmp_path))).report
+    assert "confidence" not in report.figures and any("had other words" in line for line in report.not_checked)
+    one["choices"]["confidence"] = words
     one["predictions"]["iteration_s"] *= 0.99
     with pytest.raises(FalseFigures, match="iteration_s"):
         examine(ps.load_plan(saved(one, tmp_path)))
