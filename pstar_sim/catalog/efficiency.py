@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Annotated
+from typing import Annotated, Any
 
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
 from pstar_sim.schema.parsing import parse_toml
@@ -89,10 +89,9 @@ def fitted() -> Efficiency:
     return read_efficiency(_NAME, _shipped())
 
 
-def efficiency_tables() -> Mapping[str, Mapping[str, object]]:
+def efficiency_tables() -> Mapping[str, Any]:
     """Of the shipped file: "fitted" and "assumed" -> figures, source and date of that table."""
-    tables: dict[str, dict[str, object]] = parse_toml(_NAME, _shipped())
-    return tables
+    return parse_toml(_NAME, _shipped())
 
 
 def _shipped() -> str:
