@@ -26,9 +26,15 @@ ContractError of `p.grad`. transformers is not imported before `connect` or `tra
 from __future__ import annotations
 
 import contextlib
+import heapq
+import importlib.abc
+import importlib.util
 import math
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +43,7 @@ from torch import nn
 
 from executor.capture import capture_module
 from executor.engine import Session
+from executor.models import TORCH_DTYPES
 from executor.offloading import Request, adamw_of, begin, converted, plan_for
 from executor.optimizer import OffloadedAdamW
 from executor.saving.generators import generator_states, set_generators
@@ -48,6 +55,7 @@ from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, ModelEr
 
 __all__ = ["OffloadTrainerMixin", "connect", "offload", "trainers_offloaded"]
 
+MIXED_PRECISION = {"no": None, "bf16": "bf16", "fp16": "fp16"}  # accelerate's words, and the plan's dtype
 FOLDER, SCHEDULER = "pstar", "scheduler.pt"  # the second is the Trainer's own name
 
 
@@ -151,12 +159,7 @@ class _Kept:
 
     def check(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Takes the place of loading weights; weights come with the states (`load`)."""
-        folder = Path(resume_from_checkpoint)
-        if not is_checkpoint(find_checkpoint(folder / FOLDER)):
-            raise CheckpointError(
-                f"resume_from_checkpoint: {folder} has no whole folder {FOLDER!r}; give one that a connected Trainer "
-                "saved (not with save_only_model), or load its weights into the model before executor.prepare"
-            )
+        _require_states(resume_from_checkpoint, "resume_from_checkpoint")
 
     def load(self, checkpoint: str | None) -> None:
         """Weights, states and scheduler. Raises CheckpointError, before anything changes, where they do not fit."""
@@ -261,30 +264,89 @@ def offload(
 
 
 @contextlib.contextmanager
-def trainers_offloaded(request: Request) -> Iterator[list[Any]]:
-    """Inside, every `transformers.Trainer` that trains is offloaded, but for those that are already; yields those whose
-    training has begun by a plan. request: what they are planned for."""
-    from transformers import Trainer
+def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> Iterator[list[weakref.ref[Session]]]:
+    """Inside, every `transformers.Trainer` that trains is offloaded, but for those that are already; yields their
+    sessions, which end with the context. transformers need not be imported yet: what a script sets before its import
+    (`os.environ["HF_HOME"]`) holds.
 
-    begun: list[Any] = []
-    kind: Any = Trainer
-    plain = kind.train
+    request: what the trainers are planned for.
+    on_end: called with the session of each training that has come to its end.
+    """
+    begun: list[weakref.ref[Session]] = []
+    plain: dict[str, Any] = {}
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, OffloadTrainerMixin):
             offload(self)
             self.offload_request = request
+        if self._offload is None and self.model is not None:
+            _end_earlier(begun, self.model)
         try:
-            return plain(self, *args, **kwargs)
+            done = plain["train"](self, *args, **kwargs)
         finally:
-            if self._offload is not None and self not in begun:
-                begun.append(self)
+            if self._offload is not None:
+                begun.append(weakref.ref(self.offload_session))
+        on_end(self.offload_session)
+        return done
 
-    kind.train = train
+    def change(module: Any) -> None:
+        for name, made in (("train", train), ("_move_model_to_device", OffloadTrainerMixin._move_model_to_device)):
+            plain[name] = getattr(module.Trainer, name)
+            setattr(module.Trainer, name, made)
+
     try:
-        yield begun
+        with _on_import("transformers.trainer", change):
+            yield begun
     finally:
-        kind.train = plain
+        for name, made in plain.items():
+            setattr(sys.modules["transformers.trainer"].Trainer, name, made)
+        for session in _alive(begun):
+            session.close(restore=False)
+
+
+def _alive(begun: Sequence[weakref.ref[Session]]) -> list[Session]:
+    return [session for session in (ref() for ref in begun) if session is not None]
+
+
+def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> None:
+    """End earlier runs of the same parameters, which get their values back."""
+    its = {id(p) for p in model.parameters()}
+    for session in _alive(begun):
+        if not its.isdisjoint(id(p) for p in session.model.parameters()):
+            session.close()
+
+
+@contextlib.contextmanager
+def _on_import(name: str, then: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, the module of that name goes through `then` when it is imported, or now if it is already."""
+    if name in sys.modules:
+        then(sys.modules[name])
+        yield
+        return
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+            if fullname != name:
+                return None
+            sys.meta_path.remove(self)  # the others find it
+            spec = importlib.util.find_spec(fullname)
+            assert spec is not None and spec.loader is not None
+            run = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                run(module)
+                then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            return spec
+
+    finder = Finder()
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
 
 
 class OffloadTrainerMixin:
@@ -311,11 +373,15 @@ class OffloadTrainerMixin:
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The Trainer's own optimizer, and then the plan's in its place."""
-        made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        made: Any = self.optimizer  # type: ignore[has-type]  # a class of its own may return nothing
         if not isinstance(getattr(made, "optimizer", made), OffloadedAdamW):
             self._offload = _begin(self, made)
             self.optimizer = made = self._offload.optimizer
         return made  # type: ignore[no-any-return]
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the plan says where parameters are."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self._offload is not None
@@ -335,12 +401,15 @@ class OffloadTrainerMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif self._offload is not None:
             self._offload.kept.load(checkpoint)
+        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        if checkpoint is not None and best is not None and self.args.load_best_model_at_end:  # type: ignore[attr-defined]
+            _require_states(best, "load_best_model_at_end")
 
     def _load_best_model(self) -> None:
         """Weights of the best checkpoint, with their states."""
         assert self._offload is not None
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
-        self._offload.kept.check(best)
+        _require_states(best, "load_best_model_at_end")
         self._offload.optimizer.load(Path(best) / FOLDER, generators=False)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -363,7 +432,21 @@ class _Joined:
 
 
 def _holds_states(checkpoint: str) -> bool:
-    return is_checkpoint(find_checkpoint(Path(checkpoint) / FOLDER))
+    """Whether an offloaded Trainer saved the checkpoint. Raises CheckpointError where its states are not whole."""
+    folder = Path(checkpoint) / FOLDER
+    whole = is_checkpoint(find_checkpoint(folder))
+    if folder.exists() and not whole:
+        _require_states(checkpoint, "resume_from_checkpoint")
+    return whole
+
+
+def _require_states(checkpoint: str | Path, asked: str) -> None:
+    """Raise CheckpointError for a checkpoint without a plan's states. asked: what it is needed for."""
+    if not is_checkpoint(find_checkpoint(Path(checkpoint) / FOLDER)):
+        raise CheckpointError(
+            f"{asked}: {checkpoint} has no whole folder {FOLDER!r}; give one that an offloaded or connected Trainer "
+            "saved (not with save_only_model)"
+        )
 
 
 def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
@@ -371,9 +454,11 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
     understands as too little memory if no plan fits."""
     args, request, model = trainer.args, trainer.offload_request, trainer.model
     _require_alone(trainer)
+    _check_evaluation(args)
     norm = args.max_grad_norm or None  # the Trainer's 0 is not clipping
     spec = adamw_of(optimizer, max_grad_norm=norm)
-    dtype = "bf16" if args.bf16 else "fp16" if args.fp16 else None
+    dtype = _dtype_of(trainer)
+    model.to("cpu")  # the Trainer has put it where the plan's chunks will be
     try:
         with converted(model, dtype) as masters:
             _cast_as_before(trainer)
@@ -405,6 +490,29 @@ def _require_alone(trainer: Any) -> None:
             f"the Trainer has {trainer.args.n_gpu} GPUs in one process (nn.DataParallel); start one process per GPU "
             "with torchrun or accelerate launch, or show it one GPU (CUDA_VISIBLE_DEVICES=0)"
         )
+
+
+def _check_evaluation(args: Any) -> None:
+    """Raise ContractError, before training, for what would end it with an error afterwards."""
+    if args.load_best_model_at_end and args.save_only_model:
+        raise ContractError(
+            "TrainingArguments(load_best_model_at_end=True, save_only_model=True): the best weights come back with "
+            "their states; leave save_only_model out, or load the best checkpoint into a model of its own afterwards"
+        )
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        if getattr(args, name):
+            raise ContractError(
+                f"TrainingArguments({name}=True) would convert a prepared model; leave it out: evaluation runs in the "
+                "plan's dtype"
+            )
+
+
+def _dtype_of(trainer: Any) -> str | None:
+    """The plan's dtype: that of mixed precision, which `accelerate launch --mixed_precision` sets too."""
+    word: str = trainer.accelerator.mixed_precision
+    if word not in MIXED_PRECISION:
+        raise ContractError(f"mixed precision {word!r} is not supported by a plan; use bf16=True or fp16=True")
+    return MIXED_PRECISION[word]
 
 
 def _cast_as_before(trainer: Any) -> None:
@@ -456,12 +564,12 @@ def _stock(trainer: Any) -> bool:
 
 def _under_autocast(trainer: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> Any:
     """The loss of a capture, whose tensors are on the CPU, where the trainer casts on another device."""
-    dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else None
+    dtype = _dtype_of(trainer)
     if dtype is None or trainer.args.device.type == "cpu":
         return loss
 
     def cast(model: nn.Module, batch: Any) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast("cpu", dtype=TORCH_DTYPES[dtype]):
             return loss(model, batch)
 
     return cast
@@ -509,8 +617,8 @@ def _longest(rows: Any, count: int) -> list[Any]:
     if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
         return []
     step = max(1, len(rows) // max(LOOKED_AT, count))
-    looked_at = [rows[number] for number in range(0, len(rows), step)]
-    return sorted(looked_at, key=_extent, reverse=True)[:count]
+    looked_at = (rows[number] for number in range(0, len(rows), step))  # one at a time: rows may be images
+    return heapq.nlargest(count, looked_at, key=_extent)
 
 
 def _extent(value: Any) -> int:
@@ -521,7 +629,10 @@ def _extent(value: Any) -> int:
         return sum(_extent(part) for part in value.values())
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return len(value) if not value or isinstance(value[0], (int, float)) else sum(_extent(part) for part in value)
-    return int(getattr(value, "size", 1)) if not callable(getattr(value, "size", 1)) else 1
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    size = getattr(value, "size", 1)  # a number in numpy's arrays, (width, height) in an image
+    return math.prod(size) if isinstance(size, tuple) else size if isinstance(size, int) else 1
 
 
 @contextlib.contextmanager

@@ -8,17 +8,24 @@ The module is the only child of a root, so that `training_step` is a call of the
 it is captured, on fake tensors, `self.log` is silent; what it reads numbers of (`.item()`) cannot be captured.
 Lightning calls `zero_grad` between forward and backward. Here gradients are cleared by then, right after the step.
 
+Before the first `training_step` the module is on the CPU, and so are its batches (the sanity check of validation).
+A second `fit` ends the run of the first and begins anew, from the weights in the plan's dtype.
+
 Tried with lightning 2.6. One process; one optimizer, and automatic optimization.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import nn
 
 from executor.capture import capture_module
@@ -35,21 +42,38 @@ DTYPES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 class _Root(nn.Module):
-    """Calls the LightningModule, whose forward Lightning replaces by the step that runs."""
+    """Calls a step of the LightningModule by its name, as a call of the module. A copy of it (for batches of another
+    shape) has a module without a trainer, which gets that of the module itself, and logs nothing."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
+        self._original = weakref.ref(module)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+    def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self.module
+        original: Any = self._original()
+        call = _ForwardRedirection()
+        if module is original:
+            return call(module, module, step, *args, **kwargs)
+        module._trainer = original._trainer
+        try:
+            with _silent(module):
+                return call(module, module, step, *args, **kwargs)
+        finally:
+            module._trainer = None
+
+
+def _redirected(root: nn.Module, module: nn.Module, step: str, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of Lightning's redirection, which changes the module's forward before it calls the root."""
+    return root(step, *args, **kwargs)
 
 
 class OffloadStrategy(SingleDeviceStrategy):
     """Trains by a plan for this machine. Arguments: see `executor.offloading.Request`.
 
-    Raises ContractError, in `fit`, for several optimizers, manual optimization, clipping by value, and optimizers other
-    than torch's AdamW.
+    Raises ContractError, in `fit`, for several devices, several optimizers, manual optimization, clipping by value or
+    at another norm than the Trainer's, and optimizers other than torch's AdamW.
     """
 
     strategy_name = "pstar"
@@ -65,8 +89,10 @@ class OffloadStrategy(SingleDeviceStrategy):
     ) -> None:
         self.request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
         self.offloaded: OffloadedAdamW | None = None
+        self._root: _Root | None = None
         where = self.request.where
         super().__init__(device="cpu" if where == "virtual" else where)
+        self._forward_redirection = _redirected  # type: ignore[assignment]
 
     @property
     def session(self) -> Session:
@@ -78,16 +104,35 @@ class OffloadStrategy(SingleDeviceStrategy):
     def model_to_device(self) -> None:
         """Nothing: the plan says where parameters are."""
 
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """To where the module is."""
+        where = self.root_device if self._prepared else torch.device("cpu")
+        return super().batch_to_device(batch, device or where, dataloader_idx)
+
+    @property
+    def _prepared(self) -> bool:
+        """Whether the module of this moment runs by the plan."""
+        return self.offloaded is not None and self._root is not None and self._root.module is self.lightning_module
+
     def setup(self, trainer: Any) -> None:
+        fit = trainer.state.fn == "fit"
+        if fit and self.offloaded is not None:
+            self.session.close()
+            self.offloaded = None
         super().setup(trainer)
-        if trainer.state.fn == "fit" and self.offloaded is None:
+        module: Any = self.lightning_module
+        if fit:
             self._check(trainer)
-            module: Any = self.lightning_module
-            self.model = _Root(module)
+            self._root = _Root(module)
+        if fit or self._prepared:
+            self.model = self._root
 
     def _check(self, trainer: Any) -> None:
         """Raise ContractError for what a plan is not made for."""
         module: Any = self.lightning_module
+        devices = trainer._accelerator_connector._devices_flag  # as it was given: Lightning itself looks past it
+        if devices not in ("auto", 1, "1") and not (isinstance(devices, list) and len(devices) == 1):
+            raise ContractError(f"OffloadStrategy runs one process on one device, not Trainer(devices={devices!r})")
         if len(self.optimizers) != 1 or not module.automatic_optimization:
             raise ContractError(
                 f"OffloadStrategy: {len(self.optimizers)} optimizers, automatic_optimization="
@@ -101,6 +146,7 @@ class OffloadStrategy(SingleDeviceStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.offloaded is None:
             self._begin(args, kwargs)
+            args, kwargs = move_data_to_device((args, kwargs), self.root_device)
         return super().training_step(*args, **kwargs)
 
     def _begin(self, args: Any, kwargs: Any) -> None:
@@ -114,7 +160,7 @@ class OffloadStrategy(SingleDeviceStrategy):
 
         def loss(whole: Any, batch: Any) -> torch.Tensor:
             with plugin.train_step_context():
-                out: Any = self._forward_redirection(whole, module, "training_step", *batch[0], **batch[1])
+                out: Any = whole("training_step", *batch[0], **batch[1])
             value: torch.Tensor = out["loss"] if isinstance(out, Mapping) else out
             return value
 
@@ -126,7 +172,8 @@ class OffloadStrategy(SingleDeviceStrategy):
             )
             self.offloaded = begin(root, plan, spec, self.request, optimizer=own, masters=masters)
         own.zero_grad = _nothing  # type: ignore[method-assign]
-        plugin.clip_gradients = _nothing
+        plugin.clip_gradients = _clipping_at(norm)
+        _update_properties(module, device=self.root_device)  # the module's `self.device`
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = None  # the session scales: AdamW(loss_scale=)
 
@@ -138,6 +185,16 @@ class OffloadStrategy(SingleDeviceStrategy):
         self.offloaded.step()
         self.offloaded.zero_grad()
         return done
+
+    def teardown(self) -> None:
+        """As Lightning's, but for the move of a prepared module to the CPU."""
+        module = self._lightning_module
+        if self._prepared:
+            self._lightning_module = None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """State of the run's optimizer, in torch.optim.AdamW's form."""
@@ -156,6 +213,20 @@ def _silent(module: nn.Module) -> Iterator[None]:
         for name in names:
             del module.__dict__[name]
         module.__dict__.update(before)
+
+
+def _clipping_at(norm: float | None) -> Callable[..., None]:
+    """What Lightning, and a module's `configure_gradient_clipping`, call to clip: the step does that, at `norm`."""
+
+    def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
+        if clip_val > 0 and (clip_val != norm or gradient_clip_algorithm != "norm"):
+            raise ContractError(
+                f"clip_gradients(gradient_clip_val={clip_val}, "
+                f"gradient_clip_algorithm={str(gradient_clip_algorithm)!r}) on a prepared module, whose step clips the "
+                f"norm at Trainer(gradient_clip_val={norm}); give the Trainer that norm"
+            )
+
+    return clip_gradients
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -36,7 +36,6 @@ __all__ = [
     "enable_checkpointing",
     "forward_loss",
     "known_masks",
-    "load_transformers",
     "map_batch",
     "named_failures",
     "quiet",
@@ -395,7 +394,7 @@ def _current_folder_importable() -> Iterator[None]:
 
 def _hf_config(spec: str) -> tuple[Any, str | None]:
     """A transformers configuration and the architecture it names."""
-    transformers = load_transformers()
+    transformers = _transformers()
     what = spec.removeprefix("hf:")
     path = Path(what).expanduser()
     if path.is_dir():
@@ -428,7 +427,7 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
 def config_of(m: ModelEntry) -> tuple[Any, str]:
     """Transformers configuration and class of a model shape. No dropout, as in pretraining. Raises ModelError for a
     family that has no class."""
-    transformers = load_transformers()
+    transformers = _transformers()
     common: dict[str, Any] = {"tie_word_embeddings": m.tied}
     if m.family == "gpt":
         config = transformers.GPT2Config(
@@ -465,7 +464,7 @@ def config_of(m: ModelEntry) -> tuple[Any, str]:
 def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
     """Transformers configuration and class of a shape of the llama family, by what it has that others have not. common:
     what all of them have."""
-    transformers = load_transformers()
+    transformers = _transformers()
     if m.own_head_dim:
         common.update(head_dim=m.own_head_dim)
     if m.window:
@@ -484,7 +483,7 @@ def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
 
 def _experts_config(m: ModelEntry, experts: ExpertsShape, common: dict[str, Any]) -> tuple[Any, str]:
     """As `_llama_config`, for a model of experts."""
-    transformers = load_transformers()
+    transformers = _transformers()
     common.update(num_experts_per_tok=experts.per_token)
     if m.latent is not None:
         common.update(
@@ -598,7 +597,7 @@ def _classes(config: Any) -> int:
 
 def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
     """The class with a loss for this configuration: the architecture it names, or the usual one."""
-    transformers = load_transformers()
+    transformers = _transformers()
     named = getattr(transformers, architecture, None) if architecture else None
     if named is not None and "labels" in inspect.signature(named.forward).parameters:
         return named
@@ -701,7 +700,7 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def load_transformers() -> Any:
+def _transformers() -> Any:
     """The package. Raises ModelError, naming what installs it, where it is missing."""
     try:
         import transformers

@@ -106,8 +106,11 @@ def offload(
     Raises ContractError for another optimizer or a model that is prepared already, DoesNotFit where no plan fits,
     ModelError as `capture_module` does. The model and its optimizer are then unchanged.
     """
+    if micro_batches < 1:
+        raise ContractError(f"executor.offload: micro_batches={micro_batches} must be at least 1")
     request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
     spec = adamw_of(optimizer, max_grad_norm=max_grad_norm)
+    _require_its_parameters(model, optimizer)
     with converted(model, dtype) as masters:
         workload = capture_module(model, example_batch, groups=spec, loss=loss)
         plan = plan_for(workload, request, micro_batches=micro_batches, clip=max_grad_norm is not None)
@@ -134,6 +137,18 @@ def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -
         if refused := refused_in(group):
             raise ContractError(f"param_groups[{number}] has {refused}, which is not supported")
     return AdamW(optimizer.param_groups, max_grad_norm=max_grad_norm, **_numbers(optimizer))
+
+
+def _require_its_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ContractError for an optimizer of parameters that the model does not have."""
+    its = {id(p) for p in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        other = next((p for p in group["params"] if id(p) not in its), None)
+        if other is not None:
+            raise ContractError(
+                f"param_groups[{number}] has a parameter (shape {tuple(other.shape)}) that is not the model's; make it "
+                "a part of the model, or give it an optimizer of its own"
+            )
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -221,8 +236,10 @@ def converted(model: nn.Module, dtype: str | None) -> Iterator[dict[nn.Parameter
     """Convert the model's floating parameters to `dtype`; yields the fp32 values of those that it converts, from which
     the master copies begin. An error inside gives the parameters their values back. See [Note: mixed precision].
 
-    Raises ContractError for a model that is prepared already.
+    Raises ContractError for another dtype, and for a model that is prepared already.
     """
+    if dtype is not None and dtype not in TORCH_DTYPES:
+        raise ContractError(f"dtype {dtype!r} is not known; it is one of {', '.join(TORCH_DTYPES)}")
     if any(tensor_of(p) is not None for p in model.parameters()):
         raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
     kept: dict[nn.Parameter, torch.Tensor] = {}

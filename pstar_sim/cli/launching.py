@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +19,7 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
 from pstar_sim.cli.flags import Quiet
 from pstar_sim.cli.output import note, say, tell
-from pstar_sim.errors import ModelError, PlanError, PstarError
+from pstar_sim.errors import PlanError, PstarError
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -69,11 +70,11 @@ def launch(*, asked: _LaunchFlags) -> int:
         raise PstarError(f"argument SCRIPT: {asked.script} is not a file; give the Python file that trains")
     _check_flags(asked)
     hf = executor_module("hf")
-    try:
-        import_transformers = executor_module("models").load_transformers
-        import_transformers()
-    except ModelError as error:
-        raise PstarError(f"pstar launch is for scripts of a transformers.Trainer: {error}") from None
+    if find_spec("transformers") is None:  # the script imports it, by its own environment
+        raise PstarError(
+            "pstar launch is for scripts of a transformers.Trainer: transformers is not installed; install pstar-sim "
+            "with the extra 'hf'"
+        )
     first = os.environ.get("RANK", "0") == "0"
     report = _Report(quiet=asked.quiet or not first)
     request = executor_module("offloading").Request(
@@ -83,20 +84,13 @@ def launch(*, asked: _LaunchFlags) -> int:
         policy=asked.policy,
         on_plan=report.announce,
     )
-    with hf.trainers_offloaded(request) as trained:
-        try:
-            status = _run(script, asked.arguments or ())
-            sessions = [trainer.offload_session for trainer in trained]
-            if not sessions and not status:
-                raise PstarError(
-                    f"{asked.script} ended without Trainer.train(): nothing ran by a plan; `pstar launch` is for "
-                    "scripts of a transformers.Trainer (a loop of your own: executor.offload)"
-                )
-            for session in sessions:
-                report.compare(session)
-        finally:
-            for trainer in trained:
-                trainer.offload_close()
+    with hf.trainers_offloaded(request, report.compare) as begun:
+        status = _run(script, asked.arguments or ())
+        if not begun and not status:
+            raise PstarError(
+                f"{asked.script} ended without Trainer.train(): nothing ran by a plan; `pstar launch` is for "
+                "scripts of a transformers.Trainer (a loop of your own: executor.offload)"
+            )
     return status
 
 
@@ -154,7 +148,7 @@ class _Report:
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
-        self._predicted: dict[int, tuple[Machine, Timeline]] = {}
+        self._predicted: tuple[Plan, Machine, Timeline] | None = None
 
     def announce(self, plan: Plan) -> None:
         """Say what the run will do, with what it is predicted to take on this machine."""
@@ -181,11 +175,11 @@ class _Report:
     def _predict(self, plan: Plan) -> tuple[Machine, Timeline]:
         from pstar_sim.cli.run_report import machine_here, predictor
 
-        if id(plan) not in self._predicted:
+        if self._predicted is None or self._predicted[0] is not plan:
             virtual = plan.machine.gpu.name == "virtual"
             machine = machine_here(plan, (float("inf"), float("inf")), virtual=virtual)
-            self._predicted[id(plan)] = machine, predictor(machine)(plan)
-        return self._predicted[id(plan)]
+            self._predicted = plan, machine, predictor(machine)(plan)
+        return self._predicted[1:]
 
     def compare(self, session: Any) -> None:
         """Say what was measured, beside what was predicted."""

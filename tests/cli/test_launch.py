@@ -40,6 +40,34 @@ def test_a_script_runs_by_a_plan_and_predicted_stands_beside_measured(capsys: py
     assert "2 steps, the last of them measured; all on plan" in told
 
 
+TWO_STAGES = """
+import sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=96, n_positions=32))
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(96, (4, 12))]
+args = TrainingArguments(output_dir=sys.argv[1], max_steps=1, per_device_train_batch_size=2, use_cpu=True,
+    report_to=[], save_strategy="no", disable_tqdm=True)
+def stage():
+    Trainer(model=model, args=args, train_dataset=rows).train()
+stage()
+before = model.transformer.wte.weight.clone()
+stage()
+assert not torch.equal(before, model.transformer.wte.weight)
+model.save_pretrained(sys.argv[1])
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_model_is_trained_by_one_trainer_after_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trainers that a function drops, of one model; its weights are there to be saved."""
+    (tmp_path / "train.py").write_text(TWO_STAGES)
+    words = ("--gpu-memory", "290KB", "--policy", "tide", "--", str(tmp_path))
+    status, out, err = launched(capsys, str(tmp_path / "train.py"), *words)
+    assert status == 0, err
+    assert out.count("1 steps, the last of them measured; all on plan") == 2
+    assert (tmp_path / "model.safetensors").is_file()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_budget_into_which_nothing_fits_is_the_answer_no(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = launched(capsys, SCRIPT, "--gpu-memory", "500KB", "--policy", "tide")

@@ -1,0 +1,121 @@
+"""`OffloadStrategy` in a Lightning Trainer: what a fit is made of beside its steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pstar_sim.errors import ContractError
+
+lightning = pytest.importorskip("lightning")
+
+from executor.lightning import OffloadStrategy  # noqa: E402  # imports lightning
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own: few workers, no logger
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+ROWS = torch.randn(18, 32, generator=torch.Generator().manual_seed(1))  # the last batch is shorter
+
+
+class Net(lightning.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.losses: list[float] = []
+        self.validated: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x.float() ** 2).mean()
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self(batch) * (1 + self.trainer.current_epoch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.validated.append(float(self(batch)))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(ROWS, batch_size=4)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fitted(tmp_path: Path) -> Callable[..., Any]:
+    def fit(module: Any, *, offloaded: bool = True, path: str | None = None, **more: Any) -> Any:
+        wanted = {
+            "accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_progress_bar": False,
+            "enable_model_summary": False, "enable_checkpointing": False, "gradient_clip_val": 0.5,
+            "default_root_dir": str(tmp_path),
+        }  # fmt: skip
+        strategy = OffloadStrategy("25KB", policy="tide") if offloaded else "auto"
+        trainer = lightning.Trainer(**{**wanted, **more}, strategy=strategy)
+        trainer.fit(module, loader(), loader(), ckpt_path=path)
+        return trainer
+
+    return fit
+
+
+def test_epochs_schedule_validation_and_a_shorter_batch_are_the_plain_fits(fitted: Callable[..., Any]) -> None:
+    mine, plain = Net(), Net()
+    trainer = fitted(mine)
+    fitted(plain, offloaded=False)
+    assert mine.losses == pytest.approx(plain.losses, rel=1e-5) and len(mine.losses) == 10
+    assert mine.validated == pytest.approx(plain.validated, rel=1e-5) and len(plain.validated) == 12  # 2: the check
+    assert trainer.strategy.session.status().links["h2d"].moved_bytes > 0
+    trainer.validate(mine, loader(), verbose=False)
+    assert mine.validated[12:] == pytest.approx(plain.validated[7:], rel=1e-5)
+    trainer.fit_loop.epoch_progress.reset()
+    trainer.fit(mine, loader(), loader())  # again, from the weights that are there
+    assert mine.validated[17:19] == mine.validated[7:9] and len(mine.losses) > 10
+
+
+def test_a_fit_goes_on_from_its_own_checkpoint(fitted: Callable[..., Any], tmp_path: Path) -> None:
+    """Masters and states: in bf16 the steps after the checkpoint are those of the run that was not interrupted."""
+    whole, first, again = Net(), Net(), Net()
+    kept = str(tmp_path / "kept.ckpt")
+    ended = fitted(whole, precision="bf16-mixed")
+    fitted(first, precision="bf16-mixed", max_epochs=1).save_checkpoint(kept)
+    resumed = fitted(again, precision="bf16-mixed", path=kept)
+    assert first.losses + again.losses == whole.losses
+    for p, q in zip(
+        ended.strategy.offloaded.state_dict()["state"].values(),
+        resumed.strategy.offloaded.state_dict()["state"].values(),
+    ):
+        assert set(p) == {"step", "exp_avg", "exp_avg_sq", "param32"} and all(torch.equal(p[k], q[k]) for k in p)
+
+
+class ClipsItself(Net):
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        (ClipsItself, {"gradient_clip_val": None}, r"clip_gradients\(gradient_clip_val=0.1, .*give the Trainer"),
+        (Net, {"gradient_clip_algorithm": "value"}, "clipped by their norm"),
+        (Net, {"devices": 2}, r"one device, not Trainer\(devices=2\)"),
+    ],
+)
+def test_what_a_plan_does_not_do_is_refused(
+    kind: Any, arguments: dict[str, Any], words: str, fitted: Callable[..., Any]
+) -> None:
+    with pytest.raises(ContractError, match=words):
+        fitted(kind(), **arguments)
