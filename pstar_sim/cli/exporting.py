@@ -11,7 +11,7 @@ import typer
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flag_values import new_file
 from pstar_sim.cli.flags import PlanFile
-from pstar_sim.cli.output import save_perfetto, say, say_json, tell
+from pstar_sim.cli.output import check_apart, save_perfetto, say, say_json, tell
 from pstar_sim.cli.planning import checked_plan, measured_of
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
@@ -100,9 +100,10 @@ def export(
 ) -> int:
     """Write a plan for other tools: its simulated timeline, or the nearest configuration of a framework, with what the
     framework cannot express and what is predicted for that configuration under the framework's own policy."""
-    loaded, _ = checked_plan(plan)
     if measured is not None and not targets.perfetto:
         raise PstarError("--measured goes with --perfetto; `pstar run --timeline` keeps both timelines itself")
+    check_apart([plan, *([measured] if measured else [])], [*targets.files.values(), *([path] if path else [])])
+    loaded, _ = checked_plan(plan)
     if targets.files:
         if path is not None:
             raise PstarError("-o goes with --perfetto and --timeline; the other flags name their files themselves")

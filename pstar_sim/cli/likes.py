@@ -52,7 +52,7 @@ class Likes:
             processes = c.detail.get("processes", ranks)
             if processes != ranks:
                 raise PstarError(
-                    f"{label}: num_processes = {processes}, but {machine.name} has {ranks} GPUs; give --gpus"
+                    f"{label}: num_processes = {processes}, but {machine.name} has {_count(ranks, 'GPU')}; give --gpus"
                 )
         return replace(job, **filled), replace(setting, clip=clip)
 
@@ -112,20 +112,24 @@ def _check_train_batch(label: str, c: Configuration, filled: dict[str, Any], ran
     batch, micro_batches = filled["batch"], filled["micro_batches"] or 1
     if c.train_batch is not None and batch is not None and c.train_batch != batch * micro_batches:
         raise PstarError(
-            f"{label}: train_batch_size = {c.train_batch}, but {batch // ranks} sequences per GPU x {micro_batches} "
-            f"micro-batches x {ranks} GPUs are {batch * micro_batches}; DeepSpeed refuses it"
+            f"{label}: {_count(c.train_batch, 'sequence')} per iteration, but "
+            f"{_count(batch // ranks, 'sequence')} per GPU x {_count(micro_batches, 'micro-batch')} x "
+            f"{_count(ranks, 'GPU')} make {batch * micro_batches}; {c.framework} refuses it"
         )
 
 
 def _words(name: str, value: Any) -> str:
     if name in ("clip", "checkpointing"):
         return f"{'' if value else 'no '}{'clipping' if name == 'clip' else 'checkpointing'}"
-    words = {
-        "batch": "{} sequences on all GPUs together",
-        "micro_batches": "{} micro-batches",
-        "seq": "sequences of {}",
-    }
-    return words.get(name, "{}").format(value)
+    if name == "batch":
+        return f"{_count(value, 'sequence')} on all GPUs together"
+    if name == "micro_batches":
+        return _count(value, "micro-batch")
+    return f"sequences of {value}" if name == "seq" else str(value)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def _flag(name: str, value: Any) -> str:

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from pstar_sim.core.plan import Plan
     from pstar_sim.core.timeline import Timeline
 
-__all__ = ["note", "picture_kind", "save_perfetto", "save_picture", "say", "say_json", "say_table", "tell"]
+__all__ = [
+    "check_apart",
+    "note",
+    "picture_kind",
+    "save_perfetto",
+    "save_picture",
+    "say",
+    "say_json",
+    "say_table",
+    "tell",
+]
 
 
 def say(text: str) -> None:
@@ -43,6 +53,15 @@ def say_json(value: object) -> None:
 def note(text: str) -> None:
     """One line on stderr, beside the answer on stdout."""
     sys.stderr.write(f"pstar: {text}\n")
+
+
+def check_apart(read: Sequence[str], written: Sequence[str]) -> None:
+    """Raise PstarError for a file that a command would write twice, or over one that it reads."""
+    used = {Path(path).resolve() for path in read}
+    for path in written:
+        if Path(path).resolve() in used:
+            raise PstarError(f"{path}: is a file that this command reads or writes already; give another name")
+        used.add(Path(path).resolve())
 
 
 def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:

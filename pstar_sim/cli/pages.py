@@ -12,7 +12,7 @@ from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flag_values import positive
 from pstar_sim.cli.flags import Quiet, output
-from pstar_sim.cli.output import tell
+from pstar_sim.cli.output import check_apart, tell
 from pstar_sim.cli.planning import named
 from pstar_sim.errors import PstarError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pstar_sim.planner.asked import OnPart
     from pstar_sim.report.web.plan_report import Subject
 
-__all__ = ["commands"]
+__all__ = ["commands", "told_apart"]
 
 commands = typer.Typer()
 
@@ -46,8 +46,11 @@ def report(
     """Write plans as one page that works offline: memory over time, queues, chunks, figures, proof and explanation;
     several plans, or a run and its prediction, side by side."""
     from pstar_sim.files import write_atomically
+    from pstar_sim.report.web.document import plotly_script
     from pstar_sim.report.web.plan_report import plan_report
 
+    check_apart(paths, [path])
+    plotly_script()  # says what to install before plans are examined
     with bar("reading", quiet=quiet) as on_part:
         subjects = _subjects(paths, on_part)
     text = plan_report(subjects)
@@ -72,6 +75,7 @@ def page(
     from pstar_sim.planner.sweep import load_results
     from pstar_sim.report.web.whatif import whatif_page
 
+    check_apart(results, [path])
     axes: dict[str, None] = {}
     points: list[dict[str, object]] = []
     for file in results:
@@ -117,7 +121,7 @@ def app(
 
 
 def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
-    """What the files hold, in order; a run follows the plan before it. Raises PstarError for a run without a plan."""
+    """What the files hold, in order; a run follows its plan. Raises PstarError for a run that follows none."""
     from pstar_sim.core.plan import load_plan
     from pstar_sim.core.run_file import load_timelines
     from pstar_sim.planner.stated import examine
@@ -126,15 +130,15 @@ def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
     found: list[Subject] = []
     for path in paths:
         if not _is_plan(path):
-            if not found:
-                raise PstarError(f"{path}: is not a plan; give the plan before what a run of it kept")
+            if not found or found[-1].measured:
+                raise PstarError(f"{path}: is a run, which follows its plan; give the plan before it")
             found += _run_of(found.pop(), load_timelines(path), path)
             continue
         plan = load_plan(path)
         with named(path):
             seen = examine(plan, on_part=on_part)
         found.append(Subject(title=plan.policy, plan=plan, timeline=seen.timeline, examined=seen))
-    return _told_apart(found, paths)
+    return told_apart(found, paths)
 
 
 def _is_plan(path: str) -> bool:
@@ -162,13 +166,12 @@ def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list
     return [first, replace(planned, title=f"{planned.title}, measured", timeline=timelines["measured"], examined=None)]
 
 
-def _told_apart(subjects: Sequence[Subject], paths: Sequence[str]) -> list[Subject]:
-    """The subjects, of which those of one name get the names of their files as well."""
+def told_apart(subjects: Sequence[Subject], paths: Sequence[str]) -> list[Subject]:
+    """The subjects, one per file; where two have the same name, with the names of their files, or with numbers."""
     from dataclasses import replace
 
     titles = [subject.title for subject in subjects]
-    if len(set(titles)) == len(titles):
-        return list(subjects)
-    if len(subjects) == len(paths):
-        return [replace(s, title=f"{s.title} ({Path(p).stem})") for s, p in zip(subjects, paths)]
-    return [replace(s, title=f"{s.title} ({n})") for n, s in enumerate(subjects, start=1)]
+    ways = [[Path(path).stem for path in paths], list(paths), [str(n) for n in range(1, len(paths) + 1)]]
+    while len(set(titles)) < len(titles):
+        titles = [f"{subject.title} ({name})" for subject, name in zip(subjects, ways.pop(0))]
+    return [replace(subject, title=title) for subject, title in zip(subjects, titles)]

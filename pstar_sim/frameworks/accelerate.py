@@ -51,6 +51,11 @@ KEYS = (
     unmodelled(
         f"{_FSDP}.fsdp_backward_prefetch", "the next block is taken to be gathered beside this one", "BACKWARD_PRE"
     ),
+    unmodelled(
+        f"{_FSDP}.fsdp_backward_prefetch_policy",  # its name before accelerate 0.26
+        "the next block is taken to be gathered beside this one",
+        "BACKWARD_PRE",
+    ),
     unmodelled(f"{_FSDP}.fsdp_ignored_modules", "all modules are taken to be sliced", off=None),
     unmodelled("parallelism_config.*", _PARALLEL, off=1),
     unmodelled("megatron_lm_config.*", _PARALLEL, off=None),
@@ -110,11 +115,11 @@ def read(content: object, file: str) -> Configuration:
         near = nearest(kind, _TYPES)
         hint = f"; did you mean {near}?" if near else f"; it must be one of {', '.join(_TYPES)}"
         raise PstarError(f"{file}: distributed_type = {brief(found['type'])} is not modelled{hint}")
-    if kind == "DEEPSPEED":
-        return _as_deepspeed(found, file)
     notes = list(found.notes)
     if found["precision"] == "fp8":
         notes.append("not modelled: mixed_precision = fp8; predicted as bf16")
+    if kind == "DEEPSPEED":
+        return _as_deepspeed(found, file, notes)
     if kind != "FSDP":
         return Configuration(
             framework=ACCELERATE,
@@ -160,22 +165,23 @@ def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
     """Whether parameters are given up after forward, and what is not modelled of it. With FSDP 1 accelerate takes the
     strategy (a word or its number) alone, with FSDP 2 fsdp_reshard_after_forward alone."""
     one = _plain(found, "version", 1) == 1
+    notes = []
+    if found["reshard" if one else "strategy"] not in (None, AUTO):
+        keys = ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")
+        without, taken = keys if one else keys[::-1]
+        notes.append(f"{_FSDP}.{without} has no effect with FSDP {2 - one}: accelerate takes {taken}")
     value = found["strategy" if one else "reshard"]
-    if one and value is None and found.known("reshard") is not None:
-        said = f"{_FSDP}.fsdp_reshard_after_forward has no effect with FSDP 1: accelerate takes fsdp_sharding_strategy"
-        return True, [said]
     if value in (None, AUTO) or isinstance(value, bool):
-        return value is not False, []
+        return value is not False, notes
     if isinstance(value, int) and 1 <= value <= len(_STRATEGIES):
         value = _STRATEGIES[value - 1]
     word = str(value).upper()
     if word in ("TRUE", "FALSE"):
-        return word == "TRUE", []
+        return word == "TRUE", notes
     if word not in _STRATEGIES:
         near = nearest(word, _STRATEGIES)
         hint = f"; did you mean {near}?" if near else f"; it must be one of {', '.join(_STRATEGIES)}"
         raise PstarError(f"{file}: {_FSDP}: sharding strategy {brief(value)} is not known{hint}")
-    notes = []
     if word.startswith("HYBRID"):
         notes.append(f"not modelled: {word}: slices are taken to be spread over all ranks")
     if word == "NO_SHARD":
@@ -183,7 +189,7 @@ def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
     return word not in ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD_ZERO2"), notes
 
 
-def _as_deepspeed(found: Reading, file: str) -> Configuration:
+def _as_deepspeed(found: Reading, file: str, notes: list[str]) -> Configuration:
     """What DeepSpeed's own file would say. Its file, where the configuration names one, is asked for instead."""
     if found.known("ds_file") is not None:
         raise PstarError(f"{file}: {_DS}.deepspeed_config_file = {found['ds_file']!r}: give that file to --like")
@@ -195,11 +201,12 @@ def _as_deepspeed(found: Reading, file: str) -> Configuration:
     for name, key in (("ds_micro_batches", "gradient_accumulation_steps"), ("ds_clip", "gradient_clipping")):
         if found.known(name) is not None:
             content[key] = found[name]
-    precision = found.known("precision")
-    if precision in ("bf16", "fp16"):
-        content[precision] = {"enabled": True}
+    dtype = _dtype(found)
+    if dtype is not None:
+        content["fp16" if dtype == "fp16" else "bf16"] = {"enabled": dtype != "fp32"}
     made = deepspeed.read(content, file)
-    return replace(made, notes=(*found.notes, *made.notes), without_effect=found.without_effect)
+    details = _details(found, dict(made.details))
+    return replace(made, details=details, notes=(*notes, *made.notes), without_effect=found.without_effect)
 
 
 def values_of(configuration: Configuration) -> dict[str, object]:

@@ -221,7 +221,7 @@ def read(content: object, file: str) -> Configuration:
         policy=policy,
         dtype=_dtype(found),
         batch_per_gpu=found.known("batch_per_gpu"),
-        micro_batches=found.known("micro_batches"),
+        micro_batches=_micro_batches(found),
         train_batch=found.known("train_batch"),
         clip=None if clip is None else clip > 0,
         optimizer=optimizer,
@@ -232,6 +232,12 @@ def read(content: object, file: str) -> Configuration:
         notes=(*notes, *said),
         without_effect=found.without_effect,
     )
+
+
+def _micro_batches(found: Reading) -> int | None:
+    """What the file says; where it names the batch of an iteration alone, DeepSpeed runs it as one micro-batch."""
+    alone = found.known("train_batch") is not None and not {"batch_per_gpu", "micro_batches"} & found.named
+    return 1 if alone else found.known("micro_batches")
 
 
 def _usual(found: Reading, name: str, usual: Any) -> Any:

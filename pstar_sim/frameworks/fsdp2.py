@@ -28,8 +28,9 @@ CHECKPOINTING = {checkpointing}
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the model's lists: its layers."""
-    return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+    """The modules of the model's lists: its layers. One within another comes first, as `fully_shard` needs."""
+    found = [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
+    return [block for block in reversed(found) if not isinstance(block, nn.ModuleList | nn.ModuleDict)]
 
 
 def shard(model: nn.Module) -> nn.Module:

@@ -77,7 +77,7 @@ class Reading:
         the file does not name the key.
     named: names of the used keys that the file names.
     without_effect: paths of keys without an effect.
-    notes: one line per key that is not modelled.
+    notes: one line per key of the table that is not modelled.
     """
 
     file: str
@@ -107,18 +107,19 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Rea
     values = {key.name: key.default for key in keys if key.effect is Effect.USED}
     named: set[str] = set()
     without: list[str] = []
-    notes: list[str] = []
+    left: dict[str, list[str]] = {}  # by why they are not modelled
     for path, value in _leaves(content, table, file, what):
         key = table[path] if path in table else table[_star(path, table)]
         if key.effect is Effect.NONE:
             without.append(path)
         elif key.effect is Effect.NOT_MODELLED:
             if not _off(key, value):
-                notes.append(f"not modelled: {path} = {brief(value)}: {key.why}")
+                left.setdefault(key.why, []).append(f"{path} = {brief(value)}")
         else:
             values[key.name] = _value(key, value, file)
             named.add(key.name)
-    return Reading(file=file, values=values, named=frozenset(named), without_effect=tuple(without), notes=tuple(notes))
+    notes = tuple(f"not modelled: {', '.join(keys)}: {why}" for why, keys in left.items())
+    return Reading(file=file, values=values, named=frozenset(named), without_effect=tuple(without), notes=notes)
 
 
 def _off(key: Key, value: object) -> bool:
@@ -144,10 +145,17 @@ def _leaves(
             elif value is not None and value != AUTO:
                 raise PstarError(f"{file}: {path} = {brief(value)}; it must be a table of keys")
         else:
-            known = {one.removeprefix(above).partition(".")[0] for one in table if one.startswith(above)}
-            near = nearest(str(name), sorted(known - {"*"}))
-            hint = f"; did you mean {above}{near}?" if near else ""
-            raise PstarError(f"{file}: {path} is not a known key of {what}{hint}")
+            near = _near(str(name), table, above)
+            raise PstarError(f"{file}: {path} is not a known key of {what}{f'; did you mean {near}?' if near else ''}")
+
+
+def _near(name: str, table: Mapping[str, Key], above: str) -> str:
+    """The known key that is most like an unknown one: one of its own table, or of its name in another; else ""."""
+    beside = {one.removeprefix(above).partition(".")[0] for one in table if one.startswith(above)}
+    near = nearest(name, sorted(beside - {"*"}))
+    if near:
+        return f"{above}{near}"
+    return next((path.removesuffix(".*") for path in table if path.removesuffix(".*").split(".")[-1] == name), "")
 
 
 def _star(path: str, table: Mapping[str, Key]) -> str:

@@ -26,11 +26,13 @@ def load_configuration(path: str) -> Configuration:
         known = ", ".join(f"{end} ({name})" for end, name in _ENDINGS.items())
         raise PstarError(f"{path}: its ending says no framework; it must be one of {known}")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise PstarError(f"{path}: not a text file in UTF-8") from None
     except OSError as error:
         raise PstarError(f"{path}: cannot be read: {error.strerror}") from None
+    if not text.strip():
+        raise PstarError(f"{path}: is empty")
     read = TARGETS[_ENDINGS[ending]].read
     assert read is not None
     return read(_content(path, ending, text), path)
@@ -47,4 +49,6 @@ def _content(path: str, ending: str, text: str) -> object:
     try:
         return parse_json(text)
     except Fault as fault:
-        raise PstarError(f"{path}: {fault.in_json()}") from None
+        comments = any(line.lstrip().startswith(("//", "/*", "#")) for line in text.splitlines())
+        hint = "; take the comments out, which JSON does not have" if comments else ""
+        raise PstarError(f"{path}: not a JSON file: {fault.in_json()}{hint}") from None

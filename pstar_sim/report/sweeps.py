@@ -7,6 +7,7 @@ Each draws on the axes it is given (or on new ones), opens no window, calls no `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from pstar_sim.arguments import parse_bytes
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.sweep import COLUMNS
 from pstar_sim.report.palette import BINDS, ORANGE, PINK, SKY, YELLOW, policy_colour
-from pstar_sim.report.tables import BINDS_NAMES
+from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.units import GB
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
     ax.set_xlabel(_axis_name(x, list(frame[x])), fontsize=9)
     ax.set_ylabel("seconds per iteration", fontsize=9)
     ax.set_ylim(0, None)
-    ax.legend(fontsize=8, frameon=False)
+    ax.legend(fontsize=8, facecolor="white", framealpha=1.0)  # its markers are no points of the lines behind it
     _plain(ax)
     return ax
 
@@ -113,7 +114,7 @@ def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None
         for column in range(table.shape[1]):
             value = cells[row][column]
             known = isinstance(value, str)  # not known: it does not fit
-            name = BINDS_NAMES.get(value, value) if known else "no"
+            name = fill(BINDS_WORDS.get(value, value), 10) if known else "no"
             _field(ax, column, row, BINDS.get(value, NOTHING) if known else NOTHING)
             ax.text(column, row, name, ha="center", va="center", fontsize=9, color=_ink(value) if known else "black")
     _label(ax, table, x, y)
@@ -137,8 +138,8 @@ def plot_map(
             value = numbers[row][column]
             share = 0.0 if np.isnan(value) else min(1.0, max(0.0, value / top))
             _field(ax, column, row, NOTHING if np.isnan(value) else colormaps["Blues"](0.05 + 0.75 * share))
-            text = "no" if np.isnan(value) else f"{value:.1f}{unit}"
-            ax.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if share > 0.6 else "black")
+            text = "no" if np.isnan(value) else f"{round(value, 1) + 0.0:.1f}{unit}"  # no "-0.0"
+            ax.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if share > 0.8 else "black")
     _label(ax, table, x, y)
     return ax
 

@@ -54,18 +54,19 @@ def test_fits_and_compare_give_the_same_prediction(ds: Path, capsys: pytest.Capt
         (["--clip"], "--clip, but ds.json says no clipping"),
         (["--like", "ds.json"], "the same file is given twice"),
         (["--like", "other.json"], "ds.json says 2 sequences on all GPUs together, but other.json says 4"),
-        (["--like", "sum.json"], "sum.json: train_batch_size = 7, but 2 sequences per GPU x 1 micro-batches x 1 GPUs"),
+        (["--micro-batches", "2", "--like", "alone.json"], "--micro-batches 2, but alone.json says 1 micro-batch;"),
+        (
+            ["--like", "sum.json"],
+            "sum.json: 7 sequences per iteration, but 2 sequences per GPU x 1 micro-batch x 1 GPU make 2",
+        ),
     ],
 )
 def test_a_contradiction_is_one_line(ds: Path, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     ds.with_name("other.json").write_text(json.dumps({**OFFLOAD, "train_micro_batch_size_per_gpu": 4}))
+    ds.with_name("alone.json").write_text(json.dumps({"train_batch_size": 2, "fp16": {"enabled": True}}))
     ds.with_name("sum.json").write_text(
-        json.dumps({"train_batch_size": 7, "gradient_accumulation_steps": 1, "gradient_clipping": "auto"})
+        json.dumps({**OFFLOAD, "train_batch_size": 7, "gradient_accumulation_steps": 1})
     )
-    if argv[-1] == "sum.json":
-        ds.with_name("sum.json").write_text(
-            json.dumps({**OFFLOAD, "train_batch_size": 7, "gradient_accumulation_steps": 1})
-        )
     assert main(["fits", "--like", "ds.json", *JOB, *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and said in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,6 +77,9 @@ def test_what_a_file_leaves_to_the_script_is_not_said() -> None:
         ({"zero_optimization": 3}, "zero_optimization = 3; it must be a table of keys"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both true"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": NVME}}, "needs stage 3, not stage 2"),
+        ({"zero_optimization": {"aio": {}}}, "zero_optimization.aio is not a known key"),
+        ({"zero_optimization": {"aio": {}}}, "did you mean aio?"),
+        ({"stage3_max_live_parameters": 1}, "did you mean zero_optimization.stage3_max_live_parameters?"),
         ([], "is not a DeepSpeed configuration"),
     ],
 )  # fmt: skip
@@ -83,6 +87,42 @@ def test_a_mistake_names_file_and_key(content: object, said: str) -> None:
     with pytest.raises(PstarError) as error:
         deepspeed.read(content, "ds.json")
     assert str(error.value).startswith("ds.json: ") and said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("ds.json", b" \n", "is empty"),
+        ("titan.toml", b"", "is empty"),
+        ("ds.json", b"// mine\n{}", "not a JSON file: line 1, column 1: Expecting value; take the comments out"),
+        ("ds.json", b'{"a": 1,}', "not a JSON file: line 1, column 9"),
+        ("fsdp.yaml", b"a: b: c", "not a YAML file"),
+        ("fsdp.yaml", b"\xff\xfe", "not a text file in UTF-8"),
+        ("ds.cfg", b"{}", "its ending says no framework"),
+        ("ds.json", None, "cannot be read: Is a directory"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_named(name: str, content: bytes | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    with pytest.raises(PstarError) as error:
+        load_configuration(str(path))
+    assert str(error.value).startswith(f"{path}: ") and said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_with_a_mark_of_its_bytes_order_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(b'\xef\xbb\xbf{"train_batch_size": 8}')
+    found = load_configuration(str(path))
+    assert (found.train_batch, found.micro_batches) == (8, 1), "DeepSpeed runs it as one micro-batch"
+
+
+def test_keys_of_one_table_that_is_not_modelled_share_a_line() -> None:
+    (note, *_) = deepspeed.read({"aio": {"queue_depth": 8, "thread_count": 1}}, "ds.json").notes
+    assert note.startswith("not modelled: aio.queue_depth = 8, aio.thread_count = 1: disks are")
 
 
 def test_what_is_not_modelled_is_named_and_no_key_is_dropped() -> None:

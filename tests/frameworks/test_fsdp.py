@@ -10,6 +10,7 @@ import msgspec.yaml
 import pytest
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
 
 import pstar_sim as ps
 from pstar_sim import Plan, PstarError, Settings
@@ -99,6 +100,13 @@ def test_other_types_and_what_is_not_modelled() -> None:
     assert (found.framework, found.policy, found.dtype, found.clip) == (
         "DeepSpeed", "zero3_offload:flush=async", "fp16", True,
     )  # fmt: skip
+    left = read("distributed_type: DEEPSPEED\nmixed_precision: 'no'\nnum_processes: 4")
+    assert (left.dtype, left.detail["processes"]) == ("fp32", 4)
+    eight = read("distributed_type: DEEPSPEED\nmixed_precision: fp8")
+    assert eight.dtype == "bf16" and "predicted as bf16" in eight.notes[0]
+    keys = "fsdp_backward_prefetch_policy: BACKWARD_PRE, fsdp_version: 2, fsdp_sharding_strategy: 2"
+    old = read(f"distributed_type: FSDP\nfsdp_config: {{{keys}}}")
+    assert old.policy == "zero3_resident" and "fsdp_sharding_strategy has no effect with FSDP 2" in old.notes[0]
     assert read("distributed_type: MULTI_GPU").policy == "all_on_gpu"
     hybrid = read(
         "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 4, fsdp_backward_prefetch: NO_PREFETCH}"
@@ -170,4 +178,12 @@ def test_the_code_says_the_configuration(plan: Plan) -> None:
         for node in ast.parse(code).body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
+    names: dict[str, Any] = {}
+    exec(code, names)
+    inner = nn.ModuleList([nn.Linear(2, 2)])
+    layer = nn.Module()
+    layer.experts = inner
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(2, 2), layer])
+    assert names["blocks"](model) == [inner[0], layer, model.layers[0]], "blocks within a block come first"
     assert said == {"DTYPE": "torch.bfloat16", "OFFLOAD": "True", "RESHARD": "True", "CHECKPOINTING": "False"}

@@ -14,12 +14,15 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim.cli import main
-from pstar_sim.core.run_file import RunTimelines
+from pstar_sim.cli.pages import told_apart
+from pstar_sim.core.plan import load_plan
+from pstar_sim.core.run_file import RunTimelines, load_timelines
 from pstar_sim.core.step import Queue
 from pstar_sim.planner.compare import Comparison
 from pstar_sim.report.byte_curves import byte_curves
 from pstar_sim.report.residence import AWAY, CONTENTS, residence
 from pstar_sim.report.web.charts import MOST_CORNERS, lanes_chart, themed, tide_chart
+from pstar_sim.report.web.plan_report import Subject
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import GB, MIB, format_bytes
@@ -144,6 +147,19 @@ def test_the_table_of_bytes_has_the_peak_of_an_instant(compared: Comparison, fol
         assert f"<td>{format_bytes(compared[policy].timeline.peak_bytes['gpu'])}</td>" in bytes_table
 
 
+def test_plans_of_one_name_are_told_apart(folder: Path) -> None:
+    plan = folder / "tide.json"
+    subject = Subject(
+        title="tide", plan=load_plan(plan), timeline=load_timelines(folder / "run.json")["measured"], examined=None
+    )
+    for files, titles in (
+        (["a/one.json", "two.json"], ["tide (one)", "tide (two)"]),
+        (["a/one.json", "b/one.json"], ["tide (a/one.json)", "tide (b/one.json)"]),
+        (["one.json", "one.json"], ["tide (1)", "tide (2)"]),
+    ):
+        assert [one.title for one in told_apart([subject] * 2, files)] == titles
+
+
 def test_both_plans_share_their_axes(folder: Path) -> None:
     figures = values(folder / "two.html")["figures"]
     for kind in ("tide {} time", "tide {} moment", "lanes {}", "chunks {}"):
@@ -159,7 +175,16 @@ def test_every_colour_of_the_theme_is_known() -> None:
 def test_mistakes_are_named(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = str(folder / "none.html")
     assert main(["report", str(folder / "run.json"), "-o", out]) == 2
-    assert "give the plan before what a run of it kept" in capsys.readouterr().err
+    assert "is a run, which follows its plan" in capsys.readouterr().err
+    plan, run = str(folder / "tide.json"), str(folder / "run.json")
+    assert main(["report", plan, run, run, "-o", out, "--quiet"]) == 2, "a second run would take the first one's place"
+    assert "is a run, which follows its plan" in capsys.readouterr().err
+    before = Path(plan).read_bytes()
+    for command in (["report", plan, "-o", plan], ["export", plan, "--deepspeed", plan]):
+        assert main(command) == 2
+        assert "tide.json: is a file that this command reads" in capsys.readouterr().err
+    assert main(["export", plan, "--fsdp2", out, "--megatron", out]) == 2 and "give another" in capsys.readouterr().err
+    assert Path(plan).read_bytes() == before
     assert main(["report", str(folder / "no.json"), "-o", out, "--quiet"]) == 2
     assert "no.json" in capsys.readouterr().err
     assert main(["report", str(folder / "zero_offload.json"), str(folder / "run.json"), "-o", out, "--quiet"]) == 2

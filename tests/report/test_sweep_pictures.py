@@ -75,7 +75,7 @@ def test_a_field_a_regime() -> None:
 
 
 def test_a_map_of_numbers_is_darker_for_more() -> None:
-    table = pd.DataFrame([[0.0, 5.0], [10.0, np.nan]], index=[1, 4], columns=["2GB/s", "25GB/s"])
+    table = pd.DataFrame([[-0.01, 5.0], [10.0, np.nan]], index=[1, 4], columns=["2GB/s", "25GB/s"])
     ax = plot_map(table, "set.link.bandwidth", "micro_batches", Figure().subplots(), unit=" %")
     assert [text.get_text() for text in ax.texts] == ["0.0 %", "5.0 %", "10.0 %", "no"]
     brightness = [sum(patch.get_facecolor()[:3]) for patch in ax.patches]

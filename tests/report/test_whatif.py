@@ -67,10 +67,10 @@ def test_a_machine_without_a_price_has_none_and_a_file_of_prices_comes_first(res
 
 
 def test_points_of_several_sweeps_are_joined(results: Path, tmp_path: Path) -> None:
-    """A sweep without an axis has that figure as it is."""
+    """A sweep without an axis has that figure as it is; a file that is given twice adds nothing."""
     ps.sweep({**GRID, "set": {}, "machine": "h100-80", "model": "gpt2"}, tmp_path / "more.parquet", jobs=1)
     out = tmp_path / "whatif.html"
-    assert main(["page", str(results), str(tmp_path / "more.parquet"), "-o", str(out)]) == 0
+    assert main(["page", str(results), str(tmp_path / "more.parquet"), str(results), "-o", str(out)]) == 0
     page = page_values(out)
     link = next(axis for axis in page["axes"] if axis["name"] == "set.link.bandwidth")
     assert link["values"] == ["x1", "+10%"] and len(page["rows"]) == 9

@@ -20,7 +20,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Comparison, Planned, Row, compare
 from pstar_sim.planner.limits import Limit, max_model
 from pstar_sim.policy.registry import built_in
-from pstar_sim.report.tables import BINDS_NAMES, format_percent
+from pstar_sim.report.tables import BINDS_WORDS, format_percent
 from pstar_sim.report.web.charts import Chart, lanes_chart, themed, tide_chart
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.workload.presets import default_dtype, preset
@@ -39,7 +39,7 @@ def main() -> None:
     st.set_page_config(page_title="What if?", layout="wide")
     st.title("What if?")
     st.caption("Every figure is planned and simulated now. ± is one standard deviation that validation found for "
-               "this class of machine; without such runs the bar is wider, that of any.")  # fmt: skip
+               "this class of machine; without such runs the bar is wider, that of any class.")  # fmt: skip
     name, changes = _machine()
     model, batch, sequence, policies = _job()
     if not policies:
@@ -128,7 +128,7 @@ def _answer(found: Comparison) -> None:
     st.subheader("This job")
     if rows:
         best = min(rows, key=lambda row: row.iteration_s or 0.0)
-        binds = BINDS_NAMES.get(best.bound_by or "", best.bound_by)
+        binds = BINDS_WORDS.get(best.bound_by or "", best.bound_by)
         st.markdown(
             f"**{found.workload.model} trains with {best.policy}: {format_s(best.iteration_s or 0)}{_error(best)} per "
             f"iteration, {best.tokens_per_s:,.0f} tokens/s{_error(best)}. What binds: {binds}.**"
@@ -154,7 +154,7 @@ def _cells(row: Row, price: Price | None, nodes: int) -> dict[str, str]:
         "tokens/s": f"{row.tokens_per_s:,.0f}{_error(row)}",
         "$ per million tokens": _dollars(row, price, nodes),
         "above the bound": "" if row.gap is None else format_percent(row.gap),
-        "binds": BINDS_NAMES.get(row.bound_by or "", row.bound_by or ""),
+        "binds": BINDS_WORDS.get(row.bound_by or "", row.bound_by or ""),
         "GPU": format_bytes(row.peak_gpu_bytes or 0),
         "host": format_bytes(row.peak_host_bytes or 0),
     }

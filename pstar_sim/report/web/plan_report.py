@@ -20,7 +20,7 @@ from pstar_sim.planner.stated import Examined
 from pstar_sim.report.byte_curves import CATEGORIES, byte_curves, moment_windows
 from pstar_sim.report.residence import residence
 from pstar_sim.report.run_figures import Figure
-from pstar_sim.report.tables import BINDS_NAMES, format_percent
+from pstar_sim.report.tables import BINDS_WORDS, format_percent
 from pstar_sim.report.web.charts import CATEGORY_NAMES, Chart, lanes_chart, residence_chart, tide_chart
 from pstar_sim.report.web.document import chart_place, document, legend_html, table_html
 from pstar_sim.units import format_bytes, format_s
@@ -240,7 +240,7 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
         yield "above the bound", format_percent(seconds / bound_s - 1)
     if not subject.measured:
         binds = bound_by(timeline, barrier_cost_s=said.get("barrier_cost_s"))
-        yield "binds", BINDS_NAMES.get(binds, binds)
+        yield "binds", BINDS_WORDS.get(binds, binds)
     for place, name in _PLACES.items():
         peak, budget = timeline.peak_bytes.get(place), timeline.budget_bytes.get(place)
         if peak:

@@ -16,7 +16,7 @@ from pstar_sim.catalog.prices import load_prices
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.grid import machine_of
 from pstar_sim.report.palette import POLICIES, SPARE
-from pstar_sim.report.tables import BINDS_NAMES
+from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
 
 __all__ = ["whatif_page"]
@@ -31,8 +31,9 @@ _NAMES = {"seq": "tokens per sequence", "micro_batches": "micro-batches"}
 def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, prices: str | None = None) -> str:
     """The page of these points as HTML.
 
-    points: rows of results files. axes: their axes; a point without one of them has it as it is. prices: a file of
-        prices that come before the shipped ones.
+    points: rows of results files; of two for the same point the later one counts.
+    axes: their axes; a point without one of them has it as it is.
+    prices: a file of prices that come before the shipped ones.
 
     Raises PstarError for no points, for axes without a machine or a policy, and where Plotly is not installed."""
     model = "model" if "model" in axes else "trace"
@@ -45,16 +46,16 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
         values[model].sort(key=lambda name: model_entry(str(name)).params)
         params = [model_entry(str(name)).params for name in values[model]]
     index = {axis: {value: n for n, value in enumerate(found)} for axis, found in values.items()}
-    rows = [[*(index[axis][_value(p, axis)] for axis in axes), *(p.get(name) for name in _FIGURES)] for p in points]
+    rows = {tuple(index[axis][_value(p, axis)] for axis in axes): [p.get(name) for name in _FIGURES] for p in points}
     costs = _costs(points, ["machine", *_parts(axes)], prices)
     data = {
         "axes": [{"name": axis, "title": _title(axis), "values": values[axis]} for axis in axes],
         "model": model,
         "figures": _FIGURES,
-        "rows": rows,
+        "rows": [[*at, *figures] for at, figures in rows.items()],
         "prices": costs,
         "params": params,
-        "binds": BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the host"},
+        "binds": BINDS_WORDS,
         "colours": _colours([str(policy) for policy in values["policy"]]),
         "tokens": TOKENS,
         "days": DAYS,
