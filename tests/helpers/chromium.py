@@ -37,7 +37,7 @@ class Browser:
 
 
 @contextmanager
-def chromium(*, offline: bool = True) -> Iterator[Browser]:
+def chromium() -> Iterator[Browser]:
     """Skips the test where there is no Chromium or no playwright."""
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
@@ -45,7 +45,7 @@ def chromium(*, offline: bool = True) -> Iterator[Browser]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as started, tempfile.TemporaryDirectory() as profile:
         context = started.chromium.launch_persistent_context(
-            profile, executable_path=path, headless=True, args=list(FLAGS), offline=offline, timeout=120_000
+            profile, executable_path=path, headless=True, args=list(FLAGS), offline=True, timeout=120_000
         )
         context.set_default_timeout(120_000)
         try:

@@ -1,7 +1,15 @@
-"""Pages in a real browser without a network: nothing is logged, nothing is asked for, what can be pressed works."""
+"""Pages in a real browser without a network, and the app: nothing is logged, nothing is asked of another machine, what
+can be pressed works."""
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +68,7 @@ def test_the_report(browser: Browser, report: Path) -> None:
 def whatif(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whatif")
     grid = {
-        "machine": ["a100-80", "rtx4090-128gb"], "model": ["gpt2", "1B", "8B"], "batch": 1, "seq": 128,
+        "machine": ["a100-80", "rtx4090-128gb"], "model": ["gpt2", "1B"], "batch": 1, "seq": 128,
         "policy": "zero_offload", "set": {"host.memory": ["x1", "16GB"], "link.bandwidth": ["x1", "+10%"]},
     }  # fmt: skip
     ps.sweep(grid, folder / "results.parquet", jobs=1)
@@ -111,3 +119,41 @@ def test_the_what_if_page_answers_in_three_clicks(browser: Browser, whatif: Path
     assert page.locator("#pareto .main-svg").count() > 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert browser.log == [] and {*browser.asked} == {whatif.as_uri()}
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a server of `pstar app`, which ends with the test."""
+    pytest.importorskip("streamlit", reason="the extra `app` is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [sys.executable, "-m", "pstar_sim", "app", "--port", str(port), "--no-browser"]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/_stcore/health").close()
+                break
+            except OSError:
+                assert server.poll() is None, "the server ended"
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+def test_the_app_asks_this_machine_alone(browser: Browser, address: str) -> None:
+    """The one page with a network: what it asks for is asked of its own server."""
+    browser.log.clear()
+    browser.asked.clear()
+    browser.context.set_offline(False)
+    try:
+        page = browser.open(address)
+        page.get_by_text("What binds").wait_for()
+        page.locator(".js-plotly-plot").first.wait_for()
+    finally:
+        browser.context.set_offline(True)
+    assert {one.split("/")[2] for one in browser.asked if one.startswith("http")} == {address.split("/")[2]}
+    assert not [line for line in browser.log if "rror" in line]
