@@ -175,7 +175,8 @@ def _preset(job: OptionalWorkloadFlags, machine: Machine, batch: int | None, che
     if job.model is None:
         raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
     if batch is None or job.seq is None:
-        raise PstarError(f"--model needs {'--batch and ' if batch is None else ''}--seq")
+        missing = [flag for flag, value in (("--batch", batch), ("--seq", job.seq)) if value is None]
+        raise PstarError(f"--model needs {' and '.join(missing)}")
     return preset(
         job.model,
         batch=batch,

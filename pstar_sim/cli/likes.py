@@ -70,12 +70,19 @@ class Likes:
         return value
 
     def predict(self, workloads: Sequence[Workload], machine: Machine, setting: SettingFlags) -> tuple[Prediction, ...]:
-        """The configurations on the machine."""
+        """The configurations on the machine. Raises PstarError, naming the file, for one that the machine cannot run at
+        all, such as one that needs disks."""
         from pstar_sim.cli.inputs import settings_of
         from pstar_sim.frameworks.prediction import predict
 
         settings = settings_of(setting)
-        return tuple(predict(c, workloads, machine, settings, label=label) for label, c in self.configurations)
+        found = []
+        for label, configuration in self.configurations:
+            try:
+                found.append(predict(configuration, workloads, machine, settings, label=label))
+            except PstarError as error:
+                raise PstarError(f"{label}: {error}") from error
+        return tuple(found)
 
 
 def _total_batch(ranks: int) -> Callable[[Configuration], int | None]:

@@ -197,7 +197,6 @@ _OPTIMIZERS = {
     "adamw": "adamw",
     "sgd": "sgd-momentum",
 }
-_HELD = "kept by PyTorch when they are free again"
 _GROUPS = 20
 """Least number of sub-groups with which a ratio is exported."""
 _NVME_PATH = "/local_nvme"
@@ -438,7 +437,11 @@ def _parameters(configuration: Configuration, numels: list[int], width: int) -> 
         return []
     own = sum(numels)
     if detail["params"] == "cpu":
-        moved = [tensor_blocks(f"parameters as they came, {_HELD}", numels, width, pinned=configuration.pinned_params)]
+        moved = [
+            tensor_blocks(
+                "parameters as they came, which PyTorch keeps", numels, width, pinned=configuration.pinned_params
+            )
+        ]
         return [block("parameters", width * own, pinned=True), *(moved if configuration.pinned_params else [])]
     buffers = [_whole(detail["params_buffer"])] * _whole(detail["params_buffers"])
     in_cpu = min(own, _whole(detail["params_in_cpu"]))

@@ -80,7 +80,7 @@ class HostNeed:
         """The parts of host_bytes in words."""
         if self.startup_bytes > self.held_bytes:
             return [f"{format_bytes(self.startup_bytes)} of weights while they are loaded"]
-        said = [f"{format_bytes(b.asked_bytes)} of {b.name}{', pinned' if b.pinned else ''}" for b in self.blocks]
+        said = [f"{format_bytes(b.asked_bytes)} of {b.name}{' (pinned)' if b.pinned else ''}" for b in self.blocks]
         if self.stash_bytes:
             said.append(f"{format_bytes(self.stash_bytes)} of activations")
         if self.rounding_bytes:

@@ -7,7 +7,7 @@ from pstar_sim.core.step import Kind
 
 __all__ = [
     "BINDS", "BLUE", "CATEGORIES", "GREEN", "GREY", "ORANGE", "PHASES", "PINK", "POLICIES", "SKY", "SPARE", "STEPS",
-    "VERMILION", "WINE", "YELLOW", "policy_colour",
+    "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colour",
 ]  # fmt: skip
 
 GREEN, BLUE, ORANGE, PINK = "#009E73", "#0072B2", "#E69F00", "#CC79A7"
@@ -44,7 +44,19 @@ BINDS = {
     "net": YELLOW,
     "nvme": WINE,
 }
-"""What binds, or what is waited for -> colour."""
+"""What binds -> colour."""
+
+WAITS = {
+    "adam": GREEN,
+    "h2d": BLUE,
+    "d2h": ORANGE,
+    "net": SKY,
+    "nvme": VERMILION,
+    "barrier": WINE,
+    "dram": "#44AA99",
+    "compute": GREY,
+}
+"""What is waited for -> colour: that of the steps that are waited for."""
 
 POLICIES = {
     "all_on_gpu": GREY,

@@ -43,7 +43,7 @@ def test_fits_and_compare_give_the_same_prediction(ds: Path, capsys: pytest.Capt
     # the same policy of ours, without the framework's buffers: the same seconds
     assert row["iteration_s"] == pytest.approx(beside["iteration_s"], rel=1e-6)
     assert main(["fits", "--like", "ds.json", *JOB]) == 0
-    assert "host memory per GPU: 4.45 GB of fp32 masters, pinned" in " ".join(capsys.readouterr().out.split())
+    assert "host memory per GPU: 4.45 GB of fp32 masters (pinned)" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -95,3 +95,11 @@ def test_a_plan_is_exported_and_the_file_read_again(ds: Path, capsys: pytest.Cap
     assert all(one["cannot_express"] for one in answers) and "gradients" in str(answers[-1]["reason"])
     assert main(["export", "plan.json", "--deepspeed", "out.json", "--timeline"]) == 2
     assert "argument --deepspeed: not allowed with argument --timeline" in capsys.readouterr().err
+
+
+def test_a_file_that_the_machine_cannot_run_is_named(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}}
+    ds.write_text(json.dumps({**OFFLOAD, "zero_optimization": zero}))
+    assert main(["fits", "--like", "ds.json", *JOB]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "ds.json: machine 'v100-32' has no disks" in err

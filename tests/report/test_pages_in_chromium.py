@@ -91,6 +91,8 @@ def test_a_run_beside_its_prediction(browser: Browser, report: Path) -> None:
     assert not measured.is_visible() and page.get_by_text("(areas), measured (lines)").is_visible()
     page.get_by_role("button", name="by time").click()
     assert measured.is_visible() and measured.locator(".main-svg").count() > 0
+    first, second = (page.locator(f"[data-figure='tide {n}'] .main-svg").first.bounding_box() for n in (0, 1))
+    assert first["width"] == second["width"] and first["height"] == second["height"] > 300, "side by side now"
     assert browser.log == [] and {*browser.asked} == {out.as_uri()}
 
 
@@ -115,7 +117,7 @@ def test_the_what_if_page_answers_in_three_clicks(browser: Browser, whatif: Path
         page.locator("#cheapest").text_content().startswith("No machine of the sweep trains 1B in time; the fastest is")
     )
     more = page.locator("#more").text_content()
-    assert "link bandwidth: +10%: -" in more and "±" in more
+    assert "with link bandwidth +10%: -" in more and "±" in more
     assert page.locator("#pareto .main-svg").count() > 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert browser.log == [] and {*browser.asked} == {whatif.as_uri()}

@@ -138,7 +138,7 @@ def _answer(found: Comparison) -> None:
     price = _price(found.machine)
     st.table([_cells(row, price, found.machine.nodes) for row in found.rows])
     if price is not None:
-        st.caption(f"Price: ${price.usd_per_hour:g} per hour, {price.offer or price.source}, {price.as_of}.")
+        st.caption(f"Price: ${price.usd_per_hour:.2f} per hour, {price.offer or price.source}, {price.as_of}.")
     for row in found.rows:
         if row.reason:
             st.caption(row.reason)
@@ -203,9 +203,10 @@ def _more(
     for row in found.rows:
         after = then[row.policy]
         if row.iteration_s and after.iteration_s:
-            change = after.iteration_s / row.iteration_s - 1
+            percent = 100 * (after.iteration_s / row.iteration_s - 1)
+            change = f"{percent:+.2f} %" if abs(percent) >= 0.005 else "no change"
             now, new = f"{format_s(row.iteration_s)}{_error(row)}", f"{format_s(after.iteration_s)}{_error(after)}"
-            rows.append({"policy": row.policy, "now": now, "then": new, "change": f"{change * 100:+.2f} %"})
+            rows.append({"policy": row.policy, "now": now, "then": new, "change": change})
     if rows:
         st.table(rows)
     else:

@@ -21,7 +21,8 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.explain import WAITS as WAITS_FOR
 from pstar_sim.report.byte_curves import Curves, byte_curves, phase_bands, steady_start_s
-from pstar_sim.report.palette import BINDS, CATEGORIES, PHASES, STEPS
+from pstar_sim.report.palette import CATEGORIES, PHASES, STEPS
+from pstar_sim.report.palette import WAITS as WAIT_COLOURS
 from pstar_sim.report.residence import CONTENTS, Residence
 from pstar_sim.units import GB, format_bytes, format_s
 
@@ -43,9 +44,11 @@ RESOLUTION = 400
 Figure = dict[str, Any]
 
 THEMES = {
-    "light": {"@ink": "#1a1a1a", "@paper": "#ffffff", "@grid": "#dcdcdc", "@line": "#000000", "@faint": "#eeeeee"},
-    "dark": {"@ink": "#e8e8e8", "@paper": "#16181c", "@grid": "#3a3d44", "@line": "#ffffff", "@faint": "#24272d"},
-}
+    "light": {"@ink": "#1a1a1a", "@paper": "#ffffff", "@grid": "#dcdcdc", "@line": "#000000", "@faint": "#eeeeee",
+              "@deep": STEPS[Kind.GPU_ADAM][1]},
+    "dark": {"@ink": "#e8e8e8", "@paper": "#16181c", "@grid": "#3a3d44", "@line": "#ffffff", "@faint": "#24272d",
+             "@deep": "#8FE3CB"},
+}  # fmt: skip
 CATEGORY_NAMES = {
     "states": "optimizer states",
     "param": "parameters",
@@ -273,7 +276,9 @@ def lanes_chart(timeline: Timeline, *, right_s: float) -> Chart:
     steps = sum(len(bars) for bars in rows.values())
     bars = [(lane, bar) for lane in lanes for bar in _joined(rows[lane], shortest)]
     data = _bar_traces(bars)
-    legend = {trace["name"]: trace["marker"]["color"] for trace in data}
+    colours = {trace["name"]: trace["marker"]["color"] for trace in data}
+    order = [*PHASES, *(name for name, _, _ in STEPS.values()), *colours]
+    legend = {name: colours[name] for name in dict.fromkeys(order) if name in colours}
     note = ""
     if len(bars) < steps:
         note = (
@@ -304,7 +309,7 @@ def _rows(timeline: Timeline) -> dict[str, list[_Bar]]:
         start_s, end_s = _within(span.ready_s - origin, span.start_s - origin, timeline)
         if span.queue is Queue.COMPUTE and span.cause and end_s > start_s:
             name = f"waits {WAITS_FOR.get(span.cause, span.cause)}"
-            bar = _bar(start_s, end_s, name, BINDS.get(span.cause, "#999999"), 0, name)
+            bar = _bar(start_s, end_s, name, WAIT_COLOURS.get(span.cause, "#999999"), 0, name)
             rows.setdefault(WAITS, []).append(bar)
     return rows
 
@@ -357,7 +362,7 @@ def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
 def _style(timeline: Timeline, span: Span) -> tuple[str, str]:
     if span.kind is not Kind.COMPUTE:
         name, colour, _ = STEPS.get(span.kind, (span.kind.value, "#999999", ""))
-        return name, colour
+        return name, "@deep" if span.kind is Kind.GPU_ADAM else colour  # dark on dark is not seen
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"
     return phase, PHASES.get(phase, "#CCCCCC")
 

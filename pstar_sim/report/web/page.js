@@ -24,7 +24,9 @@ function draw(place, figure) {
     shown.layout.margin = { ...shown.layout.margin, l: 52, r: 6 };
     shown.layout.annotations = (shown.layout.annotations || []).filter((one) => Number(one.name) > 0.2); // shares of the width
   }
+  place.style.height = `${shown.layout.height}px`; // which a change of the width keeps
   Plotly.react(place, shown.data, shown.layout, { responsive: true, displaylogo: false, displayModeBar: false });
+  if (place.clientWidth !== place._fullLayout.width) Plotly.Plots.resize(place); // another column came or went
 }
 
 function setTheme(name) {

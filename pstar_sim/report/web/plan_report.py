@@ -91,7 +91,9 @@ class _Page:
     def _head(self) -> str:
         first = self.subjects[0].plan
         w, m = first.workload, first.machine
-        batch = f"batch {w.batch}" + (f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else "")
+        batch = f"batch {w.batch}{' per GPU' if len(m.ranks) > 1 else ''}" + (
+            f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
+        )
         job = f"{w.model}, {w.params / 1e9:.2f} B parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
         theme = '<button data-theme-button aria-label="change between light and dark">dark</button>'
         return (

@@ -107,7 +107,7 @@ function cheapest() {
   table("cheapest-table", ["machine, policy", "in time", "$", "days", "$ per million tokens", "price per hour"],
     all.map((offer) => [where(offer), offer.inTime, offer.usd === null ? "no price" : `$${digits(offer.usd)}${error(offer.point)}`,
       digits(offer.days) + error(offer.point), perMillion(offer.point) === null ? "" : `$${digits(perMillion(offer.point))}${error(offer.point)}`,
-      offer.price ? `$${digits(offer.price[0])}` : "no price"]));
+      offer.price ? `$${offer.price[0].toFixed(2)}` : "no price"]));
   const priced = new Map(all.filter((offer) => offer.price).map((offer) => [label("machine", offer.point.machine), offer.price[1]]));
   write("prices", priced.size ? `Prices: ${[...priced].map(([machine, of]) => `${machine}: ${of}`).join("; ")}.` : "");
   pareto(all.filter((offer) => offer.usd !== null));
@@ -126,7 +126,7 @@ function pareto(all) {
     const mine = all.filter((o) => o.point.policy === policy);
     data.push({ type: "scatter", mode: "markers+text", name: label("policy", policy), x: mine.map(x), y: mine.map(y),
       error_x: bars(mine, x), error_y: bars(mine, y), text: mine.map((o) => (front.includes(o) ? label("machine", o.point.machine) : "")),
-      textposition: "top center", cliponaxis: false, customdata: mine.map((o) => `${label("machine", o.point.machine)}, ${label("policy", policy)}`),
+      textposition: "top right", cliponaxis: false, customdata: mine.map((o) => `${label("machine", o.point.machine)}, ${label("policy", policy)}`),
       hovertemplate: "%{customdata}<br>$%{x:.3g} per million tokens<br>%{y:.3g} tokens/s<extra></extra>",
       marker: { size: 11, symbol: symbols[policy % symbols.length], color: values.colours[policy], line: { width: 1, color: "@ink" } } });
   }
@@ -150,20 +150,22 @@ function more() {
       const before = largestOf(bestOf(alike(MODEL)));
       const after = largestOf(bestOf(there([MODEL])));
       const gain = now && then ? then.iteration_s / now.iteration_s - 1 : null;
-      rows.push({ what: `${titles[axis].title}: ${label(axis, index)}`, gain, cells: [
-        `${titles[axis].title}: ${label(axis, index)} instead of ${label(axis, chosen[axis])}`,
+      const models = [before, after].map((one) => (one.fits ? label(MODEL, one.fits[MODEL]) : "none"));
+      const instead = label(axis, chosen[axis]) === "as it is" ? "" : ` instead of ${label(axis, chosen[axis])}`;
+      const grown = models[0] === models[1] ? "" : `, largest model ${models[1]} instead of ${models[0]}`;
+      rows.push({ says: `with ${titles[axis].title} ${label(axis, index)}: ${gain === null ? "does not fit" : `${signed(gain)} in seconds`}${grown}`, cells: [
+        `${titles[axis].title}: ${label(axis, index)}${instead}`,
         then ? seconds(then.iteration_s) + error(then) : "does not fit", gain === null ? "" : signed(gain),
         after.fits ? size(after.fits[MODEL]) : "none", before.fits ? size(before.fits[MODEL]) : "none"] });
     });
   const name = label(MODEL, chosen[MODEL]);
   write("more", rows.length === 0 ? "The sweep varies no part of the machine."
     : !now ? `${name} does not fit on this machine as it is.`
-    : `${name} takes ${seconds(now.iteration_s)}${error(now)} now. ` + rows.filter((row) => row.gain !== null)
-      .map((row) => `${row.what}: ${signed(row.gain)}`).join("; ") + ".");
+    : `${name} takes ${seconds(now.iteration_s)}${error(now)} now; ${rows.map((row) => row.says).join("; ")}.`);
   table("more-table", ["another part", "seconds per iteration", "change", "largest model", "largest now"], rows.map((row) => row.cells));
 }
 
-const signed = (share) => (Math.abs(share) < 5e-5 ? "no change" : `${share > 0 ? "+" : "-"}${digits(100 * Math.abs(share), 2)} % seconds`);
+const signed = (share) => (Math.abs(share) < 5e-5 ? "no change" : `${share > 0 ? "+" : "-"}${digits(100 * Math.abs(share), 2)} %`);
 
 // Of the points of each model, the fastest that fits, or one that does not.
 function bestOf(found) {
