@@ -338,8 +338,8 @@ def _or(given: float | None, otherwise: float) -> float:
 
 
 def _launch_s(e: Entry[GpuEntry], efficiency: Efficiency) -> float | None:
-    """Seconds of the launches of a moment; None where rates are those of iterations. Raises CatalogError where they are
-    and products by shape are given."""
+    """Seconds of the launches of a moment; None where rates are those of whole iterations. Raises CatalogError if such
+    a card also has products by shape."""
     card, measured = e.values, e.values.calibrated
     launch = card.launch_us if measured is None or measured.launch_us is None else measured.launch_us
     if launch is not None:

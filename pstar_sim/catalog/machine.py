@@ -251,8 +251,8 @@ class Framework:
     """Python that drives the GPUs.
 
     name: name of the framework, or of the system whose hooks it runs.
-    python_s: Python of one moment; it runs ahead of the GPU, so a moment lasts no less.
-    wait_s: time of one moment in which the GPU waits for Python, however long its kernels take.
+    python_s: seconds of Python per moment. Python runs ahead of the GPU, and a moment lasts at least as long.
+    wait_s: seconds per moment in which the GPU waits for Python, however long its kernels take.
     source: where its figures come from.
     known: how its figures are known, one of KNOWN.
     """
@@ -304,7 +304,7 @@ class Machine:
     network: joins the nodes.
     root_bytes_per_s: what a PCIe switch passes to or from the host, each way, shared by the ranks on it.
     nvme: disks of ONE node; its ranks share it as they share the host.
-    framework: Python that drives the GPUs; None: no moment waits for any, or the GPU's launch_s holds it.
+    framework: Python that drives the GPUs; None where no moment waits for it, or where the GPU's launch_s includes it.
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
         "compute", "adam", "h2d" and "d2h", where measured.
     unified: whether GPU and CPU work in one memory. What the GPU may take of it is the GPU's usable_bytes, the rest is
@@ -423,7 +423,8 @@ class Machine:
 
 
 def _worst(parts: Iterable[tuple[bool, str]]) -> str:
-    """How the figures of parts are known, each given as (calibrated, known): the worst."""
+    """How the worst known of these parts is known. parts: (whether the part is calibrated, how its figures are
+    known)."""
     words = ["calibrated" if measured else known for measured, known in parts]
     return max(words, key=("calibrated", *KNOWN).index)
 

@@ -98,13 +98,19 @@ class ModelEntry:
     max_seq: positions the model has (learned ones are parameters).
     tied: whether the head is the token embedding.
     attention_bias: whether q, k and v have biases in the llama family (the others always have all biases).
-    output_bias, qk_norm, post_norms, sinks: see models.toml; llama family only.
+    output_bias: whether attention's output projection has a bias; llama family only.
+    qk_norm: whether each head's query and key are normed; llama family only.
+    post_norms: whether norms also follow attention and feed-forward layers; llama family only.
+    sinks: whether each head has a learned sink; llama family only.
     own_head_dim: width of a head where it is not hidden / heads, else 0.
-    window, full_every: tokens that a layer with a sliding window sees, and which layers see all; 0 without a window.
-    experts: experts in place of feed-forward layers, of which each token goes through a few.
-    latent: multi-head latent attention, else None.
+    window: tokens that a layer with a sliding window sees; 0 without a window.
+    full_every: every full_every-th layer sees all tokens in spite of the window; 0 if none does.
+    experts: experts in place of feed-forward layers; None for a model without experts.
+    latent: multi-head latent attention; None for a model without it.
     kernels: flavour in which its users run it (workload/kernels.py).
-    patch, image, classes: pixels of a patch's and an image's side, outputs of the head; ViT only, else 0.
+    patch: pixels of a patch's side; 0 for all but a ViT.
+    image: pixels of an image's side; 0 for all but a ViT.
+    classes: outputs of the head; 0 for all but a ViT.
     """
 
     name: str
@@ -175,7 +181,7 @@ def expert_params(m: ModelEntry) -> int:
 
 
 def _attention_params(m: ModelEntry) -> int:
-    """Of one layer of the llama family."""
+    """Parameters of the attention of one layer of the llama family."""
     h = m.hidden
     if m.latent is not None:
         x = m.latent
@@ -189,7 +195,7 @@ def _attention_params(m: ModelEntry) -> int:
 
 
 def _mlp_params(m: ModelEntry, layer: int) -> int:
-    """Of a layer of the llama family."""
+    """Parameters of a feed-forward layer, or of its experts, in the llama family."""
     x = m.experts
     if x is None or not m.has_experts(layer):
         return 3 * m.hidden * m.ffn

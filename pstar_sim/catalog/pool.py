@@ -1,4 +1,5 @@
-"""The one memory of a unified machine: what its GPUs take of it, its host does not have. Nothing is counted twice."""
+"""The pool of a unified machine: the one memory that its GPUs and its host share. Bytes that the GPUs take are not the
+host's, so no byte is counted twice."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ __all__ = ["share_pool"]
 
 
 def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given: bool) -> Machine:
-    """`machine`, whose GPUs and host together have the memory of a node.
+    """The machine with the pool of each node divided between its GPUs and its host.
 
-    pool_bytes: that memory.
-    gpu_given, host_given: whether the share of the GPUs, of the host was given by hand; the other share follows.
+    pool_bytes: bytes of the pool.
+    gpu_given: whether the share of the GPUs was given by hand; the host then has the rest.
+    host_given: whether the share of the host was given by hand; the GPUs then have the rest.
 
-    Raises CatalogError where the shares given are more than the memory, or leave nothing for the other.
+    Raises CatalogError if the given shares are larger than the pool, or if nothing is left for the other share.
     """
     gpus = machine.ranks[: machine.local_ranks]
     taken = sum(rank.gpu.usable_bytes for rank in gpus)
@@ -25,8 +27,8 @@ def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given
     if gpu_given and host_given:
         if machine.host.memory_bytes > left:
             raise CatalogError(
-                f"{machine.name} has one memory of {format_bytes(pool_bytes)} for GPU and host; "
-                f"{format_bytes(taken)} and {format_bytes(machine.host.memory_bytes)} are more than that"
+                f"{machine.name} has one memory of {format_bytes(pool_bytes)} for GPU and host; {format_bytes(taken)} "
+                f"for the GPU and {format_bytes(machine.host.memory_bytes)} for the host are more than that"
             )
         return machine
     if host_given:

@@ -124,11 +124,15 @@ class _Chooser:
     """Advances a draft: starts what can start, goes on to the next end, and so on. How steps are numbered:
     choose_columns.py. Lists with an entry per iteration grow as iterations open.
 
-    waits: of each row, ops that it still waits for.
-    started, ended: of each op, whether it has. over: whether it has ended, or has no bytes on the GPU.
+    waits: row -> number of ops that it still waits for.
+    started: op -> whether it has started.
+    ended: op -> whether it has ended.
+    over: op -> whether it has ended, or has no bytes on the GPU.
     ready: queue -> heap of the ops that wait for nothing more.
-    current: queue -> the iteration it is at. unstarted: queue -> its ops in that iteration that have not started.
-    lap, at: iteration of the compute queue, and index of its next op in `Columns.compute`.
+    current: queue -> the iteration that it is at.
+    unstarted: queue -> number of its ops in that iteration that have not started.
+    lap: iteration of the compute queue.
+    at: index in `Columns.compute` of the compute queue's next op.
     position: position that runs or is next, counted through all iterations.
     """
 
@@ -387,11 +391,11 @@ class _Chooser:
 
 
 class _RoomAhead:
-    """Room for copies ahead of their use: [Note: fetching ahead]. Room only shrinks.
+    """Room for copies ahead of their use: [Note: fetching ahead]. The room at a position never grows.
 
     slack: bytes at each position, counted through all iterations, that are neither needed nor reserved.
-    urgent: queue -> index into `Columns.fetch_order` of its earliest step not started, and the iteration of that step.
-    refused: queue -> the step (as in `ready`) that had no room, and the last position that has none.
+    urgent: queue -> (index into `Columns.fetch_order`, iteration) of its earliest step that has not started.
+    refused: queue -> the last step (as in `ready`) that had no room, and the last position without room for it.
     """
 
     __slots__ = ("_base", "_columns", "_lead", "refused", "slack", "urgent")
@@ -407,7 +411,7 @@ class _RoomAhead:
         self.slack = np.concatenate((self.slack, self._base))
 
     def was_refused(self, q: int, step: int, position: int) -> bool:
-        """Whether this step of the queue has no room yet, as is known already."""
+        """Whether it is known that this step of the queue still has no room."""
         refused, until = self.refused[q]
         return refused == step and position <= until
 
@@ -443,8 +447,8 @@ class _RoomAhead:
 class _Windows:
     """The windows so far, and whether the latest one is the answer.
 
-    log: what has happened, in order.
-    marks: of each end of a window: time, length of the log, bytes free on the GPU and on the host.
+    log: starts and ends of ops so far, as numbers (choose_columns.py).
+    marks: for each end of a window: time, length of the log, bytes free on the GPU, bytes free on the host.
     """
 
     __slots__ = ("_columns", "_draft", "limit_s", "log", "marks")

@@ -14,10 +14,11 @@ _Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, flo
 
 
 class Clock:
-    """now: seconds since the cut.
-    running: queue -> the op that runs on it, -1 for none.
+    """Time, and the op that runs on each queue. Speeds change with the ops that run; they are computed once per
+    instant, after all ops that start or end in it.
 
-    Speeds change with what runs. They are worked out once for all that starts and ends at an instant.
+    now: seconds since the cut.
+    running: queue -> the op that runs on it; -1 if none does.
     """
 
     __slots__ = (

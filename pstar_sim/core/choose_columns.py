@@ -29,19 +29,27 @@ _INDEX = {
 class Columns:
     """The columns of a draft.
 
-    count: number of rows. ops: number of ops.
+    count: number of rows.
+    ops: number of ops.
     parts: op -> the rows that follow it at once.
-    compute: ops of the compute queue, in order. positions: number of those that are positions.
-    queues: number of queues. lengths: ops of each queue that start when they are ready, in whatever order.
-    on_dram: queues whose steps touch host DRAM. shared: whether what they share can be short.
+    compute: ops of the compute queue, in order.
+    positions: number of ops of the compute queue that are positions.
+    queues: number of queues.
+    lengths: queue -> number of its ops that start when they are ready, in whatever order.
+    on_dram: queues whose steps use host DRAM.
+    shared: whether several queues may want more of host DRAM, or of the link, than there is.
     demand: bytes of host DRAM per second that an op wants.
-    by_rank: ops that start when they are ready, by their keys. rank: op -> its place there, -1 for the others.
-    at_once: those that wait for nothing.
-    followers, successors: op -> rows that wait for it in the same iteration, in the next one.
-    base_waits, first_waits: number of ops that a row waits for; in the first iteration, whose predecessor is done.
+    by_rank: ops that start when they are ready, in the order of their keys.
+    rank: op -> its place in `by_rank`; -1 for an op that is not there.
+    at_once: ops of `by_rank` that wait for nothing.
+    followers: op -> rows that wait for it in the same iteration.
+    successors: op -> rows that wait for it in the next iteration.
+    base_waits: row -> number of ops that it waits for.
+    first_waits: the same for the first iteration, where nothing waits for an iteration before it.
     upcoming: at each place of `compute`, bytes that the queue takes up to its next position.
     rest_s: at each place of `compute`, nominal seconds from there to the end of the iteration.
-    reserving: queues whose steps take bytes ahead of their use. others: the other queues beside the compute queue.
+    reserving: queues whose steps take bytes ahead of their use.
+    others: queues that neither reserve nor compute.
     fetch_order: queue -> its ops that serve a position, by that position.
     """
 

@@ -35,8 +35,8 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
 
 
 def disk_life(plan: Plan, iteration_s: float) -> str:
-    """What a plan writes to the disks of a node per day, beside what they are rated for; empty for a plan that leaves
-    the disks alone. iteration_s: seconds per iteration."""
+    """How much a plan writes to the disks of a node per day, and how long the disks last by their rating; empty for a
+    plan that writes nothing to disks. iteration_s: seconds per iteration."""
     disks, written = plan.machine.nvme, plan.moved_bytes.get("nvme_write", 0) * plan.machine.local_ranks
     if disks is None or not written:
         return ""

@@ -1,13 +1,13 @@
 """Trust: how far off predicted iteration times were, by class of machine.
 
-[Note: classes] A class is a generation of GPUs (the first part of the GPU's catalog name: "v100", "a100", "h100") and
-how many of them: "one GPU", "node" (several in one node) or "nodes". Its errors are those of the rows of whole
+[Note: classes] A class is a kind of GPU (the first part of its catalog name: "v100", "a100", "h100") and the number of
+GPUs: "one GPU", "node" (several in one node) or "nodes". Its errors are those of the rows of whole
 iterations to which nothing is fitted ("tested"), kept in catalog/expected_errors.json, which `pstar validate --write`
 makes. A policy that no published run stands for has the errors of its class.
 
-[Note: bars] An answer quotes one standard deviation: 68 % of the rows of its class and policy were no farther off. A
-class without enough rows has the bar of ANY_CLASS, all rows' times the factor by which a class that is left out is
-worse than the others say, and the answer says that no measurement is near.
+[Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy were no farther
+off. A class without enough rows has the bar of ANY_CLASS: that of all rows, times the factor by which the errors of a
+class exceed those of all other classes. The answer then says that no measurement is near.
 """
 
 from __future__ import annotations

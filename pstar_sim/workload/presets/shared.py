@@ -70,8 +70,8 @@ class Shape:
         return self.model.heads * self.model.value_dim
 
     def attention_flops(self, window: int = 0) -> int:
-        """Scores and weighted sum, all heads; a causal mask saves nothing in torch's own count. window: tokens that
-        each one sees at most, 0 for all."""
+        """Flops of scores and weighted sum, all heads. A causal mask saves none, as in torch's own count. window: the
+        most tokens that a token sees; 0 for all."""
         m, seen = self.model, min(self.sequence, window or self.sequence)
         if self.attention != "flash":
             seen = self.sequence  # only flash leaves out what a window hides
