@@ -4,8 +4,8 @@
       - executor.axolotl.OffloadPlugin
     offload_gpu_memory: 24GB
 
-axolotl chooses the class of the trainer (SFT, DPO, reward models) and makes its optimizer; the plugin lets the trainer
-run by a plan once it is there, so that every class works whose optimizer is torch's AdamW (`optimizer: adamw_torch`).
+axolotl chooses the class of the trainer (SFT, DPO, reward models) and makes its optimizer. The plugin then puts the
+trainer under a plan. Every class of trainer works whose optimizer is torch's AdamW (`optimizer: adamw_torch`).
 
 Written against the published interface of axolotl 0.19 (`axolotl.integrations.base.BasePlugin`). Without axolotl the
 file can be imported, but not be used by it.
@@ -22,7 +22,7 @@ __all__ = ["OffloadArguments", "OffloadPlugin"]
 
 
 def _of(module: str, name: str) -> Any:
-    """A class of axolotl's, or of what comes with it; object where it is not installed."""
+    """The class of that name; `object` where the package is not installed."""
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError:
@@ -59,4 +59,4 @@ class OffloadPlugin(_of("axolotl.integrations.base", "BasePlugin")):  # type: ig
         )
 
     def create_optimizer(self, cfg: Any, trainer: Any) -> None:
-        """None: axolotl makes its own, of which the plan takes the groups and their settings."""
+        """None: axolotl makes its own optimizer. The plan takes over its groups and their settings."""

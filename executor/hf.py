@@ -5,9 +5,9 @@ the same for a class of Trainers. When training begins they capture the model wi
 plan for this machine, and prepare. `connect(trainer)` is for a model that the script itself has prepared.
 
 [Note: what is captured] The longest rows of the data set, as the trainer's collator joins them. A trainer with the
-stock `compute_loss` is captured with it. A loss of a trainer's own (TRL) reads numbers of tensors, for its metrics, and
-runs other models, so of it the call of the model alone is captured, in training and with gradients; what the loss holds
-beside that is measured in the first iteration (`measuring/first.py`).
+stock `compute_loss` is captured with it. A loss of a trainer's own (TRL) runs other models and reads numbers of
+tensors for its metrics, which a capture cannot. Then only the model's first call with gradients is captured; memory
+that the loss holds beside it is measured in the first iteration (`measuring/first.py`).
 
 [Note: clipping] `Trainer` clips gradients itself, between backward and `optimizer.step()`, through
 `accelerator.clip_grad_norm_`; here they have left for their chunks by then and are clipped inside `optimizer.step()`,
@@ -93,7 +93,8 @@ def connect(trainer: Any) -> Any:
 
 
 def _join(trainer: Any, optimizer: OffloadedAdamW) -> _Kept:
-    """Let the Trainer clip, and log the norm, by [Note: clipping]; what saves and loads in its place."""
+    """Join the Trainer's clipping, and the norm that it logs, to the session ([Note: clipping]). Returns what saves and
+    loads the run in place of the Trainer."""
     accelerator = trainer.accelerator
     accelerator.device_placement = False  # the plan says where things are; states would be copied to be put back
     norm = _Norm(optimizer.session)
@@ -238,8 +239,8 @@ def offload(
     policy: str = "optimal",
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Any:
-    """Make a `transformers.Trainer`, or one of a class that builds on it, train by a plan for this machine; the same
-    trainer. The model is captured, planned for and prepared when `trainer.train()` has made its optimizer.
+    """Make a `transformers.Trainer`, or one of a subclass, train by a plan for this machine. Returns the same trainer.
+    The model is captured, planned for and prepared when `trainer.train()` has made its optimizer.
 
     gpu_memory, device, machine, policy, on_plan: see `executor.offloading.Request`.
 
@@ -388,7 +389,7 @@ class OffloadTrainerMixin:
         self._offload.kept.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights that a plain Trainer saved; of an offloaded one they come with the states."""
+        """Load weights that a plain Trainer saved. Weights of an offloaded Trainer are loaded with the states."""
         if _holds_states(resume_from_checkpoint):
             return
         if self._offload is not None:
@@ -425,7 +426,11 @@ class OffloadTrainerMixin:
 
 @dataclass(frozen=True)
 class _Joined:
-    """A trainer's run: its optimizer, and what saves and loads."""
+    """A trainer's run by a plan.
+
+    optimizer: the plan's optimizer.
+    kept: what saves and loads the run in place of the Trainer.
+    """
 
     optimizer: OffloadedAdamW
     kept: _Kept
@@ -450,8 +455,8 @@ def _require_states(checkpoint: str | Path, asked: str) -> None:
 
 
 def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
-    """Capture, plan, prepare, with the trainer's optimizer. Raises, where the Trainer looks for its batch, what it
-    understands as too little memory if no plan fits."""
+    """Capture, plan and prepare, with the trainer's optimizer. Raises DoesNotFit if no plan fits; under
+    `auto_find_batch_size` an out-of-memory RuntimeError, after which the Trainer tries a smaller batch."""
     args, request, model = trainer.args, trainer.offload_request, trainer.model
     _require_alone(trainer)
     _check_evaluation(args)
@@ -613,7 +618,7 @@ LOOKED_AT = 512  # rows of a data set
 
 
 def _longest(rows: Any, count: int) -> list[Any]:
-    """The longest rows of a data set, of LOOKED_AT that lie evenly in it; none of one that cannot be indexed."""
+    """The `count` longest of LOOKED_AT rows that are spread evenly over a data set; none if it cannot be indexed."""
     if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
         return []
     step = max(1, len(rows) // max(LOOKED_AT, count))

@@ -102,7 +102,7 @@ class OffloadStrategy(SingleDeviceStrategy):
         return self.offloaded.session
 
     def model_to_device(self) -> None:
-        """Nothing: the plan says where parameters are."""
+        """Does nothing: the plan says where parameters are."""
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """To where the module is."""

@@ -67,7 +67,7 @@ class Request:
 
     @property
     def where(self) -> str:
-        """The device, chosen."""
+        """The device to run on: `device`, or its default."""
         return self.device or ("cuda" if torch.cuda.is_available() else "virtual")
 
     @property
@@ -221,7 +221,7 @@ def _machine(request: Request, *, gpus: int) -> Machine:
 
 
 def describe(plan: Plan) -> str:
-    """Which policy has what do where, in words."""
+    """The plan in words: its policy, and how many chunks are in which mode."""
     modes = [plan.modes.count(mode) for mode in ("pin", "stream", "cpu", "frozen")]
     words = zip(modes, ("pinned", "updated on the GPU", "updated on the CPU", "frozen"))
     parts = ", ".join(f"{count} {name}" for count, name in words if count)
@@ -268,8 +268,8 @@ def begin(
     masters: Mapping[nn.Parameter, torch.Tensor],
     count: Callable[[Any, Any], float] | None = None,
 ) -> OffloadedAdamW:
-    """Prepare the model; the optimizer that takes the place of the user's. masters: fp32 values of parameters that were
-    converted. count: as for `prepare`."""
+    """Prepare the model. Returns the optimizer that takes the place of the user's. masters: fp32 values of parameters
+    that were converted. count: as for `prepare`."""
     more = {} if count is None else {"count": count}
     limit = request.limit_bytes if is_cuda(request.where) else None
     _, offloaded = prepare(model, plan, spec, device=request.where, gpu_memory=limit, **more)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ Like = Annotated[
 ]
 
 OURS = ("optimal",)
-"""Policies beside which configurations stand where none is named."""
+"""Policies that configurations are compared with where no policy is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class Likes:
     configurations: tuple[tuple[str, Configuration], ...]
 
     def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
-        """The flags, those left out as the configurations say. Raises PstarError where two of them, or one and a flag,
-        contradict each other."""
+        """The flags; those that are left out have the values of the configurations. Raises PstarError if two
+        configurations, or a configuration and a flag, contradict each other."""
         ranks = len(machine.ranks)
         given = {name: getattr(job, name) for name in _JOB}
         filled = {name: self._answer(name, say(ranks), given[name]) for name, say in _JOB.items()}

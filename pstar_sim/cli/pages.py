@@ -37,7 +37,7 @@ def report(
         list[str],
         typer.Argument(
             metavar="PLAN",
-            help="plan files, shown side by side; behind a plan, what `pstar run --timeline` kept of a run of it",
+            help="plan files, shown side by side; after a plan also the file that its `pstar run --timeline` wrote",
         ),
     ],
     path: Annotated[str, output("the page to write (.html)")],
@@ -142,7 +142,8 @@ def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
 
 
 def _is_plan(path: str) -> bool:
-    """Whether a file says that it is a plan; one that cannot be read counts as a plan, whose reader says why."""
+    """Whether a file is a plan. A file that cannot be read counts as one, so that the reader of plans says what is
+    wrong."""
     from pstar_sim.core import run_file, timeline
     from pstar_sim.core.timeline import read_values
     from pstar_sim.errors import TraceError
@@ -154,7 +155,7 @@ def _is_plan(path: str) -> bool:
 
 
 def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list[Subject]:
-    """The plan as it was predicted for the run, and the run."""
+    """Two subjects: the plan with the prediction that was made for the run, and the run."""
     from dataclasses import replace
 
     from pstar_sim.errors import TraceError

@@ -3,6 +3,6 @@ policy.
 
 keys.py: a table of a framework's keys, and a file read by it. configuration.py: what a configuration says, in our
 terms. host_memory.py: what the framework then takes of the host. follows.py: a configuration as a policy.
-prediction.py: what it needs and takes on a machine. express.py: the configuration nearest to a plan. One module per
-framework holds its table, its reader and its writer; targets.py lists them.
+prediction.py: memory and seconds of a configuration on a machine. express.py: the configuration nearest to a plan. One
+module per framework holds its table, its reader and its writer; targets.py lists them.
 """

@@ -14,7 +14,7 @@ from pstar_sim.frameworks import deepspeed
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
-from pstar_sim.frameworks.keys import AUTO, Reading, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Reading, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import brief, nearest
 
@@ -24,7 +24,6 @@ ACCELERATE = "accelerate"
 _FSDP = "fsdp_config"
 _DS = "deepspeed_config"
 _Count = Annotated[int, least(1)]
-_PARALLEL = "other parallelism than that of data is not modelled"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _DTYPES = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -57,12 +56,12 @@ KEYS = (
         "BACKWARD_PRE",
     ),
     unmodelled(f"{_FSDP}.fsdp_ignored_modules", "all modules are taken to be sliced", off=None),
-    unmodelled("parallelism_config.*", _PARALLEL, off=1),
-    unmodelled("megatron_lm_config.*", _PARALLEL, off=None),
+    unmodelled("parallelism_config.*", PARALLELISM, off=1),
+    unmodelled("megatron_lm_config.*", PARALLELISM, off=None),
     unmodelled("fp8_config.*", "8-bit training is not modelled", off=None),
     unmodelled("dynamo_config.*", "compiled kernels are a choice of the model's preset (--kernels compiled)", off="NO"),
     unmodelled("downcast_bf16", "TPUs are not modelled", off="no"),
-    unmodelled("use_cpu", "the machine is the one asked about"),
+    unmodelled("use_cpu", "the machine is the one that is asked about"),
     *ignored(
         f"{_FSDP}.fsdp_forward_prefetch",
         f"{_FSDP}.fsdp_limit_all_gathers",
@@ -162,8 +161,8 @@ def _details(found: Reading, details: dict[str, object]) -> tuple[tuple[str, obj
 
 
 def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
-    """Whether parameters are given up after forward, and what is not modelled of it. With FSDP 1 accelerate takes the
-    strategy (a word or its number) alone, with FSDP 2 fsdp_reshard_after_forward alone."""
+    """Whether parameters are given up after forward, and notes on what is not modelled. Of the two keys accelerate
+    reads one: with FSDP 1 the sharding strategy (a word or its number), with FSDP 2 fsdp_reshard_after_forward."""
     one = _plain(found, "version", 1) == 1
     notes = []
     if found["reshard" if one else "strategy"] not in (None, AUTO):

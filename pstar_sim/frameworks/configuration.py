@@ -16,7 +16,7 @@ __all__ = ["Configuration", "in_full", "spec"]
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What a file says, beside the file: two files that say the same have equal configurations.
+    """What a file says, without its name: two files that say the same have equal configurations.
 
     framework: name of the target that reads and writes it (targets.py).
     policy: the policy that stands for it, with its options.

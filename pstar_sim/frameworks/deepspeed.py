@@ -23,7 +23,7 @@ from pstar_sim.frameworks.express import (
     whereabouts,
 )
 from pstar_sim.frameworks.host_memory import Block, block, rank_sizes, sub_groups, tensor_blocks, trained
-from pstar_sim.frameworks.keys import AUTO, Reading, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Reading, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.systems.sharded import (
     MAX_REUSE_PARAMS,
@@ -42,7 +42,6 @@ _Count = Annotated[int, least(1)]
 _Size = Annotated[int, least(0)]
 _Device = Literal["none", "cpu", "nvme"]
 _ZERO = "zero_optimization"
-_PARALLEL = "other parallelism than that of data is not modelled"
 
 KEYS = (
     used("train_micro_batch_size_per_gpu", "batch_per_gpu", _Count),
@@ -106,7 +105,7 @@ KEYS = (
     unmodelled(f"{_ZERO}.mics_shard_size", "slices are taken to be spread over all ranks", off=-1),
     unmodelled(f"{_ZERO}.mics_hierarchical_params_gather", "slices are taken to be spread over all ranks"),
     unmodelled(f"{_ZERO}.parameter_alignment", "padding between parameters is not counted"),
-    unmodelled("activation_checkpointing.partition_activations", _PARALLEL),
+    unmodelled("activation_checkpointing.partition_activations", PARALLELISM),
     unmodelled("activation_checkpointing.cpu_checkpointing", "kept activations are taken to stay on the GPU"),
     unmodelled("activation_checkpointing.contiguous_memory_optimization", "its buffer is not counted"),
     unmodelled("aio.*", "disks are taken to run at the machine's rate", off=None),
@@ -115,10 +114,10 @@ KEYS = (
     unmodelled("communication_data_type", "gradients are taken to be exchanged in the working dtype", off=None),
     unmodelled("sparse_gradients", "gradients are taken to be dense"),
     unmodelled("zero_force_ds_cpu_optimizer", "the optimizer on the CPU is taken to be DeepSpeed's", off=True),
-    unmodelled("sequence_parallel_size", _PARALLEL, off=1),
-    unmodelled("pipeline.*", _PARALLEL, off=None),
-    unmodelled("tensor_parallel.*", _PARALLEL, off=None),
-    unmodelled("expert_parallel.*", _PARALLEL, off=None),
+    unmodelled("sequence_parallel_size", PARALLELISM, off=1),
+    unmodelled("pipeline.*", PARALLELISM, off=None),
+    unmodelled("tensor_parallel.*", PARALLELISM, off=None),
+    unmodelled("expert_parallel.*", PARALLELISM, off=None),
     unmodelled("compile.*", "compiled kernels are a choice of the model's preset (--kernels compiled)"),
     unmodelled("elasticity.*", "the number of GPUs is that of the machine"),
     unmodelled("sparse_attention.*", "attention is taken to be dense", off=None),
@@ -266,7 +265,7 @@ def _dtype(found: Reading) -> str | None:
 
 
 def _optimizer(found: Reading) -> tuple[str | None, list[str]]:
-    """The optimizer by its name of ours, None where the script brings its own; and what is not modelled of it."""
+    """pstar_sim's name of the optimizer (None where the script brings its own), and notes on what is not modelled."""
     if found["bf16_states"] is True:
         return "adamw-bf16-states", []
     written = found.known("optimizer")
@@ -430,8 +429,8 @@ def _stage3_blocks(configuration: Configuration, numels: list[int], moments: int
 
 
 def _parameters(configuration: Configuration, numels: list[int], width: int) -> list[Block]:
-    """Blocks of parameters that live off the GPU. They are pinned one by one, then moved into one buffer; PyTorch keeps
-    the blocks that are free then."""
+    """Blocks of parameters that live off the GPU. DeepSpeed pins them one by one, then moves them into one buffer;
+    PyTorch keeps the small blocks that are then free."""
     detail = configuration.detail
     if detail["params"] == "none":
         return []
@@ -457,16 +456,16 @@ def _whole(value: object) -> int:
 
 
 def gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """What the GPU holds beyond the plan's lists: with stage 0 in 16 bits the working gradients and fp32 ones, which
-    all_on_gpu has only for several micro-batches."""
+    """Bytes that the GPU holds beside the plan's lists. With stage 0 in 16 bits these are working gradients and fp32
+    gradients; all_on_gpu has the fp32 ones only for several micro-batches."""
     if configuration.detail["stage"] != 0 or workload.dtype == "fp32":
         return 0
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
 def start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Weights while they are loaded, in the working dtype: every process loads the whole model, but for stage 3, which
-    slices it as it is made (zero.Init; the HF Trainer does that)."""
+    """Bytes of weights while they are loaded, in the working dtype. Every process loads the whole model; with stage 3
+    the model is sliced while it is made (zero.Init; the HF Trainer does that)."""
     whole = workload.params * DTYPE_BYTES[workload.dtype]
     return -(-whole // ranks) if configuration.detail["stage"] == 3 else whole
 
@@ -490,7 +489,7 @@ def express(plan: Plan) -> Expressed:
     if stage == 0:
         base, options = "all_on_gpu", {}
     if params == "cpu" and (kept := whereabouts(plan).params_on_gpu) > 0:
-        cannot.append(f"the {kept:.0%} of the parameters that stay on the GPU: with offload_param none does")
+        cannot.append(f"the {kept:.0%} of the parameters that stay on the GPU: with offload_param none stay")
     optimizer = "sgd-momentum" if w.optimizer.name.startswith("sgd") else "adamw"
     if w.optimizer.name not in ("adamw", "sgd-momentum"):
         cannot.append(f"the states of {w.optimizer.name}: predicted with {optimizer}")
@@ -518,7 +517,7 @@ def express(plan: Plan) -> Expressed:
 
 
 def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
-    """Name and options of the policy of DeepSpeed's that is nearest to the plan, and what is lost."""
+    """Name and options of the DeepSpeed policy that is nearest to the plan, and what of the plan it cannot express."""
     known = options_of_plan(plan, *_OWN)
     cannot = common_limits(plan, DEEPSPEED, *_OWN)
     if known is None:
@@ -537,7 +536,7 @@ def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
         cannot.append("parameters fetched by operators: without disks DeepSpeed fetches by their number")
     if base == "deep_optimizer_states":
         base = "zero3_offload"
-        cannot.append(f"every {options['every']}. sub-group updated on the GPU: in DeepSpeed the CPU updates them")
+        cannot.append(f"updates on the GPU (one sub-group in {options['every']}): DeepSpeed updates all on the CPU")
     if base == "zero3_offload":
         if options.get("flush") == "blocking":
             cannot.append("gradients that the GPU waits for: DeepSpeed copies them asynchronously since version 0.19")

@@ -97,7 +97,8 @@ def options_of_plan(plan: Plan, *names: str) -> Mapping[str, object] | None:
 
 
 def common_limits(plan: Plan, framework: str, *own: str) -> list[str]:
-    """What no framework here expresses of the plan. own: policies that stand for the framework itself."""
+    """Parts of the plan that none of these frameworks can express, a line each. own: policies that stand for the
+    framework itself."""
     base = split_spec(plan.policy)[0]
     w, settings = plan.workload, plan.settings
     said = []

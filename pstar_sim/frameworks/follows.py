@@ -1,7 +1,7 @@
 """A configuration as a policy: the framework's own policy plans, with the host memory that the framework really takes.
 
 The policy knows host bytes per parameter; here they are replaced by the framework's own blocks, rounded as PyTorch
-rounds them (host_memory.py). Whether the host has room is asked of these blocks alone.
+rounds them (host_memory.py). These blocks alone decide whether the host has room.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["Follows"]
 
 _ROOMY_BYTES = 1 << 50
-"""Host memory under which no policy refuses for lack of it."""
+"""Host memory that is enough for every policy."""
 
 _BUFFER = "the framework's own host buffers"
 _GPU_BUFFER = "the framework's own gradients"
 
 
 def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
-    """The machine with a host that refuses nothing, and GPUs with so many bytes less."""
+    """The machine with a host that has room for every policy, and with gpu_bytes less memory per GPU."""
     ranks = tuple(
         replace(rank, gpu=replace(rank.gpu, usable_bytes=max(rank.gpu.context_bytes + 1, left)))
         for rank in machine.ranks
@@ -50,8 +50,8 @@ class Follows:
         return f"<policy {self.__name__}: {self.configuration.policy}>"
 
     def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-        """The plan. Raises DoesNotFit where the framework's blocks exceed the host, or the policy's lists the GPU or
-        the disks."""
+        """The plan. Raises DoesNotFit if the framework's blocks exceed the host, or if the policy's lists exceed the
+        GPU or the disks."""
         configuration = self.configuration.for_model(workload)
         need = host_need(configuration, workload, len(machine.ranks))
         short = need.shortage(machine, self.__name__)
@@ -74,8 +74,8 @@ class Follows:
         return self._with_own_buffers(plan, machine, need.held_bytes, more_bytes)
 
     def _with_own_buffers(self, plan: Plan, machine: Machine, held_bytes: int, gpu_bytes: int) -> Plan:
-        """The plan on the machine asked about, its host buffers such that its lists and they are what the framework
-        holds, and a GPU buffer of gpu_bytes. Raises DoesNotFit where the lists alone exceed the host."""
+        """The plan on the machine that is asked about, with a GPU buffer of gpu_bytes and a host buffer so large that
+        buffer and lists take held_bytes. Raises DoesNotFit if the lists, or held_bytes, exceed the host."""
         kept = tuple(b for b in plan.buffers if b[1] is not Place.HOST or b[0] == STASHES)
         gone = {name for name, *_ in plan.buffers} - {name for name, *_ in kept}
         own = sum(size for name, place, size in plan.buffers if place is Place.HOST and name in gone)

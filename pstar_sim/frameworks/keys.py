@@ -14,13 +14,15 @@ from typing import Any
 from pstar_sim.errors import PstarError
 from pstar_sim.schema.reading import Fault, brief, convert, nearest
 
-__all__ = ["AUTO", "Effect", "Key", "Reading", "ignored", "nested", "read_keys", "unmodelled", "used"]
+__all__ = ["AUTO", "PARALLELISM", "Key", "KeyEffect", "Reading", "ignored", "nested", "read_keys", "unmodelled", "used"]
 
 AUTO = "auto"
 """The value with which a file leaves a key to the script that reads it."""
+PARALLELISM = "only data parallelism is modelled"
+"""Why keys of other parallelism are not modelled."""
 
 
-class Effect(Enum):
+class KeyEffect(Enum):
     """What a key does to a prediction.
 
     USED: the prediction depends on it. NONE: it has no effect on memory and time. NOT_MODELLED: it may have one.
@@ -45,7 +47,7 @@ class Key:
     """
 
     path: str
-    effect: Effect
+    effect: KeyEffect
     name: str = ""
     kind: Any = None
     default: object = None
@@ -55,17 +57,17 @@ class Key:
 
 def used(path: str, name: str, kind: Any, default: object = None, *, also: tuple[str, ...] = ()) -> Key:
     """A key whose value a prediction depends on. also: other paths that are read as this key and not written."""
-    return Key(path=path, effect=Effect.USED, name=name, kind=kind, default=default, also=also)
+    return Key(path=path, effect=KeyEffect.USED, name=name, kind=kind, default=default, also=also)
 
 
 def ignored(*paths: str) -> tuple[Key, ...]:
     """Keys without an effect on memory and time."""
-    return tuple(Key(path=path, effect=Effect.NONE) for path in paths)
+    return tuple(Key(path=path, effect=KeyEffect.NONE) for path in paths)
 
 
 def unmodelled(path: str, why: str, off: object = False) -> Key:
     """A key that may have an effect, which is not modelled. off: the value with which it has none."""
-    return Key(path=path, effect=Effect.NOT_MODELLED, default=off, why=why)
+    return Key(path=path, effect=KeyEffect.NOT_MODELLED, default=off, why=why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +106,15 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Rea
     if not isinstance(content, dict):
         raise PstarError(f"{file}: is not {what}: it holds {brief(content)} where a table of keys is expected")
     table = {path: key for key in keys for path in (key.path, *key.also)}
-    values = {key.name: key.default for key in keys if key.effect is Effect.USED}
+    values = {key.name: key.default for key in keys if key.effect is KeyEffect.USED}
     named: set[str] = set()
     without: list[str] = []
     left: dict[str, list[str]] = {}  # by why they are not modelled
     for path, value in _leaves(content, table, file, what):
         key = table[path] if path in table else table[_star(path, table)]
-        if key.effect is Effect.NONE:
+        if key.effect is KeyEffect.NONE:
             without.append(path)
-        elif key.effect is Effect.NOT_MODELLED:
+        elif key.effect is KeyEffect.NOT_MODELLED:
             if not _off(key, value):
                 left.setdefault(key.why, []).append(f"{path} = {brief(value)}")
         else:
@@ -123,7 +125,7 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Rea
 
 
 def _off(key: Key, value: object) -> bool:
-    """Whether the value leaves a key that is not modelled without an effect."""
+    """Whether the key, which is not modelled, has no effect with this value."""
     alike = isinstance(value, bool) is isinstance(key.default, bool)
     return value is None or value == AUTO or (alike and value == key.default)
 
@@ -131,7 +133,7 @@ def _off(key: Key, value: object) -> bool:
 def _leaves(
     content: Mapping[str, Any], table: Mapping[str, Key], file: str, what: str, above: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Path and value of each key; a table within is followed where keys within it are known."""
+    """Path and value of each key. A table in the file is read key by key where the table of keys knows keys in it."""
     for name, value in content.items():
         path = f"{above}{name}"
         star = _star(path, table)
@@ -159,7 +161,7 @@ def _near(name: str, table: Mapping[str, Key], above: str) -> str:
 
 
 def _star(path: str, table: Mapping[str, Key]) -> str:
-    """The key of the table that stands for all keys below, where one does for this path; else ""."""
+    """The path of the key that ends with ".*" and stands for this path; "" if there is none."""
     parts = path.split(".")
     stars = (".".join(parts[:n]) + ".*" for n in range(len(parts), 0, -1))
     return next((star for star in stars if star in table), "")
@@ -188,7 +190,7 @@ def nested(keys: Sequence[Key], values: Mapping[str, object]) -> dict[str, Any]:
     values that are None are left out."""
     content: dict[str, Any] = {}
     for key in keys:
-        if key.effect is not Effect.USED or values.get(key.name) is None:
+        if key.effect is not KeyEffect.USED or values.get(key.name) is None:
             continue
         *tables, last = key.path.split(".")
         inner = content

@@ -82,8 +82,8 @@ def express(plan: Plan) -> Expressed:
 
 
 def _partly(share: float, own_params: int) -> str:
-    """The policy where a share of the optimizer, or none of it, is on the host. own_params: of a rank's slices, cut
-    into enough sub-groups for the share."""
+    """The policy with this share of the optimizer on the host, from 0 on. own_params: parameters of one rank, which are
+    cut into enough sub-groups for the share."""
     if share == 0:
         return spec("zero3_resident", {"reshard": False})
     subgroup = max(1, own_params // 20)
@@ -104,12 +104,12 @@ def host_blocks(configuration: Configuration, workload: Workload, ranks: int) ->
 
 
 def gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """What the GPU holds beyond the plan's lists: fp32 gradients of all parameters (of slices where states are on the
-    GPU, which the policy counts)."""
+    """Bytes that the GPU holds beside the plan's lists: fp32 gradients of all parameters. Those of a rank's own slices
+    are left out where states are on the GPU, because the policy counts them."""
     counted = 1 / ranks if configuration.base == "zero3_resident" else 0.0
     return int(4 * workload.trainable_params * (1 - counted))
 
 
 def start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Weights while they are loaded, in the working dtype, by every process."""
+    """Bytes of weights while they are loaded: every process loads the whole model, in the working dtype."""
     return workload.params * DTYPE_BYTES[workload.dtype]

@@ -29,19 +29,23 @@ __all__ = ["Prediction", "predict"]
 class Prediction:
     """A configuration on a machine; bytes are those of one rank.
 
-    label: what the configuration is called, such as the name of its file.
-    configuration: with what it leaves to the script set for this model.
-    policy: the policy that stands for it.
-    host: what it takes of the host.
-    host_available_bytes, gpu_available_bytes: budgets of the machine.
-    reason: why it does not fit or cannot be planned; None where it fits.
-    short_of: place that is short, where one is.
+    label: name of the configuration, such as that of its file.
+    configuration: the configuration; what the file leaves to the script is set for this model.
+    policy: the policy that stands for the configuration.
+    host: what the configuration takes of the host.
+    host_available_bytes: the machine's budget of host memory.
+    gpu_available_bytes: the machine's budget of GPU memory.
+    reason: why the configuration does not fit or cannot be planned; None if it fits.
+    short_of: place that lacks memory; None if none does.
     short_bytes: bytes that the place lacks.
-    gpu_needed_bytes: the most bytes on the GPU; where it is short of GPU memory, what it needs. None where the host is
-        short.
-    iteration_s, tokens_per_s: simulated, where it fits.
-    error, trust: as in `Fit`, for the policy that stands for it.
-    plan, timeline: where it fits.
+    gpu_needed_bytes: the most bytes on the GPU, or, if the GPU lacks memory, the bytes that are needed. None if the
+        host lacks memory.
+    iteration_s: simulated seconds per iteration; None if the configuration does not fit.
+    tokens_per_s: the same in tokens.
+    error: as in `Fit`, for the policy.
+    trust: as in `Fit`, for the policy.
+    plan: the policy's plan; None if the configuration does not fit.
+    timeline: simulation of the plan; None if the configuration does not fit.
     """
 
     label: str

@@ -19,15 +19,15 @@ __all__ = ["TARGETS", "Target", "host_need", "target_of"]
 class Target:
     """One framework.
 
-    name: its name.
-    file: what is written, in words.
-    express: the configuration nearest to a plan.
-    read: the configuration that a file's content says; (content, name of the file). None where files are not read.
-    write: the text of the file.
-    blocks: what one rank asks the host for; (configuration, workload of one rank, number of ranks).
-    start_bytes: weights while they are loaded, of the same three.
-    gpu_beyond_bytes: what the GPU holds beyond the lists of the policy, of the same three; None for nothing.
-    """
+    name: name of the framework.
+    file: the kind of file that is written, in words.
+    express: plan -> the nearest configuration, and what it cannot express.
+    read: (content of a file, name of the file) -> configuration; None if its files are not read.
+    write: configuration -> text of the file.
+    blocks: (configuration, workload of one rank, number of ranks) -> what one rank asks the host for.
+    start_bytes: the same arguments -> bytes of weights while they are loaded.
+    gpu_beyond_bytes: the same arguments -> bytes that the GPU holds beside the lists of the policy; None if it holds
+    none."""
 
     name: str
     file: str

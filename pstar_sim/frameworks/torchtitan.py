@@ -11,7 +11,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
-from pstar_sim.frameworks.keys import ignored, nested, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import PARALLELISM, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.schema.fields import least
 
 __all__ = ["KEYS", "TORCHTITAN", "express", "read", "write"]
@@ -19,7 +19,6 @@ __all__ = ["KEYS", "TORCHTITAN", "express", "read", "write"]
 TORCHTITAN = "torchtitan"
 _Count = Annotated[int, least(1)]
 _Dtype = Literal["bfloat16", "float32"]
-_PARALLEL = "other parallelism than that of data is not modelled"
 _SLICES = "slices are taken to be spread over all ranks"
 
 KEYS = (
@@ -33,17 +32,17 @@ KEYS = (
     used("activation_checkpoint.mode", "recompute", Literal["none", "selective", "full", "memory_budget"], "selective"),
     used("optimizer.name", "optimizer", Literal["Adam", "AdamW"], "AdamW"),
     unmodelled("training.dtype", "parameters are taken to be fp32", off="float32"),
-    unmodelled("optimizer.early_step_in_backward", "updates are taken to be in optimizer.step()"),
+    unmodelled("optimizer.early_step_in_backward", "all updates are taken to run in optimizer.step()"),
     unmodelled("parallelism.data_parallel_shard_degree", _SLICES, off=-1),
     unmodelled("parallelism.data_parallel_replicate_degree", _SLICES, off=1),
-    unmodelled("parallelism.tensor_parallel_degree", _PARALLEL, off=1),
-    unmodelled("parallelism.pipeline_parallel_degree", _PARALLEL, off=1),
-    unmodelled("parallelism.context_parallel_degree", _PARALLEL, off=1),
-    unmodelled("parallelism.expert_parallel_degree", _PARALLEL, off=1),
-    unmodelled("parallelism.expert_tensor_parallel_degree", _PARALLEL, off=1),
+    unmodelled("parallelism.tensor_parallel_degree", PARALLELISM, off=1),
+    unmodelled("parallelism.pipeline_parallel_degree", PARALLELISM, off=1),
+    unmodelled("parallelism.context_parallel_degree", PARALLELISM, off=1),
+    unmodelled("parallelism.expert_parallel_degree", PARALLELISM, off=1),
+    unmodelled("parallelism.expert_tensor_parallel_degree", PARALLELISM, off=1),
     unmodelled("compile.enable", "compiled kernels are a choice of the model's preset (--kernels compiled)"),
     unmodelled("quantize.*", "8-bit training is not modelled", off=None),
-    unmodelled("activation_checkpoint.memory_budget", "what a budget keeps is not known", off=0.5),
+    unmodelled("activation_checkpoint.memory_budget", "which activations a budget keeps is not known", off=0.5),
     unmodelled("activation_checkpoint.selective_ac_option", "which blocks it recomputes is not modelled", off="2"),
     *ignored(
         "activation_checkpoint.*",

@@ -1,4 +1,4 @@
-"""What configurations of other frameworks need and take: host memory first. Knows predictions."""
+"""Text and table of predictions for configurations of other frameworks, host memory first."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class _Book:
         self._overwritten: set[int] = set()  # chunks whose working list holds gradients
 
     def advance(self, step: Step, *, begins: bool) -> tuple[int, ...]:
-        """Book the begin or the end of a step; the chunks that it may have changed."""
+        """Book that a step begins or ends. Returns the chunks that it may have changed."""
         if begins:
             self._held.begin(step)
         else:
@@ -128,7 +128,7 @@ class _Book:
         return (step.chunk,)
 
     def content(self, chunk: int) -> int:
-        """Index into CONTENTS."""
+        """What the chunk has on the GPU, as an index into CONTENTS."""
         found = [content for name, content in self._lists if self._held.holds(chunk, name, Place.GPU)]
         most = max(found, default=AWAY)
         return GRAD if most == PARAM and chunk in self._overwritten else most

@@ -47,8 +47,8 @@ def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, 
 
 
 def left_out_factor(groups: dict[str, dict[str, list[Result]]]) -> float:
-    """By how much a class that is left out is worse than the rows of all others say: the 68th percentile over classes
-    with enough rows, at least 1."""
+    """The factor by which the bar of a class exceeds that of the rows of all other classes: its 68th percentile over
+    classes with enough rows, at least 1."""
     ratios = []
     for name, of_class in groups.items():
         others = [r for other in groups if other != name for r in groups[other][ANY]]
@@ -80,7 +80,8 @@ def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
 
 
 def binomial_interval(rows: int) -> tuple[int, int]:
-    """Between how many of the rows INSIDE lies with 90 % probability, by the normal law."""
+    """The least and the most of `rows` rows that lie inside their bars with 90 % probability, if each does with
+    probability INSIDE (normal law)."""
     middle, wide = rows * INSIDE, _Z90 * math.sqrt(rows * INSIDE * (1 - INSIDE))
     return max(0, math.floor(middle - wide)), min(rows, math.ceil(middle + wide))
 
@@ -101,7 +102,7 @@ def _class(r: Result) -> str:
 
 
 def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
-    """Class -> policy, and "any policy" -> rows."""
+    """Class -> policy, or "any policy" -> its rows."""
     groups: dict[str, dict[str, list[Result]]] = {}
     for r in results:
         for key in (ANY, split_spec(r.policy)[0]):

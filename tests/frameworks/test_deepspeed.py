@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pstar_sim import PstarError, Settings
 from pstar_sim.frameworks import deepspeed
-from pstar_sim.frameworks.keys import Effect
+from pstar_sim.frameworks.keys import KeyEffect
 from pstar_sim.frameworks.load import load_configuration
 from pstar_sim.frameworks.prediction import predict
 from pstar_sim.frameworks.targets import host_need
@@ -137,8 +137,8 @@ def test_what_is_not_modelled_is_named_and_no_key_is_dropped() -> None:
     assert len(named) == 2 and "zero_quantized_weights = true" in named[0] and "Lamb" in named[1]
     assert any("clips at 1.0 since" in note for note in found.notes)
     for key in deepspeed.KEYS:
-        assert bool(key.name) is (key.effect is Effect.USED)
-        assert bool(key.why) is (key.effect is Effect.NOT_MODELLED)
+        assert bool(key.name) is (key.effect is KeyEffect.USED)
+        assert bool(key.why) is (key.effect is KeyEffect.NOT_MODELLED)
 
 
 def test_host_memory_of_stage_2_by_hand() -> None:

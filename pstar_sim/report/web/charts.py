@@ -283,7 +283,7 @@ def lanes_chart(timeline: Timeline, *, right_s: float) -> Chart:
     if len(bars) < steps:
         note = (
             f"{steps} steps and waits are drawn as {len(bars)} bars: neighbours within {format_s(shortest)} share one, "
-            "in the colour of what takes most of it; point at a bar for what is in it"
+            "in the colour of the step that takes most of it; point at a bar to see its steps"
         )
     shown = layout(
         height=70 + 30 * len(lanes),

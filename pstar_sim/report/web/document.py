@@ -62,7 +62,8 @@ def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> 
 
 
 def chart_place(name: str, says: str) -> str:
-    """Where the figure `name` of the page's data is drawn. says: the picture in words, for those who cannot see it."""
+    """The element in which the page draws the figure `name` of its data. says: the picture in words, for screen
+    readers."""
     return f'<div class="chart" role="img" aria-label="{escape(says)}" data-figure="{escape(name)}"></div>'
 
 

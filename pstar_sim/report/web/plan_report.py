@@ -1,5 +1,5 @@
 """The report of plans: pictures, table, certificate and explanation of one plan or several, or of a run beside its
-prediction, as one HTML file. Computes nothing that the planner says: it is given plans that were examined."""
+prediction, as one HTML file. It computes none of the planner's figures: the plans that it is given were examined."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def plan_report(subjects: Sequence[Subject]) -> str:
 
 
 class _Page:
-    """The parts of a report. figures: by name, as Plotly takes them."""
+    """The parts of a report.
+
+    figures: name -> Plotly figure.
+    """
 
     def __init__(self, subjects: Sequence[Subject]) -> None:
         self.subjects = subjects
@@ -102,7 +105,7 @@ class _Page:
         )
 
     def _verdict(self) -> str:
-        """What to see, in a sentence."""
+        """Seconds of each subject beside those of the first, in a sentence."""
         first, *others = self.subjects
         base_s = first.timeline.iteration_s
         said = [f"{first.title}: {format_s(base_s)} per iteration{_error(first)}"]

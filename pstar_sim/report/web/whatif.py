@@ -122,7 +122,7 @@ def _body() -> str:
     return f"""<div class="row"><h1>What if?</h1>
 <button data-theme-button aria-label="change between light and dark">dark</button></div>
 <p class="soft">Every figure comes from a sweep that pstar-sim has planned and simulated. ± is one standard deviation
-that validation found for this class of machine; without such runs the bar is wider, that of any class.</p>
+that validation found for this class of machine; without such runs the bar is that of all classes, which is wider.</p>
 <div class="row choices" id="choices"></div>
 <h2>This job</h2><p class="answer" id="job" aria-live="polite"></p><div id="job-table"></div>
 <h2>The largest model on this machine</h2><p class="answer" id="largest" aria-live="polite"></p>
