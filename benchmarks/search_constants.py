@@ -150,7 +150,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("karma", "policy.systems.karma.INTERLEAVES", none_interleaved=((0.0, 0),),
              all_or_none=((0.0, 0), (1.0, 0)), every_other=(*karma.INTERLEAVES[:-1:2], karma.INTERLEAVES[-1]),
              without_the_last=karma.INTERLEAVES[:-1]),
-    *instead("variants", "planner.variants.SEARCHED", 3),
+    *instead("variants", "planner.variants.SEARCHED", 3, 10**6),
     *instead("variants", "planner.variants.ALIKE", 1),
     *instead("variants", "planner.ways.STAND_INS", none=()),
     *instead("ranks", "policy.passes.collective_rows.GATHERS_AHEAD", 2, 1000),
@@ -295,7 +295,7 @@ def of_fluid() -> dict[str, Job]:
 def of_variants() -> dict[str, tuple[Sequence[Way], Machine]]:
     """Candidates of a batch."""
 
-    def among(model: str, batch: int, parts: Sequence[int] = (4, 2, 1)) -> Sequence[Way]:
+    def among(model: str, batch: int, parts: Sequence[int]) -> Sequence[Way]:
         plain = [
             ps.preset(model, batch=batch // part, seq=1024, dtype="bf16", checkpointing=how)
             for part in parts
@@ -304,10 +304,9 @@ def of_variants() -> dict[str, tuple[Sequence[Way], Machine]]:
         return candidates(plain, batch)
 
     return {
-        "1B, batch 8, 5 GB": (among("1B", 8), ps.machine("rtx4090", gpu_memory="5GB")),
-        "1B, batch 8, 12 GB": (among("1B", 8), ps.machine("rtx4090", gpu_memory="12GB")),
-        "4B, batch 16": (among("4B", 16), ps.machine("rtx4090")),
+        "1B, batch 32, 5 GB": (among("1B", 32, (32, 16, 8, 4, 2, 1)), ps.machine("rtx4090", gpu_memory="5GB")),
         "1B, batch 32, 12 GB": (among("1B", 32, (32, 16, 8, 4, 2, 1)), ps.machine("rtx4090", gpu_memory="12GB")),
+        "4B, batch 16": (among("4B", 16, (4, 2, 1)), ps.machine("rtx4090")),
     }
 
 
