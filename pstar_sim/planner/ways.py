@@ -40,7 +40,7 @@ __all__ = ["MOST_MICRO_BATCHES", "Way", "candidates", "layer_major_ways", "words
 
 MOST_MICRO_BATCHES = 256  # more make plans of hundreds of thousands of steps
 OWN, RELAY, RELAY_HOST = ORDERS
-STAND_INS = (1, 3)  # numbers of micro-batches that stand for more of them
+STAND_INS = (1, 3)  # numbers of micro-batches that stand for more of them, whose bound takes far longer
 
 
 class Way:
