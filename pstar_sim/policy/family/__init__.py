@@ -1,2 +1,2 @@
-"""The asynchronous family: the queues run independently, in the order that `choose` finds. kit/points.py lists its
-points."""
+"""The asynchronous family of policies. The queues of its plans run independently of one another, in the order that
+`choose` finds. kit/points.py lists the family's points."""

@@ -1,8 +1,9 @@
-"""The asynchronous policies: chunks come ahead of time, gradients leave at once, CPU Adam runs in deadline order.
+"""The asynchronous policies. Chunks are copied to the GPU ahead of time, gradients leave at once, and CPU Adam runs in
+deadline order.
 
-tide, static_partition and optimal are points of one space (points.py). The chunks that are used first are pinned. A
-closed form proposes how many, and `choose` times the proposals (attempt.py). The window that `choose` found fixes the
-order on each queue and the memory edges (passes/write_plan.py).
+tide, static_partition and optimal are points of one space (points.py). The policies pin the chunks that are used first.
+A closed form proposes the number of pins, and `choose` times each proposal (attempt.py). The window that `choose` finds
+fixes the order on each queue and the memory edges (passes/write_plan.py).
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["Asynchronous"]
 
 _RIVAL = ("what static_partition chose",)
-# docs/results/search-constants.md says what each of these buys.
-CLOSE_TO_BOUND = 2e-3  # so close to the closed form no other number of pins is tried: saves effort
-NEIGHBOURS = 2  # numbers of pins tried on either side of the closed form's, which is off where chunks are few
+# docs/results/search-constants.md says what each of these constants buys.
+CLOSE_TO_BOUND = 2e-3  # this close to the closed form, no other number of pins is tried; saves effort
+NEIGHBOURS = 2  # pins tried on either side of the closed form's number, which is inexact where chunks are few
 
 
 def _fastest(attempts: Sequence[Attempt]) -> Attempt:
@@ -41,7 +42,8 @@ def _fastest(attempts: Sequence[Attempt]) -> Attempt:
 
 @dataclass(frozen=True)
 class _Rival:
-    """What static_partition chose for a job. linger: whether room is left for gradients on their way down."""
+    """The choice of static_partition for a job. linger: whether the plan leaves room for gradients on their way
+    down."""
 
     machine: Machine
     settings: Settings
@@ -52,8 +54,10 @@ class _Rival:
 
 
 class Asynchronous:
-    """One policy planning one job: the facts of the job (`job`), one `Attempt` per number of pins, the best attempt as
-    a plan."""
+    """Plans one job with one policy. It makes one `Attempt` per number of pins and turns the best attempt into a plan.
+
+    job: facts of the job.
+    """
 
     def __init__(
         self, name: str, workload: Workload, machine: Machine, settings: Settings, *, point: Point | None = None
@@ -66,9 +70,8 @@ class Asynchronous:
         check_gpu(self.job)
         best, most, bound_s = self._scan()
         if self.job.follow_tide and not self.job.several and (rival := self._static()) is not None:
-            # [Note: one micro-batch] Every gap between forward and backward contains the peak, so low tide has no room
-            # for anything that the peak has not. What is pinned is decided at the peak in both policies; both then copy
-            # the same.
+            # [Note: one micro-batch] Every gap between forward and backward contains the peak, so the room of low tide
+            # helps no chunk in such a gap. Both policies decide the pins at the peak, so both copy the same chunks.
             attempts = [self._attempt(rival.pins, linger=rival.linger)]
             return self._emit(attempts[0], attempts, most, bound_s)
         attempts = self._search(best, most, bound_s)
@@ -77,9 +80,9 @@ class Asynchronous:
         return self._emit(chosen, attempts, most, bound_s)
 
     def _search(self, best: int, most: int, bound_s: float) -> list[Attempt]:
-        """Attempts with the closed form's number of pins, with none and with all; also with the numbers beside it, if
-        `choose` finds an iteration clearly slower than the closed form says. Raises DoesNotFit if the host has no room
-        for what is not pinned."""
+        """Returns attempts with the closed form's number of pins, with no pins and with all pins. Neighbouring numbers
+        are added if `choose` finds an iteration clearly slower than the closed form predicts. Raises DoesNotFit if the
+        host has no room for the chunks that are not pinned."""
         g = self.job
         attempts: dict[int, Attempt] = {}
         error: DoesNotFit | None = None
@@ -96,7 +99,7 @@ class Asynchronous:
             attempts[p] = self._attempt(p)
 
         attempt(best)
-        if isinstance(self.point.pins, int):  # asked for; not a matter of search
+        if isinstance(self.point.pins, int):  # the user gave the number, so there is nothing to search
             if not attempts:
                 assert error is not None
                 raise error
@@ -120,8 +123,8 @@ class Asynchronous:
         return found
 
     def _static(self) -> _Rival | None:
-        """The choice of static_partition in this job; None if static_partition does not fit. A comparison has often
-        planned static_partition already."""
+        """Returns the choice of static_partition in this job; None if static_partition does not fit. A choice that a
+        comparison has made already is used again."""
         g = self.job
         point = replace(self.point, capacity="peak")
         known = g.workload.derived.get(_RIVAL)
@@ -138,12 +141,12 @@ class Asynchronous:
             return None
 
     def rival(self) -> _Rival:
-        """What this policy would choose, for use by another policy of the family. Raises DoesNotFit."""
+        """Returns the choice of this policy, for use by another policy of the family. Raises DoesNotFit."""
         check_gpu(self.job)
         return self._remember(_fastest(self._search(*self._scan())))
 
     def _remember(self, chosen: Attempt) -> _Rival:
-        """Keep the latest choice with a constant capacity: tide asks for it in the same job."""
+        """Store the choice where the capacity is constant, because tide asks for it in the same job."""
         g = self.job
         made = _Rival(g.machine, g.settings, self.point, chosen.pins, chosen.knobs.linger, chosen.fetched_bytes)
         if not g.follow_tide:
@@ -151,7 +154,8 @@ class Asynchronous:
         return made
 
     def _scan(self) -> tuple[int, int, float]:
-        """(best number of pins by the closed form, the most that fit, the closed form's seconds at the best)."""
+        """Returns the best number of pins by the closed form, the largest number that fits, and the closed form's
+        seconds at the best number."""
         most = most_pins_of(self.job)
         bounds = iteration_bounds(pin_facts(self.job), most)
         asked = self.point.pins

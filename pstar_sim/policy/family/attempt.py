@@ -21,11 +21,12 @@ __all__ = ["Attempt", "attempt", "attempt_course", "burden_of"]
 
 @dataclass(slots=True)
 class Attempt:
-    """One choice of modes whose order was chosen.
+    """One choice of modes, with the order that `choose` found for it.
 
+    course: the modes, laid out along the compute queue.
     schedule: schedule of the course.
     draft: draft of the schedule.
-    window: the order that was found for the draft.
+    window: the order that `choose` found for the draft.
     """
 
     course: Course
@@ -35,12 +36,12 @@ class Attempt:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that come to the GPU."""
+        """Bytes that one iteration copies to the GPU."""
         return sum([row.charge.gpu_take for row in self.draft.rows if row.queue is Queue.H2D])
 
     @property
     def busy_s(self) -> tuple[float, float]:
-        """Nominal seconds of CPU Adam, and of the busier direction of the link."""
+        """Nominal seconds of CPU Adam, and of the busier direction of the link, per iteration."""
         seconds = dict.fromkeys(Queue, 0.0)
         for row in self.draft.rows:
             seconds[row.queue] += row.charge.seconds
@@ -63,24 +64,25 @@ class Attempt:
         return self.window.iteration_s
 
     def plan(self, choices: Mapping[str, object] | None = None) -> Plan:
-        """The plan. choices: words and figures for `Plan.choices`, which `explain` prints."""
+        """Returns the plan. choices: words and figures for `Plan.choices`, which `explain` prints."""
         return plan_of(self.schedule, self.draft, self.window, choices)
 
 
 def burden_of(made: Attempt) -> tuple[int, int]:
-    """Burden of an attempt for `ties.least_of`. As many bytes go down as come up, except for chunks that the GPU
-    updates."""
+    """Returns the burden of an attempt for `ties.least_of`: bytes fetched and number of pins. Bytes that go down need
+    no entry, because they equal the bytes fetched except for chunks that the GPU updates."""
     return made.fetched_bytes, made.pins
 
 
 def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt | None = None) -> Attempt:
-    """The attempt with these modes. Its window is stuck where a step never finds room. like: see `attempt_course`."""
+    """Returns the attempt with these modes. Its window is stuck if a step never finds room. like: see
+    `attempt_course`."""
     return attempt_course(Course(job, modes, knobs or Knobs()), like=like)
 
 
 def attempt_course(course: Course, *, limit_s: float = math.inf, like: Attempt | None = None) -> Attempt:
-    """`attempt` for a course that is laid out already. limit_s: see `choose`. like: an earlier attempt of the same job;
-    its rows are used again where they would be the same."""
+    """Does the same as `attempt`, for a course that is laid out already. limit_s: see `choose`. like: an earlier
+    attempt of the same job, whose rows are used again if the new rows would be equal."""
     schedule = course.schedule()
     if like is not None and schedule.rows_as(like.schedule):
         draft = replace(like.draft, room=schedule.room, lead_bytes=schedule.lead_bytes)

@@ -1,7 +1,7 @@
-"""Course: one choice of modes laid out along the compute queue. It says which chunk each position needs, how much room
-is left, and which chunks stay.
+"""Course: one choice of modes laid out along the compute queue. A course says which chunk each position needs, how much
+room is left at each position, and which chunks stay on the GPU.
 
-A position is a block of moments or the update of a streamed chunk. The decisions become a schedule.
+A position is a block of moments or the update of a streamed chunk. A course becomes a schedule.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 
 __all__ = ["Course", "Knobs"]
 
-# How many copies long a gradient is expected to stay after it is final; by [Note: what the constants buy] in search.py.
+# For how many of its own copies a gradient is expected to stay on the GPU after it is final. See [Note: what the
+# constants buy] in search.py.
 LINGER_COPIES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Knobs:
-    """Settings that a search may vary besides the modes. None changes what a plan computes.
+    """Settings that a search may vary besides the modes. No knob changes the numbers that a plan computes.
 
-    linger: whether room is left for gradients on their way down, which pays unless memory is very tight.
+    linger: whether the course leaves room for gradients on their way down. This pays unless memory is very tight.
     lead_chunks: room, in chunks, that early fetches leave free for urgent fetches.
-    down: order of the copies to the host, "edf" (as the next forward needs them), "fifo", or "adam" (as "edf", but what
-        CPU Adam waits for first, then parameters that leave, then states).
-    stay: streamed parameters may stay on the GPU from one iteration to the next for at most this share of the
-        positions.
-    states_first: whether states go down before parameters that stay, because states take room. The parameters are then
-        given up later.
+    down: order of the copies to the host. "edf": as the next forward needs the chunks. "fifo": in the order the copies
+        become ready. "adam": first the lists that CPU Adam waits for, then parameters that leave, then states; "edf"
+        within each group.
+    stay: largest share of the positions over which streamed parameters may stay on the GPU between two iterations.
+    states_first: whether states go down before the parameters that stay, because states take room. The parameters are
+        then given up later.
     """
 
     linger: bool = True
@@ -48,15 +49,16 @@ class Course:
 
     positions, at, updates, sums, stays, room: as in `Schedule`.
     touched: chunk that is not resident -> positions that need its working list.
-    kept: gaps over which a chunk stays.
-    needed_whole: on several ranks, chunk -> stretches of positions that need the chunk whole, resident chunks included.
-    kept_whole: gaps between these stretches over which the other ranks' slices stay.
-    least_room_bytes: room at the tightest position before any chunk is kept.
+    kept: gaps over which a chunk stays on the GPU.
+    needed_whole: on several ranks, chunk -> stretches of positions that need the slices of all ranks, resident chunks
+        included.
+    kept_whole: gaps between these stretches over which the other ranks' slices stay on the GPU.
+    least_room_bytes: bytes of room at the tightest position, before any chunk is kept.
     """
 
     def __init__(self, job: Job, modes: Modes, knobs: Knobs, blocks: Sequence[Sequence[int]] | None = None) -> None:
-        """blocks: chunk -> blocks over which it is on the GPU (on several ranks whole), where that is decided already;
-        None keeps a chunk between its uses where there is room."""
+        """blocks: chunk -> blocks over which the chunk is on the GPU (on several ranks, all its slices), if the caller
+        has decided this already. With None, a chunk stays between its uses where there is room."""
         self.job = job
         self.modes = modes
         self.knobs = knobs
@@ -77,7 +79,7 @@ class Course:
         self.kept_whole = self._keep_whole() if blocks is None else set()
 
     def schedule(self) -> Schedule:
-        """The schedule, for the passes."""
+        """Returns the schedule, for the passes."""
         point, knobs = self.job.point, self.knobs
         return Schedule(
             job=self.job,
@@ -99,7 +101,7 @@ class Course:
         )
 
     def _needs(self) -> tuple[dict[int, list[int]], dict[int, list[Stretch]]]:
-        """`touched` and `needed_whole`."""
+        """Returns `touched` and `needed_whole`."""
         job = self.job
         touched: dict[int, list[int]] = {}
         whole: dict[int, list[Stretch]] = {}
@@ -114,21 +116,23 @@ class Course:
                 whole[c] = _stretches(mine)
             if c in self.updates:
                 update = self.updates[c]
-                # Its gradient lies in the working list until then; behind a barrier a gap like others.
+                # Until its update the chunk's gradient lies in the working list. Behind a barrier this time is a gap
+                # like any other.
                 mine += [update] if job.barrier is not None else range(mine[-1] + 1, update + 1)
             touched[c] = mine
         return touched, whole
 
     def _positions_of(self, blocks: Sequence[int]) -> list[int]:
-        """Positions of ascending blocks. Updates between two neighbouring blocks are included, so that they make no
-        gap."""
+        """Returns the positions of ascending blocks. Updates between two neighbouring blocks are included, so the
+        result has no gap there."""
         mine = [self.at[blocks[0]]]
         for before, n in pairwise(blocks):
             mine += range(mine[-1] + 1, self.at[n] + 1) if n == before + 1 else [self.at[n]]
         return mine
 
     def _needed_room(self) -> list[int]:
-        """Bytes left at each position beside what residents, the tide, the passes and the position itself need."""
+        """Returns the bytes left at each position after the needs of residents, of the tide, of the passes and of the
+        position itself."""
         job = self.job
         free = job.machine.gpu_budget_bytes - self.resident_bytes
         room = [free - position.tide_bytes - self._beside(position) for position in self.positions]
@@ -141,8 +145,8 @@ class Course:
         return [left - other - held for left, other, held in zip(room, others, sums)]
 
     def _sum_stretches(self, c: int) -> list[Stretch]:
-        """Stretches of positions that need the chunk's sum of gradients on the GPU. From the last gradient to an update
-        behind the barrier the sum may be away."""
+        """Returns the stretches of positions that need the chunk's sum of gradients on the GPU. Between the last
+        gradient and an update behind the barrier, the sum need not be there."""
         job, update = self.job, self.updates.get(c)
         needed = [Stretch(self.at[job.block_of[a]], self.at[job.block_of[b]]) for _, a, b in job.uses.spans[c]]
         if c not in self.modes.spilt:
@@ -154,13 +158,13 @@ class Course:
         return _merged(needed)
 
     def _beside(self, position: Position) -> int:
-        """Bytes that a position needs beside working lists."""
+        """Returns the bytes that a position needs in addition to working lists."""
         if position.chunk >= 0:
             return update_rows.room(self.job, position, self.modes)
         return gradient_rows.room(self.job, position.block, self._in_place)
 
     def _keep(self) -> set[UseGap]:
-        """Gaps over which a chunk stays, where there is room for it."""
+        """Returns the gaps over which a chunk stays on the GPU because there is room for it."""
         job, knobs = self.job, self.knobs
         gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
         for c in self.moving:
@@ -175,8 +179,8 @@ class Course:
         return kept
 
     def _keep_sums(self) -> None:
-        """Sums of gradients stay from the last gradient to an update behind the barrier where there is room, before any
-        working list does: they would go both ways."""
+        """Keep sums of gradients on the GPU from the last gradient to an update behind the barrier, where there is
+        room. Sums are kept before any working list, because a sum that leaves is copied both ways."""
         job = self.job
         gaps = [
             UseGap(stretches[-2].last, stretches[-1].first, c)
@@ -190,7 +194,8 @@ class Course:
         self.room = [left - held for left, held in zip(self.room, held_over(kept, sizes, len(self.room)))]
 
     def _keep_whole(self) -> set[UseGap]:
-        """The other ranks' slices stay where room is left beside this rank's own slices and beside gathers ahead."""
+        """Returns the gaps over which the other ranks' slices stay on the GPU. They stay where room is left after this
+        rank's own slices and the gathers ahead."""
         job = self.job
         if not self.needed_whole:
             return set()
@@ -207,19 +212,19 @@ class Course:
         return kept
 
     def border(self, chunk: int) -> UseGap:
-        """The gap from the last use of a chunk to its first use in the next iteration."""
+        """Returns the gap from the last use of a chunk to its first use in the next iteration."""
         mine = self.touched[chunk]
         return UseGap(mine[-1], mine[0] + len(self.positions), chunk)
 
     def _stays(self, chunk: int) -> bool:
         if self.job.uses.updated(chunk) and chunk not in self.updates:
-            return False  # its gradient has to leave, and parameters to come back
+            return False  # its gradient leaves, and its parameters come back
         border = self.border(chunk)
         return border in self.kept or border.end == border.start + 1
 
     def _lay_out(self) -> tuple[list[Position], list[int], dict[int, int]]:
         job = self.job
-        behind: dict[int, list[int]] = {}  # block -> streamed chunks updated after it
+        behind: dict[int, list[int]] = {}  # block -> streamed chunks that are updated after the block
         for c in sorted(self.modes.streamed, key=lambda c: (job.uses.first_use(c), c)):
             last = job.update_block[c] if job.barrier is None else len(job.blocks) - 1
             behind.setdefault(last, []).append(c)
@@ -240,8 +245,8 @@ class Course:
             self.room[n] -= min(size, max(0, self.room[n]))
 
     def _leaving(self) -> list[int]:
-        """Bytes at each position that are expected to be still on their way down: a gradient for LINGER_COPIES copies,
-        states until their own copies have ended."""
+        """Returns the bytes at each position that are expected to be still on their way down. A gradient counts for
+        LINGER_COPIES of its copies, states until their own copies have ended."""
         job, positions = self.job, self.positions
         rows = [0] * len(positions)
 
@@ -254,7 +259,7 @@ class Course:
         for c in job.candidates:
             if c in self.modes.pinned:
                 continue
-            if job.ranks > 1:  # whole until it is summed
+            if job.ranks > 1:  # all ranks' slices of the gradient, until it is summed
                 sum_s = job.cost.collective_s(job.whole_bytes(c))
                 for _, _, last in job.uses.spans[c]:
                     book(job.remote[c], self.at[job.block_of[last]] + 1, sum_s)
@@ -274,8 +279,8 @@ class Course:
         return rows
 
     def _arriving(self) -> list[int]:
-        """Bytes at each position that kept chunks leave free for the states of streamed chunks on their way up. The
-        copies follow one another, so an update takes at least as long as its own."""
+        """Returns the bytes at each position that kept chunks leave free for the states of streamed chunks on their way
+        up. The copies follow one another, so an update counts for at least the seconds of its own copies."""
         job = self.job
         rows = [0] * len(self.positions)
         copies = {
@@ -297,7 +302,7 @@ class Course:
 
 
 def _stretches(positions: Sequence[int]) -> list[Stretch]:
-    """Stretches of neighbours among ascending positions."""
+    """Returns the stretches that ascending positions form."""
     if not positions:
         return []
     firsts, lasts = [positions[0]], []
@@ -309,7 +314,7 @@ def _stretches(positions: Sequence[int]) -> list[Stretch]:
 
 
 def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:
-    """Ascending stretches, neighbours as one."""
+    """Returns ascending stretches, with neighbouring stretches merged."""
     out = [stretches[0]]
     for stretch in stretches[1:]:
         if stretch.first <= out[-1].last + 1:
@@ -320,7 +325,7 @@ def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:
 
 
 def _joined(chunk: int, stretches: Sequence[Stretch], kept: set[UseGap]) -> list[Stretch]:
-    """The stretches, where two neighbours are joined if the chunk stays on the GPU between them."""
+    """Returns the stretches. Two neighbours are joined if the chunk stays on the GPU between them."""
     out: list[Stretch] = []
     for stretch in stretches:
         if out and UseGap(out[-1].last, stretch.first, chunk) in kept:

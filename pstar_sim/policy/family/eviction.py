@@ -1,8 +1,9 @@
 """Eviction: which chunks stay on the GPU between two uses, by the coordinate `eviction` of a point (kit/points.py).
 
-Beside Belady's rule (residency.py) there are two rules that know nothing of the future, for comparison: LRU and FIFO.
-Both are run along the iteration like a cache: idle chunks stay until there is no room; then the rule names one that
-goes. A chunk that went in a gap is fetched again at the end of the gap. Arguments and result are those of `belady`.
+Besides Belady's rule (residency.py) there are LRU and FIFO, which know nothing of the future and serve for comparison.
+LRU and FIFO run along the iteration like a cache: idle chunks stay until room is short, then the rule names the chunk
+that leaves. A chunk that left in a gap is fetched again at the end of the gap. All rules have the arguments and the
+result of `belady`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ __all__ = ["fifo", "keep_set", "lru"]
 def keep_set(
     eviction: str, gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]
 ) -> set[UseGap]:
-    """Gaps between two uses over which their chunk stays on the GPU; arguments as `belady`, first: chunk -> point of
-    its first use."""
+    """Returns the gaps between two uses over which the chunk stays on the GPU. gaps, sizes and room: as for `belady`.
+    first: chunk -> point of its first use."""
     if eviction == "lru":
         return lru(gaps, sizes, room)
     if eviction == "fifo":
@@ -28,24 +29,25 @@ def keep_set(
 
 
 def lru(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """Gaps to keep: on overload the chunk whose last use is longest ago goes (of several, the one with the lowest
-    index)."""
+    """Returns the gaps to keep. When room is short, the chunk with the oldest last use leaves; of several such chunks,
+    the chunk with the lowest index."""
     return _sweep_along(gaps, sizes, room, None)
 
 
 def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]) -> set[UseGap]:
-    """Gaps to keep: on overload the chunk that has been on the GPU longest without a break goes. first: chunk -> point
-    of its first use, at which it comes."""
+    """Returns the gaps to keep. When room is short, the chunk leaves that has been on the GPU longest without a break.
+    first: chunk -> point of its first use, at which it comes to the GPU."""
     return _sweep_along(gaps, sizes, room, first)
 
 
 def _sweep_along(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int] | None
 ) -> set[UseGap]:
-    """Run a cache along the iteration; twice where chunks may stay over the border, so that the last one begins as it
-    ends.
+    """Run a cache along the iteration and return the gaps it keeps. If chunks may stay over the border, the cache runs
+    further laps, so that the lap that counts begins as it ends.
 
-    first: None counts the age of an idle chunk from its last use, otherwise from its arrival.
+    first: chunk -> point of its first use; the age of an idle chunk counts from its arrival. None: the age counts from
+        the chunk's last use.
     """
     length = len(room)
     over_border = {gap.chunk for gap in gaps if gap.end >= length}
@@ -70,13 +72,13 @@ def _sweep_along(
 
 
 class _Idle:
-    """Chunks that are on the GPU and not in use: the (lap, gap) of each."""
+    """Chunks that are on the GPU and not in use, each with its lap and gap."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self._held_bytes = 0
         self._entries: set[tuple[int, UseGap]] = set()
-        self._oldest: list[tuple[int, int, int, UseGap]] = []  # (since, chunk, lap, gap), also of those that were taken
+        self._oldest: list[tuple[int, int, int, UseGap]] = []  # (since, chunk, lap, gap), taken chunks included
 
     def add(self, lap: int, gap: UseGap, *, since: int) -> None:
         """Begin a gap. since: point from which the chunk's age counts."""
@@ -85,7 +87,7 @@ class _Idle:
         heapq.heappush(self._oldest, (since, gap.chunk, lap, gap))
 
     def take(self, lap: int, gap: UseGap) -> bool:
-        """Note that the chunk is in use. Returns whether it was idle."""
+        """Mark the chunk as used. Returns whether it was idle."""
         if (lap, gap) not in self._entries:
             return False
         self._entries.discard((lap, gap))
@@ -93,7 +95,7 @@ class _Idle:
         return True
 
     def shrink(self, room_bytes: int) -> None:
-        """Give up the oldest chunks until the others fit."""
+        """Remove the oldest chunks until the remaining chunks fit."""
         while self._held_bytes > room_bytes and self._oldest:
             _, _, lap, gap = heapq.heappop(self._oldest)
             self.take(lap, gap)
@@ -103,7 +105,8 @@ _Entries = dict[int, list[tuple[int, UseGap]]]
 
 
 def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries, _Entries]:
-    """Point of time -> the (lap, gap) pairs that open then, and the pairs that close then."""
+    """Returns two mappings from a point of time: to the (lap, gap) pairs that open there, and to those that close
+    there."""
     opening: _Entries = {}
     closing: _Entries = {}
     for lap in range(laps + 1):
@@ -114,8 +117,8 @@ def _unrolled(gaps: Sequence[UseGap], length: int, laps: int) -> tuple[_Entries,
 
 
 def _that_fit(kept: set[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """The kept gaps that fit. If iterations do not repeat, one iteration by itself may hold too much over its border:
-    then the oldest gaps go."""
+    """Returns the kept gaps that fit. If iterations do not repeat, a single iteration may hold too much over its
+    border; then the oldest gaps are removed."""
     length = len(room)
     left = list(room)
     for gap in kept:

@@ -1,21 +1,23 @@
-"""How many chunks should be pinned and how many streamed: a roofline over both numbers, and which chunks these are.
+"""How many chunks should be pinned and how many streamed: a roofline over both numbers. `interleave` says which chunks
+these are.
 
-[Note: the roofline] Let x be the share of the chunks (by parameters) that are pinned, z the share that is streamed, the
-rest updated on the CPU. All three are spread evenly through the layers, so of every window's updates ([Note: update
-windows] in pins.py) the CPU does the share 1 - x - z. One iteration takes at least: the compute queue's work and its
-Adam steps; CPU Adam, in its windows and in all; the copies each way, with the states of streamed chunks once up and
-once down, and with the chunks that cannot be kept between forward and backward a second time; on a half-duplex link
-both ways together; and the traffic of host DRAM. From the turn of the last micro-batch on, everything that its backward
-pass needs and that is not on the GPU has to come up. Behind a barrier all streamed chunks are updated before the next
-forward: the part of their states that did not fit on the GPU before arrives while the compute queue waits. The roofline
-ranks numbers of chunks and proves nothing.
+[Note: the roofline] Let x be the share of the chunks (by parameters) that are pinned, z the share that is streamed. The
+CPU updates the rest, 1 - x - z. All three kinds are spread evenly through the layers, so in every window ([Note: update
+windows] in pins.py) the CPU does the share 1 - x - z of the updates. One iteration takes at least the seconds of each
+of these: (1) the work of the compute queue with its Adam steps; (2) CPU Adam, in each window and in total; (3) the
+copies in each direction, on a half-duplex link both directions together; (4) the traffic of host DRAM. The states of
+streamed chunks are copied up once and down once. Chunks that cannot be kept between forward and backward are copied up
+a second time. After the last micro-batch turns to its backward pass, everything that this pass needs and that is not on
+the GPU is copied up. Behind a barrier all streamed chunks are updated before the next forward. The part of their states
+that did not fit on the GPU earlier arrives while the compute queue waits. The roofline ranks numbers of chunks and
+proves nothing.
 
-With several micro-batches, the gradients of a share of the chunks that are not pinned add up on the GPU, of streamed
-chunks first. Their sums take room there, and the GPU adds. Where sums may spill, those that have no room beside the
-working lists go down and come up between two micro-batches: that frees their room at two turns, and to give up working
-lists instead would cost the way up twice. All Adam of several micro-batches lies between the last micro-batch and the
-first, so there is a term for the seconds of the others, one by one, and of what lies between (`_in_turn_s`). All other
-gradients go down in each micro-batch and the host adds them; the sum of a streamed chunk then comes up with its states.
+With several micro-batches, gradients add up on the GPU for a share of the chunks that are not pinned, streamed chunks
+first. Their sums take room there, and the GPU adds. Where sums may spill, the sums that have no room beside the working
+lists go down and come up between two micro-batches. A spill frees room at two turns; giving up working lists instead
+would cost the way up twice. All Adam of several micro-batches lies between the last micro-batch and the first, so
+`_in_turn_s` adds the seconds of the other micro-batches, one after another, and of the work between them. All other
+gradients go down in each micro-batch and the host adds them. The sum of a streamed chunk then comes up with its states.
 """
 
 from __future__ import annotations
@@ -38,24 +40,25 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class ModeFacts:
-    """What the roofline needs to know of a job.
+    """Facts of a job for the roofline.
 
     pins: facts of the closed form for pins, chunks in order of first use.
     states_bytes: per chunk, bytes of its states, which come up for its update and go down after it.
     sum_bytes: per chunk, bytes of the sum of its gradients; 0 with one micro-batch.
-    lists: how often a gradient of a chunk goes down without a sum on the GPU.
-    lists_streamed: the same of a streamed chunk.
-    sums: whether gradients may add up on the GPU where states live elsewhere.
-    h2d, d2h, dram: bytes per second.
-    dram_adam_bytes: DRAM traffic of one CPU update, per chunk.
-    dram_add_bytes: DRAM traffic of all adds on the host, per chunk.
+    lists: number of times per iteration that a chunk's gradient goes down if its sum is not on the GPU.
+    lists_streamed: the same number for a streamed chunk.
+    sums: whether gradients may add up on the GPU although the states live elsewhere.
+    h2d_bytes_per_s, d2h_bytes_per_s, dram_bytes_per_s: bandwidths.
+    duplex: whether the link copies both ways at once.
+    dram_adam_bytes: per chunk, DRAM traffic of one CPU update.
+    dram_add_bytes: per chunk, DRAM traffic of all adds on the host.
     dram_fold_bytes: DRAM traffic of the adds that CPU Adam makes, of all chunks together.
-    passing_bytes: GPU room that streaming one chunk takes, own use and copies.
-    last_room_bytes: room at the last moment, nothing pinned.
-    turn_s: when the last backward pass begins.
+    passing_bytes: GPU room that streaming one chunk takes: its states and its working list.
+    last_room_bytes: room at the last moment with nothing pinned.
+    turn_s: seconds from the iteration's begin to the begin of the last backward pass.
     first_s: seconds of the first micro-batch.
-    forward_s: seconds of its forward pass.
-    adds_before: share of the adds on the GPU that come before.
+    forward_s: seconds of the forward pass of the first micro-batch.
+    adds_before: share of the adds on the GPU that come before the last micro-batch.
     net_s: least seconds of collectives.
     """
 
@@ -82,7 +85,7 @@ class ModeFacts:
 
 
 def mode_facts(job: Job) -> ModeFacts:
-    """The facts that the roofline over pinned and streamed chunks needs."""
+    """Returns the facts that the roofline over pinned and streamed chunks needs."""
     w, link = job.workload, job.cost.link
     visiting = [job.visiting_bytes(c) for c in job.candidates]
     states = [job.visiting_bytes(c, held=True) for c in job.candidates]
@@ -116,8 +119,8 @@ def mode_facts(job: Job) -> ModeFacts:
 
 
 def _least_net_s(job: Job) -> float:
-    """Least seconds of collectives: each updated chunk is gathered once, and its gradient is summed in each
-    micro-batch."""
+    """Returns the least seconds of collectives. Each updated chunk is gathered once, and its gradient is summed over
+    the ranks in each micro-batch."""
     if job.ranks == 1:
         return 0.0
     each = sum(job.cost.collective_s(job.whole_bytes(c)) for c in job.candidates)
@@ -126,13 +129,14 @@ def _least_net_s(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Closed-form seconds. Arrays have shape (len(pins), len(shares), len(sums)): number of pinned chunks, share of the
-    others that is streamed, share of the others with the sum of gradients on the GPU.
+    """Closed-form seconds. Arrays have shape (len(pins), len(shares), len(sums)). The axes are the number of pinned
+    chunks, the share of the other chunks that is streamed, and the share of the other chunks whose sum of gradients is
+    on the GPU.
 
     seconds: seconds per iteration, the largest of several terms.
+    floor_s: seconds without the terms that depend on which chunks have which mode (all windows except that of the last
+        chunk), and as if streamed parameters stayed on the GPU between iterations.
     spilt: share of the chunks whose sums spill.
-    floor_s: seconds without the terms of windows, which depend on where the modes lie (except the window of the last
-        chunk), and with streamed parameters that need not come up again.
     """
 
     seconds: Array
@@ -149,8 +153,8 @@ def roofline(
     spill: float = 0.0,
     in_turn: bool = True,
 ) -> Roofline:
-    """The closed form of [Note: the roofline]. spill: share of what has no room between two micro-batches for which
-    sums make room. in_turn: whether what cannot be side by side counts."""
+    """Returns the closed form of [Note: the roofline]. spill: share of the bytes without room between two micro-batches
+    for which sums make room. in_turn: whether to count the term of `_in_turn_s`."""
     f = facts.pins
     total_s = float(np.sum(f.moments_s))
     working, pinned = np.asarray(f.working_bytes, float), np.asarray(f.pinned_bytes, float)
@@ -158,31 +162,31 @@ def roofline(
     first = np.concatenate(([0.0], np.cumsum(working))) / everything
     x = first[np.asarray(pins, dtype=int)][:, None, None]
     z = (1 - x) * np.asarray(shares, dtype=float)[None, :, None]
-    summed = (1 - x) * np.asarray(sums, dtype=float)[None, None, :]  # of streamed chunks first
+    summed = (1 - x) * np.asarray(sums, dtype=float)[None, None, :]  # streamed chunks first
     cpu = 1 - x - z
     summed_z = np.minimum(z, summed)
     summed_cpu = np.maximum(0.0, summed - summed_z)
-    added = 1 - x - summed  # on the host
+    added = 1 - x - summed  # share whose gradients add up on the host
     gpu_adam, adam = float(np.sum(f.gpu_adam_s)), float(np.sum(f.adam_s))
     add, gpu_add = float(np.sum(f.add_s)), float(np.sum(f.gpu_add_s))
     up, down = float(np.sum(f.up_s)), float(np.sum(f.down_s))
     states, sum_bytes = float(np.sum(facts.states_bytes)), float(np.sum(facts.sum_bytes))
     visiting = z * states + (z - summed_z) * sum_bytes  # bytes
-    # Room behind a barrier, and the sums that have none there.
+    # Room behind a barrier, and the sums that have no room there.
     last = facts.last_room_bytes - x * pinned.sum() - z * everything - summed_z * sum_bytes
     visiting = visiting + (np.clip(-last, 0.0, summed_z * sum_bytes) if spill and f.barrier else 0.0)
-    # Copies up: each unpinned chunk once, and again over every gap it cannot be kept.
+    # Copies up: each unpinned chunk once, and again over every gap that it leaves.
     passing = np.where(z > 0, float(facts.passing_bytes), 0.0)
     beside = f.room_bytes - x * pinned.sum() - summed * sum_bytes
     spilt = np.clip(spill * ((1 - x) * everything - beside), 0.0, summed * sum_bytes)
     beside = beside + spilt
-    left = np.maximum(0.0, beside - passing)  # at the last turn, when states pass; at the others there is more
+    left = np.maximum(0.0, beside - passing)  # at the last turn, when states pass; other turns have more room
     again = np.maximum(0.0, (1 - x) * everything - left)
     if f.gaps > 1:
         again = again + np.maximum(0.0, (1 - x) * everything - np.maximum(0.0, beside)) * (f.gaps - 1)
     again = again / everything * up
     turn_up = np.maximum(0.0, (1 - x) * everything - np.maximum(0.0, beside))
-    times = facts.lists - 1  # that a sum is spilt
+    times = facts.lists - 1  # number of times that a sum is spilt
     h2d = (1 - x) * up + (visiting + times * spilt) / facts.h2d_bytes_per_s + again
     held = np.maximum(0.0, beside)
     adds_s = (x + summed) * gpu_add  # on the compute queue, in every micro-batch but the first
@@ -218,10 +222,10 @@ def roofline(
     terms += [_longest(windows, inside_s, cpu), h2d if facts.duplex else h2d + d2h]
     if facts.sums and in_turn:
         sent = z * states + (cpu - summed_cpu) * everything + summed_cpu * sum_bytes
-        added_s = adds_s / times  # on the GPU in a micro-batch
+        added_s = adds_s / times  # seconds per micro-batch, on the GPU
         up_rate, down_rate = facts.h2d_bytes_per_s, facts.d2h_bytes_per_s
         coming = (1 - x) * everything + visiting
-        ahead = np.clip(last, 0.0, visiting)  # of what comes for updates behind a barrier, what has room before it
+        ahead = np.clip(last, 0.0, visiting)  # bytes copied up for updates behind a barrier that have room before it
         terms.append(
             _in_turn_s(
                 facts,
@@ -238,8 +242,8 @@ def roofline(
 
 
 def _longest(windows: Sequence[tuple[float, float, float]], inside_s: Array, cpu: Array) -> Array:
-    """Seconds of the window that takes longest, 0 where CPU Adam updates nothing. windows: as `_windows` has them.
-    inside_s: seconds in each window beside its moments."""
+    """Returns the seconds of the longest window, 0 where CPU Adam updates nothing. windows: the result of `_windows`.
+    inside_s: seconds in each window in addition to its moments."""
     longest = np.zeros_like(cpu + inside_s)
     for span, adams, copies in windows:
         longest = np.maximum(longest, np.where(cpu > 1e-9, span + inside_s + cpu * adams + copies, 0.0))
@@ -254,15 +258,17 @@ def _in_turn_s(
     up_s: tuple[Array, Array, Array, Array],
     down_s: tuple[Array, Array, Array],
 ) -> Array:
-    """Seconds of what cannot be side by side: the micro-batches but the last one, each with the forward pass behind it,
-    and what comes between two of these runs. Eager, that is the last backward pass, all updates and the first forward
-    pass. Behind a barrier the last backward pass comes by itself.
+    """Returns the seconds of the work that cannot overlap. This is the sum over all micro-batches but the last, each
+    with the forward pass behind it, plus the work between the last of them and the next iteration. Without a barrier
+    this work is the last backward pass, all updates and the first forward pass. Behind a barrier the last backward pass
+    is counted by itself.
 
-    computed_s: seconds of the compute queue beside the moments: adds in a micro-batch, updates.
+    computed_s: seconds of the compute queue besides the moments: the adds of a micro-batch, and the updates.
     adam_s: seconds of CPU Adam.
-    up_s: seconds of copies up: what a turn cannot keep, spilt sums of a micro-batch, what comes for updates and for the
-        next iteration, the part of it that may come before the barrier.
-    down_s: seconds of copies down: gradients of a micro-batch, its spilt sums, what leaves in the last micro-batch.
+    up_s: seconds of copies up: chunks that do not stay over a turn; spilt sums of a micro-batch; lists for the updates
+        and for the next iteration; the part of these lists that may come before the barrier.
+    down_s: seconds of copies down: gradients of a micro-batch; its spilt sums; lists that leave in the last
+        micro-batch.
     """
     backward_s = facts.first_s - facts.forward_s
     (added_s, updates_s), (turn_s, spilt_up_s, last_up_s, ahead_s), (lists_s, spilt_down_s, last_down_s) = (
@@ -285,9 +291,9 @@ def _most(*seconds: Array | float) -> Array:
 
 
 def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, beside: Array, x: Array) -> Array:
-    """Seconds of the copies down that have to end by the end of the next iteration's first micro-batch, because what
-    they copy has no room on the GPU beside the chunks then. Copied down from the last turn on: gradients and sums of
-    chunks that CPU Adam updates, states and parameters of streamed chunks."""
+    """Returns the seconds of the copies down that have to end by the end of the next iteration's first micro-batch,
+    because the copied lists have no room beside the chunks then. These lists, copied from the last turn on, are
+    gradients and sums of chunks that CPU Adam updates, and states and parameters of streamed chunks."""
     f = facts.pins
     working, states, sums = (float(np.sum(size)) for size in (f.working_bytes, facts.states_bytes, facts.sum_bytes))
     size = (cpu - summed_cpu + z) * working + summed_cpu * sums + z * states
@@ -295,8 +301,8 @@ def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, besi
 
 
 def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
-    """(span, CPU Adam inside if all were updated on the CPU, copies) of the windows that can bind: the windows on the
-    upper envelope of span + share * Adam, then the window of the last chunk."""
+    """Returns (span, CPU Adam inside if the CPU updated all chunks, copies), in seconds, of the windows that can bind.
+    These are the windows on the upper envelope of span + share * Adam, then the window of the last chunk."""
     f = facts.pins
     clock = np.concatenate(([0.0], np.cumsum(f.moments_s)))
     first, final = np.asarray(f.first), np.asarray(f.final)
@@ -315,11 +321,11 @@ def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
 
 
 def _highest(value: Array, slope: Array) -> Iterator[int]:
-    """Numbers of the lines value + share * slope of which each is the highest one at some share from 0 to 1."""
+    """Yields the indices of the lines value + share * slope that are the highest line at some share from 0 to 1."""
     j = int(np.lexsort((slope, value))[-1])
     yield j
     while len(steeper := np.flatnonzero(slope > slope[j])):
-        shares = (value[j] - value[steeper]) / (slope[steeper] - slope[j])  # from which on these lines are higher
+        shares = (value[j] - value[steeper]) / (slope[steeper] - slope[j])  # from these shares on, they are higher
         k = int(np.lexsort((-slope[steeper], shares))[0])
         if shares[k] > 1.0:
             return
@@ -330,11 +336,13 @@ def _highest(value: Array, slope: Array) -> Iterator[int]:
 def interleave(
     order: Sequence[int], sizes: Sequence[int], pins: int, streams: int, head: int = 0, front: int = 0
 ) -> tuple[list[int], list[int]]:
-    """(pinned, streamed) chunks of `order`: the first `front` are streamed and the next `head` pinned. The rest of
-    `pins` and `streams` is taken from the chunks behind these by error diffusion, weighted by bytes, so that any run
-    of layers has its share.
+    """Returns (pinned, streamed) chunks of `order`. The first `front` chunks are streamed and the next `head` chunks
+    pinned. The remaining pins and streams are spread over the chunks behind these by error diffusion, weighted by
+    bytes, so that every run of layers has its share.
 
-    sizes: bytes by chunk. The numbers are met as closely as unequal sizes allow, and never exceeded.
+    sizes: chunk -> bytes.
+
+    The numbers of pins and streams are met as closely as unequal sizes allow, and never exceeded.
     """
     front = min(front, streams, len(order))
     head = min(head, pins, len(order) - front)

@@ -1,7 +1,7 @@
-"""period_s: the pace of a finished plan, by the rules of the simulator.
+"""Seconds per iteration of a finished plan, by the rules of the simulator.
 
-`choose` predicts seconds while it decides the order. Here the order is fixed, so that plans of any policy can be
-compared by the figure that the simulator will find.
+`choose` predicts seconds while it decides the order. `period_s` takes the order of a finished plan, so it compares
+plans of any policy by the figure that the simulator will find.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ __all__ = ["period_s"]
 
 
 def period_s(plan: Plan, cost: CostModel | None = None) -> float:
-    """Seconds per iteration of one rank, once the plan is steady. Raises PlanError for a plan that deadlocks."""
+    """Returns the seconds per iteration of one rank, once the plan is steady. Raises PlanError for a plan that
+    deadlocks."""
     cost = cost or cost_of(plan.workload, plan.machine, plan.layout)
     return follow(Program.of(plan), cost.step_costs(plan), cost.rates()).iteration_s

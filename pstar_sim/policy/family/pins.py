@@ -1,12 +1,12 @@
-"""How many chunks should keep their optimizer states on the GPU: a closed form scanned over all numbers.
+"""How many chunks should keep their optimizer states on the GPU: a closed form, evaluated for every number of pins.
 
-[Note: update windows] Chunk j is first used in moment f_j and its gradient is final after b_j. All chunks i with
-f_i <= f_j and b_i >= b_j that are updated on the CPU have their Adam between the end of b_j and the next start of f_j:
-T >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way; the same with the copies as the serial
-resource. Behind a barrier the window opens at the end of the iteration instead. Pinning the chunks that are used first
-is best (the r-th unpinned chunk then has the shortest possible span), so the number of pins says which chunks they are.
-Written for chunks of unequal size and several micro-batches. The closed form ranks numbers of pins and proves nothing;
-bounds/bounds.py gives the certificate.
+[Note: update windows] Chunk j is first used in moment f_j, and its gradient is final after moment b_j. Consider all
+chunks i with f_i <= f_j and b_i >= b_j that the CPU updates. Their Adam runs between the end of b_j and the next start
+of f_j: T >= compute(f_j .. b_j) + the sum of their Adam times + one copy each way. The same holds with the copies as
+the serial resource. Behind a barrier the window opens at the end of the iteration instead. Pinning the chunks that are
+used first is best, because the r-th unpinned chunk then has the shortest possible span. The number of pins therefore
+determines the pinned chunks. The form covers chunks of unequal size and several micro-batches. It ranks numbers of pins
+and proves nothing; bounds/bounds.py gives the certificate.
 """
 
 from __future__ import annotations
@@ -28,15 +28,20 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class PinFacts:
-    """For each chunk that could be pinned, in the order of pinning: first and final moment, bytes of the working list,
-    bytes pinned (working list and states), seconds of CPU Adam, GPU Adam, accumulation on the host and on the GPU (all
-    micro-batches), the add of the last gradient where CPU Adam makes it (`fold_s`), copy down and copy up.
+    """Facts of the chunks that could be pinned, in the order of pinning, and of the job.
 
+    first: moment of a chunk's first use.
+    final: moment of its last gradient.
+    working_bytes: bytes of the working list.
+    pinned_bytes: bytes of the working list and the states.
+    adam_s, gpu_adam_s: seconds of CPU Adam and of GPU Adam.
+    add_s, gpu_add_s: seconds of accumulation on the host and on the GPU, all micro-batches.
+    fold_s: seconds of the add of the last gradient, where CPU Adam makes it.
+    down_s, up_s: seconds of a copy down and of a copy up.
     moments_s: seconds of each moment.
     barrier: whether no Adam may run before the last moment.
-    room_bytes: least room for working lists at any moment, nothing pinned.
-    gaps: number of times that a chunk would be fetched again per iteration if it were never kept between forward and
-        backward.
+    room_bytes: least room for working lists at any moment, with nothing pinned.
+    gaps: number of times per iteration that a chunk is fetched again if it never stays between forward and backward.
     """
 
     first: Sequence[int]
@@ -57,7 +62,7 @@ class PinFacts:
 
 
 def iteration_bounds(facts: PinFacts, most: int) -> Array:
-    """Seconds of one iteration that 0, 1 .. most pinned chunks allow at best; shape (most + 1,)."""
+    """Returns a lower estimate of the seconds of one iteration for 0, 1 .. most pinned chunks, of shape (most + 1,)."""
     count = len(facts.first)
     if not count:
         return np.full(most + 1, float(np.sum(facts.moments_s)))
@@ -69,7 +74,7 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
     barrier = facts.barrier
     span = total - clock[first] if barrier else np.maximum(0.0, clock[final + 1] - clock[first])
     border = 0.0 if barrier else down
-    rows = [(adam, up + border), (up, adam + border)]  # what works one chunk after another, and the copies around it
+    rows = [(adam, up + border), (up, adam + border)]  # (seconds in series, seconds of copies around them)
     if not barrier:
         rows.append((down, adam + up))
     work, around = (np.array(row) for row in zip(*rows))
@@ -81,7 +86,7 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
     pinned_adam = np.concatenate(([0.0], np.cumsum(np.add(facts.gpu_adam_s, facts.gpu_add_s))))
     bounds = np.maximum(windows, total + pinned_adam)
     np.maximum(bounds, suffix(adam + np.asarray(facts.add_s)), out=bounds)
-    # Copies up: each unpinned chunk once, and again over every gap it cannot be kept.
+    # Copies up: each unpinned chunk once, and again over every gap that it leaves.
     working, pinned = np.asarray(facts.working_bytes, float), np.asarray(facts.pinned_bytes, float)
     rate = float(np.sum(up)) / max(1.0, float(working.sum()))
     moving = suffix(working)
@@ -94,15 +99,16 @@ def iteration_bounds(facts: PinFacts, most: int) -> Array:
 def _windows(
     first: NDArray[np.int64], final: NDArray[np.int64] | None, span: Array, work: Array, around: Array
 ) -> Array:
-    """[p]: seconds of the longest window if the first p chunks are pinned; 0 for all of them.
+    """Returns an array whose entry p is the seconds of the longest window if the first p chunks are pinned; 0 if all
+    are. No table of all pairs of chunks is made.
 
-    work, around: of each resource and chunk the seconds that are serial in a window, and those around them. No table of
-        all pairs of chunks is made.
+    work: per resource and chunk, the seconds that are serial in a window.
+    around: per resource and chunk, the seconds around these.
     """
     count = len(first)
     inside = np.zeros_like(work)  # [resource, j]: work of the chunks of window j that are not pinned
     longest = np.zeros(count + 1)
-    begin = np.searchsorted(first, first)  # the windows from here on have an opening that late
+    begin = np.searchsorted(first, first)  # first window that opens no earlier
     for p in range(count - 1, -1, -1):
         rest = slice(begin[p], None)
         mine = work[:, p : p + 1]
@@ -114,8 +120,9 @@ def _windows(
 def most_pins(
     working_bytes: Sequence[int], pinned_bytes: Sequence[int], need: Sequence[Sequence[int]], room: Sequence[int]
 ) -> int:
-    """The most chunks that can be pinned, in order. need: for each moment the positions of the chunks that it needs;
-    room: bytes for chunks at each moment. A pinned chunk that a moment needs takes no room a second time."""
+    """Returns the largest number of chunks that can be pinned, in order. need: for each moment, the indices of the
+    chunks that the moment needs. room: bytes for chunks at each moment. A pinned chunk that a moment needs is counted
+    once."""
     working = np.asarray(working_bytes, dtype=np.int64)
     held = np.concatenate(([0], np.cumsum(np.asarray(pinned_bytes, dtype=np.int64))))
     count = len(working)
@@ -135,7 +142,8 @@ def most_pins(
 
 
 def most_pins_of(job: Job) -> int:
-    """The most chunks, in the order of `Job.candidates`, whose working list and states could stay on the GPU."""
+    """Returns the largest number of chunks, in the order of `Job.candidates`, whose working list and states could stay
+    on the GPU."""
     position = {c: n for n, c in enumerate(job.candidates)}
     need = [tuple(position[c] for c in block.chunks if c in position) for block in job.blocks]
     fixed = [sum(job.sizes[c] for c in block.chunks if c not in position) for block in job.blocks]
@@ -148,7 +156,8 @@ def most_pins_of(job: Job) -> int:
 
 
 def _room(job: Job) -> list[int]:
-    """Bytes that the tide, gradient lists and small chunks leave free for all other chunks in each block."""
+    """Returns the bytes that the tide, gradient lists and small chunks leave free for all other chunks in each
+    block."""
     budget = job.machine.gpu_budget_bytes - job.small_bytes
     return [
         budget - block.tide_bytes - gradient_rows.room(job, n) - sum(job.remote[c] for c in block.chunks)
@@ -157,7 +166,7 @@ def _room(job: Job) -> list[int]:
 
 
 def pin_facts(job: Job) -> PinFacts:
-    """The facts that the closed form for the number of pins needs."""
+    """Returns the facts that the closed form for the number of pins needs."""
     uses, cost, order = job.uses, job.cost, job.candidates
     down = "grad32" if job.sums_on_gpu else "param"
     return PinFacts(

@@ -1,4 +1,4 @@
-"""A plan from visits: for a policy of one's own that decides which chunks are on the GPU when.
+"""Plans from visits, for a user's policy that decides at which moments each chunk is on the GPU.
 
 The passes take care of micro-batches, ranks, stashes and updates.
 """
@@ -34,26 +34,26 @@ def plan_visits(
     adam: str | None = None,
     lists_at_once: int | None = None,
 ) -> Plan:
-    """The plan in which chunks are on the GPU for these visits.
+    """Returns the plan in which chunks are on the GPU for these visits.
 
-    visits: of each chunk of `job.moving` that is not pinned, at least the moments `job.uses.touched[chunk]`. Visits
-        that overlap or follow one another are one. A chunk that gets gradients leaves with its last one
-        (`job.uses.last_gradient(chunk)`), so the part of a visit beyond that moment is left out.
-    pinned: chunks (of `job.candidates`: those that get gradients and are not small) whose states stay on the GPU. They
-        are always there and have no visits.
-    streamed: chunks (of `job.candidates`) whose states come to the GPU for the update. All others are updated by Adam
-        on the CPU.
-    prefetch: "none" fetches a chunk when the moment before its visit has ended, a number from 1 that many chunks ahead,
-        "edf" as far ahead as there is room, the earliest deadline first. None: as the job's point says ("edf").
-    adam: order of Adam on the CPU: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
-        parameters). None: as the job's point says ("edf").
-    lists_at_once: the most gradient lists of their own on the GPU at a time: a list opens only when the list opened
-        that many lists earlier has gone. The number must be larger than the number of lists that are filled at the same
-        time. None: as many as there is room for.
+    visits: for each chunk of `job.moving` that is not pinned, at least the moments `job.uses.touched[chunk]`. Visits
+        that overlap or follow one another are merged. A chunk that gets gradients leaves the GPU with its last gradient
+        (`job.uses.last_gradient(chunk)`), so the part of a visit after that moment is ignored.
+    pinned: chunks of `job.candidates` (chunks that get gradients and are not small) whose states stay on the GPU.
+        Pinned chunks are always there and have no visits.
+    streamed: chunks of `job.candidates` whose states come to the GPU for the update. CPU Adam updates all other chunks.
+    prefetch: how far ahead chunks are fetched. "none": when the moment before the visit has ended. A number from 1:
+        that many chunks ahead. "edf": as far ahead as there is room, earliest deadline first. None: the point's value
+        ("edf").
+    adam: order of CPU Adam: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
+        parameters). None: the point's value ("edf").
+    lists_at_once: the largest number n of separate gradient lists on the GPU at a time. A list opens only when the n-th
+        list before it has left. n must be larger than the number of lists that are filled at the same time. None: as
+        many lists as there is room for.
 
-    Raises CannotPlan for visits that leave out a use or name a chunk or moment that does not exist. Raises DoesNotFit
-    where a moment's visits do not fit the GPU, or where the host has no room for the lists that live there; fewer or
-    shorter visits, or fewer pinned chunks, need less.
+    Raises CannotPlan for visits that leave out a use, or that name a chunk or moment that does not exist. Raises
+    DoesNotFit if a moment's visits do not fit the GPU, or if the host has no room for the lists that live there. Fewer
+    or shorter visits, or fewer pinned chunks, need less room.
     """
     made = schedule_visits(
         job,
@@ -78,11 +78,11 @@ def schedule_visits(
     lists_at_once: int | None = None,
     gpu_bytes: int | None = None,
 ) -> Attempt:
-    """The schedule of the plan that `plan_visits` makes, with its seconds per iteration; no step is written.
+    """Returns the schedule of the plan that `plan_visits` makes, with its seconds per iteration. No step is written.
 
-    gpu_bytes: the most that model data and tide may take of the GPU together; None: its budget.
+    gpu_bytes: the most GPU memory that model data and tide may take together, in bytes; None: the GPU's budget.
 
-    Raises as `plan_visits`.
+    Raises the errors of `plan_visits`.
     """
     prefetch = job.point.prefetch if prefetch is None else prefetch
     adam = job.point.adam if adam is None else adam
@@ -112,10 +112,11 @@ def schedule_visits(
 
 
 def room_beside(job: Job, visits: Iterable[Visit]) -> Sequence[int]:
-    """Bytes of the GPU that each of `job.blocks` leaves free beside these visits and everything that goes with the
-    visits (gradient lists, the others' slices, gradients on their way down); negative where they do not fit.
+    """Returns, for each of `job.blocks`, the bytes of the GPU that are free beside these visits and beside the visits'
+    gradient lists, other ranks' slices and gradients on their way down. A value is negative where the visits do not
+    fit.
 
-    Raises CannotPlan as `plan_visits`.
+    Raises CannotPlan as `plan_visits` does.
     """
     modes = Modes(frozenset())
     return Course(job, modes, Knobs(stay=0.0), _blocks(job, modes, visits)).room
@@ -142,7 +143,7 @@ def _check_modes(job: Job, modes: Modes) -> None:
 
 
 def _check_chunk(job: Job, chunk: int, what: str) -> None:
-    """Raise CannotPlan for a chunk that does not exist or is small: a policy cannot name it."""
+    """Raise CannotPlan for a chunk that does not exist, and for a small chunk, which a policy cannot name."""
     if not 0 <= chunk < len(job.sizes):
         raise CannotPlan(f"{job.name}: {what}: there is no such chunk; chunks are 0 to {len(job.sizes) - 1}")
     if chunk in job.small:
@@ -150,7 +151,7 @@ def _check_chunk(job: Job, chunk: int, what: str) -> None:
 
 
 def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[int]]:
-    """Chunk -> ascending blocks over which the chunk is on the GPU; empty for a chunk that does not move."""
+    """Returns chunk -> ascending blocks over which the chunk is on the GPU; empty for a chunk that does not move."""
     moments = len(job.workload.moments)
     held: list[set[int]] = [set() for _ in job.sizes]
     for visit in visits:
@@ -160,7 +161,7 @@ def _blocks(job: Job, modes: Modes, visits: Iterable[Visit]) -> list[list[int]]:
         if not 0 <= visit.first <= visit.last < moments:
             raise CannotPlan(f"{job.name}: {visit} is not within the moments 0 to {moments - 1}")
         last = visit.last
-        if job.uses.updated(visit.chunk):  # with its last gradient it leaves
+        if job.uses.updated(visit.chunk):  # the chunk leaves with its last gradient
             last = min(last, job.uses.last_gradient(visit.chunk))
         if visit.first <= last:
             held[visit.chunk].update(range(job.block_of[visit.first], job.block_of[last] + 1))

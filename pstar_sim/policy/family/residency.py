@@ -1,7 +1,7 @@
-"""The gaps between the uses of chunks, and the chunks that stay on the GPU over such gaps.
+"""The gaps between the uses of a chunk, and the gaps over which the chunk stays on the GPU.
 
-Gaps between uses of chunks (not tensors), and the keep set: Belady's rule with a capacity that changes with time, in
-bytes. Knows no clock, no queue and no cost.
+The gaps to keep follow Belady's rule, with a capacity in bytes that changes with time. The module knows no clock, no
+queue and no cost.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ __all__ = ["UseGap", "belady", "gaps_of", "held_over"]
 
 
 class UseGap(NamedTuple):
-    """Chunk is used at `start` and next at `end`; strictly between them it may be away. end >= length of the
-    iteration: the next use is in the next iteration (only clean chunks can be kept over that)."""
+    """A chunk is used at `start` and next at `end`; strictly between them it may be away from the GPU. If `end` is at
+    least the length of the iteration, the next use is in the next iteration. Only a clean chunk can stay over such a
+    gap."""
 
     start: int
     end: int
@@ -26,16 +27,16 @@ class UseGap(NamedTuple):
 
 
 def gaps_of(chunk: int, uses: Sequence[int]) -> list[UseGap]:
-    """Gaps within the iteration between successive uses (ascending) that are not neighbours."""
+    """Returns the gaps within the iteration between successive uses (ascending) that are not neighbours."""
     return [UseGap(a, b, chunk) for a, b in pairwise(uses) if b > a + 1]
 
 
 def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[int]:
-    """For each of `count` positions, the bytes of the chunks that stay over these gaps."""
+    """Returns, for each of `count` positions, the bytes of the chunks that stay over these gaps."""
     change = [0] * (count + 1)
     for begin, end, chunk in gaps:
         change[begin + 1] += sizes[chunk]
-        if end > count:  # and goes on at the beginning
+        if end > count:  # the gap continues at the beginning of the iteration
             change[count] -= sizes[chunk]
             change[0] += sizes[chunk]
         change[end if end <= count else end - count] -= sizes[chunk]
@@ -43,20 +44,22 @@ def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[
 
 
 def belady(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> set[UseGap]:
-    """Gaps to keep: on overload give up the gap with the farthest end (Belady, with a capacity that varies).
+    """Returns the gaps to keep. When the open gaps hold too much, the gap with the farthest end is given up (Belady's
+    rule with a capacity that varies).
 
-    sizes: bytes of each chunk. room: bytes that kept gaps may take at each point of time (bytes that the points
-    themselves need are already taken off). With chunks of equal size no other choice keeps more gaps, because the gap
-    that ends farthest blocks room for the longest time. With a few larger chunks the rule is a heuristic, so gaps that
-    were given up are offered the room that is left, shortest first. Gaps that pass the end of the iteration go on at
-    its beginning.
+    sizes: chunk -> bytes.
+    room: bytes that kept gaps may take at each point of time, without the bytes that the points themselves need.
+
+    With chunks of equal size no other choice keeps more gaps, because the gap with the farthest end takes room for the
+    longest time. With a few larger chunks the rule is a heuristic, so given-up gaps are offered the remaining room, the
+    shortest gap first. A gap that passes the end of the iteration continues at its beginning.
     """
     gone = _given_up(gaps, sizes, room)
     return _offered_again(gaps, sizes, room, gone)
 
 
 def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> list[UseGap]:
-    """The gaps to give up: wherever the open gaps hold too much, the open gap with the farthest end."""
+    """Returns the gaps to give up: wherever the open gaps hold too much, the open gap with the farthest end."""
     length = len(room)
     opening: dict[int, list[UseGap]] = {}
     for gap in gaps:
@@ -66,7 +69,7 @@ def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int])
     closing = [0] * (2 * length + 1)
     gone: list[UseGap] = []
     # Gaps over the border also hold their bytes from the beginning of the iteration to their ends.
-    wrapped = [0] * (length + 1)  # by the end: bytes that gaps over the border hold until then
+    wrapped = [0] * (length + 1)  # by end: bytes that gaps over the border hold until that point
     for gap in gaps:
         if gap.end > length:
             held += sizes[gap.chunk]
@@ -79,7 +82,7 @@ def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int])
             closing[gap.end] += sizes[gap.chunk]
         while held > room[t] and open_gaps:
             _, _, gap = heapq.heappop(open_gaps)
-            if gap.end <= t:  # everything that is still open ended before: nothing left to give up
+            if gap.end <= t:  # all gaps on the heap have ended: nothing left to give up
                 break
             held -= sizes[gap.chunk]
             closing[gap.end] -= sizes[gap.chunk]
@@ -93,23 +96,22 @@ def _given_up(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int])
 def _offered_again(
     gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], given_up: Sequence[UseGap]
 ) -> set[UseGap]:
-    """The gaps to keep: all gaps that were not given up, and of the given-up gaps the shortest that fit the room
-    left."""
+    """Returns the gaps to keep: all gaps that were not given up, then the shortest given-up gaps that fit the remaining
+    room."""
     length = len(room)
     dropped, gone = list(given_up), set(given_up)
     kept = [gap for gap in gaps if gap not in gone]
     free = np.array(room, dtype=np.int64) - held_over(kept, sizes, length)
-    left = np.concatenate((free, free))  # twice: gaps may pass the end
+    left = np.concatenate((free, free))  # twice in a row, because gaps may pass the end
 
     def book(gap: UseGap, size: int) -> None:
-        """Take `size` bytes of the room for the whole gap; the room stands twice in a row, and both copies of a point
-        are kept equal."""
+        """Take `size` bytes of the room for the whole gap. Both copies of a point are kept equal."""
         low, high = gap.start + 1, gap.end
         left[low:high] -= size
         left[low + length : min(high + length, 2 * length)] -= size
         left[max(0, low - length) : max(0, high - length)] -= size
 
-    # Gaps over the border that do not fit at the beginning (where they were not on the heap yet) go first.
+    # Remove gaps over the border that do not fit at the beginning, where they were not on the heap yet.
     for gap in sorted((gap for gap in kept if gap.end > length), key=lambda g: -g.end):
         if left[gap.start + 1 : gap.end].min(initial=0) < 0:
             book(gap, -sizes[gap.chunk])

@@ -1,10 +1,10 @@
-"""Search: how many chunks to pin, how many to stream, and the knobs around them. `choose` times each trial.
+"""Search: how many chunks to pin, how many to stream, and the knobs. `choose` times each trial.
 
-The search begins with the numbers that the roofline (modes.py) and the closed form for pins alone (pins.py) propose,
-and goes downhill from the best of them, changing one thing at a time. Then it starts again from trials that the descent
+The search begins with the numbers that the roofline (modes.py) and the closed form for pins alone (pins.py) propose. It
+goes downhill from the best of them, changing one thing at a time. It then starts again from trials that the descent
 does not reach (another knob, other modes for the largest chunks). It ends when a plan is as good as the roofline, the
-effort is used up, or nothing is left to try. The effort is counted in scheduled ops, not in seconds: equal arguments
-give equal plans. A search that is given more effort continues.
+effort is used up, or nothing is left to try. The effort is counted in scheduled steps, not in seconds, so equal
+arguments give equal plans. A search that is given more effort continues.
 """
 
 from __future__ import annotations
@@ -32,43 +32,44 @@ __all__ = ["GOOD_ENOUGH", "Search", "Trial"]
 
 T = TypeVar("T")
 
-# [Note: what the constants buy] docs/results/search-constants.md says for each constant of the search what another
-# value in its place does to iterations, bytes and effort; the comments say what the constants are for.
-# Distance from the floor at which nothing more is tried: where the GPU is busy nearly all the time, nothing is left.
+# [Note: what the constants buy] For each constant of the search, docs/results/search-constants.md says how another
+# value changes iterations, bytes and effort. The comments here say what the constants are for.
+# The search ends at this relative distance from the floor: the GPU is then busy nearly all the time.
 GOOD_ENOUGH = 1e-3
 HOPELESS = 1.003  # an attempt slower than `Search.here` by this factor is not scheduled to its end
-# A chunk LARGE times as large as the usual one has a mode of its own, the first MOST_LARGE of them: all combinations of
-# their modes are tried. MOST_LARGE bounds the combinations: a Llama 30B has 182 such chunks.
+# A chunk LARGE times as large as the median chunk has a mode of its own, and all combinations of such modes are tried.
+# MOST_LARGE bounds the number of these chunks: a Llama 30B has 182 of them.
 LARGE, MOST_LARGE = 2.5, 3
-# The first descent begins with changes by the number of chunks over this, the others with changes by the number over
-# NEXT_STRIDE; all end with changes by 1.
+# The first descent begins with changes by the number of chunks divided by FIRST_STRIDE, later descents with changes by
+# the number divided by NEXT_STRIDE. All descents end with changes by 1.
 FIRST_STRIDE, NEXT_STRIDE = 6, 32
-# Pins that are tried at the start, of those of the roofline, with streams in place of the others: the roofline does not
-# know how much room copies ahead take.
+# Shares of the roofline's pins that are tried at the start, with streams in place of the other pins. The roofline does
+# not know how much room copies ahead take.
 FEWER_PINS = (0.85, 0.7)
-# Streams taken from the chunks used first, which have the least time between their last gradient and their next use.
+# Number of streams taken from the chunks used first, which have the least time between their last gradient and their
+# next use.
 FRONT = 2
-# With several micro-batches all updates come in the last backward pass, and the way down is what is short.
+# With several micro-batches all updates come in the last backward pass, and the copies down take the longest.
 ALL_AT_ONCE = Knobs(down="adam", states_first=True)
-# Points of the roofline over pins, streams and sums on the GPU, along each of them.
+# Largest number of points of the roofline along pins and along streams, and number of points along sums on the GPU.
 POINTS, SUMS = 41, 17
-MOST_PAIRS = 250_000  # of pins and streams that the roofline looks at one by one: 10,000 chunks would take gigabytes
-SPILLS = (0.0, 0.5, 0.75, 1.0)  # shares of what has no room between two micro-batches for which sums make room
-FEWER_SPILLS = 0.8  # share of the spills of the roofline that a second start has
-CLOSER, NEAR = 2, 9  # looks closer around the best of them, and points along each in one
-# Changes of (sums on the host, sums that spill) that are tried downhill.
+MOST_PAIRS = 250_000  # pairs of pins and streams that the roofline evaluates: 10,000 chunks would take gigabytes
+SPILLS = (0.0, 0.5, 0.75, 1.0)  # shares of the bytes without room between two micro-batches for which sums make room
+FEWER_SPILLS = 0.8  # share of the roofline's spills with which a second start is tried
+CLOSER, NEAR = 2, 9  # closer looks around the best point, and points along each axis in such a look
+# Changes of (sums on the host, sums that spill) that a descent tries.
 SUMS_TURNS = ((-1, 1), (1, -1), (-1, 0), (1, 0), (0, 1), (0, -1))
-USUAL = Knobs()  # with which a search begins
+USUAL = Knobs()  # knobs with which a search begins
 
 
 def _coarse(points: Sequence[T]) -> list[T]:
-    """At most POINTS of the points, evenly spread, the first and the last one among them."""
+    """Returns at most POINTS of the points, evenly spread, with the first and the last point."""
     chosen = np.linspace(0, len(points) - 1, min(POINTS, len(points))).round().astype(int)
     return [points[n] for n in chosen]
 
 
 def _near(points: Sequence[int] | Sequence[float], n: int) -> list[float]:
-    """NEAR points, evenly spread from the one before point n to the one behind it."""
+    """Returns NEAR values, evenly spread from the point before point n to the point after it."""
     spread = np.linspace(points[max(0, n - 1)], points[min(len(points) - 1, n + 1)], NEAR)
     return [float(point) for point in spread]
 
@@ -81,12 +82,13 @@ class Trial:
     streams: number of streamed chunks.
     head: number of pins taken from the chunks used first.
     front: number of streams taken from the chunks used first, before the head.
-    hosts: number of chunks whose gradients add up on the host, of those that are not pinned; streamed chunks come last.
-        0 where sums on the GPU are not a choice.
-    spills: number of chunks whose sum on the GPU goes to the host between two micro-batches, spread evenly over those
-        with such a sum.
-    large: mode of each chunk much larger than the usual one, "cpu", "pin" or "stream", in order of first use. A large
-        chunk counts as several chunks, in proportion to its size.
+    hosts: number of unpinned chunks whose gradients add up on the host, streamed chunks last. 0 where sums on the GPU
+        are not a choice.
+    spills: number of chunks whose sum on the GPU goes to the host between two micro-batches, spread evenly over the
+        chunks with such a sum.
+    large: mode of each chunk that is much larger than the median chunk, "cpu", "pin" or "stream", in order of first
+        use. A large chunk counts as several chunks, in proportion to its size.
+    knobs: the other settings (course.py).
     """
 
     pins: int
@@ -100,7 +102,7 @@ class Trial:
 
 
 class _Start(NamedTuple):
-    """The best trial by the roofline, where sums may spill or not, and its seconds."""
+    """The best trial by the roofline for a given spill share, and its seconds."""
 
     seconds: float
     pins: int
@@ -112,15 +114,16 @@ class _Start(NamedTuple):
 class Search:
     """The search in one job.
 
-    effort_ops: ops that the search may still schedule; what fits at all is sought until it is found.
-    spent_ops: ops that it has scheduled.
-    no_room: trials that have no room, each with the nearest one that has, once that is sought.
-    exhausted: whether the search knows nothing more to try.
+    effort_ops: steps that the search may still schedule. Until a trial fits, the search goes on without effort.
+    spent_ops: steps that the search has scheduled.
+    no_room: trials without room -> the nearest trial that has room, None until it is sought.
+    exhausted: whether the search has nothing more to try.
     tried: trial -> its seconds; inf if the trial does not fit or was given up as too slow.
     fastest: at most two attempts that fit. The first has the least burden among equally fast attempts (ties.py).
     best: seconds and trial of the fastest attempt.
     here: seconds and trial from which the search goes downhill.
-    starts: what is best by the roofline, with and without sums that spill where that is a choice; the best one first.
+    starts: the best trials by the roofline, the fastest first: without spilt sums, and with them where spilling is a
+        choice.
     """
 
     def __init__(self, job: Job) -> None:
@@ -131,20 +134,21 @@ class Search:
         self._tight = False  # whether the latest course had no room
         self.tried: dict[Trial, float] = {}
         self.fastest: list[Attempt] = []
-        self._seconds_of: dict[tuple[Modes, Knobs], float] = {}  # what different trials may come to
-        self._busy: dict[tuple[Modes, Knobs], tuple[float, float]] = {}  # `Attempt.busy_s` of what fits
+        self._seconds_of: dict[tuple[Modes, Knobs], float] = {}  # seconds of an attempt, which several trials may share
+        self._busy: dict[tuple[Modes, Knobs], tuple[float, float]] = {}  # `Attempt.busy_s` of attempts that fit
         self.best: tuple[float, Trial] | None = None
         self.here: tuple[float, Trial] | None = None
-        self.begun = False  # whether the starts were looked at
+        self.begun = False  # whether the starts were tried
         self.descended = False  # whether the search has gone downhill
         self.least_short_bytes = 0
-        self.reason: DoesNotFit | None = None  # why the first trial that did not fit did not
+        self.reason: DoesNotFit | None = None  # why the first trial that did not fit the host did not fit
         self.count = len(job.candidates)
         usual = sorted(job.sizes[c] for c in job.candidates)[self.count // 2] if self.count else 1
-        # Chunks (a vocabulary matrix) much larger than the usual one, and how many of those they are worth.
+        # Chunks (such as a vocabulary matrix) much larger than the median chunk -> how many median chunks each of them
+        # counts as.
         large = [c for c in job.candidates if job.sizes[c] > LARGE * usual]
         self.large = {c: round(job.sizes[c] / usual) for c in large[:MOST_LARGE]}
-        self.surplus = sum(self.large.values()) - len(self.large)  # by which chunks are then more than they are
+        self.surplus = sum(self.large.values()) - len(self.large)  # count of chunks that the large chunks add
         self.facts = mode_facts(job)
         self.first_fit = most_pins_of(job)
         asked = job.point.pins
@@ -162,10 +166,11 @@ class Search:
             self.floor_s = min(self.floor_s, float(roof.floor_s.min()))
             self.starts.append(self._best_start(roof, pins, shares, sums, spill))
         self.starts = sorted((min(self.starts[1:]), self.starts[0])) if job.may_sum else self.starts
-        # The best of a roofline that knows of no turns: far from some starts, where few large chunks are in the way.
+        # The best trial of a roofline without the term of `_in_turn_s`. It lies far from some starts, where few large
+        # chunks stand between.
         roof = roofline(self.facts, pins, shares, sums, in_turn=False) if job.may_sum else roof
         self.without_turns = self._best_start(roof, pins, shares, sums, 0.0, in_turn=False)
-        # The best without sums on the GPU: its seconds, pins and streams.
+        # The best point without sums on the GPU: its seconds, pins and streams.
         p, z = np.unravel_index(int(roof.seconds[..., 0].argmin()), roof.seconds.shape[:2])
         self.without_sums = float(roof.seconds[p, z, 0]), pins[p], round(shares[z] * (self.count - pins[p]))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
@@ -180,7 +185,8 @@ class Search:
         *,
         in_turn: bool = True,
     ) -> _Start:
-        """The best trial by the roofline over these points; where sums are a choice, of points between them too."""
+        """Returns the best trial by the roofline over these points; where sums are a choice, also over points between
+        them."""
         for closer in (*(True,) * CLOSER, False) if self.job.may_sum else (False,):
             p, z, g = map(int, np.unravel_index(int(roof.seconds.argmin()), roof.seconds.shape))
             if closer:
@@ -193,7 +199,7 @@ class Search:
         return _Start(float(roof.seconds[p, z, g]), pins[p], round(shares[z] * moving), hosts, spills)
 
     def _most(self) -> int:
-        """The most chunks of the usual size that could be pinned anywhere."""
+        """Returns an upper limit of the number of pins, taking all chunks to have the median size."""
         pinned = self.facts.pins.pinned_bytes
         if not pinned:
             return 0
@@ -203,7 +209,7 @@ class Search:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the fastest attempt; inf without one."""
+        """Seconds of the fastest attempt; inf if there is none."""
         return self.best[0] if self.best is not None else math.inf
 
     @property
@@ -245,7 +251,8 @@ class Search:
             if found is not None:
                 self._busy[key] = found.busy_s
                 known = sorted((*self.fastest, found), key=lambda a: a.iteration_s)
-                # The least of the fast ones, and the fastest of the others: no faster one is ever lost.
+                # Keep the attempt with the least burden among the fast ones, and the fastest of the others: the fastest
+                # is never lost.
                 first = least_of(known, seconds=lambda a: a.iteration_s, burden=burden_of)
                 self.fastest = [first, *(a for a in known if a is not first)][:2]
         return self._seconds_of[key]
@@ -273,8 +280,8 @@ class Search:
         return replace(modes, summed=summed, spilt=frozenset(spilt))
 
     def _summed(self, modes: Modes, hosts: int) -> frozenset[int]:
-        """Chunks with the sum of their gradients on the GPU: all that are not pinned but `hosts` of them, spread evenly
-        over the chunks that CPU Adam updates, then over the streamed ones."""
+        """Returns the chunks with the sum of their gradients on the GPU: all unpinned chunks except `hosts` of them.
+        The exceptions are spread evenly over the chunks that CPU Adam updates, then over the streamed chunks."""
         g = self.job
         by_adam = [c for c in g.candidates if c not in modes.pinned and c not in modes.streamed]
         streamed = [c for c in g.candidates if c in modes.streamed]
@@ -299,11 +306,14 @@ class Search:
         return found if found.window.stuck is None and found.window.events else None
 
     def run(self, effort_ops: int = 0, like: Search | None = None) -> list[Attempt]:
-        """Continue the search. Returns the attempts that fit and were kept; none if none fits. effort_ops: ops that it
-        may schedule. like: a search with chunks of another size, whose best trial is tried here too."""
+        """Continue the search. Returns the attempts that fit and were kept; an empty list if none fits.
+
+        effort_ops: steps that the search may schedule.
+        like: a search with chunks of another size, whose best trial is tried here too.
+        """
         self.effort_ops = effort_ops
         self.here = self.best
-        if like is not None and like.count:  # without, it has only small chunks
+        if like is not None and like.count:  # a search with count 0 has only small chunks
             self._try_with_room(self._like(like))
         if not self.begun:
             for trial in self._starts(turned=self.best is None):
@@ -319,13 +329,13 @@ class Search:
                 if self.good_enough or self.spent:
                     return self.fastest
                 self.here, least_s = None, self.seconds
-                if self.try_one(trial) and self.tried[trial] != least_s:  # an equal plan has no other way down
+                if self.try_one(trial) and self.tried[trial] != least_s:  # an equal plan has the same way down
                     self._downhill()
         self.exhausted = not self.spent
         return self.fastest
 
     def _downhill(self, parts: int = NEXT_STRIDE) -> None:
-        """Go downhill from `here`, first with changes by the number of chunks over `parts`."""
+        """Go downhill from `here`. The first changes are by the number of chunks divided by `parts`."""
         stride = max(1, self.count // parts)
         while self.here is not None and not self.good_enough and not self.spent:
             if self._descend(stride):
@@ -335,7 +345,8 @@ class Search:
             stride = max(1, stride // 2)
 
     def _like(self, other: Search) -> Trial:
-        """The trial of this search that is most like the best trial of another one, whose chunks have another size."""
+        """Returns the trial of this search that is most like the best trial of another search, whose chunks have
+        another size."""
         assert other.best is not None
         trial = other.best[1]
         modes = other._modes(trial)
@@ -357,12 +368,13 @@ class Search:
         )
 
     def _try_with_room(self, trial: Trial) -> None:
-        """Make the trial, or the nearest one that has room."""
+        """Make the trial. If it has no room, make the nearest trial that has room."""
         if not self.try_one(trial) and trial in self.no_room:
             self.try_one(self._with_room(trial))
 
     def _with_room(self, trial: Trial) -> Trial:
-        """A trial that has no room, with as many pins as have, and streams in place of the others."""
+        """Returns the trial nearest to a trial without room: the most pins that have room, with streams in place of the
+        other pins."""
         known = self.no_room[trial]
         if known is not None:
             return known
@@ -382,7 +394,7 @@ class Search:
         return Course(self.job, self._modes(trial), trial.knobs).least_room_bytes >= 0
 
     def short(self) -> DoesNotFit:
-        """The error that says why nothing fits."""
+        """Returns the error that says why nothing fits."""
         if self.reason is not None:
             return self.reason
         budget = self.job.machine.gpu_budget_bytes
@@ -391,8 +403,8 @@ class Search:
         return DoesNotFit(policy=self.job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
 
     def _starts(self, *, turned: bool) -> Iterator[Trial]:
-        """Trials to begin with. turned: whether the best of them is also tried with one thing after the other turned;
-        not where a search with chunks of another size has done so."""
+        """Yields trials to begin with. turned: whether variants of the best trial follow, each with one decision
+        changed. False if a search with chunks of another size has tried such variants."""
         if not turned:
             yield from self._roofline_starts(turned=False)
             yield from self._turned_large()
@@ -402,10 +414,10 @@ class Search:
             yield from self._roofline_starts(turned=True)
             seconds, pins, streams = self.without_sums
             if self.best is None or seconds < self.best[0]:
-                self.here = None  # so that the next one is not given up early
+                self.here = None  # so that the next trial is not given up early
                 yield Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), hosts=self.count)
             if self.best is not None and self.best[0] < self.alone_s:
-                return  # no plan without streams and sums comes there
+                return  # no plan without streams and sums is that fast
             self.here = None
         alone = int(iteration_bounds(self.facts.pins, self.first_fit).argmin())
         alone = max(self.fewest, min(alone, self.most))
@@ -422,8 +434,8 @@ class Search:
             yield Trial(pins=self.most, streams=0, head=self.most, hosts=no_sums)
 
     def _first_knobs(self) -> Knobs:
-        """Knobs of the first trial. Behind a barrier all streamed chunks are updated at once, and what has room there
-        decides."""
+        """Returns the knobs of the first trial. Behind a barrier all streamed chunks are updated at once, so the room
+        there decides."""
         if self.facts.pins.barrier:
             return replace(USUAL, linger=False, states_first=True)
         return ALL_AT_ONCE if self.job.may_sum else USUAL
@@ -432,9 +444,9 @@ class Search:
         knobs = self._first_knobs()
         for number, (_, pins, streams, hosts, spills) in enumerate(self.starts):
             if number:
-                self.here = None  # so that the next one is not given up early
+                self.here = None  # so that the next trial is not given up early
             start = Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), hosts=hosts, knobs=knobs)
-            if spills:  # the sums on their way need room, of which the roofline knows nothing
+            if spills:  # sums on their way need room, which the roofline does not count
                 start = replace(start, spills=spills, knobs=replace(knobs, linger=True))
                 yield replace(start, spills=round(FEWER_SPILLS * spills))
             yield start
@@ -442,8 +454,8 @@ class Search:
             yield from self._turned(self.best[1].knobs)
 
     def _turned(self, knobs: Knobs) -> Iterator[Trial]:
-        """The best trial with one decision turned to its other value, one after another. knobs: knobs of the best trial
-        at the beginning."""
+        """Yields the best trial with one decision changed to its other value, for one decision after another. knobs:
+        knobs of the best trial at the beginning."""
         assert self.best is not None
         yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
         yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))
@@ -454,7 +466,7 @@ class Search:
         yield from self._turned_large()
 
     def _turned_large(self) -> Iterator[Trial]:
-        """The best trial, with other modes of the large chunks."""
+        """Yields the best trial with other modes of the large chunks."""
         assert self.best is not None
         if self.large and self.best[1].streams:
             first = ("stream", *("cpu",) * (len(self.large) - 1))
@@ -462,7 +474,7 @@ class Search:
                 yield self._beside(self.best[1], modes)
 
     def _with_fewer_pins(self) -> Iterator[Trial]:
-        """The best trial, with streams in place of some of its pins."""
+        """Yields the best trial with streams in place of some of its pins."""
         assert self.best is not None
         for part in FEWER_PINS:
             now = self.best[1]
@@ -470,7 +482,7 @@ class Search:
             yield replace(now, pins=pins, streams=now.streams + now.pins - pins, head=min(pins, now.head))
 
     def _elsewhere(self, best: Trial) -> Iterator[Trial]:
-        """Trials near this one from which a descent may end at fewer seconds."""
+        """Yields trials near this trial from which a descent may end at fewer seconds."""
         knobs = best.knobs
         if self.job.may_sum:
             _, pins, streams, hosts, _ = self.without_turns
@@ -496,11 +508,12 @@ class Search:
                 )
 
     def _modes_of_large(self) -> Iterator[tuple[str, ...]]:
-        """All combinations of modes of the large chunks; none without such chunks."""
+        """Returns all combinations of modes of the large chunks; no combination if there are no large chunks."""
         return product(("stream", "pin", "cpu"), repeat=len(self.large)) if self.large else iter(())
 
     def _beside(self, trial: Trial, large: tuple[str, ...]) -> Trial:
-        """The trial with these modes of the large chunks, as many bytes pinned and streamed as before."""
+        """Returns the trial with these modes of the large chunks and with as many bytes pinned and streamed as
+        before."""
         if trial.large:
             return replace(trial, large=large)
         modes = self._modes(trial)
@@ -509,7 +522,7 @@ class Search:
         return replace(trial, pins=min(pins, self.most), streams=streams, large=large)
 
     def _descend(self, stride: int) -> bool:
-        """Try changes by `stride`. Returns whether one was better."""
+        """Try changes by `stride`. Returns whether a change was better."""
         improved = False
         for pins, streams in self._directions():
             improved |= self._go(stride, pins=pins, streams=streams)
@@ -520,8 +533,8 @@ class Search:
         return improved
 
     def _directions(self) -> tuple[tuple[int, int], ...]:
-        """Changes of pins and streams, first those that relieve what is busier in the plan at `here`: CPU Adam or the
-        link."""
+        """Returns changes of pins and streams to try in order. The changes that relieve CPU Adam come first if CPU Adam
+        is busier than the link in the plan at `here`; otherwise the changes that relieve the link do."""
         assert self.here is not None
         adam_s, link_s = self._busy[self._key(self.here[1])]
         if adam_s > link_s:
@@ -529,8 +542,8 @@ class Search:
         return (1, -1), (0, -1), (1, 0), (-1, 1), (-1, 0), (0, 1)
 
     def _go(self, first: int, **numbers: int) -> bool:
-        """Change the numbers by `first` times these. A change that was better is made again, twice as large as long as
-        that is better too. Returns whether one was better."""
+        """Change the numbers by `first` times these. A better change is repeated with twice the stride as long as that
+        is better too. Returns whether a change was better."""
         improved, stride = False, first
         while True:
             if self._change(**{name: number * stride for name, number in numbers.items()}):
@@ -541,7 +554,7 @@ class Search:
                 return improved
 
     def _change(self, **numbers: int) -> bool:
-        """Try `here` with these numbers added to its own. Returns whether that was better."""
+        """Try `here` with these numbers added to its own. Returns whether the result was better."""
         assert self.here is not None
         now, by = self.here[1], Counter(numbers)
         if self.good_enough:

@@ -1,8 +1,9 @@
-"""Plans by search: all three ways to update a chunk, numbers of chunks from a roofline, improved by trying neighbours.
+"""Plans by search: all three ways to update a chunk, in numbers that a roofline proposes and neighbouring trials
+improve.
 
-Chunks are pinned (states on the GPU for ever), streamed (states come for one update) or updated on the CPU; a roofline
-says how many of each, they are interleaved through the layers, and neighbouring numbers and knobs are tried
-(search.py). Where the caller leaves the chunk size open, a few sizes are tried, and the most promising searches
+Chunks are pinned (states stay on the GPU), streamed (states come for one update) or updated on the CPU. A roofline says
+how many chunks have each mode, the modes are interleaved through the layers, and neighbouring numbers and knobs are
+tried (search.py). If the caller leaves the chunk size open, a few sizes are tried, and the most promising searches
 continue. The plans found are followed (pace.py).
 """
 
@@ -31,21 +32,22 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["SearchResult", "own_plans", "searched"]
 
-# By [Note: what the constants buy] in search.py.
-MOST_CHUNKS = 400  # of the other chunk sizes that are tried: many chunks make a search long
-FACTORS = (2.0, 0.5)  # other chunk sizes, of the usual one, where chunks are many
-FACTORS_OF_FEW = (0.5, 0.25, 0.125)  # where chunks are few
-SECOND = 2  # searches that go on after the first look
-COARSE = 100  # up to this number of chunks, smaller chunks are tried
-# Effort in scheduled ops, for `Settings.effort` 1: in all, and in all where chunks are few. ALONE: the share of it
-# where one chunk size is searched alone.
+# See [Note: what the constants buy] in search.py.
+MOST_CHUNKS = 400  # largest number of chunks of the other chunk sizes that are tried: many chunks make a search long
+FACTORS = (2.0, 0.5)  # other chunk sizes, as multiples of the usual size, if chunks are many
+FACTORS_OF_FEW = (0.5, 0.25, 0.125)  # the same if chunks are few
+SECOND = 2  # number of searches that continue after the first look
+COARSE = 100  # up to this number of chunks, chunks count as few
+# Effort for `Settings.effort` 1, in scheduled steps: in total, and in total if chunks are few. ALONE: the share of this
+# effort if only one chunk size is searched.
 OPS, OPS_OF_FEW, ALONE = 380_000, 480_000, 0.65
-# On the usual chunk size, on each other size, and each time that a search goes on.
+# Effort for the usual chunk size, for each other size, and for each continuation of a search.
 FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
-# Attempts that a look at another size should allow; otherwise it waits until the others know no more.
+# Fewest attempts that a look at another size should allow. A size that allows fewer waits until the other searches are
+# exhausted.
 FEWEST_ATTEMPTS = 3
-WORTH_A_SIZE = 2e-2  # distance from the floor, as a share of it, from which other sizes are tried
-WORTH_A_SIZE_OF_FEW = 5e-3  # the same where chunks are few
+WORTH_A_SIZE = 2e-2  # relative distance from the floor above which other sizes are tried
+WORTH_A_SIZE_OF_FEW = 5e-3  # the same if chunks are few
 
 
 COPIES_DOWN = {
@@ -57,9 +59,12 @@ COPIES_DOWN = {
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """A plan, the policy that made it, and its seconds per iteration as followed.
+    """A plan that a search found.
 
-    pins_alone_s: least seconds that the closed form allows without streams.
+    seconds: seconds per iteration, as followed.
+    of: name of the policy that made the plan.
+    plan: the plan.
+    pins_alone_s: least seconds per iteration that the closed form allows without streams.
     """
 
     seconds: float
@@ -70,8 +75,8 @@ class SearchResult:
 
 @without_garbage_collection()
 def searched(name: str, workload: Workload, machine: Machine, settings: Settings, point: Point) -> Plan:
-    """The plan of another policy of the family that may stream states: the best plan of the search, at the usual chunk
-    size. Raises DoesNotFit."""
+    """Returns the best plan of the search at the usual chunk size, for a policy of the family other than optimal that
+    may stream states. Raises DoesNotFit."""
     own = own_plans(workload, machine, settings, point, name)
     best = least_of(own, seconds=lambda f: f.seconds, burden=lambda f: burden(f.plan))
     predictions = dict(best.plan.predictions) | {"policy_iteration_s": best.seconds}
@@ -87,25 +92,30 @@ def own_plans(
     *,
     sizes: bool = False,
 ) -> Iterator[SearchResult]:
-    """The best of the search over each chunk size tried. sizes: whether other sizes than the usual one are tried, where
-    the settings leave the size open. Raises DoesNotFit if no size fits."""
+    """Yields the best plans of the search over each chunk size tried.
+
+    sizes: whether sizes other than the usual size are tried, if the settings leave the size open.
+
+    Raises DoesNotFit if no size fits.
+    """
     over = _Sizes(workload, machine, settings, point, name, sizes)
     over.run()
     search = over.best()
-    for attempt in search.fastest:  # followed, since what `choose` says is a prediction
+    for attempt in search.fastest:  # followed, because the seconds of `choose` are a prediction
         plan = attempt.plan(_choices(search, attempt, over))
         yield SearchResult(period_s(plan), name, plan, search.alone_s)
 
 
 class _Sizes:
-    """Searches over several chunk sizes, one after the other, until a plan is good enough, the effort is used up, or no
-    search knows anything more to try. With more effort they go on, so a plan is never slower.
+    """Searches over several chunk sizes, one after the other, until a plan is good enough, the effort is used up, or
+    every search is exhausted. More effort continues the same searches, so it never makes the plan slower.
 
     usual: the layout at the usual size.
     few: whether the usual layout has few chunks, so that smaller chunks gain more.
     searches: searches over the sizes that fit.
-    tried: size -> seconds, for `explain`.
-    all_ops, left_ops: ops that the searches may schedule, and those that are left.
+    tried: size -> seconds, as words for `explain`.
+    all_ops: steps that the searches may schedule in total.
+    left_ops: steps that they may still schedule.
     """
 
     def __init__(
@@ -120,9 +130,9 @@ class _Sizes:
         ops = OPS_OF_FEW if self.few else OPS
         self.all_ops = self.left_ops = round(settings.effort * (ops if self._open else ALONE * ops))
         self.searches: list[Search] = []
-        self._later: list[Layout] = []  # sizes at which an attempt takes too much effort for a look
+        self._later: list[Layout] = []  # layouts with which an attempt takes too much effort for a look
         self.tried: dict[str, str] = {}
-        self._reason: DoesNotFit | None = None  # why the first size that did not fit did not
+        self._reason: DoesNotFit | None = None  # why the first size that did not fit did not fit
 
     def _layout(self, chunk_bytes: int | None) -> Layout:
         return build_layout(
@@ -130,7 +140,7 @@ class _Sizes:
         )
 
     def run(self) -> None:
-        """Look at each size, then go on with the most promising ones. Raises DoesNotFit where nothing fits."""
+        """Look at each size, then continue the most promising searches. Raises DoesNotFit if no size fits."""
         self._look(self.usual, FIRST_OPS)
         self._look_elsewhere()
         if not self.searches:
@@ -150,13 +160,13 @@ class _Sizes:
         return self._by_seconds()[0]
 
     def stopped(self) -> str:
-        """Why the searches ended."""
+        """Returns why the searches ended, as words."""
         if self.best().good_enough:
             return f"a plan is within {GOOD_ENOUGH:.1%} of the roofline"
         return "the effort is used up" if self.left_ops <= 0 else "there is nothing left to try"
 
     def _look(self, layout: Layout, effort_ops: int, point: Point | None = None) -> None:
-        """Begin a search with this effort. Until one fits, all of it, whatever is left."""
+        """Begin a search with this effort. Until a search fits, the effort is not bounded by the effort left."""
         if self.searches and self.left_ops <= 0:
             return
         job = self._job(point or self._point, layout)
@@ -173,8 +183,8 @@ class _Sizes:
             self._reason = self._reason or search.short()
 
     def _look_elsewhere(self) -> None:
-        """Other chunk sizes, where the usual one is far from its floor. Where nothing fits, also a constant capacity:
-        sometimes the room that only low tide has is better left to chunks that pass through."""
+        """Look at other chunk sizes if the usual size is far from its floor. If nothing fits, look also with a constant
+        capacity: sometimes the room at low tide is better left to chunks that pass through."""
         if self._open and not self._far():
             less = round((1 - ALONE) * self.all_ops)
             self.all_ops, self.left_ops = self.all_ops - less, self.left_ops - less
@@ -191,7 +201,7 @@ class _Sizes:
             self._look(self.usual, FIRST_OPS, replace(self._point, capacity="peak"))
 
     def _attempts(self, layout: Layout, effort_ops: int) -> float:
-        """Roughly how many attempts the effort allows with this layout."""
+        """Returns roughly how many attempts the effort allows with this layout."""
         if not self.searches:
             return math.inf
         first = self.searches[0]
@@ -199,12 +209,13 @@ class _Sizes:
         return effort_ops / each_ops
 
     def _promising(self) -> Search | None:
-        """The fastest of the searches that know something more to try and could become the fastest of all."""
+        """Returns the fastest search that is not exhausted and could become the fastest of all; None if there is
+        none."""
         least_s = self.best().seconds
         return next((s for s in self._by_seconds() if not s.exhausted and s.floor_s < least_s), None)
 
     def _go_on(self, search: Search, effort_ops: int) -> None:
-        """Let a search go on; it also tries what is best in the other searches."""
+        """Continue a search. The search also tries the best trial of the other searches."""
         best = self._by_seconds()[0] if self.searches else None
         least = effort_ops if best is None else min(effort_ops, self.left_ops)
         search.run(least, None if best is search else best)
@@ -245,7 +256,7 @@ def _choices(search: Search, attempt: Attempt, over: _Sizes) -> dict[str, object
 
 
 def _sums(search: Search, attempt: Attempt) -> dict[str, object]:
-    """Where gradients add up, and why, if that is a choice."""
+    """Returns words that say where gradients add up, and why; an empty mapping if the place is not a choice."""
     job, modes = search.job, attempt.modes
     if not job.may_sum:
         return {}

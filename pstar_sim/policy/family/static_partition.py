@@ -1,7 +1,8 @@
 """static_partition: tide with a constant capacity, sized for the peak of the non-model data.
 
-The same prefetch, keep set, Adam order and pin rule (asynchronous.py); but every moment uses only the room that the
-peak leaves free. The difference between the two policies is what following the tide is worth.
+Prefetch, the choice of gaps to keep, the order of CPU Adam and the rule for pins are those of tide (asynchronous.py),
+but every moment uses only the room that the peak leaves free. The difference between the two policies shows what
+following the tide is worth.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ CAPABILITIES = Capabilities(point=POINT)
 
 
 def static_partition(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
-    """Capacity = budget - the highest non-model bytes of any moment. changes: coordinates of another point.
+    """Returns the plan with capacity = budget - the highest non-model bytes of any moment.
 
-    Raises DoesNotFit if some moment's own chunks, the small chunks and that peak exceed the GPU, or if parameters and
+    changes: coordinates of another point.
+
+    Raises DoesNotFit if the chunks of some moment, the small chunks and that peak exceed the GPU, or if parameters and
     states exceed the host.
     """
     point = replace(POINT, **changes)

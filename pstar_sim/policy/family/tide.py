@@ -1,11 +1,11 @@
-"""tide: chunks use the room that the non-model data of each single moment leave free.
+"""tide: chunks use the room that the non-model data of each moment leave free.
 
-Asynchronous prefetch (the earliest deadline among the copies that are ready), Belady's keep set, write-back at once,
-CPU Adam in deadline order, as many pinned chunks as pay: see asynchronous.py. With several micro-batches, tide has room
-at low tide, between a backward pass and the next forward pass, that the peak does not leave. Its aim is time: it keeps
-chunks there, or pins more of them and copies more than static_partition where that is faster. Of equally fast plans it
-takes the one that moves less. With one micro-batch no chunk sees low tide between two uses, and tide copies what
-static_partition copies.
+Chunks are fetched asynchronously (the earliest deadline among the copies that are ready) and kept by Belady's rule.
+Gradients leave at once, CPU Adam runs in deadline order, and as many chunks are pinned as pay (asynchronous.py). With
+several micro-batches, tide has more room than static_partition at low tide, between a backward pass and the next
+forward pass. It uses this room to be faster: it keeps chunks there, or it pins more chunks and copies more than
+static_partition. Of equally fast plans tide takes the plan that moves less. With one micro-batch low tide never lies
+between two uses of a chunk, so tide and static_partition copy the same.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ CAPABILITIES = Capabilities(point=Point(), yardstick=True)
 
 
 def tide(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
-    """Capacity = budget - non-model bytes of the moment. changes: coordinates of another point.
+    """Returns the plan with capacity = budget - non-model bytes of the moment.
 
-    Raises DoesNotFit only if some moment's own chunks, the small chunks and its non-model data exceed the GPU, or if
-    parameters and states exceed the host.
+    changes: coordinates of another point.
+
+    Raises DoesNotFit only if the chunks of some moment, the small chunks and the moment's non-model data exceed the
+    GPU, or if parameters and states exceed the host.
     """
     point = Point(**changes)
     if point.streams or point.sums:
