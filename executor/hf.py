@@ -250,17 +250,21 @@ def offload(
     moments. Raises ContractError, here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers other
     than torch's AdamW.
     """
-    kind = type(trainer)
     if not hasattr(trainer, "create_optimizer"):
         raise ContractError(
-            f"executor.hf.offload: {kind.__name__} is not a transformers.Trainer; give one, or use executor.offload "
-            "for a loop of your own"
+            f"executor.hf.offload: {type(trainer).__name__} is not a transformers.Trainer; give one, or use "
+            "executor.offload for a loop of your own"
         )
+    request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
+    return _put_under(trainer, request)
+
+
+def _put_under(trainer: Any, request: Request) -> Any:
+    """Give the Trainer the mixin, and what to plan for. Returns the same trainer."""
+    kind = type(trainer)
     if not isinstance(trainer, OffloadTrainerMixin):
         trainer.__class__ = type(f"Offloaded{kind.__name__}", (OffloadTrainerMixin, kind), {"__module__": __name__})
-    trainer.offload_request = Request(
-        gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan
-    )
+    trainer.offload_request = request
     return trainer
 
 
@@ -278,8 +282,7 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, OffloadTrainerMixin):
-            offload(self)
-            self.offload_request = request
+            _put_under(self, request)
         if self._offload is None and self.model is not None:
             _end_earlier(begun, self.model)
         try:
@@ -366,11 +369,6 @@ class OffloadTrainerMixin:
         if self._offload is None:
             raise ContractError("offload_session: there is no session before train()")
         return self._offload.optimizer.session
-
-    def offload_close(self) -> None:
-        """End the run, as `session.close` does; the parameters are left without values. A second call does nothing."""
-        if self._offload is not None:
-            self._offload.optimizer.session.close(restore=False)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The Trainer's own optimizer, and then the plan's in its place."""

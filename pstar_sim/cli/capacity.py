@@ -28,7 +28,7 @@ from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
-    from pstar_sim.frameworks.prediction import Prediction
+    from pstar_sim.frameworks.prediction import ConfigurationPrediction
     from pstar_sim.planner.limits import Limits
 
 __all__ = ["commands"]
@@ -67,7 +67,7 @@ def fits(*, job: WorkloadFlags, on: MachineFlags, setting: SettingFlags, like: L
         job, setting = likes.fill(job, setting, machine)
         named = named or list(OURS)
     workloads = workloads_of(job, machine)
-    predictions: tuple[Prediction, ...] = ()
+    predictions: tuple[ConfigurationPrediction, ...] = ()
     if likes is not None:
         with bar("configurations", quiet=asked.json):
             predictions = likes.predict(workloads, machine, setting)

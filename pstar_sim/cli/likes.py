@@ -15,7 +15,7 @@ from pstar_sim.errors import PstarError
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
     from pstar_sim.frameworks.configuration import Configuration
-    from pstar_sim.frameworks.prediction import Prediction
+    from pstar_sim.frameworks.prediction import ConfigurationPrediction
     from pstar_sim.workload.workload import Workload
 
 __all__ = ["OURS", "Like", "Likes", "read_likes"]
@@ -69,7 +69,9 @@ class Likes:
             value, source = said, f"{label} says {_words(name, said)}"
         return value
 
-    def predict(self, workloads: Sequence[Workload], machine: Machine, setting: SettingFlags) -> tuple[Prediction, ...]:
+    def predict(
+        self, workloads: Sequence[Workload], machine: Machine, setting: SettingFlags
+    ) -> tuple[ConfigurationPrediction, ...]:
         """The configurations on the machine. Raises PstarError, naming the file, for one that the machine cannot run at
         all, such as one that needs disks."""
         from pstar_sim.cli.inputs import settings_of

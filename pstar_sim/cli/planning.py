@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pstar_sim.core.check_report import CheckReport
     from pstar_sim.core.plan import Plan, Settings
     from pstar_sim.core.timeline import Timeline
-    from pstar_sim.frameworks.prediction import Prediction
+    from pstar_sim.frameworks.prediction import ConfigurationPrediction
     from pstar_sim.planner.compare import Comparison
 
 __all__ = ["checked_plan", "commands", "measured_of", "named"]
@@ -85,7 +85,7 @@ def compare(
     """Compare policies on a machine: what fits, how fast, what binds, and why the rest does not fit."""
     asked = _Question(job=job, on=on, setting=setting, global_batch=global_batch, certify=lp, quiet=json)
     likes = read_likes(like)
-    predictions: tuple[Prediction, ...] = ()
+    predictions: tuple[ConfigurationPrediction, ...] = ()
     if likes is not None:
         asked, policy, predictions = _beside(asked, likes, policy)
     result = _compared(asked, policy, likes=predictions)
@@ -112,7 +112,7 @@ def compare(
 
 def _beside(
     asked: _Question, likes: Likes, policies: Sequence[str] | None
-) -> tuple[_Question, list[str], tuple[Prediction, ...]]:
+) -> tuple[_Question, list[str], tuple[ConfigurationPrediction, ...]]:
     """The question with what the configurations say of it, the policies to set beside them, and their predictions."""
     from pstar_sim.cli.inputs import machine_of, workloads_of
 
@@ -349,7 +349,7 @@ def _compared(
     policies: Sequence[str] | None,
     *,
     only_best: bool = False,
-    likes: Sequence[Prediction] = (),
+    likes: Sequence[ConfigurationPrediction] = (),
 ) -> Comparison:
     """likes: configurations that stand above the policies in the table."""
     from pstar_sim.cli.inputs import cut_of, machine_of, settings_of, workloads_of

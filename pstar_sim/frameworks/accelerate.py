@@ -14,7 +14,7 @@ from pstar_sim.frameworks import deepspeed
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
-from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Reading, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, Reading, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import brief, nearest
 
@@ -23,14 +23,13 @@ __all__ = ["ACCELERATE", "KEYS", "express", "read", "write"]
 ACCELERATE = "accelerate"
 _FSDP = "fsdp_config"
 _DS = "deepspeed_config"
-_Count = Annotated[int, least(1)]
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _DTYPES = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 KEYS = (
     used("distributed_type", "type", str, "NO"),
     used("mixed_precision", "precision", Literal["no", "bf16", "fp16", "fp8"]),
-    used("num_processes", "processes", _Count),
+    used("num_processes", "processes", Count),
     used(f"{_FSDP}.fsdp_version", "version", Literal[1, 2], 1),
     used(f"{_FSDP}.fsdp_offload_params", "offload", bool, False),
     used(f"{_FSDP}.fsdp_reshard_after_forward", "reshard", None),
@@ -41,7 +40,7 @@ KEYS = (
     used(f"{_DS}.zero_stage", "ds_stage", Literal[0, 1, 2, 3]),
     used(f"{_DS}.offload_optimizer_device", "ds_states", str),
     used(f"{_DS}.offload_param_device", "ds_params", str),
-    used(f"{_DS}.gradient_accumulation_steps", "ds_micro_batches", _Count),
+    used(f"{_DS}.gradient_accumulation_steps", "ds_micro_batches", Count),
     used(f"{_DS}.gradient_clipping", "ds_clip", Annotated[float, least(0)]),
     used(f"{_DS}.deepspeed_config_file", "ds_file", str),
     unmodelled(
@@ -111,9 +110,7 @@ def read(content: object, file: str) -> Configuration:
     found = read_keys(KEYS, content, file, "an accelerate configuration")
     kind = str(found["type"]).upper()
     if kind not in _TYPES:
-        near = nearest(kind, _TYPES)
-        hint = f"; did you mean {near}?" if near else f"; it must be one of {', '.join(_TYPES)}"
-        raise PstarError(f"{file}: distributed_type = {brief(found['type'])} is not modelled{hint}")
+        raise PstarError(f"{file}: distributed_type = {brief(found['type'])} is not modelled; {_hint(kind, _TYPES)}")
     notes = list(found.notes)
     if found["precision"] == "fp8":
         notes.append("not modelled: mixed_precision = fp8; predicted as bf16")
@@ -132,21 +129,22 @@ def read(content: object, file: str) -> Configuration:
     notes += said
     if found["wrap"] == "NO_WRAP":
         notes.append("not modelled: NO_WRAP gathers the whole model at once; predicted block by block")
-    version = _plain(found, "version", 1)
+    version = found.usual("version", 1)
     return Configuration(
         framework=ACCELERATE,
-        policy=fsdp_policy(offload=_plain(found, "offload", False), reshard=reshard),
+        policy=fsdp_policy(offload=found.usual("offload", False), reshard=reshard),
         dtype=_dtype(found),
-        checkpointing=True if _plain(found, "checkpointing", False) else None,
-        details=_details(found, {"type": kind, "version": version, "loads_once": _plain(found, "loads_once", False)}),
+        checkpointing=True if found.usual("checkpointing", False) else None,
+        details=_details(found, {"type": kind, "version": version, "loads_once": found.usual("loads_once", False)}),
         notes=tuple(notes),
         without_effect=found.without_effect,
     )
 
 
-def _plain(found: Reading, name: str, usual: Any) -> Any:
-    value = found[name]
-    return usual if value in (AUTO, None) else value
+def _hint(word: str, known: tuple[str, ...]) -> str:
+    """What would do, behind a word that is not known."""
+    near = nearest(word, known)
+    return f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}"
 
 
 def _dtype(found: Reading) -> str | None:
@@ -163,7 +161,7 @@ def _details(found: Reading, details: dict[str, object]) -> tuple[tuple[str, obj
 def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
     """Whether parameters are given up after forward, and notes on what is not modelled. Of the two keys accelerate
     reads one: with FSDP 1 the sharding strategy (a word or its number), with FSDP 2 fsdp_reshard_after_forward."""
-    one = _plain(found, "version", 1) == 1
+    one = found.usual("version", 1) == 1
     notes = []
     if found["reshard" if one else "strategy"] not in (None, AUTO):
         keys = ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")
@@ -178,9 +176,7 @@ def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
     if word in ("TRUE", "FALSE"):
         return word == "TRUE", notes
     if word not in _STRATEGIES:
-        near = nearest(word, _STRATEGIES)
-        hint = f"; did you mean {near}?" if near else f"; it must be one of {', '.join(_STRATEGIES)}"
-        raise PstarError(f"{file}: {_FSDP}: sharding strategy {brief(value)} is not known{hint}")
+        raise PstarError(f"{file}: {_FSDP}: sharding strategy {brief(value)} is not known; {_hint(word, _STRATEGIES)}")
     if word.startswith("HYBRID"):
         notes.append(f"not modelled: {word}: slices are taken to be spread over all ranks")
     if word == "NO_SHARD":
@@ -192,7 +188,7 @@ def _as_deepspeed(found: Reading, file: str, notes: list[str]) -> Configuration:
     """What DeepSpeed's own file would say. Its file, where the configuration names one, is asked for instead."""
     if found.known("ds_file") is not None:
         raise PstarError(f"{file}: {_DS}.deepspeed_config_file = {found['ds_file']!r}: give that file to --like")
-    zero: dict[str, Any] = {"stage": _plain(found, "ds_stage", 2)}
+    zero: dict[str, Any] = {"stage": found.usual("ds_stage", 2)}
     for device, name in (("offload_optimizer", "ds_states"), ("offload_param", "ds_params")):
         if found.known(name) is not None:
             zero[device] = {"device": found[name]}
@@ -247,10 +243,6 @@ def express(plan: Plan) -> Expressed:
         "loads_once": True,
         "processes": len(plan.machine.ranks),
     }
-    found = express_as(plan, ACCELERATE, details)
-    w = plan.workload
-    script = [f"the batch of {w.batch} sequences per GPU and its {w.micro_batches} micro-batches: the script's"]
-    if plan.settings.clip:
-        script.append("clipping: the script calls accelerator.clip_grad_norm_")
-    says = found.says[1:]
-    return Expressed(configuration=found.configuration, says=(w.dtype, *says), cannot=(*found.cannot, *script))
+    found = express_as(plan, ACCELERATE, details, says_batch=False)
+    script = ("clipping: the script calls accelerator.clip_grad_norm_",) if plan.settings.clip else ()
+    return replace(found, cannot=(*found.cannot, *script))

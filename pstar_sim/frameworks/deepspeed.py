@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PstarError
@@ -22,8 +22,17 @@ from pstar_sim.frameworks.express import (
     placed,
     whereabouts,
 )
-from pstar_sim.frameworks.host_memory import Block, block, rank_sizes, sub_groups, tensor_blocks, trained
-from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Reading, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.frameworks.host_memory import (
+    Allocation,
+    MemoryRules,
+    allocation,
+    moments_bytes_per_param,
+    rank_sizes,
+    sub_groups,
+    tensor_allocations,
+    trained,
+)
+from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, Reading, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.systems.sharded import (
     MAX_REUSE_PARAMS,
@@ -34,19 +43,18 @@ from pstar_sim.policy.systems.sharded import (
 from pstar_sim.schema.fields import between, least
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
-__all__ = ["DEEPSPEED", "KEYS", "express", "gpu_beyond_bytes", "host_blocks", "read", "start_bytes", "write"]
+__all__ = ["DEEPSPEED", "KEYS", "MEMORY", "express", "read", "write"]
 
 DEEPSPEED = "DeepSpeed"
 
-_Count = Annotated[int, least(1)]
 _Size = Annotated[int, least(0)]
 _Device = Literal["none", "cpu", "nvme"]
 _ZERO = "zero_optimization"
 
 KEYS = (
-    used("train_micro_batch_size_per_gpu", "batch_per_gpu", _Count),
-    used("gradient_accumulation_steps", "micro_batches", _Count),
-    used("train_batch_size", "train_batch", _Count),
+    used("train_micro_batch_size_per_gpu", "batch_per_gpu", Count),
+    used("gradient_accumulation_steps", "micro_batches", Count),
+    used("train_batch_size", "train_batch", Count),
     used("gradient_clipping", "clip", Annotated[float, least(0)], 1.0),
     used("bf16.enabled", "bf16", bool, False, also=("bfloat16.enabled",)),
     used("bf16.bf16_master_weights_and_grads", "bf16_masters", bool, False),
@@ -70,8 +78,8 @@ KEYS = (
     used(f"{_ZERO}.offload_param.max_in_cpu", "params_in_cpu", _Size, 1_000_000_000),
     used(f"{_ZERO}.cpu_offload", "cpu_offload", bool, False),
     used(f"{_ZERO}.cpu_offload_param", "cpu_offload_param", bool, False, also=(f"{_ZERO}.cpu_offload_params",)),
-    used(f"{_ZERO}.sub_group_size", "subgroup", _Count, SUB_GROUP_PARAMS),
-    used(f"{_ZERO}.reduce_bucket_size", "bucket", _Count, REDUCE_BUCKET_PARAMS),
+    used(f"{_ZERO}.sub_group_size", "subgroup", Count, SUB_GROUP_PARAMS),
+    used(f"{_ZERO}.reduce_bucket_size", "bucket", Count, REDUCE_BUCKET_PARAMS),
     used(f"{_ZERO}.stage3_max_reuse_distance", "reuse", _Size, MAX_REUSE_PARAMS, also=(f"{_ZERO}.max_reuse_distance",)),
     used(
         f"{_ZERO}.stage3_prefetch_bucket_size",
@@ -223,8 +231,8 @@ def read(content: object, file: str) -> Configuration:
         train_batch=found.known("train_batch"),
         clip=None if clip is None else clip > 0,
         optimizer=optimizer,
-        pinned=states == "none" or _usual(found, "pinned", True),
-        pinned_params=params == "none" or _usual(found, "pinned_params", True),
+        pinned=states == "none" or found.usual("pinned", True),
+        pinned_params=params == "none" or found.usual("pinned_params", True),
         details=_details(found, stage, states, params),
         left_open=tuple(name for name in ("bucket", "prefetch") if found[name] == AUTO and name in in_full(policy)),
         notes=(*notes, *said),
@@ -238,22 +246,16 @@ def _micro_batches(found: Reading) -> int | None:
     return 1 if alone else found.known("micro_batches")
 
 
-def _usual(found: Reading, name: str, usual: Any) -> Any:
-    """The value, or the usual one where the file leaves it to the script."""
-    value = found[name]
-    return usual if value == AUTO else value
-
-
 def _states(found: Reading) -> str:
     if "states" not in found.named and found["cpu_offload"] is True:
         return "cpu"
-    return str(_usual(found, "states", "none"))
+    return str(found.usual("states", "none"))
 
 
 def _params(found: Reading) -> str:
     if "params" not in found.named and found["cpu_offload_param"] is True:
         return "cpu"
-    return str(_usual(found, "params", "none"))
+    return str(found.usual("params", "none"))
 
 
 def _dtype(found: Reading) -> str | None:
@@ -284,12 +286,12 @@ def _policy(found: Reading, stage: int, states: str, params: str) -> str:
         return "zero3_resident" if stage == 3 else spec("zero3_resident", {"reshard": False})
     if stage < 3:
         return "zero_offload"
-    options = {name: _usual(found, name, default) for name, default in _SIZES.items()}
+    options = {name: found.usual(name, default) for name, default in _SIZES.items()}
     if "nvme" in (states, params):
         return spec("zero_infinity", {**options, "params": "nvme" if params == "nvme" else "cpu", "states": states})
-    pinned = _usual(found, "pinned", True)
+    pinned = found.usual("pinned", True)
     how = {"flush": "async" if pinned else "blocking", "pinned": pinned, "params": "cpu" if params == "cpu" else "gpu"}
-    return spec("zero3_offload", {**options, **how, "ratio": float(_usual(found, "ratio", 1.0))})
+    return spec("zero3_offload", {**options, **how, "ratio": float(found.usual("ratio", 1.0))})
 
 
 _SIZES = {
@@ -333,10 +335,10 @@ def _details(found: Reading, stage: int, states: str, params: str) -> tuple[tupl
     """What decides how DeepSpeed allocates, beside the policy's options."""
     kept: dict[str, object] = {"stage": stage, "states": states, "params": params}
     if states == "nvme":
-        kept["states_buffers"] = _usual(found, "states_buffers", 4)
+        kept["states_buffers"] = found.usual("states_buffers", 4)
     if params == "nvme":
         for name, usual in (("params_buffers", 5), ("params_buffer", 10**8), ("params_in_cpu", 10**9)):
-            kept[name] = _usual(found, name, usual)
+            kept[name] = found.usual(name, usual)
     if found.known("sums") is not None:
         kept["sums"] = found["sums"]
     return tuple(sorted(kept.items()))
@@ -381,7 +383,7 @@ def write(configuration: Configuration) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def host_blocks(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Block, ...]:
+def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
     """What one rank asks the host for: see [Note: pinned blocks] in host_memory.py.
 
     Stages 1 and 2: flat buffers of the rank's slices. Stage 3: masters, gradients and moments by sub-group; gradients
@@ -393,60 +395,60 @@ def host_blocks(configuration: Configuration, workload: Workload, ranks: int) ->
     tensors = trained(workload)
     numels = rank_sizes(tensors, ranks)
     own, width = sum(numels), DTYPE_BYTES[workload.dtype]
-    moments = workload.optimizer.states_bytes_per_param - 4
+    moments = moments_bytes_per_param(workload)
     pinned = configuration.pinned
     if detail["stage"] != 3:
-        blocks = [
-            block("fp32 masters", 4 * own, pinned=pinned),
-            block("updated parameters on their way", width * own, pinned=pinned),
-            block("fp32 gradients", 4 * own, pinned=pinned),
-            block("the optimizer's moments", moments * own, pinned=False),
-            block("a gradient on its way", width * max((t.numel for t in tensors), default=0), pinned=pinned),
+        allocations = [
+            allocation("fp32 masters", 4 * own, pinned=pinned),
+            allocation("updated parameters on their way", width * own, pinned=pinned),
+            allocation("fp32 gradients", 4 * own, pinned=pinned),
+            allocation("the optimizer's moments", moments * own, pinned=False),
+            allocation("a gradient on its way", width * max((t.numel for t in tensors), default=0), pinned=pinned),
         ]
         if workload.micro_batches > 1:
-            blocks.append(tensor_blocks("gradients of micro-batches", numels, width, pinned=pinned))
-        return tuple(blocks)
-    return (*_stage3_blocks(configuration, numels, moments, width), *_parameters(configuration, numels, width))
+            allocations.append(tensor_allocations("gradients of micro-batches", numels, width, pinned=pinned))
+        return tuple(allocations)
+    return (*_stage3_allocations(configuration, numels, moments, width), *_parameters(configuration, numels, width))
 
 
-def _stage3_blocks(configuration: Configuration, numels: list[int], moments: int, width: int) -> list[Block]:
+def _stage3_allocations(configuration: Configuration, numels: list[int], moments: int, width: int) -> list[Allocation]:
     options, detail = configuration.options, configuration.detail
     groups = sub_groups(numels, _whole(options["subgroup"]))
     if detail["states"] == "nvme":
         buffers = [max(groups, default=0)] * _whole(detail["states_buffers"])
-        blocks = [tensor_blocks("buffers between host and disks", buffers, 4, pinned=True)]
+        allocations = [tensor_allocations("buffers between host and disks", buffers, 4, pinned=True)]
     else:
         ratio = options.get("ratio", 1.0)
         assert isinstance(ratio, float)
         held = groups[int((1 - ratio) * len(groups)) :]
-        blocks = [
-            tensor_blocks("fp32 masters", held, 4, pinned=False),
-            tensor_blocks("fp32 gradients", held, 4, pinned=configuration.pinned),
-            tensor_blocks("the optimizer's moments", held, moments, pinned=False),
+        allocations = [
+            tensor_allocations("fp32 masters", held, 4, pinned=False),
+            tensor_allocations("fp32 gradients", held, 4, pinned=configuration.pinned),
+            tensor_allocations("the optimizer's moments", held, moments, pinned=False),
         ]
     sums = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(detail.get("sums")), width)
-    return [*blocks, block("gradients before the step", sums * sum(numels), pinned=configuration.pinned)]
+    return [*allocations, allocation("gradients before the step", sums * sum(numels), pinned=configuration.pinned)]
 
 
-def _parameters(configuration: Configuration, numels: list[int], width: int) -> list[Block]:
-    """Blocks of parameters that live off the GPU. DeepSpeed pins them one by one, then moves them into one buffer;
-    PyTorch keeps the small blocks that are then free."""
+def _parameters(configuration: Configuration, numels: list[int], width: int) -> list[Allocation]:
+    """Allocations of parameters that live off the GPU. DeepSpeed pins them one by one, then moves them into one buffer;
+    PyTorch keeps the small allocations that are then free."""
     detail = configuration.detail
     if detail["params"] == "none":
         return []
     own = sum(numels)
     if detail["params"] == "cpu":
         moved = [
-            tensor_blocks(
+            tensor_allocations(
                 "parameters as they came, which PyTorch keeps", numels, width, pinned=configuration.pinned_params
             )
         ]
-        return [block("parameters", width * own, pinned=True), *(moved if configuration.pinned_params else [])]
+        return [allocation("parameters", width * own, pinned=True), *(moved if configuration.pinned_params else [])]
     buffers = [_whole(detail["params_buffer"])] * _whole(detail["params_buffers"])
     in_cpu = min(own, _whole(detail["params_in_cpu"]))
     return [
-        block("parameters kept on the host", width * in_cpu, pinned=True),
-        tensor_blocks("buffers of parameters between host and disks", buffers, width, pinned=True),
+        allocation("parameters kept on the host", width * in_cpu, pinned=True),
+        tensor_allocations("buffers of parameters between host and disks", buffers, width, pinned=True),
     ]
 
 
@@ -455,7 +457,7 @@ def _whole(value: object) -> int:
     return value
 
 
-def gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
+def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
     """Bytes that the GPU holds beside the plan's lists. With stage 0 in 16 bits these are working gradients and fp32
     gradients; all_on_gpu has the fp32 ones only for several micro-batches."""
     if configuration.detail["stage"] != 0 or workload.dtype == "fp32":
@@ -463,12 +465,15 @@ def gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: in
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
-def start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
+def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
     """Bytes of weights while they are loaded, in the working dtype. Every process loads the whole model; with stage 3
     the model is sliced while it is made (zero.Init; the HF Trainer does that)."""
     whole = workload.params * DTYPE_BYTES[workload.dtype]
     return -(-whole // ranks) if configuration.detail["stage"] == 3 else whole
 
+
+MEMORY = MemoryRules(allocations=_allocations, start_bytes=_start_bytes, gpu_beyond_bytes=_gpu_beyond_bytes)
+"""How DeepSpeed allocates."""
 
 _OWN = (
     "all_on_gpu",

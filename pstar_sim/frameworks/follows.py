@@ -1,7 +1,7 @@
 """A configuration as a policy: the framework's own policy plans, with the host memory that the framework really takes.
 
-The policy knows host bytes per parameter; here they are replaced by the framework's own blocks, rounded as PyTorch
-rounds them (host_memory.py). These blocks alone decide whether the host has room.
+The policy knows host bytes per parameter; here they are replaced by the framework's own allocations, rounded as
+PyTorch rounds them (host_memory.py). These allocations alone decide whether the host has room.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pstar_sim.core.plan import STASHES, Plan, Settings
 from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.frameworks.configuration import Configuration
-from pstar_sim.frameworks.targets import host_need, target_of
+from pstar_sim.frameworks.targets import target_of
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
@@ -50,15 +50,15 @@ class Follows:
         return f"<policy {self.__name__}: {self.configuration.policy}>"
 
     def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-        """The plan. Raises DoesNotFit if the framework's blocks exceed the host, or if the policy's lists exceed the
-        GPU or the disks."""
+        """The plan. Raises DoesNotFit if the framework's allocations exceed the host, or if the policy's lists
+        exceed the GPU or the disks."""
         configuration = self.configuration.for_model(workload)
-        need = host_need(configuration, workload, len(machine.ranks))
+        memory, ranks = target_of(configuration).memory, len(machine.ranks)
+        need = memory.host_need(configuration, workload, ranks)
         short = need.shortage(machine, self.__name__)
         if short is not None:
             raise short
-        beyond = target_of(configuration).gpu_beyond_bytes
-        more_bytes = 0 if beyond is None else beyond(configuration, workload, len(machine.ranks))
+        more_bytes = memory.gpu_beyond_bytes(configuration, workload, ranks)
         try:
             plan = find_policy(configuration.policy)(workload, _planned_on(machine, more_bytes), settings)
         except DoesNotFit as error:

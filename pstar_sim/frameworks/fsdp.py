@@ -13,12 +13,19 @@ from collections.abc import Iterable
 from pstar_sim.core.plan import Plan
 from pstar_sim.frameworks.configuration import Configuration, spec
 from pstar_sim.frameworks.express import Expressed, common_limits, common_says, options_of_plan, whereabouts
-from pstar_sim.frameworks.host_memory import Block, rank_sizes, tensor_blocks, trained
+from pstar_sim.frameworks.host_memory import (
+    Allocation,
+    MemoryRules,
+    moments_bytes_per_param,
+    rank_sizes,
+    tensor_allocations,
+    trained,
+)
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.systems.sharded import MAX_REUSE_PARAMS
 from pstar_sim.workload.workload import Tensor, Workload
 
-__all__ = ["OWN", "express_as", "fsdp_policy", "host_blocks", "start_bytes"]
+__all__ = ["MEMORY", "OWN", "express_as", "fsdp_policy", "offloads", "reshards"]
 
 OWN = ("zero3_resident", "zero_infinity")
 """Policies that stand for FSDP."""
@@ -42,7 +49,7 @@ def reshards(configuration: Configuration) -> bool:
     return options["reuse"] == 0 if offloads(configuration) else bool(options.get("reshard", True))
 
 
-def host_blocks(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Block, ...]:
+def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
     """What one rank asks the host for where everything is offloaded. FSDP2 pins parameter by parameter, FSDP 1 the flat
     parameter of each wrapped block; a gradient arrives in a block as large as its parameter."""
     if not offloads(configuration):
@@ -51,11 +58,10 @@ def host_blocks(configuration: Configuration, workload: Workload, ranks: int) ->
     sizes = rank_sizes(tensors, ranks)
     if configuration.detail.get("version") == 1:
         sizes = [-(-sum(t.numel for t in unit) // ranks) for unit in _units(tensors)]
-    moments = workload.optimizer.states_bytes_per_param - 4
     return (
-        tensor_blocks("fp32 parameters", sizes, _WIDTH, pinned=configuration.pinned_params),
-        tensor_blocks("fp32 gradients", sizes, _WIDTH, pinned=configuration.pinned_params),
-        tensor_blocks("the optimizer's moments", sizes, moments, pinned=False),
+        tensor_allocations("fp32 parameters", sizes, _WIDTH, pinned=configuration.pinned_params),
+        tensor_allocations("fp32 gradients", sizes, _WIDTH, pinned=configuration.pinned_params),
+        tensor_allocations("the optimizer's moments", sizes, moments_bytes_per_param(workload), pinned=False),
     )
 
 
@@ -69,14 +75,24 @@ def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(units.values())
 
 
-def start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
+def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
     """Weights while they are loaded, in fp32: every process loads the whole model, or one does for all."""
     whole = workload.params * _WIDTH
     return -(-whole // ranks) if configuration.detail.get("loads_once") else whole
 
 
-def express_as(plan: Plan, framework: str, details: dict[str, object]) -> Expressed:
-    """The FSDP configuration nearest to a plan: offloaded where the plan keeps anything off the GPU."""
+MEMORY = MemoryRules(allocations=_allocations, start_bytes=_start_bytes)
+"""How FSDP allocates, under each of its names."""
+
+
+def express_as(
+    plan: Plan, framework: str, details: dict[str, object], *, says_batch: bool = True, trains_fp16: bool = True
+) -> Expressed:
+    """The FSDP configuration nearest to a plan: offloaded where the plan keeps anything off the GPU.
+
+    says_batch: whether the file says the batch and its micro-batches; else they are the script's.
+    trains_fp16: whether the framework trains in fp16; else the file says bf16.
+    """
     where = whereabouts(plan)
     known = options_of_plan(plan, *OWN)
     cannot = common_limits(plan, framework, *OWN)
@@ -92,20 +108,26 @@ def express_as(plan: Plan, framework: str, details: dict[str, object]) -> Expres
         )
     if where.params_on_disks or where.states_on_disks:
         cannot.append(f"disks: {framework} has none; predicted with everything on the host")
-    if plan.workload.dtype == "fp16":
-        cannot.append("loss scaling: the script needs a gradient scaler for fp16")
-    if plan.workload.optimizer.name != "adamw":
-        cannot.append(f"the states of {plan.workload.optimizer.name}: the script makes the optimizer")
     w = plan.workload
+    dtype = w.dtype
+    if w.dtype == "fp16" and trains_fp16:
+        cannot.append("loss scaling: the script needs a gradient scaler for fp16")
+    elif w.dtype == "fp16":
+        dtype = "bf16"
+        cannot.append(f"fp16: {framework} trains in bf16 or fp32; the file says bf16")
+    if w.optimizer.name != "adamw":
+        cannot.append(f"the states of {w.optimizer.name}: the script makes the optimizer")
+    if not says_batch:
+        cannot.append(f"the batch of {w.batch} sequences per GPU and its {w.micro_batches} micro-batches: the script's")
     configuration = Configuration(
         framework=framework,
         policy=fsdp_policy(offload=offload, reshard=reshard),
-        dtype=w.dtype,
+        dtype=dtype,
         checkpointing=True if w.checkpointing else None,
         details=tuple(sorted(details.items())),
     )
     says = [
-        *common_says(plan),
+        *(common_says(plan) if says_batch else [dtype]),
         "parameters, gradients and optimizer states on the host" if offload else "everything on the GPUs, in slices",
         f"parameters {'given up' if reshard else 'kept'} after forward",
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pstar_sim.core.plan import Plan
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
@@ -17,9 +19,12 @@ The process group has to exist; with offloading on a GPU it needs both backends,
 Parameters are fp32, each its own master; blocks compute in {dtype}.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 DTYPE = torch.{torch_dtype}
 OFFLOAD = {offload}
@@ -33,11 +38,21 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return [block for block in reversed(found) if not isinstance(block, nn.ModuleList | nn.ModuleDict)]
 
 
+def recompute(model: nn.Module) -> None:
+    """Recompute the activations of every block that is in no other block."""
+    inner = {{id(part) for block in blocks(model) for part in block.modules() if part is not block}}
+    for block in blocks(model):
+        if id(block) not in inner:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
 def shard(model: nn.Module) -> nn.Module:
     """Slice every block and the rest of the model, in place."""
     model.float()
     if CHECKPOINTING and hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable()
+    elif CHECKPOINTING:
+        recompute(model)
     options = {{
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if OFFLOAD else OffloadPolicy(),
         "reshard_after_forward": RESHARD,
@@ -67,6 +82,6 @@ def write(configuration: Configuration) -> str:
 
 def express(plan: Plan) -> Expressed:
     """The configuration nearest to a plan; the optimizer, clipping, batch and micro-batches are the script's."""
-    found = express_as(plan, FSDP2, {"version": 2})
-    script = "the optimizer, clipping and batch: the script's (AdamW over model.parameters(), fused=True)"
-    return Expressed(configuration=found.configuration, says=found.says, cannot=(*found.cannot, script))
+    found = express_as(plan, FSDP2, {"version": 2}, says_batch=False)
+    script = "the optimizer and clipping: the script's (AdamW over model.parameters(), fused=True)"
+    return replace(found, cannot=(*found.cannot, script))

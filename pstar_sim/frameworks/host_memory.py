@@ -1,4 +1,4 @@
-"""Host memory of a framework: what it asks the host for, block by block, and what PyTorch then takes.
+"""Host memory of a framework: what it asks the host for, allocation by allocation, and what PyTorch then takes.
 
 [Note: pinned blocks] PyTorch gives pinned host memory out of a cache (CachingHostAllocator) that rounds each request up
 to a power of two and keeps a block that was freed for a later request of the same size class: a buffer of 2.1 GB takes
@@ -9,19 +9,23 @@ itself (DS_PIN_MEMORY_BACKEND=native); neither is the default, and neither is as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import DoesNotFit
+from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Tensor, Workload
 
-__all__ = ["Block", "HostNeed", "block", "rank_sizes", "sub_groups", "tensor_blocks", "trained"]
+__all__ = [
+    "Allocation", "HostNeed", "MemoryRules", "allocation", "moments_bytes_per_param", "rank_sizes", "sub_groups",
+    "tensor_allocations", "trained",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class Allocation:
     """Memory that is asked for under one name, on one rank.
 
     name: what lies in it.
@@ -47,24 +51,24 @@ class Block:
 class HostNeed:
     """What a framework takes of the host on one rank.
 
-    blocks: held from the first step on.
-    startup_bytes: weights while they are loaded; they are gone when the blocks are asked for.
+    allocations: held from the first step on.
+    startup_bytes: weights while they are loaded; they are gone when the allocations are made.
     stash_bytes: activations on the host.
     """
 
-    blocks: tuple[Block, ...]
+    allocations: tuple[Allocation, ...]
     startup_bytes: int
     stash_bytes: int = 0
 
     @property
     def asked_bytes(self) -> int:
-        """What the blocks ask for, and the activations."""
-        return sum(block.asked_bytes for block in self.blocks) + self.stash_bytes
+        """What the allocations ask for, and the activations."""
+        return sum(a.asked_bytes for a in self.allocations) + self.stash_bytes
 
     @property
     def rounding_bytes(self) -> int:
         """What pinning adds."""
-        return sum(block.taken_bytes - block.asked_bytes for block in self.blocks)
+        return sum(a.taken_bytes - a.asked_bytes for a in self.allocations)
 
     @property
     def held_bytes(self) -> int:
@@ -80,7 +84,7 @@ class HostNeed:
         """The parts of host_bytes in words."""
         if self.startup_bytes > self.held_bytes:
             return [f"{format_bytes(self.startup_bytes)} of weights while they are loaded"]
-        said = [f"{format_bytes(b.asked_bytes)} of {b.name}{' (pinned)' if b.pinned else ''}" for b in self.blocks]
+        said = [f"{format_bytes(a.asked_bytes)} of {a.name}{' (pinned)' if a.pinned else ''}" for a in self.allocations]
         if self.stash_bytes:
             said.append(f"{format_bytes(self.stash_bytes)} of activations")
         if self.rounding_bytes:
@@ -102,18 +106,45 @@ class HostNeed:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryRules:
+    """How a framework allocates: functions of (configuration, workload of one rank, number of ranks).
+
+    allocations: what one rank asks the host for.
+    start_bytes: bytes of weights while they are loaded.
+    gpu_beyond_bytes: bytes that the GPU holds beside the lists of the policy; by default none.
+    """
+
+    allocations: Callable[[Configuration, Workload, int], tuple[Allocation, ...]]
+    start_bytes: Callable[[Configuration, Workload, int], int]
+    gpu_beyond_bytes: Callable[[Configuration, Workload, int], int] = lambda configuration, workload, ranks: 0
+
+    def host_need(self, configuration: Configuration, workload: Workload, ranks: int) -> HostNeed:
+        """What the framework takes of the host on one rank."""
+        return HostNeed(
+            allocations=self.allocations(configuration, workload, ranks),
+            startup_bytes=self.start_bytes(configuration, workload, ranks),
+            stash_bytes=sum(size for _, size in workload.stash_room),
+        )
+
+
 def _power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
-def block(name: str, size_bytes: float, *, pinned: bool) -> Block:
-    """A block that is asked for at once."""
-    return Block(name=name, sizes=(int(size_bytes),) if size_bytes else (), pinned=pinned)
+def allocation(name: str, size_bytes: float, *, pinned: bool) -> Allocation:
+    """Memory that one request asks for."""
+    return Allocation(name=name, sizes=(int(size_bytes),) if size_bytes else (), pinned=pinned)
 
 
-def tensor_blocks(name: str, numels: Iterable[int], width: float, *, pinned: bool) -> Block:
-    """A block per number of elements, `width` bytes each."""
-    return Block(name=name, sizes=tuple(int(numel * width) for numel in numels if numel), pinned=pinned)
+def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned: bool) -> Allocation:
+    """Memory with one request per tensor. numels: elements of each tensor. width: bytes per element."""
+    return Allocation(name=name, sizes=tuple(int(numel * width) for numel in numels if numel), pinned=pinned)
+
+
+def moments_bytes_per_param(workload: Workload) -> int:
+    """Bytes per parameter of the optimizer's states, without the fp32 master."""
+    return workload.optimizer.states_bytes_per_param - 4
 
 
 def trained(workload: Workload) -> list[Tensor]:

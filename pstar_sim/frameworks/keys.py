@@ -9,17 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Annotated, Any
 
 from pstar_sim.errors import PstarError
+from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import Fault, brief, convert, nearest
 
-__all__ = ["AUTO", "PARALLELISM", "Key", "KeyEffect", "Reading", "ignored", "nested", "read_keys", "unmodelled", "used"]
+__all__ = [
+    "AUTO", "PARALLELISM", "Count", "Key", "KeyEffect", "Reading", "ignored", "nested", "read_keys", "unmodelled",
+    "used",
+]  # fmt: skip
 
 AUTO = "auto"
 """The value with which a file leaves a key to the script that reads it."""
 PARALLELISM = "only data parallelism is modelled"
 """Why keys of other parallelism are not modelled."""
+Count = Annotated[int, least(1)]
+"""Type of a value that counts something."""
 
 
 class KeyEffect(Enum):
@@ -95,6 +101,11 @@ class Reading:
         """The value; None where the file leaves it to the script."""
         value = self.values[name]
         return None if value == AUTO else value
+
+    def usual(self, name: str, usual: Any) -> Any:
+        """The value; `usual` where the file says nothing or leaves it to the script."""
+        value = self.known(name)
+        return usual if value is None else value
 
 
 def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Reading:

@@ -15,7 +15,7 @@ from pstar_sim.schema.reading import Fault
 
 __all__ = ["load_configuration"]
 
-_ENDINGS = {".json": "DeepSpeed", ".yaml": "accelerate", ".yml": "accelerate", ".toml": "torchtitan"}
+_ENDINGS = {ending: target for target in TARGETS.values() for ending in target.endings}
 
 
 def load_configuration(path: str) -> Configuration:
@@ -23,7 +23,7 @@ def load_configuration(path: str) -> Configuration:
     kind, or is wrong."""
     ending = Path(path).suffix.lower()
     if ending not in _ENDINGS:
-        known = ", ".join(f"{end} ({name})" for end, name in _ENDINGS.items())
+        known = ", ".join(f"{end} ({target.name})" for end, target in _ENDINGS.items())
         raise PstarError(f"{path}: its ending says no framework; it must be one of {known}")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -33,7 +33,7 @@ def load_configuration(path: str) -> Configuration:
         raise PstarError(f"{path}: cannot be read: {error.strerror}") from None
     if not text.strip():
         raise PstarError(f"{path}: is empty")
-    read = TARGETS[_ENDINGS[ending]].read
+    read = _ENDINGS[ending].read
     assert read is not None
     return read(_content(path, ending, text), path)
 

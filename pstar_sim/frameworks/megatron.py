@@ -6,10 +6,17 @@ from __future__ import annotations
 from pstar_sim.core.plan import Plan
 from pstar_sim.frameworks.configuration import Configuration, spec
 from pstar_sim.frameworks.express import Expressed, common_limits, common_says, whereabouts
-from pstar_sim.frameworks.host_memory import Block, rank_sizes, tensor_blocks, trained
+from pstar_sim.frameworks.host_memory import (
+    Allocation,
+    MemoryRules,
+    moments_bytes_per_param,
+    rank_sizes,
+    tensor_allocations,
+    trained,
+)
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
-__all__ = ["MEGATRON", "express", "gpu_beyond_bytes", "host_blocks", "start_bytes", "write"]
+__all__ = ["MEGATRON", "MEMORY", "express", "write"]
 
 MEGATRON = "Megatron-LM"
 _SHARE = "share"
@@ -90,26 +97,29 @@ def _partly(share: float, own_params: int) -> str:
     return spec("zero3_offload", {"ratio": share, "flush": "async", "reuse": 10**12, "subgroup": subgroup})
 
 
-def host_blocks(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Block, ...]:
+def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
     """What one rank asks the host for: parameter by parameter, of the share that is offloaded."""
     share = configuration.detail[_SHARE]
     assert isinstance(share, float | int)
     sizes = [int(share * size) for size in rank_sizes(trained(workload), ranks)]
-    moments = workload.optimizer.states_bytes_per_param - 4
     return (
-        tensor_blocks("fp32 masters", sizes, 4, pinned=True),
-        tensor_blocks("fp32 gradients", sizes, 4, pinned=True),
-        tensor_blocks("the optimizer's moments", sizes, moments, pinned=False),
+        tensor_allocations("fp32 masters", sizes, 4, pinned=True),
+        tensor_allocations("fp32 gradients", sizes, 4, pinned=True),
+        tensor_allocations("the optimizer's moments", sizes, moments_bytes_per_param(workload), pinned=False),
     )
 
 
-def gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
+def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
     """Bytes that the GPU holds beside the plan's lists: fp32 gradients of all parameters. Those of a rank's own slices
     are left out where states are on the GPU, because the policy counts them."""
     counted = 1 / ranks if configuration.base == "zero3_resident" else 0.0
     return int(4 * workload.trainable_params * (1 - counted))
 
 
-def start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
+def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
     """Bytes of weights while they are loaded: every process loads the whole model, in the working dtype."""
     return workload.params * DTYPE_BYTES[workload.dtype]
+
+
+MEMORY = MemoryRules(allocations=_allocations, start_bytes=_start_bytes, gpu_beyond_bytes=_gpu_beyond_bytes)
+"""How Megatron-LM allocates."""

@@ -22,11 +22,11 @@ from pstar_sim.planner.fits import Fit
 from pstar_sim.planner.trust import trust
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Prediction", "predict"]
+__all__ = ["ConfigurationPrediction", "predict"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Prediction:
+class ConfigurationPrediction:
     """A configuration on a machine; bytes are those of one rank.
 
     label: name of the configuration, such as that of its file.
@@ -104,9 +104,9 @@ class Prediction:
             "host_available_bytes": self.host_available_bytes,
             "host_rounding_bytes": self.host.rounding_bytes,
             "host_startup_bytes": self.host.startup_bytes,
-            "host_blocks": [
-                {"name": b.name, "asked_bytes": b.asked_bytes, "taken_bytes": b.taken_bytes, "pinned": b.pinned}
-                for b in self.host.blocks
+            "host_allocations": [
+                {"name": a.name, "asked_bytes": a.asked_bytes, "taken_bytes": a.taken_bytes, "pinned": a.pinned}
+                for a in self.host.allocations
             ],
             "fits": self.fits,
             "reason": self.reason,
@@ -126,12 +126,12 @@ def predict(
     settings: Settings,
     *,
     label: str,
-) -> Prediction:
+) -> ConfigurationPrediction:
     """The configuration on a machine. workload: as for `compare`."""
     share = share_out(workload, machine)
     configuration = configuration.for_model(share.workload)
     belief = trust(machine, configuration.policy)
-    found = Prediction(
+    found = ConfigurationPrediction(
         label=label,
         configuration=configuration,
         policy=configuration.policy,

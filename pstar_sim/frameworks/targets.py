@@ -9,7 +9,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.frameworks import accelerate, deepspeed, fsdp, fsdp2, megatron, torchtitan
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
-from pstar_sim.frameworks.host_memory import Block, HostNeed
+from pstar_sim.frameworks.host_memory import HostNeed, MemoryRules
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["TARGETS", "Target", "host_need", "target_of"]
@@ -24,19 +24,17 @@ class Target:
     express: plan -> the nearest configuration, and what it cannot express.
     read: (content of a file, name of the file) -> configuration; None if its files are not read.
     write: configuration -> text of the file.
-    blocks: (configuration, workload of one rank, number of ranks) -> what one rank asks the host for.
-    start_bytes: the same arguments -> bytes of weights while they are loaded.
-    gpu_beyond_bytes: the same arguments -> bytes that the GPU holds beside the lists of the policy; None if it holds
-    none."""
+    memory: how the framework allocates.
+    endings: endings of the files that are read.
+    """
 
     name: str
     file: str
     express: Callable[[Plan], Expressed]
     read: Callable[[object, str], Configuration] | None
     write: Callable[[Configuration], str]
-    blocks: Callable[[Configuration, Workload, int], tuple[Block, ...]]
-    start_bytes: Callable[[Configuration, Workload, int], int]
-    gpu_beyond_bytes: Callable[[Configuration, Workload, int], int] | None = None
+    memory: MemoryRules
+    endings: tuple[str, ...] = ()
 
 
 TARGETS = {
@@ -48,9 +46,8 @@ TARGETS = {
             express=deepspeed.express,
             read=deepspeed.read,
             write=deepspeed.write,
-            blocks=deepspeed.host_blocks,
-            start_bytes=deepspeed.start_bytes,
-            gpu_beyond_bytes=deepspeed.gpu_beyond_bytes,
+            memory=deepspeed.MEMORY,
+            endings=(".json",),
         ),
         Target(
             name=accelerate.ACCELERATE,
@@ -58,8 +55,8 @@ TARGETS = {
             express=accelerate.express,
             read=accelerate.read,
             write=accelerate.write,
-            blocks=fsdp.host_blocks,
-            start_bytes=fsdp.start_bytes,
+            memory=fsdp.MEMORY,
+            endings=(".yaml", ".yml"),
         ),
         Target(
             name=fsdp2.FSDP2,
@@ -67,8 +64,7 @@ TARGETS = {
             express=fsdp2.express,
             read=None,
             write=fsdp2.write,
-            blocks=fsdp.host_blocks,
-            start_bytes=fsdp.start_bytes,
+            memory=fsdp.MEMORY,
         ),
         Target(
             name=torchtitan.TORCHTITAN,
@@ -76,8 +72,8 @@ TARGETS = {
             express=torchtitan.express,
             read=torchtitan.read,
             write=torchtitan.write,
-            blocks=fsdp.host_blocks,
-            start_bytes=fsdp.start_bytes,
+            memory=fsdp.MEMORY,
+            endings=(".toml",),
         ),
         Target(
             name=megatron.MEGATRON,
@@ -85,9 +81,7 @@ TARGETS = {
             express=megatron.express,
             read=None,
             write=megatron.write,
-            blocks=megatron.host_blocks,
-            start_bytes=megatron.start_bytes,
-            gpu_beyond_bytes=megatron.gpu_beyond_bytes,
+            memory=megatron.MEMORY,
         ),
     )
 }
@@ -99,9 +93,4 @@ def target_of(configuration: Configuration) -> Target:
 
 def host_need(configuration: Configuration, workload: Workload, ranks: int) -> HostNeed:
     """What the framework takes of the host on one rank. workload: of one rank."""
-    target = target_of(configuration)
-    return HostNeed(
-        blocks=target.blocks(configuration, workload, ranks),
-        startup_bytes=target.start_bytes(configuration, workload, ranks),
-        stash_bytes=sum(size for _, size in workload.stash_room),
-    )
+    return target_of(configuration).memory.host_need(configuration, workload, ranks)

@@ -11,20 +11,19 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
-from pstar_sim.frameworks.keys import PARALLELISM, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import PARALLELISM, Count, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.schema.fields import least
 
 __all__ = ["KEYS", "TORCHTITAN", "express", "read", "write"]
 
 TORCHTITAN = "torchtitan"
-_Count = Annotated[int, least(1)]
 _Dtype = Literal["bfloat16", "float32"]
 _SLICES = "slices are taken to be spread over all ranks"
 
 KEYS = (
-    used("training.local_batch_size", "batch_per_gpu", _Count, 8),
+    used("training.local_batch_size", "batch_per_gpu", Count, 8),
     used("training.global_batch_size", "train_batch", int, -1),
-    used("training.seq_len", "sequence", _Count, 2048),
+    used("training.seq_len", "sequence", Count, 2048),
     used("training.max_norm", "clip", Annotated[float, least(0)], 1.0),
     used("training.enable_cpu_offload", "offload", bool, False),
     used("training.mixed_precision_param", "dtype", _Dtype, "bfloat16"),
@@ -113,18 +112,13 @@ def write(configuration: Configuration) -> str:
 def express(plan: Plan) -> Expressed:
     """The configuration nearest to a plan."""
     w = plan.workload
-    found = express_as(plan, TORCHTITAN, {"version": 2, "sequence": w.sequence})
-    cannot = list(found.cannot)
-    if w.dtype == "fp16":
-        cannot = [line for line in cannot if not line.startswith("loss scaling")]
-        cannot.append("fp16: torchtitan trains in bf16 or fp32; the file says bf16")
+    found = express_as(plan, TORCHTITAN, {"version": 2, "sequence": w.sequence}, trains_fp16=False)
     configuration = replace(
         found.configuration,
-        dtype="fp32" if w.dtype == "fp32" else "bf16",
         batch_per_gpu=w.batch,
         train_batch=w.batch * w.micro_batches * len(plan.machine.ranks),
         clip=plan.settings.clip,
         checkpointing=w.checkpointing,
         optimizer="adamw",
     )
-    return Expressed(configuration=configuration, says=found.says, cannot=tuple(cannot))
+    return replace(found, configuration=configuration)

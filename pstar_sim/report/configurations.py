@@ -10,7 +10,7 @@ from pstar_sim.units import GB, format_bytes, format_s
 
 if TYPE_CHECKING:
     from pstar_sim.frameworks.express import Expressed
-    from pstar_sim.frameworks.prediction import Prediction
+    from pstar_sim.frameworks.prediction import ConfigurationPrediction
 
 __all__ = ["export_text", "predictions_text"]
 
@@ -27,7 +27,7 @@ _HEADS = (
 )
 
 
-def predictions_text(predictions: Sequence[Prediction], *, width: int | None = None) -> str:
+def predictions_text(predictions: Sequence[ConfigurationPrediction], *, width: int | None = None) -> str:
     """A table, and below it for each configuration: what takes the host's memory, why it does not fit, which policy
     stands for it, what is not modelled."""
     width = terminal_width() if width is None else width
@@ -37,7 +37,7 @@ def predictions_text(predictions: Sequence[Prediction], *, width: int | None = N
     return "\n".join(lines) + "\n"
 
 
-def _cells(p: Prediction) -> tuple[str, ...]:
+def _cells(p: ConfigurationPrediction) -> tuple[str, ...]:
     return (
         p.label,
         "yes" if p.fits else f"no: {p.short_of}" if p.short_of else "no",
@@ -55,7 +55,7 @@ def _gb(size: int | None) -> str:
     return "" if size is None else f"{size / GB:.1f} GB" if size >= GB else format_bytes(size)
 
 
-def _said(p: Prediction) -> list[str]:
+def _said(p: ConfigurationPrediction) -> list[str]:
     """Sentences about one configuration."""
     said = [f"{p.label}: host memory per GPU: {', '.join(p.host.parts()) or 'none'}."]
     if p.reason is not None:
@@ -68,7 +68,9 @@ def _said(p: Prediction) -> list[str]:
     return said
 
 
-def export_text(path: str, expressed: Expressed, prediction: Prediction, *, width: int | None = None) -> str:
+def export_text(
+    path: str, expressed: Expressed, prediction: ConfigurationPrediction, *, width: int | None = None
+) -> str:
     """What a written file says of a plan and what it cannot say, then the prediction for the file."""
     width = terminal_width() if width is None else width
     texts = [

@@ -146,7 +146,7 @@ def test_host_memory_of_stage_2_by_hand() -> None:
     w = chain_workload(3, 100_000, micro_batches=2)
     found = deepspeed.read({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}, "ds.json")
     need = host_need(found, w, 1)
-    asked = {block.name: (block.asked_bytes, block.taken_bytes) for block in need.blocks}
+    asked = {a.name: (a.asked_bytes, a.taken_bytes) for a in need.allocations}
     assert asked == {
         "fp32 masters": (1_200_000, 2 * MIB),
         "updated parameters on their way": (600_000, MIB),
@@ -167,7 +167,7 @@ def test_host_memory_of_stage_3_by_hand_on_two_ranks() -> None:
     w = chain_workload(4, 200_000)
     zero = {"stage": 3, "sub_group_size": 150_000, "offload_optimizer": CPU, "offload_param": CPU}
     need = host_need(deepspeed.read({"zero_optimization": zero}, "ds.json"), w, 2)
-    taken = {block.name.partition(",")[0]: block.taken_bytes for block in need.blocks}
+    taken = {a.name.partition(",")[0]: a.taken_bytes for a in need.allocations}
     assert taken == {
         "fp32 masters": 1_600_000,
         "fp32 gradients": 2 * MIB,  # two of 800,000

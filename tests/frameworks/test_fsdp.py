@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec.yaml
 import pytest
+import torch
+import torch.distributed as dist
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
@@ -119,7 +122,7 @@ def test_host_memory_by_hand() -> None:
     """Two layers of two tensors of 50,000: FSDP 2 pins each parameter, FSDP 1 each block."""
     w = chain_workload(2, 100_000, tensors_per_layer=2)
     two = host_need(read(yaml(version=2, offload="true", reshard="true")), w, 1)
-    assert [(b.asked_bytes, b.taken_bytes) for b in two.blocks] == [
+    assert [(b.asked_bytes, b.taken_bytes) for b in two.allocations] == [
         (800_000, 4 * 2**18),  # of 200,000 bytes
         (800_000, 4 * 2**18),
         (1_600_000, 1_600_000),
@@ -127,8 +130,8 @@ def test_host_memory_by_hand() -> None:
     assert two.startup_bytes == 800_000
     names = {t.name.rpartition(".")[0] for t in w.tensors}
     one = host_need(read(yaml(version=1, offload="true", reshard="FULL_SHARD")), w, 1)
-    assert len(names) == 2 and one.blocks[0].taken_bytes == 2 * 2**19  # of 400,000 bytes
-    assert host_need(read(yaml(version=2, offload="false", reshard="true")), w, 1).blocks == ()
+    assert len(names) == 2 and one.allocations[0].taken_bytes == 2 * 2**19  # of 400,000 bytes
+    assert host_need(read(yaml(version=2, offload="false", reshard="true")), w, 1).allocations == ()
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +190,42 @@ def test_the_code_says_the_configuration(plan: Plan) -> None:
     model.layers = nn.ModuleList([nn.Linear(2, 2), layer])
     assert names["blocks"](model) == [inner[0], layer, model.layers[0]], "blocks within a block come first"
     assert said == {"DTYPE": "torch.bfloat16", "OFFLOAD": "True", "RESHARD": "True", "CHECKPOINTING": "False"}
+
+
+class Stack(nn.Module):
+    """Two blocks that count their forwards; no method of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.forwards = 0
+        for layer in self.layers:
+            layer[1].register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.forwards += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_the_code_recomputes_blocks_of_a_model_of_ones_own(plan: Plan) -> None:
+    """Four forwards of two blocks, and the gradients of a model without FSDP."""
+    configuration = replace(fsdp2.express(plan).configuration, checkpointing=True, dtype="fp32")
+    names: dict[str, Any] = {}
+    exec(fsdp2.write(configuration), names)
+    x = torch.arange(8.0).view(2, 4)
+    plain = Stack()
+    plain(x).backward()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = names["shard"](Stack())
+        model(x).backward()
+        gradients = [p.grad.full_tensor() for p in model.parameters()]
+    finally:
+        dist.destroy_process_group()
+    assert (plain.forwards, model.forwards) == (2, 4)
+    assert all(torch.equal(p.grad, g) for p, g in zip(plain.parameters(), gradients, strict=True))
