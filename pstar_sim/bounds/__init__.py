@@ -1,1 +1,2 @@
-"""Lower bounds: seconds that no schedule of a job goes below, and the certificate that a plan carries of one."""
+"""Lower bounds: seconds below which no schedule of a job can be, and the certificate with which a plan carries its
+bound."""

@@ -1,4 +1,5 @@
-"""What a bound is, and what bounds know of a job: arrays with an entry per chunk that gets gradients, or per moment."""
+"""The result type of a bound, and the facts of a job that only bounds need: arrays with an entry per chunk that gets
+gradients, or per moment."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ class Bound:
     """A lower bound on the seconds of an iteration.
 
     seconds: no schedule of this setting is faster.
-    binding: its largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net", "stashes"; a tie goes
-        to the first of these).
-    terms: every term at the best numbers of parameters whose states stay on the gpu (`pinned_params`) or visit it
-        (`streamed_params`).
+    binding: name of the largest term ("compute", "adam", "barrier", "h2d", "d2h", "link", "dram", "net" or "stashes").
+        Of equal terms, the first in this order.
+    terms: name of each term -> its seconds, at the best `pinned_params` and `streamed_params`.
+    pinned_params: number of parameters whose states stay on the gpu.
     max_pinned_params: number of parameters whose states would have room on the gpu.
+    streamed_params: number of parameters whose states come to the gpu for the update.
     method: "closed form" (no linear program was solved), "joint LP" or "fluid LP".
-    notes: what went wrong on the way, for people.
+    notes: sentences about programs that could not be solved.
     """
 
     seconds: float
@@ -49,7 +51,7 @@ class Bound:
 
 
 def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> float:
-    """Bytes per second that a sequence of copies cannot exceed, where each copy has at most `largest_bytes`."""
+    """Returns the bytes per second that a sequence of copies cannot exceed if each copy has at most `largest_bytes`."""
     return 1 / (1 / rate + latency_s / largest_bytes) if largest_bytes > 0 else rate
 
 
@@ -57,9 +59,9 @@ class Turn(NamedTuple):
     """A cut of an iteration.
 
     bytes: bytes of the chunks read up to the cut and again before the next cut, of all ranks' slices.
-    others: the part of them that the other ranks' slices have.
-    room: room beside the tide in the moment before the cut.
-    moment: that moment.
+    others: bytes of the other ranks' slices among them.
+    room: bytes of room beside the tide in the moment before the cut.
+    moment: index of that moment.
     """
 
     bytes: float
@@ -69,9 +71,14 @@ class Turn(NamedTuple):
 
 
 class BoundFacts:
-    """The quantities of the notes. `job` has the facts that policies use, too. The rest is what only a bound needs:
-    arrays with an entry per chunk that gets gradients (`job.trained`) or per moment, seconds of its copies and its
-    Adam, the room beside the tide, and the spans of all gradients of a micro-batch."""
+    """The quantities of the notes in pinned.py, joint.py and rank_facts.py.
+
+    job: the facts that policies use too.
+
+    The other attributes are used by bounds alone: arrays with an entry per chunk that gets gradients (`job.trained`) or
+    per moment, seconds of each chunk's copies and Adam, the room beside the tide, and the moments in which a
+    micro-batch's gradients arrive.
+    """
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, cost: CostModel) -> None:
         self.machine, self.cost = machine, cost
@@ -83,7 +90,7 @@ class BoundFacts:
         self.room: Array = machine.gpu_budget_bytes - np.array([m.peak_bytes for m in w.moments], dtype=float)
         self.clock: Array = np.concatenate(([0.0], np.cumsum(cost.moments_s)))
         self.phases = [m.phase for m in w.moments]
-        # between two micro-batches an iteration turns; a layer-major one turns once
+        # An iteration turns between two micro-batches. A layer-major iteration turns once.
         self.micro_batch = [0 if w.layer_major else m.micro_batch for m in w.moments]
         self.read_bytes: Array = np.array(job.read_bytes, dtype=float) * layout.ranks
         self.states = w.optimizer.states_bytes_per_param
@@ -92,17 +99,17 @@ class BoundFacts:
         ends = [moments[-1] for moments in reads if moments]
         self.late = (
             max([-1, *ends, *(job.last_gradient(c) for c in range(len(reads)))]) + 1
-        )  # nothing happens from here
+        )  # no chunk is read and no gradient arrives from here on
         bare = {c: own_params(layout, c) * job.width(c) for c, row in enumerate(reads) if row}
         self.frozen_bytes = float(sum(bare[c] for c in job.only_read))
-        # every chunk that is read, as the turns see it: bytes of this rank's slice and of the others', moments, and the
-        # last moment at which a read counts
+        # For the turns, every chunk that is read: bytes of this rank's slice, bytes of the others' slices, moments of
+        # its reads, and the last moment at which a read counts.
         self.seen = [(size, net.others[c], reads[c], job.last_gradient(c)) for c, size in bare.items()]
         self._trained(layout)
         self._stashes(w)
 
     def _trained(self, layout: Layout) -> None:
-        """An entry per chunk that gets gradients."""
+        """Set the arrays with an entry per chunk that gets gradients."""
         job, cost = self.job, self.cost
         chunks = [layout.chunks[c] for c in job.trained]
         width = [job.width(c) for c in job.trained]
@@ -119,7 +126,7 @@ class BoundFacts:
         self._adds()
 
     def _adds(self) -> None:
-        """Seconds per parameter of adds on the GPU, at least: of all micro-batches, and of all but the last."""
+        """Set the least seconds per parameter of adds on the GPU: over all micro-batches, and over all but the last."""
         job, cost = self.job, self.cost
         last = job.workload.micro_batches - 1
         before_s = dict.fromkeys(job.trained, 0.0)
@@ -131,8 +138,8 @@ class BoundFacts:
         self.gpu_add_before_s = min((s / params[c] for c, s in before_s.items()), default=0.0)
 
     def _stashes(self, w: Workload) -> None:
-        """Bytes and seconds of all stashes together; seconds of the stashes that are copied up after each moment has
-        begun."""
+        """Set the bytes and seconds of all stashes together, and per moment the seconds of the copies up that begin
+        after it."""
         cost = self.cost
         self.stash_bytes = float(sum(s.bytes for s in w.stashes))
         self.stash_down_s = sum(cost.transfer_s(s.bytes, "d2h") for s in w.stashes)
@@ -144,8 +151,8 @@ class BoundFacts:
         self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
 
     def barrier_s(self, *, clip: bool) -> float:
-        """Seconds from the start of an iteration to its barrier, at least. clip: whether the gradients of all chunks
-        are summed over the ranks before."""
+        """Returns the least seconds from the start of an iteration to its barrier. clip: whether the gradients of all
+        chunks are summed over the ranks before the barrier."""
         end_s = float(self.clock[-1])
         if not (clip and len(self.final)):
             return end_s
@@ -154,11 +161,12 @@ class BoundFacts:
         return max(end_s, float(last_s.max()))
 
     def between(self, batch: int) -> tuple[int, int]:
-        """Moments [low, high) from the last gradient of the micro-batch before `batch` to the first of `batch`."""
+        """Returns the moments [low, high) from the last gradient of the micro-batch before `batch` to the first
+        gradient of `batch`."""
         return self.spans[batch - 1][1] + 1, self.spans[batch][0]
 
     def most_pinned(self) -> float:
-        """x_max, at least 0 and at most E."""
+        """Returns x_max of [Note: the bound] in pinned.py: at least 0 and at most E."""
         total = float(self.params.sum())
         if not total:
             return 0.0
@@ -167,15 +175,15 @@ class BoundFacts:
         return float(np.clip(min(beside.min(), alone.min()), 0.0, total))
 
     def turns(self) -> list[Turn]:
-        """One cut per turn of the iteration. Any cuts give a valid bound; the cuts tried are the turns themselves, and
-        the moments with the largest S_k + tide, near the turns or anywhere."""
+        """Returns one cut per turn of the iteration. Any cuts give a valid bound. Three choices of cuts are tried: the
+        turns, and the moments with the largest S_k + tide, either near each turn or anywhere about it."""
         last = max(self.micro_batch)
         begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
         bwd = [
             next((m for m in range(begin[u], begin[u + 1]) if self.phases[m] is not Phase.FWD), begin[u + 1])
             for u in range(last + 1)
         ]
-        # (turn, first and last moment about it), the last turn first
+        # (turn, first and last moment in which to cut), last turn first
         regions: list[tuple[int, int, int]] = []
         for u in range(last, -1, -1):
             regions.append((bwd[u] - 1, begin[u], begin[u + 1] - 1))
@@ -190,8 +198,8 @@ class BoundFacts:
         return max(choices, key=lambda turns: sum(max(0.0, turn.bytes - turn.room) for turn in turns))
 
     def _cut(self, regions: list[tuple[int, int, int]]) -> list[Turn]:
-        """One cut per region. Cuts are chosen from the last region back, because what is read between a cut and the
-        next cut decides S_k; of equal cuts the latest."""
+        """Returns one cut per region. The cut of the last region is chosen first, because the reads between a cut and
+        the next cut decide S_k. Of equally good cuts the latest is taken."""
         turns: list[Turn] = []
         end = self.moments - 1
         for _, low, high in regions:
@@ -206,8 +214,8 @@ class BoundFacts:
         return turns
 
     def read_from(self) -> tuple[Array, Array]:
-        """For each moment m: bytes of the chunks read at m or later (before they are final, where they are), of this
-        rank's slices and of the others'."""
+        """Returns, for each moment m, the bytes of the chunks read at m or later, of this rank's slices and of the
+        others'. Reads after a chunk's last gradient do not count."""
         lasts = []
         for own, others, moments, final in self.seen:
             before = [m for m in moments if final < 0 or m <= final]
@@ -216,8 +224,8 @@ class BoundFacts:
         return self._between_moments(lasts, self.moments)
 
     def _read_again(self, end: int, low: int, high: int) -> tuple[Array, Array]:
-        """For each moment m from low to high: bytes of the chunks read first at or before m and again in (m, end]
-        (before they are final, where they have a gradient), of this rank's slices and of the others'."""
+        """Returns, for each moment m from low to high, the bytes of the chunks first read at or before m and read again
+        in (m, end], of this rank's slices and of the others'. Reads after a chunk's last gradient do not count."""
         spans = []
         for own, others, moments, final in self.seen:
             until = end if final < 0 else min(end, final)
@@ -227,8 +235,8 @@ class BoundFacts:
         return self._between_moments(spans, high - low + 1)
 
     def _between_moments(self, spans: list[tuple[int, int, int, int]], count: int) -> tuple[Array, Array]:
-        """(own, others) at each of `count` moments: sums over the spans (begin, end, own, others) with begin <= moment
-        < end."""
+        """Returns (own, others) at each of `count` moments: sums over the spans (begin, end, own, others) with begin <=
+        moment < end."""
         changes = np.zeros((2, count + 1))
         for begin, end, own, others in spans:
             changes[:, begin] += own, others
@@ -238,7 +246,7 @@ class BoundFacts:
 
 
 def _gradient_spans(w: Workload) -> dict[int, tuple[int, int]]:
-    """Micro-batch -> first and last moment in which any gradient arrives."""
+    """Returns micro-batch -> first and last moment in which any gradient arrives."""
     spans: dict[int, tuple[int, int]] = {}
     for m, tensors in enumerate(w.gradients):
         if tensors:

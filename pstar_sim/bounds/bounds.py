@@ -1,9 +1,9 @@
-"""Lower bound on the seconds of one steady iteration, for any legal schedule of this setting.
+"""Lower bound on the seconds of one steady iteration, for every legal schedule of a setting.
 
-Knows workload, machine, settings and layout; knows no plan. Update windows, room and bytes for chunks of unequal size,
-several micro-batches in either order, frozen parameters, a barrier and shared DRAM. pinned.py is the closed form where
-no chunk is streamed (`stream=False`); joint.py adds streaming to it and is a small linear program; fluid.py is the
-finer one, in time; rank_facts.py says what several ranks add; stash_bound.py is the bound of offloaded activations
+The bound depends on workload, machine, settings and layout, and on no plan. It covers chunks of unequal size, several
+micro-batches in either order, frozen parameters, a barrier and shared DRAM. pinned.py has the closed form for schedules
+that stream no chunk (`stream=False`). joint.py adds streaming, as a small linear program. fluid.py is a finer linear
+program over time. rank_facts.py says what several ranks add. stash_bound.py has the bound of offloaded activations
 alone.
 """
 
@@ -44,16 +44,16 @@ def lower_bound(
     ranked: Sequence[Workload] | None = None,
     costs: Sequence[CostModel] | None = None,
 ) -> Bound:
-    """The bound for every legal schedule, by [Note: the joint bound] of joint.py; on several ranks the bound of the
-    ranks that it is largest for ([Note: the bound of several ranks]).
+    """Returns the bound for every legal schedule, by [Note: the joint bound] of joint.py. On several ranks, returns the
+    largest bound of any kind of rank ([Note: the bound of several ranks]).
 
-    stream: False for schedules that stream no chunk, by [Note: the bound].
-    max_pinned: the most parameters, small chunks not counted, whose states may stay on the gpu for ever (0 with
-        stream=False: "everything by CPU Adam").
-    ranked: each rank's own workload, where they differ (`workload` is then as hard as the hardest).
+    stream: False for schedules that stream no chunk, by [Note: the bound] of pinned.py.
+    max_pinned: the largest number of parameters, small chunks not counted, whose states may stay on the gpu (0 with
+        stream=False: CPU Adam updates everything).
+    ranked: each rank's own workload, if these differ. `workload` is then at least as hard as each of them.
     costs: the cost model of each kind of rank; None: those of the workload and the machine.
 
-    A workload that does not fit still gets a bound: that of pinning nothing.
+    A workload that does not fit gets the bound with nothing pinned.
     """
     of_rank = partial(_of_rank, workload, machine, settings, layout, max_pinned=max_pinned, stream=stream)
     bounds = [
@@ -73,12 +73,12 @@ def _of_rank(
     max_pinned: int | None,
     stream: bool,
 ) -> Bound:
-    """The bound of everything but the waits for stashes."""
+    """Returns the bound of one kind of rank, without the waits for stashes."""
     facts = BoundFacts(workload, machine, layout, cost)
     barrier = settings.barrier(workload.dtype) is not None
     limit = np.inf if max_pinned is None else max_pinned + float(facts.params[facts.small].sum())
     if unknown_sums(workload, layout):
-        return _of_compute(facts, "its linear program does not know gradients that add up in 16 bits")
+        return _of_compute(facts, "its linear program does not cover gradients that add up in 16 bits")
     if not stream:
         return pinned_bound(facts, barrier, limit, clip=settings.clip)
     try:
@@ -88,7 +88,7 @@ def _of_rank(
 
 
 def _with_stashes(bound: Bound, workload: Workload, cost: CostModel) -> Bound:
-    """The bound with the waits for stashes ([Note: the bound of stashes] in stash_bound.py)."""
+    """Returns the bound with the waits for stashes ([Note: the bound of stashes] in stash_bound.py)."""
     if not workload.stashes:
         return bound
     seconds = stash_bound_s(workload, cost)
@@ -97,7 +97,7 @@ def _with_stashes(bound: Bound, workload: Workload, cost: CostModel) -> Bound:
 
 
 def _of_compute(facts: BoundFacts, why: str) -> Bound:
-    """The bound of compute alone. why: what keeps the program from a larger one."""
+    """Returns the bound of compute alone. why: why no program gives a larger bound."""
     seconds = float(facts.clock[-1])
     return Bound(
         seconds=seconds,
@@ -110,12 +110,13 @@ def _of_compute(facts: BoundFacts, why: str) -> Bound:
 
 
 def unknown_sums(workload: Workload, layout: Layout) -> bool:
-    """Whether sums of gradients take fewer bytes than the programs reckon with."""
+    """Returns whether sums of gradients take fewer bytes than the linear programs assume."""
     return layout.sum_bytes < Layout.sum_bytes and workload.micro_batches > 1
 
 
 def relative_to(workload: Workload, machine: Machine, settings: Settings, layout: Layout) -> str:
-    """The setting for which a bound holds, in words; it claims nothing for another cost model, chunk size and so on."""
+    """Returns words for the setting for which a bound holds. The bound claims nothing for another cost model, chunk
+    size or other setting."""
     w = workload
     barrier = settings.barrier(w.dtype)
     return ", ".join(

@@ -1,6 +1,8 @@
-"""What a plan's lower bound is, what binds it and what it is relative to; and whether figures stored in a file agree.
+"""Certificates: a plan's lower bound, the term that binds it and the setting for which it holds. `agree` compares the
+figures stored in a plan file with recomputed figures.
 
-A bound belongs to a workload, a machine, settings and a chunk layout, to no plan: `Certifier` finds it once per layout.
+A bound belongs to a workload, a machine, settings and a chunk layout, not to a plan. `Certifier` computes it once per
+layout.
 """
 
 from __future__ import annotations
@@ -21,18 +23,19 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["COARSE", "Certificate", "Certifier", "agree", "certificate_of"]
 
 AGREE = {"closed form": 1e-6, "joint LP": 1e-6, "fluid LP": 1e-4}
-"""Relative difference to which two computations of a bound agree: a linear program's proof depends on the solver."""
+"""Relative difference up to which two computations of a bound agree. A linear program's proof depends on the solver."""
 COARSE = frozenset({"closed form", "joint LP"})
-"""One bound to `agree`: plans of the first edition call the joint LP a closed form."""
+"""Methods that `agree` treats as the same: plans of the first edition call the joint LP a closed form."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
-    """The lower bound of a plan, and what it rests on.
+    """The lower bound of a plan, and the setting for which it holds.
 
     seconds: no schedule is faster.
     text: entries for a plan's choices and for a row of a comparison. "bound" is "joint LP", "fluid LP" or "closed
-        form", "binding" and "relative_to" say more, and "note" says what went wrong, if anything.
+        form". "binding" names the largest term. "relative_to" describes the setting. "note" says which program could
+        not be solved; it is absent if none failed.
     """
 
     seconds: float
@@ -47,7 +50,7 @@ class Certificate:
 class Certifier:
     """Bounds of one job.
 
-    lp: also the fluid linear program (seconds instead of milliseconds, and tighter).
+    lp: whether the fluid linear program is solved too (seconds instead of milliseconds, and a tighter bound).
     """
 
     def __init__(
@@ -59,19 +62,19 @@ class Certifier:
         lp: bool = False,
         ranked: Sequence[Workload] | None = None,
     ) -> None:
-        """ranked: each rank's own workload, where they differ."""
+        """ranked: each rank's own workload, if these differ."""
         self.workload, self.machine, self.settings, self.lp, self.ranked = workload, machine, settings, lp, ranked
         self._known: list[tuple[Layout, Certificate]] = []
 
     def usual(self) -> Certificate:
-        """The certificate of the layout that a policy starts from."""
+        """Returns the certificate of the layout that a policy starts from."""
         ranks = len(self.machine.ranks)
         return self.of(
             build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks, sums=self.settings.sums)
         )
 
     def of(self, layout: Layout) -> Certificate:
-        """The certificate of every plan with this layout."""
+        """Returns the certificate of every plan with this layout."""
         for known, certificate in self._known:
             if known is layout or (known.chunk_bytes == layout.chunk_bytes and known == layout):
                 return certificate
@@ -99,18 +102,21 @@ class Certifier:
 
 
 def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
-    """The certificate of the plan's workload, machine, settings and layout. lp: use the fluid program, too."""
+    """Returns the certificate of the plan's workload, machine, settings and layout. lp: solve the fluid program too."""
     return Certifier(plan.workload, plan.machine, plan.settings, lp=lp).of(plan.layout)
 
 
 def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, earlier: bool = False) -> str:
-    """Compare the figures that the plan carries with a recomputation from workload, machine, settings and layout alone.
-    Returns a sentence if the figures agree, or if the plan carries no such figures, or such as were predicted with
-    workloads of the ranks' own. lp: solve the fluid program again, too. found: the recomputation. earlier: whether an
-    earlier version of the cost model predicted the plan's figures; its bound may be lower, and its fluid program was
-        longer.
+    """Compares the figures that the plan carries with a recomputation from workload, machine, settings and layout
+    alone. Returns a sentence if the figures agree, if the plan carries no figures, or if its figures were predicted
+    with a workload per rank.
 
-    Raises PlanError naming the stored and the recomputed figure where they do not agree.
+    lp: solve the fluid program too.
+    found: the recomputation, if the caller has it.
+    earlier: whether an earlier version of the cost model predicted the plan's figures. The stored bound may then be
+        lower, or higher from a longer fluid program.
+
+    Raises PlanError, naming the stored and the recomputed figure, if they do not agree.
     """
     stored = plan.predictions.get("lower_bound_s")
     said = plan.choices.get("certificate")
@@ -121,7 +127,7 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, ear
     if found.note is not None:
         own += f"; {found.note}"
     if stored is None:
-        return f"lower bound, which the plan does not carry, by {own}"
+        return f"lower bound by {own}; the plan carries none to compare"
     apart = own_shares(plan)
     if apart is not None:
         return f"lower bound by {own}; the stored {format_s(stored)} is {apart}"
@@ -129,15 +135,15 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, ear
 
 
 def _verdict(stored_s: float, method: object, found_s: float, kind: str, *, earlier: bool) -> str:
-    """How the stored bound stands to the recomputed one, in words. method, kind: how each was proved. Raises PlanError
-    where they do not agree."""
+    """Returns words that compare the stored bound with the recomputed bound. method, kind: how the stored and the
+    recomputed bound were proved. Raises PlanError if the bounds do not agree."""
     if stored_s <= 0:
         raise PlanError(f"lower_bound_s is {stored_s:.9g} s in the plan; a lower bound is above 0")
     tolerance = max(AGREE[kind], AGREE.get(str(method), AGREE["joint LP"]))
     if earlier and stored_s < found_s * (1 - tolerance):
         return f"above the stored {format_s(stored_s)} of an earlier version of the cost model, which is still true"
     if earlier and method == kind == "fluid LP" and stored_s > found_s * (1 + tolerance):
-        return f"below the stored {format_s(stored_s)}, for which an earlier version took a longer program"
+        return f"below the stored {format_s(stored_s)}, for which an earlier version solved a longer program"
     if method == kind or method not in AGREE or {method, kind} <= COARSE:
         if abs(stored_s - found_s) > tolerance * found_s:
             raise PlanError(
@@ -145,16 +151,16 @@ def _verdict(stored_s: float, method: object, found_s: float, kind: str, *, earl
                 f"layout is {found_s:.9g} s"
             )
         return "as stored"
-    if method == "fluid LP":  # the program never proves less than the joint LP
+    if method == "fluid LP":  # the fluid LP never proves less than the joint LP
         if found_s > stored_s * (1 + tolerance):
             raise PlanError(
-                f"lower_bound_s is {stored_s:.9g} s in the plan, by the fluid LP, but the {kind}, which is never "
-                f"above it, gives {found_s:.9g} s"
+                f"lower_bound_s is {stored_s:.9g} s in the plan, by the fluid LP, but the {kind} gives {found_s:.9g} s; "
+                f"the {kind} is never above the fluid LP"
             )
         return f"below the stored {format_s(stored_s)} of the fluid LP, which --certify solves again"
     if found_s < stored_s * (1 - tolerance):
         raise PlanError(
-            f"lower_bound_s is {stored_s:.9g} s in the plan, by the {method}, but the fluid LP, which is "
-            f"never below it, gives {found_s:.9g} s"
+            f"lower_bound_s is {stored_s:.9g} s in the plan, by the {method}, but the fluid LP gives {found_s:.9g} s; "
+            f"the fluid LP is never below the {method}"
         )
     return f"above the stored {format_s(stored_s)} of the {method}"

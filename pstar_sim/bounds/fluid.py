@@ -1,41 +1,45 @@
-"""The fluid bound: a linear program over time that every legal schedule satisfies, finer than the joint one.
+"""The fluid bound: a linear program over time that every legal schedule satisfies, finer than the joint program.
 
 [Note: the fluid program] Time is cut at the starts of some moments (`points`). The last point is the end of the last
 moment, and the interval after it runs to the first moment of the next iteration. An interval lasts the seconds of its
 moments and a stall. Every quantity is a flow of bytes in an interval or a stock of bytes at a point, averaged over the
 iterations of a steady schedule. Chunks are divisible: the parts p, q and 1 - p - q of a chunk are pinned, streamed and
 updated on the CPU. The order inside an interval is free: a gradient that becomes final in an interval may leave at any
-time of it, and a chunk first read in it need only be there at its end. So every cut is valid. A finer cut gives a
-tighter bound. Rows:
+time of the interval, and a chunk first read in an interval is needed only at the interval's end. So every choice of
+points is valid, and more points give a tighter bound. Rows:
 
-- each copy direction, CPU Adam, host DRAM: work in an interval <= its seconds. Streamed Adam makes the interval longer.
-- memory at each point: tide, chunks read there, chunks kept between two reads, states resident or visiting, gradients
-  that wait, parameters that came early, what stays of chunks updated on the gpu, gradient sums <= budget.
-- adds on the gpu, where gradients add up there (and U > 2), make their intervals longer.
+- each copy direction, CPU Adam, host DRAM: work in an interval <= the interval's seconds. Streamed Adam makes the
+  interval longer.
+- memory at each point, at most the budget: the sum of the tide, chunks read there, chunks kept between two reads,
+  states resident or visiting, gradients that wait, parameters that came early, parts that stay of chunks updated on the
+  gpu, and gradient sums.
+- adds on the gpu make their intervals longer, if gradients add up there (and U > 2).
 - the life of a chunk updated on the CPU: gradient waits -> on the host -> updated on the host -> waits on the gpu ->
-  read; of states: come -> update -> go. Stocks are cyclic; those of one life add up to the chunks' bytes at the cut.
+  read. The life of states: come -> update -> go. Stocks are cyclic. The stocks of one life add up to the chunks' bytes
+  at the cut.
 - stashes: a stash goes down between the moment that makes it and the moment after which it is not counted. It comes up
-  between the moment from which it is counted again and the moment that needs it. Each way takes its own seconds of the
-  link.
-- identity: stocks do not know whose bytes they are. Sort the chunks by first read and take those up to j. Their copies
-  and updates between last gradient and first read lie in one window: from the end of the earliest of their last
+  between the moment from which it is counted again and the moment that needs it. Each direction takes its own seconds
+  of the link.
+- identity: stocks do not know whose bytes they are. Sort the chunks by first read and take the chunks up to j. Their
+  copies and updates between last gradient and first read lie in one window: from the end of the earliest of their last
   gradients to the next first read of j. The flows in that window are at least the bytes of these chunks. Gaps between
-  two reads form classes. In a class every gap opens before any closes, so the longest gaps are given up first.
-- totals over the iteration with each chunk's own seconds (latency, padding).
+  two reads form classes. In a class every gap opens before any gap closes, so the longest gaps are given up first.
+- totals over the iteration, with each chunk's own seconds (latency, padding).
 - the compute queue does an iteration's updates before the first moment of the next ([Note: the cut] of core/plan.py).
 - barrier: updates only after the end of the last moment.
 
-A gradient of several micro-batches goes down each time, or adds up on the gpu (as in [Note: the joint bound]). A
-gradient that goes down waits on the gpu from the moment in which it comes until its copy. A sum on the gpu takes 4
-bytes per parameter from one backward pass to the next, and behind the last gradient until the update; for CPU Adam
-until it has gone down. Only behind its last gradient but two does a sum on the host come up for Adam on the gpu, and
-then it stays. The host adds a chunk's gradients between the first of them and the chunk's next first read; the last one
-behind its moment and without clipping inside the update. These are windows as in "identity".
+With several micro-batches, a gradient goes down each time, or adds up on the gpu (as in [Note: the joint bound]). A
+gradient that goes down waits on the gpu from the moment in which it arrives until its copy. A sum on the gpu takes 4
+bytes per parameter from one backward pass to the next. After the last gradient it takes them until the update or, for
+CPU Adam, until it has gone down. A sum on the host comes up for Adam on the gpu only after its last gradient but two,
+and then it stays. The host adds a chunk's gradients between the first gradient and the chunk's next first read. It adds
+the last gradient after that gradient's moment, without clipping inside the update. These are windows as in "identity".
 
-Many micro-batches are alike but for the first and the last three. Then one stands for all ([Note: alike micro-batches]
-of fluid_facts.py): the program does not grow with their number, and its points stay close to one another.
+Many micro-batches are alike except for the first and the last three. Then one micro-batch stands for all that are alike
+([Note: alike micro-batches] of fluid_facts.py). The program does not grow with their number, and its points stay close
+to one another.
 
-What counts is what the dual solution proves (linear.py), or the joint bound (joint.py) where that is larger.
+The bound is the value that the dual solution proves (linear.py), or the joint bound (joint.py) if that is larger.
 """
 
 from __future__ import annotations
@@ -57,10 +61,10 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["fluid_bound"]
 
-# docs/results/search-constants.md says what each of these buys.
-MOST_POINTS = 600  # of an iteration in the program; fewer give a lower bound sooner
-FAR = 20.0  # the longest stall, as a multiple of the joint bound: every variable needs an upper bound, a small one
-TIME_LIMIT_S = 60.0  # of the solver; a program that takes longer leaves the joint bound
+# docs/results/search-constants.md says what each of these constants buys.
+MOST_POINTS = 600  # points of an iteration in the program; fewer points give a lower bound sooner
+FAR = 20.0  # longest stall, as a multiple of the joint bound: every variable needs a small upper bound
+TIME_LIMIT_S = 60.0  # time limit of the solver; the joint bound replaces a program that takes longer
 
 
 def fluid_bound(
@@ -73,15 +77,21 @@ def fluid_bound(
     most_points: int = MOST_POINTS,
     time_limit_s: float = TIME_LIMIT_S,
 ) -> Bound:
-    """The larger of joint bound and [Note: the fluid program]; `method` says which program was solved. If HiGHS does
-    not solve it, the joint bound, and `notes` say so. On several ranks the program of the ranks that it is largest for;
-    collectives count in the joint bound alone. ranked: as for `lower_bound`."""
+    """Returns the larger of the joint bound and the bound of [Note: the fluid program]. `method` of the result says
+    which program was solved. If HiGHS does not solve the fluid program, the result is the joint bound, and `notes` say
+    so. On several ranks, the program of the kind of rank with the largest bound counts. Collectives count in the joint
+    bound alone.
+
+    ranked: as for `lower_bound`.
+    most_points: the largest number of points of the program.
+    time_limit_s: time limit of the solver, in seconds.
+    """
     joint = lower_bound(workload, machine, settings, layout, ranked=ranked)
     if unknown_sums(workload, layout):
         return joint
     short, times = shortened(workload, layout, most_points) if ranked is None else (workload, 1)
     costs = costs_of_ranks(short, machine, layout, ranked)
-    # ranks that differ may be at different parts of an iteration, and leave one another more than their part of DRAM
+    # Ranks that differ may be at different parts of an iteration, so one rank may use more than its part of DRAM.
     dram = machine.host.dram_bytes_per_s / (machine.local_ranks if len(costs) == 1 else 1)
     best = replace(joint, method="fluid LP")
     for cost in costs:
@@ -102,10 +112,11 @@ def fluid_bound(
 
 @dataclass(frozen=True, kw_only=True)
 class _Flow:
-    """Variables of a flow: what has happened up to each point of an iteration, and last in the whole iteration
-    (`upto`), so that rows about long windows are short.
+    """Variables of a flow.
 
-    within: what happens in each interval.
+    upto: the amount up to each point of an iteration, and last in the whole iteration. These sums keep rows about long
+        windows short.
+    within: the amount in each interval.
     """
 
     upto: Expression
@@ -113,8 +124,8 @@ class _Flow:
 
 
 class _FluidProgram:
-    """Variables and rows of [Note: the fluid program]; a method is a family of rows. Chunks, lists and sums are counted
-    in units of bytes (`facts.unit`)."""
+    """Variables and rows of [Note: the fluid program]. Each method adds a family of rows. Chunks, lists and sums are
+    counted in units of bytes (`facts.unit`)."""
 
     def __init__(self, facts: FluidFacts, settings: Settings, *, far_s: float) -> None:
         self.facts, self.far_s = facts, far_s
@@ -124,26 +135,27 @@ class _FluidProgram:
         n = facts.intervals
         self.all_units, all_states = float(facts.size.sum()), float(facts.states.sum())
 
-        # of each chunk: the parts that are pinned and streamed; the rest is updated on the CPU
+        # Per chunk: the pinned part and the streamed part. The CPU updates the rest.
         self.p = lp.variables(len(facts.chunks), most=1.0)
         self.q = lp.variables(len(facts.chunks), most=np.where(facts.states > 0, 1.0, 0.0))
         self.on_cpu = 1 - self.p - self.q
         lp.add(self.p + self.q <= 1.0)
 
-        # in each interval: seconds of stall; units of gradients that go down, are updated on the CPU, come up as
-        # parameters; units of states whose Adam is done on the gpu
+        # Per interval: seconds of stall; units of gradients that go down; units that CPU Adam updates; units of
+        # parameters that come up; units of states whose Adam runs on the gpu.
         self.stall = self._flow(far_s)
         self.gradients_down = self._flow(self.all_units)
         self.adam = self._flow(self.all_units)
         self.params_up = self._flow(self.all_units)
         self.streamed_adam = self._flow(all_states)
-        # units of states that come up and go down; of what is updated on the gpu that leaves over the border and comes
-        # back; of chunks given up between two reads that come up again
+        # Per interval: units of states that come up, and that go down; units of chunks updated on the gpu that leave
+        # over the border, and that come back; units of chunks given up between two reads that come up again.
         self.states_up, self.states_down = lp.variables(n, most=all_states), lp.variables(n, most=all_states)
         self.leave, self.back = lp.variables(n, most=self.all_units), lp.variables(n, most=self.all_units)
         read = sum(facts.payload[c] * len(moments) for c, moments in facts.read_at.items())
         self.again = lp.variables(n, most=read)
-        # what families add: units held at each point, units of gradient sums on the link, seconds of adds on the host
+        # The families of rows add to these: units held at each point, units of gradient sums on the link, seconds of
+        # adds on the host and on the gpu.
         self.held = Expression.zero(n) + facts.read
         self.sums_down = self.sums_up = self.adds = self.early_down = self.gpu_adds = Expression.zero(n)
 
@@ -167,14 +179,15 @@ class _FluidProgram:
         return _Flow(upto=upto, within=within)
 
     def _stock(self, most: float, change: Expression) -> Expression:
-        """Variables of a cyclic stock at each point: the stock at the next point is the stock at this point plus the
-        interval's change."""
+        """Returns variables of a cyclic stock at each point. The stock at the next point is the stock at this point
+        plus the interval's change."""
         stock = self.lp.variables(self.facts.intervals, most=most)
         self.lp.add(self._next(stock, most) == stock + change)
         return stock
 
     def _next(self, stock: Expression, most: float) -> Expression:
-        """What lies at the point after each interval. most: of the stock at the first point of alike micro-batches."""
+        """Returns the stock at the point after each interval. most: upper bound of the stock at the first point of the
+        alike micro-batches."""
         period = self.facts.period
         if period is None:
             return stock[self.facts.following]
@@ -182,7 +195,7 @@ class _FluidProgram:
         return self._behind(self._before(stock[self.facts.following], entered), stock, stock, entered)
 
     def _entered(self, stock: Expression, most: float) -> Expression:
-        """`entered` of [Note: alike micro-batches]."""
+        """Returns the variable `entered` of [Note: alike micro-batches]."""
         period = self.facts.period
         assert period is not None
         entered = self.lp.variable(most=most)
@@ -190,35 +203,40 @@ class _FluidProgram:
         return entered
 
     def _before(self, following: Expression, entered: Expression) -> Expression:
-        """following: what lies at the point after each interval, except after the last one before the alike
-        micro-batches."""
+        """Returns `following` with `entered` at the interval before the alike micro-batches. following: the stock at
+        the point after each interval."""
         period, n = self.facts.period, self.facts.intervals
         assert period is not None
         before = period.first - 1
         return following * np.where(np.arange(n) == before, 0.0, 1.0) + entered.gathered([before], n)
 
     def _behind(self, following: Expression, stock: Expression, left: Expression, entered: Expression) -> Expression:
-        """following: what lies at the point after each interval, except after the last one of the alike micro-batches.
-        stock, left: the stocks that lie at the first point of these micro-batches, and behind them."""
+        """Returns `following` with the mean of [Note: alike micro-batches] at the last interval of these micro-batches.
+
+        following: the stock at the point after each interval.
+        stock: the stock whose value at their first point counts.
+        left: the stock whose value behind their last point counts.
+        """
         period, n = self.facts.period, self.facts.intervals
         assert period is not None
         mean = stock[period.first] + (left[period.last + 1] - entered) / period.times
         return following * np.where(np.arange(n) == period.last, 0.0, 1.0) + mean.gathered([period.last], n)
 
     def _in_all(self, within: Expression) -> Expression:
-        """A single row: the sum over the iteration of what happens in each interval."""
+        """Returns a single row: the sum over the iteration of the amounts in each interval."""
         return (within * self.facts.times).sum()
 
     def _running(self, of: Expression, most: Array | float) -> Expression:
-        """Variables of running sums: of all rows up to each row, so that rows that use the sums are short."""
+        """Returns variables of running sums: row r is the sum of all rows up to r. Rows that use these sums are
+        short."""
         running = self.lp.variables(len(of), most=most)
         self.lp.add(running[:1] == of[:1])
         self.lp.add(running[1:] == running[:-1] + of[1:])
         return running
 
     def _there(self, points: Index, of_chunk: Sequence[Sequence[int]], units: Expression, most: float) -> Expression:
-        """Variables: the units that are there at each of the successive `points`. of_chunk: at which points each chunk
-        is there; units: the units of each chunk."""
+        """Returns variables: the units on the gpu at each of the successive `points`. of_chunk: the points at which
+        each chunk is on the gpu. units: the units of each chunk."""
         there = np.zeros((len(points) + 1, len(of_chunk)), dtype=int)  # a row of zeros before the first point
         for c, at in enumerate(of_chunk):
             there[np.asarray(at, dtype=np.intp) - points[0] + 1, c] = 1
@@ -229,7 +247,7 @@ class _FluidProgram:
     # -- the life of a chunk --
 
     def _updated_on_cpu(self) -> None:
-        """Gradient waits -> on the host -> updated on the host -> waits on the gpu -> read."""
+        """Add the rows of the life gradient waits -> on the host -> updated on the host -> waits on the gpu -> read."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         units = self.on_cpu * facts.size
         final = units.gathered(facts.final_in, n)
@@ -238,15 +256,15 @@ class _FluidProgram:
         on_host = self._stock(self.all_units, self.gradients_down.within - self.adam.within)
         updated = self._stock(self.all_units, self.adam.within - self.params_up.within)
         early = self._stock(self.all_units, self.params_up.within - needed)
-        # stocks are cyclic; those of one life add up to the chunks' units at the cut
+        # Stocks are cyclic. The stocks of one life add up to the chunks' units at the cut.
         unread = np.array(facts.first, dtype=int) > facts.points[0]
         lp.add((waiting + on_host + updated + early)[0] == units[unread].sum())
         self.held += waiting + early
 
     def _identity(self) -> None:
-        """Of the chunks up to j in the order of first reads: all of them goes down, is updated and comes up from the
-        end of the earliest of their last gradients to the next first read of j. On the gpu they are updated by the end
-        of the iteration. Barrier: updates only after the end of the last moment."""
+        """Add rows for the chunks up to j in the order of first reads. All these chunks go down, are updated and come
+        up between the end of the earliest of their last gradients and the next first read of j. On the gpu they are
+        updated by the end of the iteration. Behind a barrier, updates come only after the end of the last moment."""
         lp, facts = self.lp, self.facts
         if not facts.chunks:
             return
@@ -257,31 +275,34 @@ class _FluidProgram:
         self._window(self.gradients_down, cpu, begin, facts.first_at)
         self._window(self.adam, cpu, update, facts.first_at)
         self._window(self.params_up, cpu, update, facts.first_at)
-        # the compute queue does an iteration's updates before the first moment of the next ([Note: the cut])
+        # The compute queue does an iteration's updates before the first moment of the next iteration ([Note: the cut]).
         self._window(self.streamed_adam, streamed, update, border)
         self._window(self.stall, gpu_s, update, border)
-        # in all
+        # totals over the iteration
         for flow in (self.gradients_down, self.adam, self.params_up):
             lp.add(flow.upto[-1] == cpu[-1])
         lp.add(self.streamed_adam.upto[-1] == streamed[-1])
         lp.add(gpu_s[-1] + self._in_all(self.gpu_adds) <= self.stall.upto[-1])
 
     def _final(self) -> Index:
-        """Of the chunks up to j in the order of first reads: the interval in which the earliest last gradient comes."""
+        """Returns, for the chunks up to j in the order of first reads, the interval of the earliest of their last
+        gradients."""
         return np.minimum.accumulate(self.facts.final_in)
 
     def _update(self) -> Index:
-        """Of the chunks up to j: the first interval in which one of them may be updated."""
+        """Returns, for the chunks up to j, the first interval in which one of these chunks may be updated."""
         begin = self._final()
         return np.full_like(begin, self.facts.end) if self.barrier else begin
 
     def _window(self, flow: _Flow, need: Expression, begin: Index, end: Index) -> None:
-        """need <= what flows from `begin` to the end of the iteration and up to `end` of the next one."""
+        """Add the rows need <= the flow from `begin` to the end of the iteration and up to `end` of the next
+        iteration."""
         j = end <= begin
         self.lp.add(need[j] <= flow.upto[-1] - flow.upto[begin[j]] + flow.upto[end[j]])
 
     def _updated_on_gpu(self) -> None:
-        """Rows: states come -> update -> go, or are resident. Streamed Adam and adds make the interval longer."""
+        """Add the rows of states: they come -> update -> go, or are resident. Streamed Adam and adds make the interval
+        longer."""
         lp, facts = self.lp, self.facts
         states = float(facts.states.sum())
         coming = self._stock(states, self.states_up - self.streamed_adam.within)
@@ -295,7 +316,7 @@ class _FluidProgram:
         self.held += resident + coming + going
 
     def _over_the_border(self) -> None:
-        """Rows: what is updated on the gpu stays from its last gradient to its next first read, or leaves and comes
+        """Add rows: chunks updated on the gpu stay from their last gradient to their next first read, or leave and come
         back."""
         facts, points = self.facts, np.arange(self.facts.intervals)
         there = self._there(points, facts.over_the_border(), (self.p + self.q) * facts.size, self.all_units)
@@ -304,14 +325,14 @@ class _FluidProgram:
         self.held += there - absent
 
     def _between_reads(self) -> None:
-        """Chunks between two reads: there, or given up and copied again. Gaps are classes in which each opens before
-        any closes, so the longest are given up first."""
+        """Add rows for chunks between two reads: they stay, or are given up and copied again. In each class of gaps
+        every gap opens before any gap closes, so the longest gaps are given up first."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         again = Expression.zero(n)
         for gap in facts.gaps():
             lies = np.asarray(np.bincount(gap.points, gap.units, minlength=n), dtype=float)
-            given_up = lp.variables(len(gap.points), most=gap.units).gathered(gap.points, n)  # at each point
-            copied = lp.variables(len(gap.points), most=gap.units).gathered(gap.points, n)  # in the interval after it
+            given_up = lp.variables(len(gap.points), most=gap.units).gathered(gap.points, n)  # units at each point
+            copied = lp.variables(len(gap.points), most=gap.units).gathered(gap.points, n)  # units, by interval
             following = given_up[facts.following]
             if facts.period is not None and lies[facts.period.first]:
                 following = self._next(given_up, float(lies[facts.period.first]))
@@ -323,10 +344,10 @@ class _FluidProgram:
     # -- sums of several micro-batches --
 
     def _sums(self) -> None:
-        """Rows: each gradient goes down, or the gradients add up on the gpu (as in [Note: the joint bound])."""
+        """Add rows: each gradient goes down, or the gradients add up on the gpu (as in [Note: the joint bound])."""
         lp, facts, batches = self.lp, self.facts, self.facts.batches
         on_gpu = self.p + self.q
-        # of each chunk: the parts whose sums are on the gpu and whose Adam is the CPU's, or the gpu's
+        # Per chunk: the parts whose sums are on the gpu, with Adam on the CPU and with Adam on the gpu.
         self.cpu_sum = lp.variables(len(facts.chunks), most=1.0)
         self.gpu_sum = lp.variables(len(facts.chunks), most=1.0)
         lp.add(self.cpu_sum + on_gpu <= 1.0)
@@ -336,7 +357,7 @@ class _FluidProgram:
         self._down_each_time()
         for batch in range(facts.shown - 1):
             self._added_on_gpu(batch)
-        if batches > 2 and facts.gpu_adds:  # with two, the first may wait in a list of its own
+        if batches > 2 and facts.gpu_adds:  # with two micro-batches, the first gradient may wait in a list of its own
             interval, chunk = np.array([where for where, _ in facts.gpu_adds], dtype=np.intp).T
             add_s = np.array([seconds for _, seconds in facts.gpu_adds], dtype=float)
             self.gpu_adds = ((self.cpu_sum + self.gpu_sum)[chunk] * add_s).gathered(interval, facts.intervals)
@@ -344,8 +365,8 @@ class _FluidProgram:
         self._until_the_update()
 
     def _down_each_time(self) -> None:
-        """Gradients that do not add up on the gpu wait for the link: for CPU Adam of all micro-batches but the last,
-        for Adam on the gpu of all but the last two."""
+        """Let gradients that do not add up on the gpu wait for the link. For CPU Adam these are the gradients of all
+        micro-batches but the last; for Adam on the gpu, of all but the last two."""
         facts, n, before_last = self.facts, self.facts.intervals, self.facts.shown - 1
         arrives = [
             (facts.interval_of_end(m), c, batch == before_last - 1)
@@ -362,7 +383,8 @@ class _FluidProgram:
         self.held += self._stock(most, (units * facts.size[chunk]).gathered(interval, n) - self.early_down)
 
     def _added_on_gpu(self, batch: int) -> None:
-        """Sums are on the gpu from the backward pass of `batch` to the next one, or go down and up in between."""
+        """Add rows: sums stay on the gpu from the backward pass of `batch` to the next backward pass, or go down and up
+        in between."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         of_chunk = [facts.inside(arrivals[batch], arrivals[batch + 1]) for arrivals in facts.arrivals]
         if not any(of_chunk):
@@ -375,26 +397,26 @@ class _FluidProgram:
         spilt = lp.variables(len(points), most=most)
         lp.add(spilt <= there)
         self.held += (there - spilt).gathered(points, n)
-        # in each interval from the one before the first point on
+        # Per interval, from the interval before the first point on.
         intervals = np.append(points[0] - 1, points)
         down, up = lp.variables(len(intervals), most=most), lp.variables(len(intervals), most=most)
         stock = spilt.gathered(points, n)
         following = stock[facts.following]
-        if facts.period is not None and batch == 0:  # the sums that alike micro-batches begin with
+        if facts.period is not None and batch == 0:  # sums at the begin of the alike micro-batches
             self.spilt, self.spilt_entered = stock, self._entered(stock, most)
             lp.add(self.spilt_entered <= there.gathered(points, n)[facts.period.first])
             following = self._before(following, self.spilt_entered)
-        elif facts.period is not None and batch == 1:  # the sums that they end with
+        elif facts.period is not None and batch == 1:  # sums at their end
             following = self._behind(following, self.spilt, stock, self.spilt_entered)
         lp.add(down - up == (following - stock)[intervals])
         self.sums_down += down.gathered(intervals % n, n)
         self.sums_up += up.gathered(intervals % n, n)
 
     def _added_on_host(self, summed_on_host: Expression) -> None:
-        """Gradients are added on the host from the first one that comes down to the next first read; for CPU Adam the
-        last one behind the last gradient, inside the update where nothing is clipped. A sum for Adam on the gpu comes
-        up behind the last gradient but two and stays until the update. summed_on_host: the part of each chunk that is
-        updated on the gpu while its sum is on the host."""
+        """Add rows: the host adds gradients between the first gradient that comes down and the next first read. For CPU
+        Adam the host adds the last gradient after its arrival, inside the update if nothing is clipped. A sum for Adam
+        on the gpu comes up after the last gradient but two and stays until the update. summed_on_host: the part of each
+        chunk that the gpu updates while its sum is on the host."""
         facts, batches = self.facts, self.facts.batches
         add_s = np.array([facts.cost.cpu_add_s(c) for c in facts.chunks], dtype=float)
         each_time = self.on_cpu - self.cpu_sum
@@ -417,15 +439,16 @@ class _FluidProgram:
             self.sums_up += up.within
 
     def _used(self, units: Expression) -> Expression:
-        """Units of gradients in each interval that Adam on the gpu uses up; units: of each chunk."""
+        """Returns the units of gradients that Adam on the gpu uses up in each interval. units: units of each chunk."""
         used, most = self._flow(4 * self.all_units), 4 * self.all_units
         self._window(used, self._running(units, most), self._update(), 0 * self.facts.first_at)
         self.lp.add(used.upto[-1] == units.sum())
         return used.within
 
     def _until_the_update(self) -> None:
-        """A sum is wider than the gradient or parameter that the other rows count behind the last gradient. For CPU
-        Adam all of it goes down. For Adam on the gpu it stays until the update, or goes down and comes up again."""
+        """Add rows for the width of sums: a sum is wider than the gradient or parameter that the other rows count after
+        the last gradient. For CPU Adam all of the sum goes down. For Adam on the gpu the sum stays until the update, or
+        goes down and comes up again."""
         lp, facts, n = self.lp, self.facts, self.facts.intervals
         wider, most = np.maximum(0.0, facts.params * (4 / facts.unit) - facts.size), 4 * self.all_units
         units = self.cpu_sum * wider
@@ -444,8 +467,8 @@ class _FluidProgram:
     # -- stashes, seconds --
 
     def _stashes(self) -> None:
-        """Each stash's seconds on the link, spread over the intervals in which it may move. The bytes that go with them
-        are what the tide counts."""
+        """Spread each stash's seconds on the link over the intervals in which the stash may move. The tide counts the
+        bytes of the stashes."""
         facts, cost, stashes = self.facts, self.facts.cost, self.facts.workload.stashes
         down_s = np.array([cost.transfer_s(stash.bytes, "d2h") for stash in stashes], dtype=float)
         up_s = np.array([cost.transfer_s(stash.bytes, "h2d") for stash in stashes], dtype=float)
@@ -458,7 +481,7 @@ class _FluidProgram:
     def _spread(
         self, seconds: Array, units: Array, between: Sequence[tuple[int, int]]
     ) -> tuple[Expression, Expression]:
-        """Seconds and units in each interval of copies that may move between the ends of two moments."""
+        """Returns the seconds and the units, per interval, of copies that may move between the ends of two moments."""
         facts, n = self.facts, self.facts.intervals
         may = [
             (copy, k)
@@ -471,7 +494,7 @@ class _FluidProgram:
         return (part * seconds[copy]).gathered(interval, n), (part * units[copy]).gathered(interval, n)
 
     def _link_s(self) -> tuple[Expression, Expression]:
-        """Seconds of link work up and down in each interval, without stashes."""
+        """Returns the seconds of link work up and down in each interval, without stashes."""
         facts = self.facts
         up = (self.params_up.within + self.again + self.back) / facts.up
         down = (self.gradients_down.within + self.early_down + self.leave) / facts.down
@@ -480,7 +503,8 @@ class _FluidProgram:
         return up, down
 
     def _rates(self) -> None:
-        """Each copy direction, CPU Adam, host DRAM: work in an interval <= its seconds."""
+        """Add rows: the work of each copy direction, CPU Adam and host DRAM in an interval takes at most the interval's
+        seconds."""
         lp, facts = self.lp, self.facts
         seconds = facts.seconds + self.stall.within
         up, down = self._link_s()
@@ -496,7 +520,7 @@ class _FluidProgram:
         lp.add(moved / facts.dram <= seconds)
 
     def _totals(self) -> None:
-        """Rows: totals over the iteration, with each chunk's own seconds (latency, padding)."""
+        """Add rows: totals over the iteration, with each chunk's own seconds (latency, padding)."""
         lp, facts, cost = self.lp, self.facts, self.facts.cost
         seconds = facts.compute_s + self.stall.upto[-1]
         up_s, down_s = facts.copy_s("h2d", ("param",)), facts.copy_s("d2h", ("param",))
@@ -517,7 +541,8 @@ class _FluidProgram:
     # -- the answer --
 
     def bound(self, joint: Bound, found: Solution, seconds: float) -> Bound:
-        """The bound of these seconds, with the terms of this program beside those of the joint one."""
+        """Returns the bound with these seconds, and with the terms of this program beside the terms of the joint
+        program."""
         terms = {**joint.terms, **self.busy(found)}
         binding = joint.binding if self.barrier and joint.binding == "barrier" else self.binding(found, terms)
         return replace(
@@ -531,11 +556,11 @@ class _FluidProgram:
         )
 
     def params(self, found: Solution, parts: Expression) -> float:
-        """Parameters in these parts of the chunks."""
+        """Returns the number of parameters in these parts of the chunks."""
         return float(found.of(parts) @ self.facts.params)
 
     def busy(self, found: Solution) -> dict[str, float]:
-        """Seconds of work over the iteration, by resource."""
+        """Returns the seconds of work over the iteration, by resource."""
         facts = self.facts
         up, down = (float(found.of(self._in_all(seconds))[0]) for seconds in self._link_s())
         updated = float(found.of(self.adam.upto)[-1])
@@ -556,7 +581,7 @@ class _FluidProgram:
         return work
 
     def binding(self, found: Solution, terms: Mapping[str, float]) -> str:
-        """The resource with the most work."""
+        """Returns the resource with the most work."""
         work = self.busy(found)
         top = max(work.values())
         return next(name for name in terms if work.get(name, 0.0) >= top * (1 - 1e-4))

@@ -1,15 +1,15 @@
-"""What the fluid program knows of a job: the points at which time is cut, and arrays with an entry per point, interval
-or chunk. Bytes are counted in units of the largest working list (`unit` bytes), seconds as they are.
+"""Facts of a job for the fluid program: the points at which time is cut, and arrays with an entry per point, interval
+or chunk. Bytes are counted in units of the largest working list (`unit` bytes), times in seconds.
 
 [Note: alike micro-batches] The rows of the fluid program name the first micro-batch (first reads, first gradients) and
-the last three (where gradients wait, where a sum may come up, last gradients). All in between are alike: each has the
-same rows. The rows are linear, so the mean of a schedule's quantities over these micro-batches satisfies them, too. So
-one micro-batch of means stands for all: its intervals count `times` in every sum over the iteration. A stock carries
-over from one micro-batch to the next: the point behind the last point of a micro-batch is the first point of the next
-one. Let X be the mean of a stock at the first points of the alike micro-batches, `entered` the stock at the first of
-these points, and `left` the stock at the point behind the last alike micro-batch. Then the mean of the stock at the
-points behind the alike micro-batches is X + (left - entered) / times. And entered <= times * X, because no stock is
-negative.
+the last three (gradients that wait, sums that may come up, last gradients). All micro-batches in between are alike:
+each has the same rows. The rows are linear, so the means of a schedule's quantities over these micro-batches satisfy
+the rows too. One micro-batch of means therefore stands for all: its intervals count `times` in every sum over the
+iteration. A stock carries over from one micro-batch to the next: the point behind the last point of a micro-batch is
+the first point of the next. Let X be the mean of a stock at the first points of the alike micro-batches, `entered` the
+stock at the first of these points, and `left` the stock at the point behind the last alike micro-batch. Then the mean
+of the stock at the points behind the alike micro-batches is X + (left - entered) / times. And entered <= times * X,
+because no stock is negative.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_mic
 __all__ = ["FluidFacts", "Gap", "Period", "shortened"]
 
 SHOWN = 5
-"""Micro-batches with points of their own where one stands for all that are alike: the first one, that one, and the last
-three."""
+"""Number of micro-batches with points of their own, if one micro-batch stands for all that are alike: the first, that
+one, and the last three."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """The points of the micro-batch that stands for `times` alike ones, from `first` to `last`."""
+    """The points, from `first` to `last`, of the micro-batch that stands for `times` alike micro-batches."""
 
     first: int
     last: int
@@ -47,10 +47,13 @@ class Period:
 
 
 def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Workload, int]:
-    """The workload with one micro-batch in place of all that are alike, and number of micro-batches for which its
-    second one stands ([Note: alike micro-batches]). The workload itself, and 1, where there is a point for each run of
-    moments of all micro-batches, and where no such micro-batch is to be had: few micro-batches, micro-batches that
-    differ, a layer-major iteration, stashes."""
+    """Returns the workload with one micro-batch in place of all that are alike ([Note: alike micro-batches]), and the
+    number of micro-batches for which its second micro-batch stands.
+
+    Returns the workload itself and 1 in two cases: if each run of moments of all micro-batches can have a point, or if
+    no micro-batch can stand for others (few micro-batches, micro-batches that differ, a layer-major iteration,
+    stashes).
+    """
     if workload.micro_batches <= SHOWN or workload.layer_major or workload.stashes:
         return workload, 1
     reads = facts_of(workload, layout).read_in
@@ -65,10 +68,10 @@ def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Wor
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """What lies unread between two reads, of all chunks of one class.
+    """The units that lie unread between two reads, of all chunks of one class.
 
     points: the points within the gap.
-    units: units that lie unread there, kept or not.
+    units: units that lie unread at each of these points, kept or not.
     """
 
     points: Index
@@ -78,13 +81,15 @@ class Gap:
 class FluidFacts:
     """The quantities of [Note: the fluid program].
 
-    chunks: chunks that get gradients, in the order of their first reads; arrays per chunk follow it.
-    points: the moments at whose starts time is cut; point `ends` is the end of the last moment.
-    intervals: number of intervals. One begins at each point; the last one runs to the first moment of the next
-        iteration.
-    period: the points of the micro-batch that stands for several; None: each stands for itself.
-    times: of each interval, how often an iteration has it.
-    batches: micro-batches of an iteration. shown: those that have points of their own.
+    chunks: chunks that get gradients, in the order of their first reads. Arrays per chunk have this order.
+    points: the moments at whose starts time is cut.
+    end: index of the point at the end of the last moment.
+    intervals: number of intervals. One interval begins at each point. The last interval runs to the first moment of the
+        next iteration.
+    period: the points of the micro-batch that stands for several; None if each stands for itself.
+    times: per interval, how often an iteration has it.
+    batches: number of micro-batches of an iteration.
+    shown: number of micro-batches that have points of their own.
     """
 
     def __init__(
@@ -98,8 +103,8 @@ class FluidFacts:
         most_points: int,
         times: int = 1,
     ) -> None:
-        """dram_bytes_per_s: what the rank may use of host DRAM at any time. times: for how many micro-batches the
-        second one of `workload` stands."""
+        """dram_bytes_per_s: bandwidth of host DRAM that the rank may use at any time. times: number of micro-batches
+        for which the second micro-batch of `workload` stands."""
         self.workload, self.layout, self.cost = workload, layout, cost
         self.job = job = facts_of(workload, layout)
         self.chunks = sorted(job.trained, key=lambda c: (job.reads[c][0], c))
@@ -111,9 +116,9 @@ class FluidFacts:
         self._speeds(dram_bytes_per_s)
 
     def _points(self, most: int, times: int) -> None:
-        """One point for each run of moments that read the same chunks: the moment with the highest tide. Where these
-        are too many, every n-th one is kept, and the one with the highest tide of all. Each micro-batch begins with a
-        point."""
+        """Choose one point for each run of moments that read the same chunks: the moment with the highest tide. If
+        these are more than `most`, keep every n-th of them and the point with the highest tide of all. Each micro-batch
+        begins with a point."""
         w, sets = self.workload, self.job.read_in
         batch = [m.micro_batch for m in w.moments]
         edges = [batch.index(number) for number in range(1, self.shown)]
@@ -132,17 +137,17 @@ class FluidFacts:
         self.intervals = len(points) + 1
         self.following: Index = (np.arange(self.intervals) + 1) % self.intervals
         clock = np.concatenate(([0.0], np.cumsum(self.cost.moments_s)))
-        self.seconds: Array = np.append(np.diff(clock[[*points, -1]]), 0.0)  # of each interval
+        self.seconds: Array = np.append(np.diff(clock[[*points, -1]]), 0.0)  # per interval
         self.times: Array = np.ones(self.intervals)
         self.period: Period | None = None
         if times > 1:
             first, behind = (points.index(m) for m in edges[:2])
             self.times[first:behind] = times
             self.period = Period(first=first, last=behind - 1, times=times)
-        self.compute_s = float(self.times @ self.seconds)  # of the iteration without any stall
+        self.compute_s = float(self.times @ self.seconds)  # seconds of the iteration without any stall
 
     def _sizes(self, machine: Machine) -> None:
-        """Units of each chunk's lists, and the room at each point."""
+        """Set the units of each chunk's lists, and the room at each point."""
         w, layout, cost, job = self.workload, self.layout, self.cost, self.job
         lists = {c: float(layout.payload_bytes(c, "param")) for c in (*self.chunks, *job.only_read)}
         self.largest_bytes = max(lists.values(), default=1.0)
@@ -150,19 +155,19 @@ class FluidFacts:
         self.payload = {c: size / self.unit for c, size in lists.items()}
         self.params: Array = np.array([cost.params[c] for c in self.chunks], dtype=float)
         self.size: Array = self.params * np.array([job.width(c) for c in self.chunks], dtype=float) / self.unit
-        self.states: Array = self.params * (w.optimizer.states_bytes_per_param / self.unit)  # no padding, as `size`
+        self.states: Array = self.params * (w.optimizer.states_bytes_per_param / self.unit)  # unpadded, as `size`
         self.states_room: Array = np.array([layout.states_bytes(c) for c in self.chunks], dtype=float) / self.unit
         tide = [w.moments[m].peak_bytes for m in self.points]
         at_end = min(w.moments[-1].peak_bytes, w.moments[0].peak_bytes)
         self.room: Array = (machine.gpu_budget_bytes - np.array([*tide, at_end], dtype=float)) / self.unit
 
     def _lives(self) -> None:
-        """Where in time each chunk is read for the first time and gets its last gradient."""
+        """Set the moments of each chunk's first read and last gradient, as intervals and points."""
         job, chunks = self.job, self.chunks
         self.first = [job.reads[c][0] for c in chunks]
         self.final = [job.last_gradient(c) for c in chunks]
         self.arrivals = [{batch: last for batch, _, last in job.spans[c]} for c in chunks]
-        # the interval in which the last gradient comes, and the first point at or after the first read
+        # The interval in which the last gradient arrives, and the first point at or after the first read.
         self.final_in: Index = np.array([self.interval_of_end(m) for m in self.final], dtype=np.intp)
         self.first_at: Index = np.array([self.point_from(m) for m in self.first], dtype=np.intp)
         self.read_at = {c: job.reads_until_final(c) or job.reads[c][:1] for c in (*chunks, *job.only_read)}
@@ -172,8 +177,8 @@ class FluidFacts:
             self.read[k] = own * self.layout.ranks  # a moment reads all slices
 
     def _speeds(self, dram_bytes_per_s: float) -> None:
-        """Units per second of the link (with the latency of the largest list) and of host DRAM; what an update
-        costs."""
+        """Set the units per second of the link (with the latency of the largest list) and of host DRAM, and the costs
+        of an update."""
         w, cost, link = self.workload, self.cost, self.cost.link
         self.duplex = link.duplex
         largest_state = max([self.layout.slice_numel(c) * 4.0 for c in self.chunks], default=self.largest_bytes)
@@ -186,12 +191,12 @@ class FluidFacts:
         widths = (self.size / np.maximum(self.params, 1.0))[self.params > 0]
         least, most = float(min(widths, default=1.0)), float(max(widths, default=1.0))
         traffic = w.optimizer.dram_bytes_per_param
-        self.adam_s = traffic / cost.adam_bytes_per_s / most  # CPU Adam: seconds per unit, at least
-        self.adam_traffic = traffic / self.unit / most  # units of DRAM per unit, at least
+        self.adam_s = traffic / cost.adam_bytes_per_s / most  # CPU Adam: least seconds per unit
+        self.adam_traffic = traffic / self.unit / most  # least units of DRAM traffic per unit
         self.add_traffic = cost.adam_bytes_per_s / self.unit  # an add on the host runs at the memory rate of Adam
         self.gpu_adam_s: Array = self.params * (traffic / cost.gpu.hbm_bytes_per_s)  # per chunk
-        self.least_width = least * self.unit  # of the working list: bytes per parameter
-        # (interval, chunk as counted here) and seconds of adds on the gpu, if gradients add up there
+        self.least_width = least * self.unit  # least bytes per parameter of a working list
+        # ((interval, index of the chunk in `chunks`), seconds) of adds on the gpu, if gradients add up there.
         position = {c: n for n, c in enumerate(self.chunks)}
         self.gpu_adds = [
             ((self.interval_of_end(m), position[c]), seconds)
@@ -201,34 +206,34 @@ class FluidFacts:
         ]
 
     def interval_of_end(self, moment: int) -> int:
-        """The interval in which the moment ends."""
+        """Returns the interval in which the moment ends."""
         return bisect_right(self.points, moment) - 1
 
     def point_from(self, moment: int) -> int:
-        """The first point at or after the moment's start (the end, if none)."""
+        """Returns the first point at or after the moment's start; the end if there is none."""
         return bisect_left(self.points, moment)
 
     def inside(self, after: int, before: int) -> range:
-        """Points strictly after moment `after` and before moment `before`."""
+        """Returns the points strictly after moment `after` and before moment `before`."""
         return range(bisect_right(self.points, after), bisect_left(self.points, before))
 
     def copy_s(self, direction: str, lists: Sequence[str]) -> Array:
-        """Of each chunk: seconds of copying these lists, one after the other."""
+        """Returns, per chunk, the seconds of copying these lists one after the other."""
         sizes = [[self.layout.payload_bytes(c, name) for name in lists] for c in self.chunks]
         return np.array([sum(self.cost.transfer_s(size, direction) for size in row) for row in sizes], dtype=float)
 
     def over_the_border(self) -> list[list[int]]:
-        """Of each chunk the points between its last gradient and its next first read."""
+        """Returns, per chunk, the points between its last gradient and its next first read."""
         return [
             [*range(final_in + 1, self.intervals), *self.inside(-1, first)]
             for final_in, first in zip(self.final_in, self.first)
         ]
 
     def gaps(self) -> list[Gap]:
-        """One class of gaps for each pair of phases and micro-batches between which chunks are read again; within a
-        class each gap opens before any closes. A chunk that is never updated also has a gap to the next iteration. With
-        alike micro-batches the gaps from one micro-batch to the next are one class: one begins where the other has
-        ended, or the rows of both are added up."""
+        """Returns one class of gaps for each pair of phases and micro-batches between which chunks are read again.
+        Within a class each gap opens before any gap closes. A chunk that is never updated also has a gap to the next
+        iteration. With alike micro-batches, all gaps from one micro-batch to the next form one class: either one gap
+        begins where the other has ended, or the rows of both are added up."""
         w = self.workload
         classes: dict[tuple[object, ...], dict[int, float]] = {}
 

@@ -1,52 +1,56 @@
-"""The bound for all three modes at once: a small linear program with pinned and streamed parameters as two reals.
+"""The bound for all three modes at once: a small linear program with pinned and streamed parameters as two real
+numbers.
 
 [Note: the joint bound] E trainable parameters have a gradient. The states of x of them stay on the gpu ("pinned"). The
-states of y of them are there for the update only ("streamed": Adam runs on the gpu, the states come up before it and go
-down after it). All others have CPU Adam. s = x + y. A chunk need not be all of one kind: a chunk with some of its state
-lists resident counts as part of each. A list that is always on the gpu takes its bytes at every moment. A list that is
-ever dropped crosses the link both ways each iteration. Notation as in [Note: the bound] of pinned.py (w: bytes of the
-working list per parameter, v: bytes of the states per parameter). What any legal schedule keeps:
+states of y of them are on the gpu for the update only ("streamed": Adam runs on the gpu, the states come up before it
+and go down after it). All others have CPU Adam. s = x + y. A chunk may be of several kinds: a chunk with some of its
+state lists resident counts as part of each. A list that is always on the gpu takes its bytes at every moment. A list
+that is ever dropped crosses the link in both directions each iteration. Notation as in [Note: the bound] of pinned.py
+(w: bytes of the working list per parameter, v: bytes of the states per parameter). Every legal schedule satisfies:
 
 - room: v x <= room_t - K_t at every moment t.
 - compute: all moments + s * traffic / HBM, and adds on the gpu (below). adam: (E - s) / R, and accumulation on the host
   (below).
-- windows, eager and behind a barrier: those of pinned.py with s in place of x. With several micro-batches the host adds
-  the last gradients in these windows, too (with clipping in the eager ones alone), unless they add up on the gpu.
+- windows, eager and behind a barrier: those of pinned.py with s in place of x. With several micro-batches the host also
+  adds the last gradients in these windows (with clipping only in the eager windows), unless they add up on the gpu.
 - the border: during the last moments every gradient is final and no parameter is read any more. A parameter that is
-  updated on the gpu has w bytes then: its gradient, or its new value. They are on the gpu (`kept` bytes in all), or
-  they went down before and come up after. Frozen chunks are kept (`frozen_kept`) or come up again.
-  kept + frozen_kept + v x <= room.
-- the compute queue does all steps of an iteration, its updates too, before the first moment of the next. Let m be a
-  moment before any gradient is final. What is read from m on, and all states of what is updated on the gpu, is there at
-  m or comes up later: T >= seconds before m + (bytes read from m on + v s - room_m) / rate. If m lies between the
-  backward passes of the last two micro-batches, so are the sums of gradients (4 bytes) that add up on the gpu or that
-  Adam on the gpu needs, and the gpu's adds of the earlier micro-batches come before m. Behind a barrier the updates
-  come between two iterations. What they need and is not there at the end of the last moment comes up before the
-  next iteration begins: T >= all moments + (v s + gradients - room) / rate. Per parameter gradients are w bytes; of
-  several micro-batches a sum of 4 (or two lists of w), and where the host made the sum 4 for it and w for the last
-  gradient. What is then too much for the room of the first moment has gone down: T >= all moments +
-  (v s + w s - room) / rate. Without a barrier this holds from the first final gradient on.
-- border windows: of the chunks J_j what is not kept goes down and comes up between the end of b_j and the next f_j:
-  T >= span_j + (bytes(J_j) - kept) / rate.
-- barrier, streamed: when the last moment ends at most room - v x bytes of chunks are on the gpu; of the chunks first
-  read up to moment f_j all other parameters, and the states (and wider gradients, as above) of those streamed, come up
-  before the next f_j.
-- h2d: (E - s) w + (w s - kept) + frozen not kept + what each turn cannot keep + v y + gradients.
+  updated on the gpu then has w bytes: its gradient, or its new value. These bytes are on the gpu (`kept` bytes in
+  total), or they went down before and come up after. Frozen chunks are kept (`frozen_kept`) or come up again. kept +
+  frozen_kept + v x <= room.
+- the compute queue does all steps of an iteration, including its updates, before the first moment of the next
+  iteration. Let m be a moment before any gradient is final. Everything read from m on, and all states of the parameters
+  updated on the gpu, is on the gpu at m or comes up later: T >= seconds before m + (bytes read from m on + v s -
+  room_m) / rate. If m lies between the backward passes of the last two micro-batches, the same holds for the sums of
+  gradients (4 bytes) that add up on the gpu or that Adam on the gpu needs, and the gpu's adds of the earlier
+  micro-batches come before m. Behind a barrier the updates come between two iterations. The bytes that they need and
+  that are not on the gpu at the end of the last moment come up before the next iteration begins: T >= all moments + (v
+  s + gradients - room) / rate. Gradients are w bytes per parameter; with several micro-batches a sum of 4 (or two lists
+  of w); and if the host made the sum, 4 for the sum and w for the last gradient. The excess over the room of the first
+  moment has gone down: T >= all moments + (v s + w s - room) / rate. Without a barrier this holds from the first final
+  gradient on.
+- border windows: the bytes of the chunks J_j that are not kept go down and come up between the end of b_j and the next
+  f_j: T >= span_j + (bytes(J_j) - kept) / rate.
+- barrier, streamed: when the last moment ends, at most room - v x bytes of chunks are on the gpu. Of the chunks first
+  read up to moment f_j, all other parameters come up before the next f_j. So do the states (and wider gradients, as
+  above) of the streamed parameters among them.
+- h2d: (E - s) w + (w s - kept) + frozen bytes not kept + bytes that turns cannot keep + v y + gradients.
 - d2h: gradients + (w s - kept) + v y.
-- gradients of U > 1 micro-batches: the bound chooses for any share of the parameters one of two ways. On the gpu: the
-  gradients add up in a list of 4 bytes (with U = 2 the first may wait in a list of w bytes). The list is held from one
-  backward pass to the next, or sent down and up in between. Then it goes down once (4 bytes) if Adam runs on the CPU.
-  On the host: each gradient goes down (w bytes). For CPU Adam all are added there, some of them inside the update
-  ([Note: adds in updates] of cost.py): U adds, or 1 where U = 2 and nothing is clipped. For Adam on the gpu all but two
-  are added there, and Adam needs the sum up (4 bytes). Where gradients add up on the gpu, it adds all but the first,
-  unless U = 2 and the first waits. In a layer-major iteration no row asks for room for a held sum.
-- stashes: as in pinned.py, on h2d, d2h, link and dram. Those whose way up begins behind a moment come up behind it too,
-  beside what is read from there on (the compute queue row).
-- link, dram: as in pinned.py, of these bytes. A copy's latency counts, by bytes, as in the largest list it could be of.
+- gradients of U > 1 micro-batches: for any share of the parameters, the bound chooses one of two ways. On the gpu: the
+  gradients add up in a list of 4 bytes (with U = 2 the first gradient may wait in a list of w bytes). The list is held
+  from one backward pass to the next, or sent down and up in between. If Adam runs on the CPU, the list then goes down
+  once (4 bytes). On the host: each gradient goes down (w bytes). For CPU Adam all gradients are added there, some of
+  them inside the update ([Note: adds in updates] of cost.py): U adds, or 1 if U = 2 and nothing is clipped. For Adam on
+  the gpu all but two are added there, and the sum comes up for Adam (4 bytes). If gradients add up on the gpu, the gpu
+  adds all but the first, unless U = 2 and the first waits. In a layer-major iteration no row asks for room for a held
+  sum.
+- stashes: as in pinned.py, on h2d, d2h, link and dram. A stash whose way up begins after a moment also comes up after
+  that moment, in addition to the bytes that are read from there on (the row of the compute queue).
+- link, dram: as in pinned.py, of these bytes. The latency of a copy counts per byte, as in the largest list of any
+  copy.
 
 The least T over all of these is a linear program, with one exception: a window whose chunks may all be updated on the
 gpu (params(J_j) <= s) bounds nothing. Without the windows the least T is convex in s. The term of the windows only
-falls with s. So the best s is where the two meet. Which windows hold there is found by halving (`_best_windows`).
+falls with s. So the best s lies where the two meet. `_best_windows` finds by halving which windows hold there.
 """
 
 from __future__ import annotations
@@ -70,8 +74,8 @@ __all__ = ["joint_bound"]
 def joint_bound(
     workload: Workload, layout: Layout, facts: BoundFacts, cost: CostModel, *, barrier: bool, clip: bool, x_limit: float
 ) -> Bound:
-    """The bound of [Note: the joint bound]. x_limit: the most pinned parameters. Raises linear.Unsolved if HiGHS
-    fails."""
+    """Returns the bound of [Note: the joint bound]. x_limit: the largest number of pinned parameters. Raises
+    linear.Unsolved if HiGHS fails."""
     job = _JointFacts(workload, layout, facts, cost, barrier, clip, x_limit)
     found = _best_windows(job)
     ordered = {name: found.terms[name] for name in NAMES if name in found.terms}
@@ -91,9 +95,10 @@ def joint_bound(
 class _Solved:
     """The solved joint program.
 
-    proved_s: what the dual solution proves.
+    proved_s: seconds that the dual solution proves.
     terms: name of a term -> the largest seconds of that name.
-    pinned, streamed: x and y of the note, in parameters."""
+    pinned, streamed: x and y of the note, in parameters.
+    """
 
     proved_s: float
     terms: Mapping[str, float]
@@ -107,9 +112,9 @@ class _Solved:
 
 
 def _best_windows(job: _JointFacts) -> _Solved:
-    """The best s lies in one [ends[k], ends[k + 1]]. The program is solved with the windows of k and s >= ends[k]. If
-    its s is beyond ends[k + 1], the best s lies further up. If s >= ends[k] stops it, the best s lies further down, or
-    here."""
+    """Returns the solution with the best windows. The best s lies in one [ends[k], ends[k + 1]]. The program is solved
+    with the windows of k and s >= ends[k]. If its s is beyond ends[k + 1], the best s lies further up. If s >= ends[k]
+    stops it, the best s lies in this interval or further down."""
     ends = job.ends
     best = _JointProgram(job, float(ends[0])).solve()
     low = 0
@@ -137,7 +142,14 @@ def _best_windows(job: _JointFacts) -> _Solved:
 
 @dataclass
 class _Family:
-    """Windows with one slope: T >= value - slope * `on` ("s" or "kept"), for those that end after s."""
+    """Windows with one slope: T >= value - slope * `on`, for the windows that end after s.
+
+    name: term to which the windows belong.
+    on: the variable that shrinks the window: "s", "s, sums" or "kept".
+    slope: seconds per unit of that variable.
+    ends, values: per window, the s at which it ends, and its seconds, sorted by end.
+    best: per window, the largest value of the windows that end there or later.
+    """
 
     name: str
     on: str
@@ -152,7 +164,7 @@ class _Family:
         self.best = np.maximum.accumulate(self.values[::-1])[::-1]
 
     def value(self, s: float) -> float | None:
-        """The largest value of the windows that end after s."""
+        """Returns the largest value of the windows that end after s; None if no window does."""
         k = int(np.searchsorted(self.ends, s, side="right"))
         return float(self.best[k]) if k < len(self.best) else None
 
@@ -160,18 +172,21 @@ class _Family:
 class _JointFacts:
     """The quantities of [Note: the joint bound] that hold for every choice of windows.
 
-    u: micro-batches, where each gives every gradient.
-    v, w: bytes per parameter of the states and of the working list (at least; most_w: at most).
-    total, bytes, frozen: parameters with a gradient (E), their bytes, and the bytes of frozen chunks.
+    u: number of micro-batches if each gives every gradient; otherwise 1.
+    v: bytes of the states per parameter.
+    w, most_w: least and most bytes of the working list per parameter.
+    total, bytes: number of parameters with a gradient (E), and their bytes.
+    frozen: bytes of frozen chunks.
     up, down: bytes per second of the link.
-    per_param_s: CPU Adam.
+    per_param_s: seconds of CPU Adam per parameter.
     add_bytes: DRAM traffic of adding a parameter.
-    gpu_add_s: seconds of all adds of a parameter on the gpu, at least.
-    late_room, end_room: from where nothing is read any more, and at the end.
+    gpu_add_s: least seconds of all adds of a parameter on the gpu.
+    late_room: least room from the moment on after which nothing is read.
+    end_room: room at the last moment.
     turns: cuts of the iteration.
     families: windows by slope.
-    ends: all values of s at which one of them ends.
-    scale: about how long an iteration takes, in seconds.
+    ends: all values of s at which a window ends.
+    scale: approximate seconds of an iteration.
     """
 
     def __init__(
@@ -226,14 +241,14 @@ class _JointFacts:
             for resource, values in seconds.items():
                 name = "barrier" if windows.behind_barrier else resource
                 rows.setdefault((name, "s", slopes[resource]), []).append((windows.params, values))
-            # the last gradient is added in the window, too, with clipping before the barrier
+            # The last gradient is also added in the window; with clipping, before the barrier.
             if self.u > 1 and not (self.clip and windows.behind_barrier):
                 name = "barrier" if windows.behind_barrier else "adam"
                 each_s = self.per_param_s + self.add_s
                 values = windows.seconds(adam_s=each_s, up=self.up, down=self.down)["adam"]
                 rows.setdefault((name, "s, sums", each_s), []).append((windows.params, values))
             endless = np.full(len(windows.span_s), np.inf)
-            if facts.net.updates_s:  # of chunks updated anywhere, and of those updated on the gpu
+            if facts.net.updates_s:  # for chunks updated anywhere, and for chunks updated on the gpu
                 on_gpu_s = windows.gpu_s(gpu_s) - self.total * gpu_s
                 name = "barrier" if windows.behind_barrier else "net"
                 rows.setdefault((name, "s", 0.0), []).append((endless, windows.span_s + windows.net_s))
@@ -252,9 +267,9 @@ class _JointFacts:
 
 
 class _JointProgram:
-    """The program for one choice of windows: those that end after s_min, and s >= s_min. A method is a kind of rows of
-    [Note: the joint bound]. The solver counts parameters in parts of all, bytes in parts of all and seconds in parts of
-    the job's scale; the rows here are in parameters, bytes and seconds."""
+    """The program for one choice of windows: the windows that end after s_min, with s >= s_min. Each method adds one
+    kind of rows of [Note: the joint bound]. The rows here are in parameters, bytes and seconds. The solver counts
+    parameters and bytes as shares of their totals, and seconds as shares of the job's scale."""
 
     def __init__(self, job: _JointFacts, s_min: float) -> None:
         self.job, self.s_min = job, s_min
@@ -263,28 +278,29 @@ class _JointProgram:
         lp = self.lp = LinearProgram()
         self.terms: list[tuple[str, Expression]] = []  # T >= each of these, in seconds
 
-        # parts of the scale: T, of which the terms say the most that it can be
+        # T as a share of the scale; `solve` takes its upper bound from the terms.
         self.t = lp.variable(most=0.0)
-        # parameters: states on the gpu for ever, or for the update only
+        # Parameters whose states stay on the gpu, and whose states are there for the update only.
         self.x = self._params(job.x_max)
         self.y = self._params(job.total)
         self.s = self.x + self.y
-        # bytes: on the gpu over the border, of what is updated there and of frozen chunks, the others' slices apart
+        # Bytes on the gpu over the border: of parameters updated there, of frozen chunks, and of the other ranks'
+        # slices of frozen chunks.
         self.kept = self._bytes(min(job.bytes, job.late_room))
         self.frozen_kept = self._bytes(min(job.frozen, job.late_room))
         self.others_kept = self._bytes(min(job.facts.net.frozen_bytes, job.late_room))
-        # parameters of several micro-batches: sums on the gpu whose Adam is the CPU's, or the gpu's; and sums that are
-        # sent down and up before micro-batch 1, 2, ...
+        # With several micro-batches, parameters whose sums are on the gpu, with Adam on the CPU and with Adam on the
+        # gpu; and parameters whose sums go down and up before micro-batch 1, 2, ...
         several = job.u > 1 and job.total > 0
         self.cpu_sum, self.gpu_sum = (self._params(job.total) if several else Expression.zero(1) for _ in range(2))
         self.spilt = self._params(job.total, count=job.u - 1 if several else 0)
-        self.sum_bytes = 4.0 if job.u > 2 else min(job.w, 4.0)  # of a held sum, per parameter
-        # bytes that each turn cannot keep: of this rank's slices, and of the others'
+        self.sum_bytes = 4.0 if job.u > 2 else min(job.w, 4.0)  # bytes of a held sum, per parameter
+        # Bytes that each turn cannot keep, of this rank's slices and of the others' slices.
         most = [turn.bytes + abs(turn.room) + (job.v + 8) * self.all_params for turn in job.turns]
         self.again = lp.variables(len(most), most=np.array(most) / self.all_bytes) * self.all_bytes
         others = np.array([turn.others for turn in job.turns if turn.others]) / self.all_bytes
         self.gathered = lp.variables(len(others), most=others) * self.all_bytes
-        # bytes of what is updated on the gpu that go down and come up over the border
+        # Bytes updated on the gpu that go down and come up over the border.
         self.gone = self._bytes(job.bytes)
 
         lp.add(self.s <= job.total, unit=self.all_params)
@@ -314,7 +330,7 @@ class _JointProgram:
     # -- what fits --
 
     def _border(self) -> None:
-        """Of what is updated on the gpu w bytes per parameter are kept, or go down and come up."""
+        """Add the rows of the border: w bytes of each parameter updated on the gpu are kept, or go down and come up."""
         lp, job = self.lp, self.job
         lp.add(self.kept <= job.most_w * self.s)
         if np.isfinite(job.late_room):
@@ -322,7 +338,7 @@ class _JointProgram:
             lp.add(self.kept + frozen + job.v * self.x <= job.late_room, unit=self.all_bytes)
 
     def _sums(self) -> None:
-        """Rows: gradients of several micro-batches each go down, or add up on the gpu. Held sums have room from one
+        """Add rows: gradients of several micro-batches each go down, or add up on the gpu. Held sums need room from one
         backward pass to the next."""
         lp, job, facts = self.lp, self.job, self.job.facts
         lp.add(self.cpu_sum + self.s <= job.total, unit=self.all_params)
@@ -337,11 +353,12 @@ class _JointProgram:
                 lp.add(self._held_sums(batch) + job.v * self.x <= room, unit=self.all_bytes)
 
     def _held_sums(self, batch: int) -> Expression:
-        """Bytes of the sums on the gpu before micro-batch `batch`."""
+        """Returns the bytes of the sums on the gpu before micro-batch `batch`."""
         return (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
 
     def _turns(self) -> None:
-        """Rows: what is read behind a turn and was read before it stays beside states and sums, or comes up again."""
+        """Add rows: bytes that are read before a turn and again behind it stay beside states and sums, or come up
+        again."""
         job = self.job
         others = 0
         for number, turn in enumerate(job.turns):
@@ -359,8 +376,8 @@ class _JointProgram:
     # -- seconds --
 
     def _added(self) -> Expression:
-        """Parameters added on the host, counted once per addition: for CPU Adam all gradients, for Adam on the gpu all
-        but two."""
+        """Returns the number of parameters added on the host, counted once per addition: all gradients for CPU Adam,
+        all but two for Adam on the gpu."""
         job = self.job
         if job.u == 1:
             return Expression.zero(1)
@@ -378,9 +395,9 @@ class _JointProgram:
             self.terms.append(("adam", (job.total - self.s) * job.per_param_s + adds_s))
 
     def _windows(self) -> None:
-        """Windows, eager and behind a barrier, and border windows."""
+        """Add the terms of windows, eager and behind a barrier, and of border windows."""
         inside = {"s": self.s, "kept": self.kept}
-        if len(self.spilt):  # parameters: seconds of an add, counted in seconds of an add and Adam
+        if len(self.spilt):  # in parameters: an add counts as its share of an add and Adam
             inside["s, sums"] = self.s + self.cpu_sum * (self.job.add_s / (self.job.add_s + self.job.per_param_s))
         for family in self.job.families:
             value = family.value(self.s_min)
@@ -388,8 +405,9 @@ class _JointProgram:
                 self.terms.append((family.name, value - family.slope * inside[family.on]))
 
     def _compute_queue(self) -> None:
-        """The compute queue does an iteration's updates before the first moment of the next one: all states, and
-        everything read from a moment on (before any gradient is final), are there at that moment or come up later."""
+        """Add terms of the compute queue. It does an iteration's updates before the first moment of the next iteration.
+        All states, and everything read from a moment on (before any gradient is final), are on the gpu at that moment
+        or come up later."""
         job, facts = self.job, self.job.facts
         until = int(facts.final.min()) + 1
         own, _ = facts.read_from()
@@ -398,15 +416,15 @@ class _JointProgram:
         self.terms.append(("h2d", turn_s + job.v * self.s / job.up))
         if len(self.spilt):
             self._last_turn(until)
-        # what then is too much for the room of the first moment has gone down since the first final gradient
+        # The excess over the room of the first moment has gone down since the first final gradient.
         first_room = max(0.0, float(facts.room[0]))
         too_much = (job.v + job.w) * self.s - first_room
         self.terms.append(("d2h", float(facts.clock[until]) + too_much / job.down))
 
     def _last_turn(self, until: int) -> None:
-        """Rows: in a moment between the backward passes of the last two micro-batches, sums of gradients for Adam on
-        the gpu, or that add up there, take room beside all that, or come up later. Adds of all micro-batches but the
-        last one are done. until: the first moment after a final gradient."""
+        """Add a term of the compute queue, at a moment between the backward passes of the last two micro-batches. Sums
+        of gradients that add up on the gpu, or that Adam on the gpu needs, also take room or come up later. The adds of
+        all micro-batches but the last are done. until: the first moment after a final gradient."""
         job, facts = self.job, self.job.facts
         low, high = facts.between(job.u - 1)
         high = min(high, until)
@@ -421,15 +439,16 @@ class _JointProgram:
         self.terms.append(("h2d", turn_s + added_s + (job.v * self.s + sums) / job.up))
 
     def _barrier(self) -> None:
-        """Rows: behind a barrier the updates come between two iterations."""
+        """Add terms: behind a barrier the updates come between two iterations."""
         job, facts = self.job, self.job.facts
         compute_s = float(facts.clock[-1])
         needed = job.v * self.s + self._gradients(job.w)
         self.terms.append(("barrier", compute_s + (needed - job.end_room) / job.up))
         new = (job.v + job.w) * self.s - max(0.0, float(facts.room[0]))
         self.terms.append(("barrier", compute_s + new / job.down))
-        # of the chunks first read up to f_j: seconds from f_j to the end of the iteration, bytes and parameters. What
-        # is not on the gpu at the end, beside pinned states, comes up before the next f_j, and so do streamed states
+        # For the chunks first read up to f_j: seconds from f_j to the end of the iteration, bytes and parameters. The
+        # bytes that are not on the gpu at the end, beside pinned states, come up before the next f_j, and so do
+        # streamed states.
         inside = Inside(facts.first)
         span_s = compute_s - facts.clock[facts.first]
         size, params = inside.sums(facts.bytes), inside.sums(facts.params)
@@ -443,13 +462,13 @@ class _JointProgram:
             self.terms.append(("barrier", others_s + (job.v * self.s + wider) / job.up))
 
     def _gradients(self, width: float) -> Expression:
-        """Bytes of gradients that Adam on the gpu reads. width: of a gradient, per parameter."""
+        """Returns the bytes of gradients that Adam on the gpu reads. width: bytes of a gradient per parameter."""
         if not len(self.spilt):
             return width * self.s
         return 4 * self.gpu_sum + (4 + width) * (self.s - self.gpu_sum)
 
     def _copies(self) -> None:
-        """Rows: h2d, d2h, the link where both share it, and host DRAM."""
+        """Add the terms of h2d, of d2h, of the link if both share it, and of host DRAM."""
         job, facts, cost = self.job, self.job.facts, self.job.cost
         up, down = self._up(), self._down()
         up_s, down_s = up / job.up + facts.stash_up_s, down / job.down + facts.stash_down_s
@@ -460,8 +479,9 @@ class _JointProgram:
         self.terms.append(("dram", moved / facts.dram_bytes_per_s))
 
     def _up(self) -> Expression:
-        """Bytes that come up: chunks updated on the CPU, what is not kept over the border, what turns cannot keep,
-        states of streamed chunks; sums that were sent down, and those made on the host for Adam on the gpu."""
+        """Returns the bytes that come up: chunks updated on the CPU, bytes not kept over the border, bytes that turns
+        cannot keep, states of streamed chunks, sums that were sent down, and sums made on the host for Adam on the
+        gpu."""
         job = self.job
         up = job.bytes - job.most_w * self.s + self.gone + (job.frozen - self.frozen_kept)
         up += self.again.sum() + job.v * self.y
@@ -470,8 +490,8 @@ class _JointProgram:
         return up
 
     def _down(self) -> Expression:
-        """Bytes that go down: gradients, each time or as a sum, what is not kept over the border, states of streamed
-        chunks; sums that come up again, and gradients added on the host for Adam on the gpu."""
+        """Returns the bytes that go down: gradients (each time or as a sum), bytes not kept over the border, states of
+        streamed chunks, sums that come up again, and gradients added on the host for Adam on the gpu."""
         job, u = self.job, self.job.u
         down = u * (job.bytes - job.most_w * self.s) + self.gone + job.v * self.y
         if len(self.spilt):
@@ -480,8 +500,8 @@ class _JointProgram:
         return down
 
     def _collectives(self) -> None:
-        """Rows: all collectives follow one another ([Note: the bound of several ranks]). With clipping no update comes
-        before the last sum."""
+        """Add terms: all collectives follow one another ([Note: the bound of several ranks]). With clipping no update
+        comes before the last sum."""
         job, facts, net = self.job, self.job.facts, self.job.facts.net
         again = self.gathered.sum() + net.frozen_bytes - self.others_kept
         self.terms.append(("net", net.updates_s + again * net.byte_s))
@@ -492,7 +512,7 @@ class _JointProgram:
     # -- the answer --
 
     def solve(self) -> _Solved:
-        """The least T that is at least each term. Raises linear.Unsolved if HiGHS fails."""
+        """Returns the solution with the least T that is at least each term. Raises linear.Unsolved if HiGHS fails."""
         lp, scale = self.lp, self.job.scale
         lp.limit(self.t, max(float(lp.most_of(seconds)[0]) for _, seconds in self.terms) / scale)
         for _, seconds in self.terms:

@@ -1,16 +1,15 @@
-"""Linear programs whose rows are written as expressions, solved with HiGHS, and a lower bound of the optimum that is
-safe.
+"""Linear programs whose rows are written as expressions, solved with HiGHS, with a safe lower bound of the optimum.
 
-[Note: expressions] `program.variables(n, most=...)` is a block of n variables. An `Expression` has rows side by side;
-arithmetic goes row by row, as in numpy, and a number or a single row goes with every row: `2 * a - b[1:] + limits`.
-`program.add(a <= b)` adds the rows of such a comparison to the program. (highspy has expressions too, one object per
-row: too slow for programs of ten thousand rows.)
+[Note: expressions] `program.variables(n, most=...)` is a block of n variables. An `Expression` is a block of rows.
+Arithmetic goes row by row, as in numpy, and a number or a single row is broadcast to every row: `2 * a - b[1:] +
+limits`. `program.add(a <= b)` adds the rows of such a comparison to the program. (highspy has expressions too, with one
+object per row: too slow for programs of ten thousand rows.)
 
-[Note: what the dual proves] A solver's optimum is right to some tolerance; a certificate must not be. So what is
-reported is not the solver's value but what its dual solution proves. For  min c.v,  A v <= b,  E v = d,  0 <= v <= u
-and any multipliers p >= 0 and q,  c.v >= -p.b - q.d + sum_j min(0, r_j u_j)  with  r = c + A'p + E'q  for every
-feasible v. With the solver's own multipliers this bound is the solver's optimum up to rounding; with any other
-multipliers it still holds. So every variable is at least 0 and has a finite upper bound.
+[Note: what the dual proves] A solver's optimum is right up to some tolerance, which is not enough for a certificate. So
+the reported value is not the solver's value but the value that its dual solution proves. For  min c.v,  A v <= b,  E v
+= d,  0 <= v <= u  and any multipliers p >= 0 and q,  c.v >= -p.b - q.d + sum_j min(0, r_j u_j)  with  r = c + A'p + E'q
+for every feasible v. With the solver's own multipliers this bound equals the solver's optimum up to rounding. With any
+other multipliers the bound still holds. The proof needs variables that are at least 0 and have a finite upper bound.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ Index = NDArray[np.intp]
 
 
 class Unsolved(Exception):
-    """The solver gave no optimum; the text says why."""
+    """The solver found no optimum; the text says why."""
 
 
 class Expression:
-    """Row r is constant[r] + the sum of factor * variable over the terms with row == r.
+    """A block of rows. Row r is constant[r] + the sum of factor * variable over the terms with row == r.
 
     constant: an entry per row.
-    row, column, factor: an entry per term; column is the number of its variable.
+    row, column, factor: an entry per term. column is the index of the term's variable.
     """
 
     __slots__ = ("column", "constant", "factor", "row")
-    __array_ufunc__ = None  # so that array * expression is an expression, not an array of expressions
+    __array_ufunc__ = None  # makes array * expression an expression, not an array of expressions
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, constant: Array, row: Index, column: Index, factor: Array) -> None:
@@ -49,7 +48,7 @@ class Expression:
 
     @staticmethod
     def zero(rows: int) -> Expression:
-        """Rows without terms."""
+        """Returns rows without terms."""
         none = np.zeros(0, dtype=np.intp)
         return Expression(np.zeros(rows), none, none, np.zeros(0))
 
@@ -57,30 +56,30 @@ class Expression:
         return len(self.constant)
 
     def __getitem__(self, index: int | slice | Index | NDArray[np.bool_]) -> Expression:
-        """The rows that numpy would choose; for a number a single row."""
+        """Returns the rows that numpy would choose; for a number, a single row."""
         chosen = np.atleast_1d(np.arange(len(self))[index])
         by_row = np.argsort(self.row, kind="stable")
         begin, end = (np.searchsorted(self.row, chosen, side, sorter=by_row) for side in ("left", "right"))
         count = end - begin
-        first = np.cumsum(count) - count  # of each chosen row, among the terms chosen
+        first = np.cumsum(count) - count  # index of each chosen row's first term among the chosen terms
         terms = by_row[np.arange(count.sum()) + np.repeat(begin - first, count)]
         row = np.repeat(np.arange(len(chosen)), count)
         return Expression(self.constant[chosen], row, self.column[terms], self.factor[terms])
 
     def gathered(self, where: Sequence[int] | Index, count: int) -> Expression:
-        """`count` rows: row k is the sum of the rows r with where[r] == k."""
+        """Returns `count` rows. Row k is the sum of the rows r with where[r] == k."""
         to = np.asarray(where, dtype=np.intp)
         constant = np.asarray(np.bincount(to, self.constant, minlength=count), dtype=float)
         return Expression(constant, to[self.row], self.column, self.factor)
 
     def sum(self) -> Expression:
-        """A single row: the sum of all rows."""
+        """Returns a single row: the sum of all rows."""
         return self.gathered(np.zeros(len(self), dtype=np.intp), 1)
 
     def _spread(self, rows: int) -> Expression:
         if len(self) == rows:
             return self
-        return self[np.zeros(rows, dtype=np.intp)]  # of a single row only: numpy refuses the sum of any others
+        return self[np.zeros(rows, dtype=np.intp)]  # from a single row only: numpy has refused other lengths
 
     def __add__(self, other: Expression | Array | float) -> Expression:
         if isinstance(other, Expression):
@@ -126,7 +125,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Rows:
-    """Each row of `difference` is at most 0, or (`equal`) 0."""
+    """Rows of a comparison. Each row of `difference` is at most 0, or equal to 0 if `equal`."""
 
     difference: Expression
     equal: bool
@@ -139,22 +138,24 @@ class Rows:
 class Solution:
     """A solved linear program.
 
-    value: what the solver says the optimum is.
+    value: the optimum by the solver.
     proved: a lower bound of the optimum that holds exactly, up to the rounding of one sum.
-    at: the variables' values."""
+    at: value of each variable.
+    """
 
     value: float
     proved: float
     at: Array
 
     def of(self, expression: Expression) -> Array:
-        """The value of each row."""
+        """Returns the value of each row."""
         terms = expression.factor * self.at[expression.column]
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
 
 class LinearProgram:
-    """Minimise a sum over variables between 0 and a finite upper bound, under rows that are at most 0 or equal to 0."""
+    """Minimises a sum over variables between 0 and a finite upper bound, under rows that are at most 0 or equal to
+    0."""
 
     def __init__(self) -> None:
         self._most: list[float] = []
@@ -162,36 +163,37 @@ class LinearProgram:
         self._objective = Expression.zero(1)
 
     def variable(self, *, most: float) -> Expression:
-        """A new variable in [0, most]; a single row."""
+        """Returns a new variable in [0, most], as a single row."""
         return self.variables(1, most=most)
 
     def variables(self, count: int, *, most: float | Sequence[float] | Array) -> Expression:
-        """`count` new variables in [0, most], a row each. most: one number, or one per variable."""
+        """Returns `count` new variables in [0, most], with one row each. most: one number, or one number per
+        variable."""
         row, before = np.arange(count), len(self._most)
         each = [most] * count if isinstance(most, int | float) else most
         self._most += [max(0.0, float(value)) for value in each]
         return Expression(np.zeros(count), row, row + before, np.ones(count))
 
     def limit(self, variable: Expression, most: float) -> None:
-        """Another upper bound of a variable."""
+        """Set another upper bound of a variable."""
         self._most[int(variable.column[0])] = most
 
     def most_of(self, expression: Expression) -> Array:
-        """The largest value of each row that the variables' bounds allow."""
+        """Returns the largest value of each row that the variables' bounds allow."""
         terms = np.maximum(0.0, expression.factor * np.array(self._most)[expression.column])
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
     def minimise(self, objective: Expression) -> None:
-        """Set the objective to minimise: a single row."""
+        """Set the objective to minimise. objective: a single row."""
         self._objective = objective
 
     def add(self, rows: Rows, *, unit: float = 1.0) -> None:
-        """Add rows. unit: what the rows are counted in, so that the solver sees factors near 1."""
+        """Add rows. unit: the unit in which the solver counts the rows, chosen so that factors are near 1."""
         self._rows.append(rows if unit == 1.0 else Rows(rows.difference * (1 / unit), rows.equal))
 
     def solve(self, *, method: str = "simplex", time_limit_s: float | None = None) -> Solution:
-        """Solve the program. method: "simplex" or "ipx" (interior point, then a vertex). Raises Unsolved where HiGHS
-        finds no optimum in time."""
+        """Solve the program. method: "simplex" or "ipx" (interior point, then a vertex). Raises Unsolved if HiGHS finds
+        no optimum within the time limit."""
         rows, equal = self._stacked()
         limit = -rows.constant
         most = np.array(self._most)
@@ -226,7 +228,7 @@ class LinearProgram:
         return Solution(value=constant + float(cost @ at), proved=proved, at=at)
 
     def _stacked(self) -> tuple[Expression, NDArray[np.bool_]]:
-        """All rows in one expression, and which of them are equations."""
+        """Returns all rows in one expression, and a mask of the rows that are equations."""
         parts = [Expression.zero(0), *(rows.difference for rows in self._rows)]
         lengths = [len(part) for part in parts]
         begins = np.cumsum([0, *lengths[:-1]])
@@ -239,8 +241,8 @@ class LinearProgram:
 
 
 def _by_column(rows: Expression, columns: int) -> tuple[Index, Index, Array]:
-    """The matrix by columns (start of each column, row and value of each entry); terms of one row and variable are
-    added up."""
+    """Returns the matrix by columns: start of each column, row of each entry, value of each entry. Terms with the same
+    row and variable are added up."""
     place = rows.column * len(rows) + rows.row
     order = np.argsort(place, kind="stable")
     place = place[order]

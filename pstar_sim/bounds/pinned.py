@@ -1,45 +1,47 @@
-"""The closed form: the bound where no chunk is streamed, exact over all numbers of pinned parameters.
+"""The closed form: the bound for schedules that stream no chunk, exact over all numbers of pinned parameters.
 
-[Note: the bound] Let x be the trainable parameters whose optimizer states stay on the gpu ("pinned"; their Adam runs
-there and their working list stays too), relaxed to a real number 0 <= x <= x_max. Every other trainable parameter that
-gets a gradient has, each iteration, one copy down, one CPU Adam and one copy up. With E such parameters in all, w bytes
-each in the working list, v bytes of states, C the gpu budget, n_t the tide and K_t the payload bytes that moment t
-reads:
+[Note: the bound] Let x be the number of trainable parameters whose optimizer states stay on the gpu ("pinned"), relaxed
+to a real number 0 <= x <= x_max. Their Adam runs on the gpu and their working list stays there too. Every other
+trainable parameter that gets a gradient has, in each iteration, one copy down, one CPU Adam and one copy up. Let E be
+the number of all parameters with a gradient, w the bytes of each in the working list, v the bytes of its states, C the
+gpu budget, n_t the tide, K_t the payload bytes that moment t reads, and R the parameters per second of CPU Adam:
 
 - x_max: at every moment v x + max(w x, K_t) <= C - n_t.
-- compute: all moments, plus the gpu's Adam: sum c_t + x * traffic / HBM.
-- adam: (E - x) / R. And the update windows: chunk j is first read in moment f_j, its gradient is final after b_j. The
-  chunks J_j = {i: f_i <= f_j, b_i >= b_j} have all of copy down, Adam and copy up between the end of b_j and the next
-  start of f_j, which is T - span_j long (span_j = compute from f_j to the end of b_j). If not all of J_j is pinned:
-  T >= span_j + (params(J_j) - x) / R + the shortest copy down + the shortest copy up. (Before the first Adam of the
-  window something has come down, after the last one something goes up.)
+- compute: all moments, plus Adam on the gpu: sum c_t + x * traffic / HBM.
+- adam: (E - x) / R.
+- update windows: chunk j is first read in moment f_j, and its gradient is final after moment b_j. All chunks of J_j =
+  {i: f_i <= f_j, b_i >= b_j} have copy down, Adam and copy up between the end of b_j and the next start of f_j. This
+  window is T - span_j long (span_j = compute from f_j to the end of b_j). If not all of J_j is pinned: T >= span_j +
+  (params(J_j) - x) / R + the shortest copy down + the shortest copy up. A copy down comes before the first Adam of the
+  window, and a copy up after the last.
 - d2h, h2d windows: the same with the copies as the serial resource: span_j + (bytes(J_j) - w x) / rate + the shortest
-  Adam + the shortest copy the other way.
-- barrier (when no Adam may start before the optimizer step): T >= span from f_j to the end of the iteration +
-  (params(f_i <= f_j) - x) / R + the shortest copy up; and likewise with the copies up as the serial resource.
-- d2h bytes: (E - x) w over the link's rate: each gradient comes down at least once.
-- h2d bytes: each updated parameter comes up once: (E - x) w. And for moments m_1 < m_2 < ... (the turns of the
-  iteration: FWD to BWD of every micro-batch, BWD to FWD between two): what is read in (m_k, m_k+1] and has been read by
-  m_k is S_k bytes. At most C - n - (v + w) x unpinned ones are resident during m_k. The rest, S_k + v x - (C - n), has
-  to be copied in after m_k. These copies are others than the first kind, which begin after the chunk's gradient is
-  final and before its first read.
-- stashes: under any plan each stash goes down once and comes up once per iteration, on the same two queues, beside all
-  of the above. A stash is not a chunk, and the tide does not count it while it is away. So its seconds each way are
-  added to d2h bytes, h2d bytes and link, and its bytes twice to dram. They are not added to windows: a stash may be
-  copied outside of them.
-- link (half duplex): both kinds of bytes one after the other.
-- dram: the copies' bytes and the CPU Adam's traffic over the host's DRAM bandwidth.
+  Adam + the shortest copy in the other direction.
+- barrier (if no Adam may start before the optimizer step): T >= span from f_j to the end of the iteration + (params(f_i
+  <= f_j) - x) / R + the shortest copy up; likewise with the copies up as the serial resource.
+- d2h bytes: (E - x) w over the link's rate: each gradient goes down at least once.
+- h2d bytes: (E - x) w, because each updated parameter comes up once, and copies at the turns. Take moments m_1 < m_2 <
+  ..., the turns of the iteration: FWD to BWD of every micro-batch, and BWD to FWD between two micro-batches. Let S_k be
+  the bytes that are read up to m_k and again in (m_k, m_k+1]. At most C - n - (v + w) x unpinned bytes are resident
+  during m_k. The rest, S_k + v x - (C - n), is copied up after m_k. These copies are not those of the first kind, which
+  begin after the chunk's gradient is final and before its first read.
+- stashes: under any plan each stash goes down once and comes up once per iteration, on the same two queues, in addition
+  to all of the above. A stash is not a chunk, and the tide does not count it while it is away. So its seconds in each
+  direction are added to d2h bytes, h2d bytes and link, and its bytes twice to dram. They are not added to windows,
+  because a stash may be copied outside of them.
+- link (half duplex): the bytes of both directions, one after the other.
+- dram: the copies' bytes and the traffic of CPU Adam over the host's DRAM bandwidth.
 
-[Note: layer-major] All of this holds in any order of the moments: it speaks of first reads, last gradients and cuts,
-not of micro-batches. One thing is read off the order: a layer-major iteration turns once, from its last forward to its
-first backward.
+[Note: layer-major] All of this holds in any order of the moments, because it speaks of first reads, last gradients and
+cuts, not of micro-batches. Only the number of turns depends on the order: a layer-major iteration turns once, from its
+last forward to its first backward.
 
 [Note: sums are not held] v does not count the sum of several micro-batches' gradients. A pinned chunk's sum need not
 stay on the gpu: it may go down and come up between two backward passes, or be made on the host.
 
-The bound is the least over x of the largest term; all terms are linear in x between the points where a window is
-pinned entirely or a turn begins to overflow, so it is found exactly. What it leaves out (latencies except in "shortest
-copy", padding, whole chunks, accumulation on the host, loss of overlap) only makes real schedules slower.
+The bound is the least over x of the largest term. All terms are linear in x between the points where a window is pinned
+entirely or a turn begins to overflow, so the minimum is exact. The bound leaves out latencies (except in "shortest
+copy"), padding, whole chunks, accumulation on the host and loss of overlap. All of these only make real schedules
+slower.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def pinned_bound(facts: BoundFacts, barrier: bool, limit: float, *, clip: bool) 
 
 
 def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> list[_Line]:
-    """Every term of the note."""
+    """Returns every term of [Note: the bound]."""
     gpu_s = facts.traffic / facts.cost.gpu.hbm_bytes_per_s
     lines = [_Line("compute", float(facts.clock[-1]), gpu_s)]
     if barrier and facts.net.updates_s:
@@ -90,14 +92,15 @@ def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> lis
 
 
 def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_Line]:
-    """Adam of all parameters that are not pinned, and the windows of all chunks and of all but the small ones."""
+    """Returns the lines of Adam of all parameters that are not pinned, and of the windows of all chunks and of all but
+    the small chunks."""
     per_param_s = facts.traffic / facts.cost.adam_bytes_per_s
     gpu_s = facts.traffic / facts.cost.gpu.hbm_bytes_per_s
     lines = [_Line("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
     windows = [*update_windows(facts), *(barrier_windows(facts, clip=clip) if barrier else ())]
     for each in windows:
         lines += _window_lines(facts, each, per_param_s)
-        if facts.net.updates_s:  # wherever the chunks are updated, and of those updated on the GPU
+        if facts.net.updates_s:  # wherever the chunks are updated, then if the GPU updates them
             name = "barrier" if each.behind_barrier else "net"
             on_gpu_s = each.gpu_s(gpu_s) - float(facts.params.sum()) * gpu_s
             lines += [
@@ -108,8 +111,8 @@ def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_Line
 
 
 def _byte_lines(facts: BoundFacts, x_max: float) -> list[_Line]:
-    """What moves: sums of hinges max(0, S + v x - room), linear between the points where a hinge opens. What the other
-    ranks' slices take at a turn is given up first."""
+    """Returns the lines of bytes moved: sums of hinges max(0, S + v x - room), linear between the points where a hinge
+    opens. At a turn, the other ranks' slices are given up first."""
     link = facts.cost.link
     total, total_bytes = float(facts.params.sum()), float(facts.bytes.sum())
     turns = [(turn.bytes - turn.others, turn.room) for turn in facts.turns()]
@@ -139,8 +142,8 @@ def _byte_lines(facts: BoundFacts, x_max: float) -> list[_Line]:
 
 
 def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> list[_Line]:
-    """All windows of a resource have lines of the same slope, and a line ends where its window is pinned entirely. So
-    one line per different end is enough: the largest of those that end there or later."""
+    """Returns one line per distinct end of a window: the largest of the lines that end there or later. This suffices
+    because all windows of a resource have the same slope, and a line ends where its window is pinned entirely."""
     link, w = facts.cost.link, float(facts.most_w)
     slopes = {"adam": -per_param_s, "h2d": -w / link.h2d_bytes_per_s, "d2h": -w / link.d2h_bytes_per_s}
     order = np.argsort(windows.params, kind="stable")
@@ -149,14 +152,15 @@ def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> li
     lines: list[_Line] = []
     for resource, value in seconds.items():
         best = np.maximum.accumulate(value[order][::-1])[::-1]
-        keep = np.append(best[1:] < best[:-1], True)  # a line under a later-ending one says nothing
+        keep = np.append(best[1:] < best[:-1], True)  # a line below a later-ending line adds nothing
         name = "barrier" if windows.behind_barrier else resource
         lines += [_Line(name, float(v), slopes[resource], until_x=float(e)) for v, e in zip(best[keep], ends[keep])]
     return lines
 
 
 def _least_maximum(lines: list[_Line], x_max: float) -> tuple[float, float]:
-    """(x, value) with the least maximum of the lines over [0, x_max]; exact. Where lines end, the infimum counts."""
+    """Returns (x, value) with the least maximum of the lines over [0, x_max]; exact. Where lines end, the infimum
+    counts."""
     edges = sorted({0.0, x_max, *(e for line in lines for e in (line.from_x, line.until_x) if 0 < e < x_max)})
     pieces = list(pairwise(edges)) if len(edges) > 1 else [(0.0, 0.0)]
     value = np.array([line.value for line in lines])
@@ -164,7 +168,7 @@ def _least_maximum(lines: list[_Line], x_max: float) -> tuple[float, float]:
     begin = np.array([line.from_x for line in lines])
     end = np.array([line.until_x for line in lines])
     best = (0.0, np.inf)
-    if len(edges) > 1:  # at x_max itself the windows that end there are pinned
+    if len(edges) > 1:  # at x_max, the windows that end there are pinned
         at_end = (begin <= x_max) & (x_max < end)
         best = (x_max, float((value + slope * x_max)[at_end].max()))
     for low, high in pieces:
@@ -179,7 +183,8 @@ def _least_maximum(lines: list[_Line], x_max: float) -> tuple[float, float]:
 
 
 def _least_of_piece(value: Array, slope: Array, low: float, high: float) -> tuple[float, float]:
-    """Least maximum of lines that all hold on [low, high]: descend from one end along the highest line."""
+    """Returns (x, value) with the least maximum of lines that all hold on [low, high]: descends from `low` along the
+    highest line."""
     x = low
     while True:
         y = value + slope * x
@@ -188,7 +193,7 @@ def _least_of_piece(value: Array, slope: Array, low: float, high: float) -> tupl
         steepest = slope[at_top].max()
         if steepest >= 0 or x >= high:
             return x, float(top)
-        # go down the line that is highest just right of x until another one crosses it
+        # Descend on the line that is highest just right of x until another line crosses it.
         own = int(np.flatnonzero(at_top)[np.argmax(slope[at_top])])
         rising = slope > slope[own]
         if not rising.any():

@@ -1,27 +1,29 @@
-"""What a bound knows of several ranks: the seconds of each kind of rank, and the collectives of one rank.
+"""Facts of several ranks for the bounds: the seconds of each kind of rank, and the collectives of one rank.
 
-[Note: the bound of several ranks] All ranks run the same steps, so the bound is that of one rank: the largest over the
-kinds of ranks (GPU, link and workload). A rank's lists are its slices, 1/P of each chunk. Its CPU Adam, its copies and
-its states are those of the slices. Its part of the cores and of host DRAM is 1/L, with L ranks per node. Where all
-ranks do the same at the same time, a PCIe switch passes each of them an equal part; otherwise the link counts as if
-nobody shared it. Every row of pinned.py, joint.py and fluid.py holds for the slices. What is added:
+[Note: the bound of several ranks] All ranks run the same steps, so the bound is the largest bound of one rank over the
+kinds of ranks (GPU, link and workload). A rank's lists are its slices, 1/P of each chunk, and its CPU Adam, its copies
+and its states are those of the slices. With L ranks per node, a rank has 1/L of the cores and of host DRAM. If all
+ranks do the same at the same time, a PCIe switch passes each of them an equal part; otherwise the link counts as
+unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. Several ranks add the following:
 
-- A moment reads whole chunks. So K_t and what is read again behind a turn count all slices. At a turn, what has no room
-  is this rank's slice (copied up again) or the slices of the others (gathered again).
-- Each updated chunk is gathered once per iteration, behind its update and before its first read. The gradients of each
+- A moment reads whole chunks. So K_t, and the bytes read again behind a turn, count all slices. At a turn, each slice
+  without room is either this rank's (copied up again) or another rank's (gathered again).
+- Each updated chunk is gathered once per iteration, after its update and before its first read. The gradients of each
   micro-batch are summed over the ranks once (a reduce-scatter). The checker accepts no plan that does less. The slices
-  of frozen chunks are gathered where they are not kept over the border.
-- net: all of these follow one another on one queue. Each takes what the cost model says, `CostModel.collective_s`.
+  of frozen chunks are gathered if they are not kept over the border.
+- net: all collectives follow one another on one queue. The cost model gives the seconds of each
+  (`CostModel.collective_s`).
 - windows: the updates of the chunks J_j lie between the last sum and the first gather. So the shortest sum comes before
-  the first copy down, and the shortest gather after the last copy up. Also, whatever updates the chunks: all their last
-  sums and all their gathers follow one another in the window; and an update on the GPU comes after the shortest sum and
+  the first copy down, and the shortest gather after the last copy up. Wherever the chunks are updated, all their last
+  sums and all their gathers follow one another in the window. An update on the GPU comes after the shortest sum and
   before the shortest gather.
 - clipping: no update begins before all sums.
 
-The plans meant are all that the checker accepts for the layout: those of every policy that slices its chunks, whether
-it gathers a chunk once (chunks in data parallelism) or for each visit (ZeRO-3). A layout that is not sliced (plain data
-parallelism) has no gathers of parameters. There each last gradient is summed and gathered, once per iteration at
-least, and a rank updates whole chunks. What the model leaves out, so does the bound: collectives slow down no copy.
+The bound holds for every plan that the checker accepts for the layout. These are the plans of all policies that slice
+their chunks, both those that gather a chunk once (chunks in data parallelism) and those that gather it for each visit
+(ZeRO-3). A layout that is not sliced (plain data parallelism) has no gathers of parameters. There each last gradient is
+summed and gathered at least once per iteration, and a rank updates whole chunks. The bound leaves out the same effects
+as the model: collectives slow down no copy.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ Array = NDArray[np.float64]
 def costs_of_ranks(
     workload: Workload, machine: Machine, layout: Layout, ranked: Sequence[Workload] | None = None
 ) -> list[CostModel]:
-    """The cost model of each kind of rank. ranked: each rank's own workload, where they differ."""
+    """Returns the cost model of each kind of rank. ranked: each rank's own workload, if these differ."""
     classes = classes_of(machine, ranked)
     if len(set(classes)) == 1:
         return [cost_of(workload if ranked is None else ranked[0], machine, layout)]
@@ -55,13 +57,13 @@ def costs_of_ranks(
 
 
 class NetFacts:
-    """Collectives of one rank, at least; all zero on a machine of one.
+    """The least collectives of one rank; all values are zero on a machine with one rank.
 
-    reduce_s, gather_s: of each chunk in `job.trained`, seconds of the last sum of its gradient before the update, and
-        of the gather of its parameters after it.
-    updates_s: seconds of the collectives of all updated chunks in an iteration.
-    byte_s: seconds per byte of the others' slices that are gathered once more.
-    others: chunk -> bytes of the others' slices, padding left out.
+    reduce_s: per chunk in `job.trained`, seconds of the last sum of its gradient before the update.
+    gather_s: per chunk in `job.trained`, seconds of the gather of its parameters after the update.
+    updates_s: seconds per iteration of the collectives of all updated chunks.
+    byte_s: least seconds per byte of the others' slices that are gathered once more.
+    others: chunk -> bytes of the others' slices, without padding.
     most_others: the largest share that the others' slices have of a chunk.
     frozen_bytes: bytes of the others' slices of all chunks that are only read.
     """
@@ -85,5 +87,5 @@ class NetFacts:
 
 
 def own_params(layout: Layout, chunk: int) -> int:
-    """Parameters of a rank's slice of a chunk, padding left out."""
+    """Returns the number of parameters in a rank's slice of a chunk, without padding."""
     return -(-layout.chunks[chunk].params // layout.ranks)

@@ -16,13 +16,14 @@ __all__ = ["Windows", "barrier_windows", "update_windows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """Arrays with an entry per window j, in which the updates of the chunks J_j lie.
+    """Arrays with an entry per window j. The updates of the chunks J_j lie in window j.
 
     span_s: seconds of the iteration outside of the window.
     params, bytes: parameters and bytes of all chunks of J_j.
-    down_s, up_s, adam_s: the shortest copy down, copy up and CPU Adam of any chunk of J_j.
-    reduce_s, gather_s: the shortest last sum over the ranks, and the shortest gather, of any chunk of J_j.
-    net_s: all of these sums and gathers, one after the other.
+    down_s, up_s, adam_s: seconds of the shortest copy down, copy up and CPU Adam of any chunk of J_j.
+    reduce_s, gather_s: seconds of the shortest last sum over the ranks, and of the shortest gather, of any chunk of
+        J_j.
+    net_s: seconds of all these sums and gathers, one after the other.
     behind_barrier: whether copies down may lie outside the window.
     """
 
@@ -38,11 +39,15 @@ class Windows:
     behind_barrier: bool
 
     def seconds(self, *, adam_s: float, up: float, down: float) -> Mapping[str, Array]:
-        """Least seconds of an iteration if nothing of J_j is pinned: for each resource that works serially ("adam",
-        "h2d", "d2h") an entry per window. adam_s: per parameter; up, down: bytes per second.
+        """Returns the least seconds of an iteration if nothing of J_j is pinned: for each resource that works serially
+        ("adam", "h2d", "d2h"), an array with an entry per window.
 
-        At least the shortest work of another resource comes before the resource's first work in the window, and after
-        its last; on several ranks also the shortest sum over the ranks, and the shortest gather."""
+        At least the shortest work of another resource comes before the resource's first work in the window and after
+        its last work. On several ranks the shortest sum over the ranks and the shortest gather are added.
+
+        adam_s: seconds of CPU Adam per parameter.
+        up, down: bytes per second.
+        """
         none = np.zeros(len(self.span_s))
         before_s, sum_s = (none, none) if self.behind_barrier else (self.down_s, self.reduce_s)
         span_s = self.span_s + sum_s + self.gather_s
@@ -55,14 +60,15 @@ class Windows:
         return found
 
     def gpu_s(self, adam_s: float) -> Array:
-        """Least seconds of an iteration if all of J_j is updated on the GPU: an entry per window. adam_s: per
-        parameter."""
+        """Returns the least seconds of an iteration if the GPU updates all of J_j: an entry per window. adam_s: seconds
+        of GPU Adam per parameter."""
         sum_s = np.zeros(len(self.span_s)) if self.behind_barrier else self.reduce_s
         return self.span_s + sum_s + self.params * adam_s + self.gather_s
 
 
 def update_windows(facts: BoundFacts) -> Iterator[Windows]:
-    """From the last gradient of each chunk to its next first read: of all chunks, and of all but the small ones."""
+    """Yields the windows from each chunk's last gradient to its next first read: of all chunks, then of all but the
+    small chunks."""
     for members in _groups(facts):
         first, final = facts.first[members], facts.final[members]
         span_s = np.maximum(0.0, facts.clock[final + 1] - facts.clock[first])
@@ -70,8 +76,8 @@ def update_windows(facts: BoundFacts) -> Iterator[Windows]:
 
 
 def barrier_windows(facts: BoundFacts, *, clip: bool) -> Iterator[Windows]:
-    """From the end of the last moment to the next first read of each chunk. clip: on several ranks, from the last sum
-    over the ranks."""
+    """Yields the windows from the end of the last moment to each chunk's next first read. clip: on several ranks, the
+    windows begin with the last sum over the ranks."""
     begin_s = facts.barrier_s(clip=clip)
     for members in _groups(facts):
         first = facts.first[members]
@@ -79,8 +85,8 @@ def barrier_windows(facts: BoundFacts, *, clip: bool) -> Iterator[Windows]:
 
 
 def _groups(facts: BoundFacts) -> list[NDArray[np.bool_]]:
-    """All chunks, and all but the small ones: small chunks have the shortest copies, so the windows without them say
-    more."""
+    """Returns the masks of all chunks, and of all but the small chunks. Small chunks have the shortest copies, so the
+    windows without them are tighter."""
     everything = np.ones(len(facts.params), dtype=bool)
     if not everything.size:
         return []
