@@ -154,8 +154,8 @@ def _verdict(stored_s: float, method: object, found_s: float, kind: str, *, earl
     if method == "fluid LP":  # the fluid LP never proves less than the joint LP
         if found_s > stored_s * (1 + tolerance):
             raise PlanError(
-                f"lower_bound_s is {stored_s:.9g} s in the plan, by the fluid LP, but the {kind} gives {found_s:.9g} s; "
-                f"the {kind} is never above the fluid LP"
+                f"lower_bound_s is {stored_s:.9g} s in the plan, by the fluid LP, but the {kind} gives "
+                f"{found_s:.9g} s; the {kind} is never above the fluid LP"
             )
         return f"below the stored {format_s(stored_s)} of the fluid LP, which --certify solves again"
     if found_s < stored_s * (1 - tolerance):
