@@ -65,8 +65,8 @@ class Contest:
         return {"rows": rows, "losses_equal": len(losses) == 1, "gpu_bytes": gpu_bytes}
 
     def _planned(self, job: TrainingJob) -> Mapping[str, tuple[Plan, float | None]]:
-        """The plan of each policy and its lower bound, for the rates of this machine, the throttled link and a GPU
-        without room for the states."""
+        """Returns the plan of each policy and its lower bound, for the rates of this machine, the throttled link and a
+        GPU without room for the states."""
         rates = measure_virtual_machine(ps.machine("virtual", gpu_memory="2GB"))
         workload = ps.repeat_micro_batch(job.record(rates), MICRO_BATCHES)
         rank = rates.ranks[0]

@@ -103,7 +103,8 @@ class _DelayedWork:
 
 
 def drawn_queues(seed: int) -> SerialQueues:
-    """Each possible event, or letting compute go on, is as likely as any other; half the steps work when they start."""
+    """Each possible event, or letting compute go on, is as likely as any other; half the steps work when they
+    start."""
     rng = random.Random(seed)
 
     def choose(possible: Sequence[Any], compute: Any, may: bool) -> int | None:
@@ -114,12 +115,12 @@ def drawn_queues(seed: int) -> SerialQueues:
 
 
 def eager_queues() -> SerialQueues:
-    """The serial run: each queue goes as far as it may, the first one first."""
+    """Returns the serial run: each queue goes as far as it may, the first one first."""
     return SerialQueues(lambda possible, compute, may: 0)
 
 
 def job_of(policy: str) -> tuple[nn.Module, Plan]:
-    """A net and a plan for it that has to move chunks."""
+    """Returns a net and a plan for it that has to move chunks."""
     torch.manual_seed(0)
     model = Net()
     batch = {"x": torch.randn(2, 24), "y": torch.randn(2, 24)}

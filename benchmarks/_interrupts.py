@@ -50,7 +50,7 @@ LR = 1e-2
 
 
 def _named(path: Path) -> str | None:
-    """The name of a file that is struck: those of the executor, and the ledger that it keeps its book in."""
+    """Returns the name of a file that is struck: those of the executor, and the ledger that it keeps its book in."""
     if ROOT in path.parents:
         return path.relative_to(ROOT).as_posix()
     return LEDGER.name if path == LEDGER else None
@@ -191,7 +191,7 @@ class Tracer:
 
 
 def three_of(hits: Mapping[tuple[str, int, str], int]) -> list[Point]:
-    """The first, a middle and the last hit of every line."""
+    """Returns the first, a middle and the last hit of every line."""
     return [
         Point(file=file, line=line, thread=thread, hit=hit)
         for (file, line, thread), count in sorted(hits.items())
@@ -243,7 +243,7 @@ class Loop:
             self.model(batch)
 
     def standing(self) -> list[torch.Tensor]:
-        """The last two losses, parameters, and states with their step counts."""
+        """Returns the last two losses, parameters, and states with their step counts."""
         states = self.optimizer.state_dict()["state"]
         rows = [states[n][key] for n in sorted(states) for key in ("step", "exp_avg", "exp_avg_sq")]
         return [*self.losses[-2:], *self.model.state_dict().values(), *rows]
@@ -395,7 +395,7 @@ def _hang(signum: int, frame: FrameType | None) -> None:
 
 
 def _where(error: BaseException) -> str:
-    """The error with the executor's innermost lines."""
+    """Returns the error with the executor's innermost lines."""
     rows = []
     trace = error.__traceback__
     while trace is not None:

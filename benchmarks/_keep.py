@@ -29,7 +29,7 @@ def python_path(*folders: Path) -> str:
 
 
 def results_folder(text: str) -> Path:
-    """The value of --out. Raises argparse's error for what cannot be a folder of results."""
+    """Returns the value of --out. Raises argparse's error for what cannot be a folder of results."""
     path = Path(text)
     if path.is_dir():
         return path
@@ -41,7 +41,8 @@ def results_folder(text: str) -> Path:
 
 
 def results_name(text: str) -> str:
-    """The value of --name, with or without .json. Raises argparse's error for what is not the name of a file."""
+    """Returns the value of --name, with or without .json. Raises argparse's error for what is not the name of a
+    file."""
     name = text.removesuffix(".json")
     if name in ("", ".", "..") or Path(name).name != name:
         raise argparse.ArgumentTypeError(f"{text!r} is not a name of a file; the folder is given by --out")

@@ -111,7 +111,7 @@ def changed_number(rng: random.Random, value: float) -> Any:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in nested lists and objects."""
+    """Returns every place in nested lists and objects."""
     if path:
         yield path
     if isinstance(value, dict):

@@ -84,7 +84,8 @@ def dependencies(name: str) -> list[str]:
 
 
 def taken_at(globs: Sequence[str], root: Path = ROOT) -> dict[str, object] | None:
-    """The commit that the working tree is at, and whether files of these globs differ from it; None without git."""
+    """Returns the commit that the working tree is at, and whether files of these globs differ from it; None without
+    git."""
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -124,8 +125,8 @@ def write_result(
 
 
 def list_changes(root: Path = ROOT) -> list[str]:
-    """A line for each result whose dependencies changed since its commit, or whose commit is not known here; a summary
-    at the end."""
+    """Returns a line for each result whose dependencies changed since its commit, or whose commit is not known here; a
+    summary at the end."""
     files = sorted((root / "benchmarks" / "results").glob("*.json"))
     if _git(root, "rev-parse", "HEAD") is None:
         return [f"{root} is not a git checkout: whether the {len(files)} results are up to date is not known"]

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _known() -> tuple[list[Compared], Mapping[str, int]]:
-    """The instances of the file of results, held against bounds and plans anew; and how many had no optimum."""
+    """Returns the instances of the file of results, held against bounds and plans anew; and how many had no optimum."""
     result = json.loads((RESULTS / "bounds.json").read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in result["instances"]]
     optima = [tuple(None if word is None else Fraction(word) for word in row["optima"]) for row in rows]
@@ -75,7 +75,7 @@ def _compared(t: Tiny, optima: Optima) -> Compared:
 
 
 def _line(row: Compared) -> str:
-    """An instance in one line of JSON."""
+    """Returns an instance in one line of JSON."""
     optima = [None if each is None else str(each) for each in row.optima]
     bounds = _short((row.closed, row.joint, row.fluid))
     return json.dumps({"tiny": to_text(row.tiny), "optima": optima, "bounds": bounds})
@@ -144,8 +144,8 @@ def _ratio(row: Compared) -> float:
 
 
 def _has_room(t: Tiny) -> bool:
-    """Whether the GPU has room for two working lists and two sums. With less, that chunks are whole says more than any
-    bound in which they are not."""
+    """Returns whether the GPU has room for two working lists and two sums. With less, that chunks are whole says more
+    than any bound in which they are not."""
     return t.slots >= 2 * (1 + t.wide)
 
 

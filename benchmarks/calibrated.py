@@ -54,7 +54,7 @@ class Iteration:
 
 
 def one_run(job: TrainingJob, plan: Plan, bandwidth: float, steps: int) -> list[Iteration]:
-    """The iterations after the first. Raises RuntimeError for a run that left its plan."""
+    """Returns the iterations after the first. Raises RuntimeError for a run that left its plan."""
     rows: list[Iteration] = []
     others = Others()
     cpu_s = time.thread_time()

@@ -29,7 +29,7 @@ LEAST, MOST = 1.6, 2.02
 
 
 def card(catalog: Catalog, name: str) -> str | None:
-    """The machine's GPU, None where it is none with products by shape."""
+    """Returns the machine's GPU, None where it is none with products by shape."""
     gpu = catalog.machines[name].values.gpu
     return None if gpu is None or catalog.gpus[gpu].values.generation is None else gpu
 
@@ -65,7 +65,7 @@ def reason(catalog: Catalog, large: str) -> str:
 
 
 def pairs(catalog: Catalog) -> list[dict[str, object]]:
-    """Each pair with its factor; pairs in which the model does not fit are left out."""
+    """Returns each pair with its factor; pairs in which the model does not fit are left out."""
     rate = cache(lambda name, gpus, model: tokens_per_s(catalog, name, gpus, model))
     found: list[dict[str, object]] = []
     for (small, few), (large, many) in product(nodes(catalog), repeat=2):

@@ -52,7 +52,7 @@ Array = NDArray[np.float64]
 
 
 def start() -> dict[str, float]:
-    """The numbers that are shipped."""
+    """Returns the numbers that are shipped."""
     e = fitted()
     vm = published_machine(VM, e, "deepspeed")
     loop_s = next(experiment_of(run, e).loop_s for run in fit_runs() if run[0].source.startswith(HARNESS))
@@ -78,7 +78,7 @@ def fit_runs() -> list[tuple[PublishedRow, ...]]:
 
 
 def job(run: tuple[PublishedRow, ...], v: dict[str, float]) -> Experiment:
-    """The run with these numbers in place of the shipped ones."""
+    """Returns the run with these numbers in place of the shipped ones."""
     efficiency = replace(
         fitted(),
         matmul=v["matmul"],

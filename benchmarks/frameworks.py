@@ -55,7 +55,7 @@ def words(seed: int) -> torch.Tensor:
 
 
 def living_bytes() -> int:
-    """Bytes of the storages of all tensors that are alive."""
+    """Returns the bytes of the storages of all tensors that are alive."""
     gc.collect()
     storages = {}
     for one in gc.get_objects():
@@ -208,8 +208,8 @@ LOADS = {
 
 
 def predicted(prediction: Any, width: int) -> dict[str, float]:
-    """Bytes on a CPU between two steps: host blocks as asked for, without those that only the pinning cache keeps, and
-    what the plan keeps on the GPU."""
+    """Returns the bytes on a CPU between two steps: host blocks as asked for, without those that only the pinning cache
+    keeps, and what the plan keeps on the GPU."""
     from pstar_sim.core.step import Place
 
     plan, host = prediction.plan, prediction.host

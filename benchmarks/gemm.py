@@ -85,7 +85,7 @@ def rows_of(gpu: str) -> list[Row]:
 
 
 def fit_of(gpu: str, logs: Sequence[float]) -> Fit:
-    """The figures that these logarithms of multiples of START stand for."""
+    """Returns the figures that these logarithms of multiples of START stand for."""
     plateau, fp32, loss, depth, memory, kernel_s = (s * float(np.exp(x)) for s, x in zip(START, logs, strict=True))
     sms, bytes_per_s = DATASHEET[gpu]
     shape = ProductShape(
@@ -100,7 +100,7 @@ def fit_of(gpu: str, logs: Sequence[float]) -> Fit:
 
 
 def fitted(gpu: str, rows: Sequence[Row], start: Sequence[float] = (0.0,) * len(START)) -> tuple[Fit, list[float]]:
-    """The fit to these rows, and its logarithms, from which another one may start."""
+    """Returns the fit to these rows, and its logarithms, from which another one may start."""
 
     def errors(logs: Sequence[float]) -> list[float]:
         fit = fit_of(gpu, logs)
@@ -141,7 +141,8 @@ def neighbours(fit: Fit, rows: Sequence[Row]) -> Callable[[Row], float]:
 
 
 def transferred(fit: Fit, gpu: str, rows: Sequence[Row]) -> Fit:
-    """The fit of the A100 carried over to `gpu`, with SMs and memory rate of its datasheet. One figure comes from the
+    """Returns the fit of the A100 carried over to `gpu`, with SMs and memory rate of its datasheet. One figure comes
+    from the
     rows: the median efficiency of large products, which gives the plateau."""
     sms, bytes_per_s = DATASHEET[gpu]
     share = fit.shape.bytes_per_s / DATASHEET["A100-PCIe"][1]

@@ -62,7 +62,7 @@ def layers_by_arithmetic(*, fixed_params: int, layer_params: int, dtype: str, gp
 
 
 def fewer(layers: int) -> int:
-    """A twentieth less, at least one."""
+    """Returns a twentieth less, at least one."""
     return layers - max(1, layers // 20)
 
 

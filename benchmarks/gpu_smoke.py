@@ -63,7 +63,7 @@ def versions(device: str, say: Say) -> dict[str, Any]:
 
 
 def context(device: str, say: Say) -> dict[str, Any]:
-    """Bytes on the card that are not torch's, and what a product's workspace adds to what torch holds."""
+    """Returns the bytes on the card that are not torch's, and what a product's workspace adds to what torch holds."""
     import torch
 
     _only_on_a_card(device)
@@ -115,7 +115,7 @@ def copies(device: str, say: Say) -> dict[str, Any]:
     streams = [torch.cuda.Stream() for _ in range(2)]
 
     def rate(ways: Sequence[int]) -> float:
-        """Bytes per second of the copies 0 (there) and 1 (back), issued together."""
+        """Returns the bytes per second of the copies 0 (there) and 1 (back), issued together."""
         torch.cuda.synchronize()
         begun_s = time.perf_counter()
         for _ in range(4):

@@ -52,7 +52,7 @@ def gpu_files() -> list[str]:
 
 
 def read(partial: Path) -> list[dict[str, Any]]:
-    """Rows that are whole: a run may have been cut off while it wrote one."""
+    """Returns the rows that are whole: a run may have been cut off while it wrote one."""
     rows = []
     for line in partial.read_text(encoding="utf-8").splitlines() if partial.exists() else ():
         try:
@@ -68,7 +68,7 @@ def results(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def unfinished(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The beginning of a test that had no end when the process ended."""
+    """Returns the beginning of a test that had no end when the process ended."""
     last = next((row for row in reversed(rows) if row.keys() & {"started", "test", "cut_off"}), {})
     return last if "started" in last else None
 

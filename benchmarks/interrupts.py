@@ -61,7 +61,7 @@ def all_of(hits: dict[tuple[str, int, str], int]) -> list[Point]:
 
 
 def class_of(said: str) -> str:
-    """The error, without what differs from one strike to the next."""
+    """Returns the error, without what differs from one strike to the next."""
     said = re.sub(r"injected at .*", "(raised in a queue's thread)", said)
     said = re.sub(r"\(?'[^)]*\)?", "", re.sub(r"\d+", "N", said))
     return said.split(";")[0].split(":", 1)[-1].strip()[:90]

@@ -92,7 +92,7 @@ def said(what: str, chosen: Mapping[str, Chosen | None], turns: Mapping[str, Seq
 
 
 def measured(batch: int) -> dict[str, object]:
-    """Each plan turn by turn, beside what was simulated for it."""
+    """Returns each plan turn by turn, beside what was simulated for it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(CONFIG))

@@ -34,7 +34,8 @@ CASES = (
 
 
 def status(field: str) -> int:
-    """Bytes of a line of /proc/self/status; the most memory ever (ru_maxrss) where there is no such file."""
+    """Returns the bytes of a line of /proc/self/status; the most memory ever (ru_maxrss) where there is no such
+    file."""
     path = Path("/proc/self/status")
     if path.exists():
         for line in path.read_text().splitlines():

@@ -168,7 +168,7 @@ class Table:
     configurations: Sequence[Configuration]
 
     def kept(self) -> dict[tuple[object, ...], Row]:
-        """The rows of the file, where nothing that plans depend on has changed since; otherwise none."""
+        """Returns the rows of the file, where nothing that plans depend on has changed since; otherwise none."""
         path = RESULTS / f"{self.name}.json"
         if not path.exists():
             return {}
@@ -208,7 +208,7 @@ def _row(values: Mapping[str, Any]) -> Row:
 
 
 def table_of(options: argparse.Namespace) -> Table:
-    """The table that these options ask for."""
+    """Returns the table that these options ask for."""
     usual = SHAPES if options.shapes else ACCUMULATED if options.accumulation else MODELS
     usual = SMALL if options.small else MODELS[1:] if options.ranks and usual == MODELS else usual
     batches = ACCUMULATIONS if options.accumulation else SMALL_BATCHES if options.small else BATCHES

@@ -41,7 +41,7 @@ JOBS = (  # model, machine, memory of the GPU (None: all), batch, micro-batches,
 
 
 def values(kind: Any, default: object) -> Iterator[str]:
-    """The values of an option's type that the grid has, as written in a spec."""
+    """Returns the values of an option's type that the grid has, as written in a spec."""
     if kind is bool:
         yield from ("on", "off")
     elif get_origin(kind) is Literal:
@@ -57,7 +57,7 @@ def values(kind: Any, default: object) -> Iterator[str]:
 
 
 def points() -> Iterator[str]:
-    """The specs of the grid, without `optimal` itself."""
+    """Returns the specs of the grid, without `optimal` itself."""
     for name, policy in built_in().items():
         options = options_of(policy)
         alone = [

@@ -238,7 +238,7 @@ class Run:
         return self.params[model]
 
     def room_bytes(self) -> int:
-        """Host memory that contenders may take now."""
+        """Returns host memory that contenders may take now."""
         return available_bytes() - self.args.keep_free
 
     def too_little(self, need_bytes: int, how: str) -> str | None:
@@ -254,7 +254,7 @@ class Run:
         )
 
     def try_alone(self, task: Task, what: str) -> dict[str, Any] | None:
-        """A step or two of a contender alone, each task once; None where there is no time, or by arithmetic no
+        """Returns a step or two of a contender alone, each task once; None where there is no time, or by arithmetic no
         memory, for it (it is skipped then)."""
         steps = 1 if len(self.args.micro) == 1 else 2
         key = f"alone {steps} {task.key}"
@@ -346,8 +346,8 @@ class Run:
         need: Mapping[str, int],
         clip: bool,
     ) -> dict[str, Any] | None:
-        """The next group of those pending that fits what is available when it is started; None where not even one
-        does (they are skipped), or there is no time."""
+        """Returns the next group of those pending that fits what is available when it is started; None where not even
+        one does (they are skipped), or there is no time."""
         tasks = {n: self.task(n, micro_batch=best[n]["micro_batch"], clip=clip) for n in (*references, *pending)}
         warm_up, steps = self.args.warm_up, self.args.steps
         # Who is in the group depends on the memory of the moment, so the key names who may be.
@@ -382,7 +382,7 @@ class Run:
         return self.stages.run(key, what, work)
 
     def one(self, best: Mapping[str, Mapping[str, Any]], name: str, clip: bool) -> dict[str, Any] | None:
-        """A group of one contender, on a card."""
+        """Returns a group of one contender, on a card."""
         task = self.task(name, micro_batch=best[name]["micro_batch"], clip=clip)
         warm_up, steps = self.args.warm_up, self.args.steps
         key = "timed " + json.dumps([task.to_json(), warm_up, steps], sort_keys=True)
@@ -504,14 +504,14 @@ class Shapes:
 
 
 def available_bytes() -> int:
-    """Host memory that is free, or could be."""
+    """Returns host memory that is free, or could be."""
     from executor.devices.backend import available_host_bytes
 
     return available_host_bytes() or 8 << 30
 
 
 def most_of_a_trial(cap_bytes: int) -> int:
-    """Host memory at which a trial of the largest-model search is ended: it is well above the cap then."""
+    """Returns host memory at which a trial of the largest-model search is ended: it is well above the cap then."""
     return int(1.3 * cap_bytes) + (1500 << 20)
 
 
@@ -522,7 +522,7 @@ def most_host_bytes(found: Mapping[str, Any]) -> int | None:
 
 
 def per_param(memory: Mapping[str, Any]) -> float | None:
-    """Bytes of the host's peak for each parameter."""
+    """Returns the bytes of the host's peak for each parameter."""
     return None if memory["host_peak_bytes"] is None else memory["host_peak_bytes"] / memory["params"]
 
 
@@ -598,7 +598,7 @@ COLUMNS = (
 
 
 def times_said(times: Mapping[str, Any] | None) -> str:
-    """The step divided by the step of the one of ours that it is compared with."""
+    """Returns the step divided by the step of the one of ours that it is compared with."""
     return "-" if times is None else f"{times['step']:.2f} x {times['of']}"
 
 
@@ -695,7 +695,8 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
 
 
 def as_planned(clip: str, found: Mapping[str, Any]) -> list[str]:
-    """Seconds of an iteration within 10 % of the simulator's, reserved bytes within 3 % of the plan's budget."""
+    """Returns the seconds of an iteration within 10 % of the simulator's, reserved bytes within 3 % of the plan's
+    budget."""
     memory = found.get("memory")
     if memory is None:
         return []
@@ -714,7 +715,8 @@ def as_planned(clip: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def arithmetic(run: Run, timed: Mapping[str, Any], best: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Bytes per parameter of model data in each place: by the note in room.py (ours: by the plan), and as measured."""
+    """Returns the bytes per parameter of model data in each place: by the note in room.py (ours: by the plan), and as
+    measured."""
     found: dict[str, Any] = {}
     for name, result in timed.items():
         memory = result.get("memory")
@@ -778,8 +780,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compared_in(
     table: Table, run: Run, best: Mapping[str, Mapping[str, Any]], plain: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The contenders of one table, beside each other, without and with clipping. plain: the table that has plain
-    PyTorch's losses, where that is another one."""
+    """Returns the contenders of one table, beside each other, without and with clipping. plain: the table that has
+    plain PyTorch's losses, where that is another one."""
     found: dict[str, Any] = {"ratios": {}, "losses_apart": {}, "groups": {}}
     for word in ("unclipped", "clipped"):
         timed = run.timed(best, table, clip=word == "clipped")
@@ -794,7 +796,7 @@ def compared_in(
 
 
 def measured_machine(gpu: str, folders: Sequence[Path]) -> str | None:
-    """The machine file of `make gpu-record`, in one of these folders or where it is kept without --out."""
+    """Returns the machine file of `make gpu-record`, in one of these folders or where it is kept without --out."""
     files = (folder / f"{slug(gpu)}.toml" for folder in (*folders, ROOT / "traces" / "measured"))
     return next((str(file.resolve()) for file in files if file.exists()), None)
 

@@ -157,7 +157,7 @@ def among_ways(asked: list[str]) -> dict[str, object]:
 
 
 def many_steps() -> tuple[Path, int]:
-    """A plan file, and its number of steps."""
+    """Returns a plan file, and its number of steps."""
     policy, model, name, micro = MANY_STEPS
     path = Path(tempfile.mkdtemp()) / "plan.json"
     workload, machine, settings = gpt(model, name, "barrier", 1, micro)
@@ -194,7 +194,7 @@ def work(case: Case) -> dict[str, object]:
 
 
 def measured(case: Case, package: Path) -> dict[str, Any]:
-    """The case in a process that imports the package of that checkout."""
+    """Returns the case in a process that imports the package of that checkout."""
     environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, __file__, "--worker", case.name],
@@ -207,7 +207,7 @@ def measured(case: Case, package: Path) -> dict[str, Any]:
 
 
 def row_of(case: Case, beside: Path | None, repeats: int) -> dict[str, Any]:
-    """The case's figures, CPU seconds by median, of this checkout and of `beside`."""
+    """Returns the case's figures, CPU seconds by median, of this checkout and of `beside`."""
     runs: dict[str, list[dict[str, Any]]] = {"": [], "before": []}
     for _ in range(repeats):
         for key, package in (("", ROOT), ("before", beside)):

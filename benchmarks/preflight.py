@@ -62,7 +62,7 @@ def report() -> str:
 
 
 def slug(text: str) -> str:
-    """A name for files: "NVIDIA H100 80GB" -> "nvidia-h100-80gb"."""
+    """Returns a name for files: "NVIDIA H100 80GB" -> "nvidia-h100-80gb"."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
@@ -74,7 +74,7 @@ def _version(name: str) -> str:
 
 
 def cannot_run(name: str, packages: Sequence[str], *, device: bool = True) -> int | None:
-    """The exit status of a script that cannot run here, said in one line; None where it can."""
+    """Returns the exit status of a script that cannot run here, said in one line; None where it can."""
     if device and (why := no_cuda()) is not None:
         print(f"{name}: skipped: {why}")
         return NO_DEVICE

@@ -33,7 +33,7 @@ MEMORY = {
 
 
 def measure(name: str, folder: Path, steps: int) -> dict[str, Any]:
-    """The three runs of a script, in figures."""
+    """Returns the three runs of a script, in figures."""
     import script_runs as scripts
 
     count = ("--steps", str(steps))

@@ -202,7 +202,7 @@ def jobs() -> dict[str, Job]:
 
 
 def of_one_size() -> dict[str, Job]:
-    """The same jobs with their usual chunk size given, so that no other one is tried."""
+    """Returns the same jobs with their usual chunk size given, so that no other one is tried."""
     return {
         name: (workload, machine, replace(settings, chunk_bytes=build_layout(workload).chunk_bytes))
         for name, (workload, machine, settings) in jobs().items()
@@ -319,7 +319,7 @@ def of_stronghold() -> dict[str, Job]:
 
 
 def of_karma() -> dict[str, tuple[Workload, Workload, Machine]]:
-    """A job with all activations recomputed, and with all kept, where neither is best."""
+    """Returns a job with all activations recomputed, and with all kept, where neither is best."""
     return {
         f"{model}, batch {batch}, {machine}": (
             *(ps.preset(model, batch=batch, seq=1024, dtype="bf16", checkpointing=how) for how in (True, False)),
@@ -350,7 +350,7 @@ def of_race(job: tuple[Sequence[Way], Machine]) -> tuple[float, int]:
 
 
 def of_ways(job: tuple[Workload, Workload, Machine]) -> tuple[float, int]:
-    """The fastest way of karma."""
+    """Returns the fastest way of karma."""
     *both, machine = job
     plans = [karma.karma(way, machine, BARRIER) for way in karma.ways(*both, machine, BARRIER)]
     return min((period_s(plan), sum(plan.moved_bytes.values())) for plan in plans)
@@ -503,7 +503,7 @@ def unmeasured() -> list[str]:
 
 
 def numbers(source: str) -> Iterator[str]:
-    """Names of the module's constants whose values are numbers, or tuples of numbers."""
+    """Returns the names of the module's constants whose values are numbers, or tuples of numbers."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple):
             targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else node.targets

@@ -58,7 +58,7 @@ def bare_timeouts(count: int) -> None:
 
 
 def one_plan(workload: Workload, machine: Machine) -> dict[str, object]:
-    """Figures of planning by tide and playing the plan."""
+    """Returns the figures of planning by tide and playing the plan."""
     plan: Plan = policies()["tide"](workload, machine, EAGER)
     timeline: Timeline = play(plan)
     bound = lower_bound(workload, machine, EAGER, plan.layout)

@@ -59,7 +59,7 @@ LINK_BYTES_PER_S = 1e9  # of gloo on one machine, about
 
 
 def build() -> nn.Module:
-    """A small GPT, whose loss is a mean over its sequences."""
+    """Returns a small GPT, whose loss is a mean over its sequences."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=LAYERS, n_head=4, n_embd=96, vocab_size=512, n_positions=TOKENS, bos_token_id=0, eos_token_id=0,
@@ -69,7 +69,7 @@ def build() -> nn.Module:
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
-    """The joint batch of a step."""
+    """Returns the joint batch of a step."""
     ids = torch.randint(0, 512, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids}
 
@@ -151,7 +151,8 @@ class Trained:
         self.seconds.append(time.perf_counter() - begin)
 
     def difference(self, reference: dict[str, torch.Tensor], states: dict[int, Any]) -> float:
-        """The largest difference to the reference's parameters and moments, each relative to its largest element."""
+        """Returns the largest difference to the reference's parameters and moments, each relative to its largest
+        element."""
         values = {name: p.clone() for name, p in self.model.state_dict().items()}
         own = self.optimizer.state_dict()["state"]
         self.optimizer.session.close(restore=False)
@@ -161,7 +162,7 @@ class Trained:
 
 
 def plain(steps: int) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
-    """Parameters and states of plain PyTorch on the joint batches."""
+    """Returns parameters and states of plain PyTorch on the joint batches."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1, fused=True)
     for step in range(steps):
@@ -174,7 +175,7 @@ def plain(steps: int) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
 
 
 def chosen(seconds: Sequence[float]) -> tuple[dict[str, Plan], dict[str, float]]:
-    """The plans for equal shares and for those of whale, and their predicted seconds."""
+    """Returns the plans for equal shares and for those of whale, and their predicted seconds."""
     even = SEQUENCES // 2
     flops = sum(m.flops for m in job(even).moments)
     machine = machine_of([flops / each for each in seconds])
@@ -217,7 +218,7 @@ def work(rank: int, steps: int, pace_s: float, folder: Path) -> None:
 
 
 def predicted() -> list[dict[str, object]]:
-    """A row per case: shares, seconds, and their gain over equal shares."""
+    """Returns a row per case: shares, seconds, and their gain over equal shares."""
     rows: list[dict[str, object]] = []
     for name, dtype, checkpointing in CASES:
         w = ps.preset(**JOB, dtype=dtype, checkpointing=checkpointing)  # type: ignore[arg-type]

@@ -68,7 +68,7 @@ class AdamW:
         _check_numbers({name: getattr(self, name) for name in NUMBERS})
 
     def norm_for(self, *, clip: bool) -> float | None:
-        """The norm at which gradients are clipped under a plan made with or without clipping."""
+        """Returns the norm at which gradients are clipped under a plan made with or without clipping."""
         if isinstance(self.max_grad_norm, str):
             return DEFAULT_NORM if clip else None
         return self.max_grad_norm
@@ -93,7 +93,7 @@ class AdamW:
 
 
 def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
-    """The argument, with iterators and lists of parameters made tuples, so that they can be read twice."""
+    """Returns the argument, with iterators and lists of parameters made tuples, so that they can be read twice."""
 
     def group(row: Any) -> Any:
         if not isinstance(row, Mapping) or isinstance(row.get("params"), torch.Tensor) or "params" not in row:

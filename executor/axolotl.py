@@ -1,14 +1,14 @@
-"""axolotl: a plugin that runs its trainers by a plan.
+"""axolotl: a plugin that runs axolotl's trainers by a plan.
 
-    plugins:
-      - executor.axolotl.OffloadPlugin
-    offload_gpu_memory: 24GB
+plugins:
+  - executor.axolotl.OffloadPlugin
+offload_gpu_memory: 24GB
 
-axolotl chooses the class of the trainer (SFT, DPO, reward models) and makes its optimizer. The plugin then puts the
-trainer under a plan. Every class of trainer works whose optimizer is torch's AdamW (`optimizer: adamw_torch`).
+axolotl chooses the class of the trainer (SFT, DPO, reward models) and makes its optimizer. The plugin then offloads
+the trainer. Every class of trainer works if its optimizer is torch's AdamW (`optimizer: adamw_torch`).
 
 Written against the published interface of axolotl 0.19 (`axolotl.integrations.base.BasePlugin`). Without axolotl the
-file can be imported, but not be used by it.
+module can be imported, but the plugin does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["OffloadArguments", "OffloadPlugin"]
 
 
 def _of(module: str, name: str) -> Any:
-    """The class of that name; `object` where the package is not installed."""
+    """Returns the class `name` of the module; `object` where the package is not installed."""
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError:
@@ -30,7 +30,7 @@ def _of(module: str, name: str) -> Any:
 
 
 class OffloadArguments(_of("pydantic", "BaseModel")):  # type: ignore[misc]
-    """Keys of the configuration; see `executor.offloading.Request`."""
+    """Keys of axolotl's configuration that the plugin reads; see `executor.offloading.Request`."""
 
     offload_gpu_memory: str | None = None
     offload_device: str | None = None
@@ -39,14 +39,14 @@ class OffloadArguments(_of("pydantic", "BaseModel")):  # type: ignore[misc]
 
 
 class OffloadPlugin(_of("axolotl.integrations.base", "BasePlugin")):  # type: ignore[misc]
-    """Lets axolotl's trainer run by a plan for this machine."""
+    """Makes axolotl's trainer run by a plan for this machine."""
 
     def get_input_args(self) -> str:
-        """Where axolotl finds the plugin's keys."""
+        """Returns the import path of the plugin's keys."""
         return "executor.axolotl.OffloadArguments"
 
     def get_trainer_cls(self, cfg: Any) -> None:
-        """None: axolotl's own choice stands."""
+        """Returns None: axolotl's own choice of the class stands."""
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Offload the trainer that axolotl has made."""
@@ -59,4 +59,5 @@ class OffloadPlugin(_of("axolotl.integrations.base", "BasePlugin")):  # type: ig
         )
 
     def create_optimizer(self, cfg: Any, trainer: Any) -> None:
-        """None: axolotl makes its own optimizer. The plan takes over its groups and their settings."""
+        """Returns None: axolotl makes its own optimizer. The plan takes over its parameter groups and their
+        settings."""

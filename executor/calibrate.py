@@ -242,7 +242,8 @@ def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
 def machine_of(
     found: Findings, device: Device, *, name: str, cores: int, memory: tuple[int, int] | None = None
 ) -> Machine:
-    """The measured machine. memory: (bytes, available bytes) of the host; by default they are read from the system."""
+    """Returns the measured machine. memory: (bytes, available bytes) of the host; by default they are read from the
+    system."""
     total, available = read_memory(Path("/")) if memory is None else memory
     origin = f"measured by pstar calibrate: {device.title}, {_origin()}"
     notes = list(found.skipped)
@@ -341,7 +342,7 @@ def _gpu(found: Findings, device: Device, available: int, origin: str, notes: li
 
 
 def _gpu_name(device: Device) -> str:
-    """The catalog's name of the GPU, or the one its driver gives it."""
+    """Returns the catalog's name of the GPU, or the one its driver gives it."""
     if isinstance(device, VirtualDevice) or device.kind == "virtual":
         return "virtual"
     known = {alias: name for name, entry in load_catalog().gpus.items() for alias in entry.values.device_names}

@@ -81,8 +81,8 @@ def capture(
     checkpointing: bool = False,
     attention: str | None = None,
 ) -> Workload:
-    """The workload of a model named as in `executor.models.build`, or of a model built already (then `micro_batches` is
-    the only other argument that counts).
+    """Returns the workload of a model named as in `executor.models.build`, or of a model built already (then
+    `micro_batches` is the only other argument that counts).
 
     Raises ModelError as `build` and `capture_module` do.
     """
@@ -156,7 +156,7 @@ def capture_module(
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     keep_gradients: bool = False,
 ) -> Workload:
-    """The workload of one micro-batch of `module` on `example_batch`; both are left as they were.
+    """Returns the workload of one micro-batch of `module` on `example_batch`; both are left as they were.
 
     name: name of the model, by default its class.
     groups: the AdamW that `prepare` will be given, or its groups alone, so that the plan is made for them.
@@ -204,7 +204,7 @@ def capture_module(
 
 
 def _numbered(module: nn.Module, groups: Any) -> list[int]:
-    """The optimizer group of each parameter, in the order of `named_parameters`, tied names included."""
+    """Returns the optimizer group of each parameter, in the order of `named_parameters`, tied names included."""
     spec = groups if isinstance(groups, AdamW) else AdamW(groups)
     by_id = group_of(spec.groups(module))
     check_groups(*describe_parameters(module), by_id)
@@ -280,7 +280,7 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ranges: dict[int, tuple[float, float]] = {}  # storage -> smallest and largest value of its elements
 
     def value_of(self, tensor: torch.Tensor) -> float | None:
-        """The value that all elements have; None if it is not known."""
+        """Returns the value that all elements have; None if it is not known."""
         low, high = self._range_of(tensor) or (0.0, 1.0)
         return low if low == high else None
 
@@ -492,7 +492,7 @@ def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iter
 
 
 def _where(error: BaseException, module: nn.Module) -> str:
-    """Name of the innermost module in the traceback."""
+    """Returns the name of the innermost module in the traceback."""
     names = {id(part): part_name for part_name, part in module.named_modules()}
     found = "the loss"
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -146,7 +146,7 @@ def _check_states(plan: Plan, optimizer: AdamW) -> None:
 
 
 def torchrun_line(plan: Plan, file: str = "PLAN", model: str = "MODEL") -> str:
-    """The command line that runs a plan of several ranks."""
+    """Returns the command line that runs a plan of several ranks."""
     nodes = f"--nnodes {plan.machine.nodes} " if plan.machine.nodes > 1 else ""
     return f"torchrun {nodes}--nproc-per-node {plan.machine.local_ranks} -m executor {file} --model {model}"
 

@@ -100,7 +100,7 @@ class ParameterAccess(Protocol):
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that autograd accumulated in `parameter`, read past the contract."""
+    """Returns the gradient that autograd accumulated in `parameter`, read past the contract."""
     if type(parameter) is ChunkParameter:  # has no torch function
         found: torch.Tensor | None = _BASE_GRAD.__get__(parameter)
         return found
@@ -125,7 +125,7 @@ def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def tensor_of(parameter: torch.Tensor) -> int | None:
-    """Index, in the plan, of a prepared parameter's tensor; None for any other parameter."""
+    """Returns index, in the plan, of a prepared parameter's tensor; None for any other parameter."""
     found: int | None = getattr(parameter, "plan_tensor", None)
     return found
 
@@ -199,7 +199,7 @@ def reader_of(parameter: Any) -> ParameterAccess:
 
 
 def reader_left(parameter: nn.Parameter) -> Any | None:
-    """The reader of a prepared parameter's session; None if the session is gone."""
+    """Returns the reader of a prepared parameter's session; None if the session is gone."""
     return parameter.plan_reader()  # type: ignore[attr-defined]
 
 
@@ -237,7 +237,7 @@ def map_parameters(value: Any, replace: Callable[[ChunkParameter], Any]) -> Any:
 
 
 def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether the torch function changes its first argument (or `out=`) in place."""
+    """Returns whether the torch function changes its first argument (or `out=`) in place."""
     name = getattr(func, "__name__", "")
     if kwargs.get("out") is not None:
         return True
@@ -279,8 +279,8 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def changes_nothing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether `fn`, which Module._apply would map over the module's tensors, returns each unchanged, as `to()` does for
-    a module that is there already."""
+    """Returns whether `fn`, which Module._apply would map over the module's tensors, returns each unchanged, as `to()`
+    does for a module that is there already."""
     for dtype, device in {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}:
         for shape in ((1,), (1, 2, 2, 2)):  # of four dimensions: a memory format would change it
             probe = torch.zeros(shape, dtype=dtype, device=device)

@@ -1,25 +1,26 @@
-"""Hugging Face: `transformers.Trainer`, and trainers that build on it, by a plan.
+"""Hugging Face: runs `transformers.Trainer`, and trainers that build on it, by a plan.
 
-`offload(trainer, gpu_memory="24GB")` is the one line of a script that has a Trainer already; `OffloadTrainerMixin` is
-the same for a class of Trainers. When training begins they capture the model with a batch of the trainer's own data,
-plan for this machine, and prepare. `connect(trainer)` is for a model that the script itself has prepared.
+A script that has a Trainer adds the line `offload(trainer, gpu_memory="24GB")`. `OffloadTrainerMixin` does the same for
+a class of Trainers. When training begins, both capture the model with a batch of the trainer's own data, plan for this
+machine, and prepare the model. `connect(trainer)` is for a model that the script itself has prepared.
 
-[Note: what is captured] The longest rows of the data set, as the trainer's collator joins them. A trainer with the
-stock `compute_loss` is captured with it. A loss of a trainer's own (TRL) runs other models and reads numbers of
-tensors for its metrics, which a capture cannot. Then only the model's first call with gradients is captured; memory
-that the loss holds beside it is measured in the first iteration (`measuring/first.py`).
+[Note: what is captured] The batch of the capture is made of the longest rows of the data set, joined by the trainer's
+collator. A trainer with the stock `compute_loss` is captured with this loss. A trainer with a loss of its own (TRL) may
+run other models in it and read numbers from tensors for its metrics, which a capture cannot follow. Then only the
+model's first call with gradients is captured. The first iteration measures the memory that the loss holds beside that
+call (`measuring/first.py`).
 
-[Note: clipping] `Trainer` clips gradients itself, between backward and `optimizer.step()`, through
-`accelerator.clip_grad_norm_`; here they have left for their chunks by then and are clipped inside `optimizer.step()`,
-by `AdamW(max_grad_norm=)`. `connect` joins the two: it checks that both clip at the same norm, and gives the Trainer
-the norm that the session knows. Without it `trainer.train()` stops at its first clipping with a ContractError: nothing
-is ever left unclipped in silence. `executor/examples/trainer.py` is a whole script.
+[Note: clipping] A plain `Trainer` clips gradients between backward and `optimizer.step()`, through
+`accelerator.clip_grad_norm_`. Under a plan the gradients have left for their chunks by then, and
+`AdamW(max_grad_norm=)` clips them inside `optimizer.step()`. `connect` checks that Trainer and AdamW clip at the same
+norm, and gives the Trainer the norm that the session computes. Without `connect`, `trainer.train()` stops at its first
+clipping with a ContractError. `executor/examples/trainer.py` is a whole script.
 
-Checkpoints of such a Trainer hold the folder `pstar` (`saving/checkpoint.py`) in place of `optimizer.pt`; with it
-`trainer.train(resume_from_checkpoint=)` goes on bit by bit, under another plan too. Scheduler, random number generators
-and the position in the data are the Trainer's own.
+Checkpoints of such a Trainer hold the folder `pstar` (`saving/checkpoint.py`) in place of `optimizer.pt`.
+`trainer.train(resume_from_checkpoint=)` continues from them bit-identically, under another plan too. The Trainer itself
+saves the scheduler, the random number generators and the position in the data.
 
-Tried with transformers 5.23 and accelerate 1.15; a version that looks at gradients elsewhere too stops with the
+Tested with transformers 5.23 and accelerate 1.15. A version that reads gradients at other points stops with the
 ContractError of `p.grad`. transformers is not imported before `connect` or `train`.
 """
 
@@ -55,19 +56,21 @@ from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, ModelEr
 
 __all__ = ["OffloadTrainerMixin", "connect", "offload", "trainers_offloaded"]
 
-MIXED_PRECISION = {"no": None, "bf16": "bf16", "fp16": "fp16"}  # accelerate's words, and the plan's dtype
-FOLDER, SCHEDULER = "pstar", "scheduler.pt"  # the second is the Trainer's own name
+MIXED_PRECISION = {"no": None, "bf16": "bf16", "fp16": "fp16"}  # accelerate's word -> the plan's dtype
+FOLDER, SCHEDULER = "pstar", "scheduler.pt"  # "scheduler.pt": as the Trainer itself names it
 
 
 def connect(trainer: Any) -> Any:
-    """Make a `transformers.Trainer(model=prepared, optimizers=(optimizer, scheduler))` run by the plan; the same
+    """Make a `transformers.Trainer(model=prepared, optimizers=(optimizer, scheduler))` run by the plan. Returns the
+    same
     trainer.
 
-    Raises ContractError, naming the argument, for what the plan was not made for: another `max_grad_norm`,
-    `gradient_accumulation_steps` or `per_device_train_batch_size`, mixed precision by autocast (the plan is for the
-    model's own dtype), checkpointing or compilation switched on by the Trainer, `load_best_model_at_end`.
+    Raises ContractError, naming the argument, where the Trainer's arguments contradict the plan: another
+    `max_grad_norm`,
+    `gradient_accumulation_steps` or `per_device_train_batch_size`; mixed precision by autocast (the plan is for the
+    model's own dtype); checkpointing or compilation that the Trainer switches on; `load_best_model_at_end`.
     """
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate's wrapper after train()
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # after train(), accelerate has wrapped it
     if not isinstance(optimizer, OffloadedAdamW):
         raise ContractError(
             f"executor.hf.connect: the Trainer's optimizer is {type(trainer.optimizer).__name__}; give it what "
@@ -93,13 +96,15 @@ def connect(trainer: Any) -> Any:
 
 
 def _join(trainer: Any, optimizer: OffloadedAdamW) -> _Kept:
-    """Join the Trainer's clipping, and the norm that it logs, to the session ([Note: clipping]). Returns what saves and
-    loads the run in place of the Trainer."""
+    """Connect the Trainer's clipping and the norm that the Trainer logs to the session ([Note: clipping]). Returns the
+    object
+    that saves and loads the run in place of the Trainer.
+    """
     accelerator = trainer.accelerator
-    accelerator.device_placement = False  # the plan says where things are; states would be copied to be put back
+    accelerator.device_placement = False  # else accelerate would copy the states to its device and back
     norm = _Norm(optimizer.session)
     accelerator.clip_grad_norm_ = norm.clip_grad_norm_
-    if hasattr(trainer, "_has_mixed_mesh_grads"):  # transformers 5.2x: it looks at p.grad to choose who clips
+    if hasattr(trainer, "_has_mixed_mesh_grads"):  # transformers 5.2x reads p.grad there to choose how to clip
         trainer._has_mixed_mesh_grads = _one_mesh
     trainer.add_callback(_callback(norm))
     return _Kept(trainer, optimizer)
@@ -107,7 +112,7 @@ def _join(trainer: Any, optimizer: OffloadedAdamW) -> _Kept:
 
 def _check_arguments(args: Any, session: Session) -> None:
     w = session.plan.workload
-    wanted = args.max_grad_norm or None  # the Trainer's 0 is not clipping
+    wanted = args.max_grad_norm or None  # 0 switches the Trainer's clipping off
     if wanted != session.max_grad_norm:
         raise ContractError(
             f"TrainingArguments(max_grad_norm={args.max_grad_norm}) and AdamW(max_grad_norm={session.max_grad_norm}): "
@@ -128,13 +133,13 @@ def _check_arguments(args: Any, session: Session) -> None:
     checkpointing = bool(getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", 0))
     if checkpointing and not w.checkpointing:
         raise ContractError(
-            "TrainingArguments switch checkpointing on, the plan was made without; enable it in the model before "
-            "planning, or plan with --checkpointing"
+            "TrainingArguments switch activation checkpointing on, but the plan was made without checkpointing; enable "
+            "checkpointing in the model before planning, or plan with --checkpointing"
         )
     for name, why in (
         ("fp16", "loss scaling is AdamW(loss_scale=) here; load the model in float16 and plan for fp16"),
         ("bf16", "the plan is for the model's own dtype; load the model in bfloat16 and plan for bf16"),
-        ("torch_compile", "the plan is for the model as it was captured"),
+        ("torch_compile", "the plan is for the model as it was captured; leave torch_compile out"),
         (
             "load_best_model_at_end",
             "weights alone cannot be loaded into a prepared model; load the best checkpoint afterwards",
@@ -145,25 +150,29 @@ def _check_arguments(args: Any, session: Session) -> None:
 
 
 class _Kept:
-    """Takes the place of the Trainer's own saving and loading, which would put states and weights in files that are
-    never read."""
+    """Saves and loads a run in place of the Trainer, which would save states and weights in files that are never
+    read."""
 
     def __init__(self, trainer: Any, optimizer: OffloadedAdamW) -> None:
         self._trainer = trainer
         self._optimizer = optimizer
 
     def save(self, output_dir: str) -> None:
-        """Optimizer and scheduler, into a checkpoint folder of the Trainer's."""
+        """Save optimizer and scheduler into one of the Trainer's checkpoint folders."""
         self._optimizer.save(Path(output_dir) / FOLDER)
         if self._trainer.args.should_save:
             torch.save(self._trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def check(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Takes the place of loading weights; weights come with the states (`load`)."""
+        """Raise CheckpointError for a checkpoint without states. The Trainer calls this to load weights; `load` brings
+        them back
+        with the states.
+        """
         _require_states(resume_from_checkpoint, "resume_from_checkpoint")
 
     def load(self, checkpoint: str | None) -> None:
-        """Weights, states and scheduler. Raises CheckpointError, before anything changes, where they do not fit."""
+        """Load weights, states and scheduler. Raises CheckpointError, before anything changes, where they do not
+        fit."""
         if checkpoint is None:
             return
         self.check(checkpoint)
@@ -185,16 +194,20 @@ def _one_mesh(model: Any) -> bool:
 
 
 class _Norm:
-    """The global norm of the gradients, which the Trainer asks for before `optimizer.step()` and the session knows
-    after it."""
+    """The global norm of the gradients. The Trainer asks for the norm before `optimizer.step()`; the session knows it
+    only
+    afterwards.
+    """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._asked: torch.Tensor | None = None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
-        """Takes the place of accelerate's clipping. The step clips; the norm that is returned gets its value when it is
-        logged."""
+        """Takes the place of accelerate's clipping; `optimizer.step()` clips. The returned norm gets its value when the
+        Trainer
+        logs it.
+        """
         wanted = None if math.isinf(max_norm) else float(max_norm)
         mine = self.session.max_grad_norm
         if norm_type != 2 or (wanted is not None and wanted != mine):
@@ -203,7 +216,7 @@ class _Norm:
                 f"the 2-norm at AdamW(max_grad_norm={mine}); use the same"
             )
         if mine is None:
-            return None  # a norm is taken only to clip
+            return None  # the session computes a norm only if it clips
         self._asked = torch.full((), math.nan)
         return self._asked
 
@@ -217,8 +230,10 @@ def _callback(norm: _Norm) -> Any:
     from transformers import TrainerCallback
 
     class FillNorm(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        """Fills in the gradient norm of a step that is logged. Waiting for the norm of every step would hold the
-        updates up."""
+        """Fills in the gradient norm of the steps that the Trainer logs. Waiting for the norm of every step would delay
+        the
+        updates.
+        """
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if control.should_log:
@@ -239,14 +254,15 @@ def offload(
     policy: str = "optimal",
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Any:
-    """Make a `transformers.Trainer`, or one of a subclass, train by a plan for this machine. Returns the same trainer.
-    The model is captured, planned for and prepared when `trainer.train()` has made its optimizer.
+    """Make a `transformers.Trainer`, or an instance of a subclass, train by a plan for this machine. Returns the same
+    trainer.
+    When `trainer.train()` has made its optimizer, the model is captured, planned for and prepared.
 
     gpu_memory, device, machine, policy, on_plan: see `executor.offloading.Request`.
 
-    `bf16` and `fp16` become the plan's dtype ([Note: mixed precision] in offloading.py), `max_grad_norm` and
-    `gradient_accumulation_steps` the plan's settings, `gradient_checkpointing` is captured with the model,
-    `auto_find_batch_size` halves the batch until a plan fits, `torch_compile` compiles what runs between the plan's
+    `bf16` and `fp16` become the plan's dtype ([Note: mixed precision] in offloading.py). `max_grad_norm` and
+    `gradient_accumulation_steps` become settings of the plan. `gradient_checkpointing` is captured with the model.
+    `auto_find_batch_size` halves the batch until a plan fits. `torch_compile` compiles what runs between the plan's
     moments. Raises ContractError, here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers other
     than torch's AdamW.
     """
@@ -270,9 +286,10 @@ def _put_under(trainer: Any, request: Request) -> Any:
 
 @contextlib.contextmanager
 def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> Iterator[list[weakref.ref[Session]]]:
-    """Inside, every `transformers.Trainer` that trains is offloaded, but for those that are already; yields their
-    sessions, which end with the context. transformers need not be imported yet: what a script sets before its import
-    (`os.environ["HF_HOME"]`) holds.
+    """Inside this context, every `transformers.Trainer` that trains is offloaded, unless it is offloaded already.
+    Yields a
+    list of references to the sessions, which end with the context. transformers need not be imported yet: environment
+    variables that a script sets before the import (`os.environ["HF_HOME"]`) take effect.
 
     request: what the trainers are planned for.
     on_end: called with the session of each training that has come to its end.
@@ -313,7 +330,7 @@ def _alive(begun: Sequence[weakref.ref[Session]]) -> list[Session]:
 
 
 def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> None:
-    """End earlier runs of the same parameters, which get their values back."""
+    """End the earlier runs that share parameters with the model. The parameters get their values back."""
     its = {id(p) for p in model.parameters()}
     for session in _alive(begun):
         if not its.isdisjoint(id(p) for p in session.model.parameters()):
@@ -322,7 +339,10 @@ def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> Non
 
 @contextlib.contextmanager
 def _on_import(name: str, then: Callable[[Any], None]) -> Iterator[None]:
-    """Inside, the module of that name goes through `then` when it is imported, or now if it is already."""
+    """Inside this context, calls `then` with the module `name` once the module has been imported: at once if it is
+    imported
+    already.
+    """
     if name in sys.modules:
         then(sys.modules[name])
         yield
@@ -332,7 +352,7 @@ def _on_import(name: str, then: Callable[[Any], None]) -> Iterator[None]:
         def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
             if fullname != name:
                 return None
-            sys.meta_path.remove(self)  # the others find it
+            sys.meta_path.remove(self)  # the search below then ends at the usual finders
             spec = importlib.util.find_spec(fullname)
             assert spec is not None and spec.loader is not None
             run = spec.loader.exec_module
@@ -354,8 +374,9 @@ def _on_import(name: str, then: Callable[[Any], None]) -> Iterator[None]:
 
 
 class OffloadTrainerMixin:
-    """Put before a Trainer's class, `class Mine(OffloadTrainerMixin, SFTTrainer)`: it trains by a plan for this
-    machine.
+    """Makes a class of Trainers train by a plan for this machine: `class Mine(OffloadTrainerMixin, SFTTrainer)`. The
+    mixin
+    must be the first base.
 
     offload_request: what to plan for; a class may have its own.
     """
@@ -371,7 +392,7 @@ class OffloadTrainerMixin:
         return self._offload.optimizer.session
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The Trainer's own optimizer, and then the plan's in its place."""
+        """Make the Trainer's own optimizer and replace it by the plan's. Returns the plan's optimizer."""
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         made: Any = self.optimizer  # type: ignore[has-type]  # a class of its own may return nothing
         if not isinstance(getattr(made, "optimizer", made), OffloadedAdamW):
@@ -380,14 +401,15 @@ class OffloadTrainerMixin:
         return made  # type: ignore[no-any-return]
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: the plan says where parameters are."""
+        """Does nothing: the plan decides where parameters are."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self._offload is not None
         self._offload.kept.save(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load weights that a plain Trainer saved. Weights of an offloaded Trainer are loaded with the states."""
+        """Load weights that a plain Trainer saved. The weights of an offloaded Trainer are loaded later, with the
+        states."""
         if _holds_states(resume_from_checkpoint):
             return
         if self._offload is not None:
@@ -395,7 +417,7 @@ class OffloadTrainerMixin:
         super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """States that this Trainer or a plain one saved."""
+        """Load the states that an offloaded or a plain Trainer saved."""
         if checkpoint is None or not _holds_states(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif self._offload is not None:
@@ -405,14 +427,15 @@ class OffloadTrainerMixin:
             _require_states(best, "load_best_model_at_end")
 
     def _load_best_model(self) -> None:
-        """Weights of the best checkpoint, with their states."""
+        """Load the weights of the best checkpoint, with their states."""
         assert self._offload is not None
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
         _require_states(best, "load_best_model_at_end")
         self._offload.optimizer.load(Path(best) / FOLDER, generators=False)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As the Trainer's. On several ranks all of them read the weights, and the first writes them."""
+        """Save the weights as the Trainer does. On several ranks every rank reads the weights; the first rank writes
+        them."""
         if self._offload is None or self._offload.optimizer.session.ranks is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -424,10 +447,10 @@ class OffloadTrainerMixin:
 
 @dataclass(frozen=True)
 class _Joined:
-    """A trainer's run by a plan.
+    """A trainer that runs by a plan.
 
     optimizer: the plan's optimizer.
-    kept: what saves and loads the run in place of the Trainer.
+    kept: saves and loads the run in place of the Trainer.
     """
 
     optimizer: OffloadedAdamW
@@ -435,7 +458,8 @@ class _Joined:
 
 
 def _holds_states(checkpoint: str) -> bool:
-    """Whether an offloaded Trainer saved the checkpoint. Raises CheckpointError where its states are not whole."""
+    """Returns whether an offloaded Trainer saved the checkpoint. Raises CheckpointError where its states are not
+    complete."""
     folder = Path(checkpoint) / FOLDER
     whole = is_checkpoint(find_checkpoint(folder))
     if folder.exists() and not whole:
@@ -444,7 +468,10 @@ def _holds_states(checkpoint: str) -> bool:
 
 
 def _require_states(checkpoint: str | Path, asked: str) -> None:
-    """Raise CheckpointError for a checkpoint without a plan's states. asked: what it is needed for."""
+    """Raise CheckpointError for a checkpoint without a plan's states.
+
+    asked: the argument for which the states are needed, for the message.
+    """
     if not is_checkpoint(find_checkpoint(Path(checkpoint) / FOLDER)):
         raise CheckpointError(
             f"{asked}: {checkpoint} has no whole folder {FOLDER!r}; give one that an offloaded or connected Trainer "
@@ -453,15 +480,17 @@ def _require_states(checkpoint: str | Path, asked: str) -> None:
 
 
 def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
-    """Capture, plan and prepare, with the trainer's optimizer. Raises DoesNotFit if no plan fits; under
-    `auto_find_batch_size` an out-of-memory RuntimeError, after which the Trainer tries a smaller batch."""
+    """Capture, plan and prepare, with the trainer's optimizer. Raises DoesNotFit if no plan fits. Under
+    `auto_find_batch_size` it raises an out-of-memory RuntimeError instead, after which the Trainer tries a smaller
+    batch.
+    """
     args, request, model = trainer.args, trainer.offload_request, trainer.model
     _require_alone(trainer)
     _check_evaluation(args)
-    norm = args.max_grad_norm or None  # the Trainer's 0 is not clipping
+    norm = args.max_grad_norm or None  # 0 switches the Trainer's clipping off
     spec = adamw_of(optimizer, max_grad_norm=norm)
     dtype = _dtype_of(trainer)
-    model.to("cpu")  # the Trainer has put it where the plan's chunks will be
+    model.to("cpu")  # the Trainer has put the model on the GPU, which the plan's chunks will need
     try:
         with converted(model, dtype) as masters:
             _cast_as_before(trainer)
@@ -479,12 +508,13 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
 
 
 def _each_rank_the_same(args: Any, kwargs: Any) -> float:
-    """The Trainer's loss is made for gradients that are averaged over processes."""
+    """Returns weight 1 for every batch: the Trainer's loss is made for gradients that are averaged over the
+    processes."""
     return 1.0
 
 
 def _require_alone(trainer: Any) -> None:
-    """Raise ContractError where another system has the model in its hands."""
+    """Raise ContractError where another system (DeepSpeed, FSDP, nn.DataParallel) manages the model."""
     for name, system in (("is_deepspeed_enabled", "DeepSpeed"), ("is_fsdp_enabled", "FSDP")):
         if getattr(trainer, name, False):
             raise ContractError(f"the Trainer runs under {system}, which moves the model itself; leave {system} out")
@@ -496,7 +526,7 @@ def _require_alone(trainer: Any) -> None:
 
 
 def _check_evaluation(args: Any) -> None:
-    """Raise ContractError, before training, for what would end it with an error afterwards."""
+    """Raise ContractError, before training, for arguments with which the evaluation would fail after training."""
     if args.load_best_model_at_end and args.save_only_model:
         raise ContractError(
             "TrainingArguments(load_best_model_at_end=True, save_only_model=True): the best weights come back with "
@@ -511,7 +541,8 @@ def _check_evaluation(args: Any) -> None:
 
 
 def _dtype_of(trainer: Any) -> str | None:
-    """The plan's dtype: that of mixed precision, which `accelerate launch --mixed_precision` sets too."""
+    """Returns the dtype of mixed precision, which becomes the plan's. `accelerate launch --mixed_precision` sets it
+    too."""
     word: str = trainer.accelerator.mixed_precision
     if word not in MIXED_PRECISION:
         raise ContractError(f"mixed precision {word!r} is not supported by a plan; use bf16=True or fp16=True")
@@ -519,10 +550,12 @@ def _dtype_of(trainer: Any) -> str | None:
 
 
 def _cast_as_before(trainer: Any) -> None:
-    """Let accelerate put its autocast around the forward (and compile the model) now, for the capture to see it, and
-    never wrap the model in DistributedDataParallel."""
+    """Let accelerate put its autocast around the forward (and compile the model) before the capture, so that the
+    capture sees
+    both. The model is never wrapped in DistributedDataParallel.
+    """
     accelerator, model = trainer.accelerator, trainer.model
-    accelerator.scaler = None  # the session scales: AdamW(loss_scale=)
+    accelerator.scaler = None  # the session scales the loss: AdamW(loss_scale=)
     plain = accelerator.prepare_model
     ready = getattr(trainer, "_offload_ready", None)
     if ready is not None and ready[0] is model:
@@ -540,7 +573,7 @@ def _cast_as_before(trainer: Any) -> None:
 
 
 def _captured(trainer: Any, spec: Any) -> Any:
-    """The workload of one of the trainer's micro-batches."""
+    """Returns the workload of one of the trainer's micro-batches."""
     model = trainer.model
     name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
     with _untouched_generators():
@@ -561,12 +594,15 @@ def _captured(trainer: Any, spec: Any) -> Any:
 
 
 def _stock(trainer: Any) -> bool:
-    """Whether the loss is transformers' own."""
+    """Returns whether the loss is transformers' own."""
     return str(type(trainer).compute_loss.__module__) == "transformers.trainer"
 
 
 def _under_autocast(trainer: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> Any:
-    """The loss of a capture, whose tensors are on the CPU, where the trainer casts on another device."""
+    """Returns the loss to capture with. Tensors of a capture are on the CPU; where the trainer casts on another device,
+    the
+    returned loss casts on the CPU.
+    """
     dtype = _dtype_of(trainer)
     if dtype is None or trainer.args.device.type == "cpu":
         return loss
@@ -579,14 +615,14 @@ def _under_autocast(trainer: Any, loss: Callable[[nn.Module, Any], torch.Tensor]
 
 
 class _Called(Exception):
-    """The model was called with gradients."""
+    """Ends the trainer's `compute_loss` at the model's first call with gradients."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         self.call = args, kwargs
 
 
 def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
-    """(args, kwargs) of the model's first call with gradients in `action`, which ends there."""
+    """Returns (args, kwargs) of the first call of the model with gradients in `action`. The call ends `action`."""
 
     def see(module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -603,7 +639,8 @@ def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
 
 
 def _example(trainer: Any) -> Any:
-    """A batch of the trainer's own data, as large as its batches get."""
+    """Returns a batch of the trainer's own data: the longest rows, or its first batch if the data set cannot be
+    indexed."""
     loader = trainer.get_train_dataloader()
     rows = _longest(getattr(loader, "dataset", None), trainer._train_batch_size)
     batch = loader.collate_fn(rows) if rows else next(iter(loader), None)
@@ -612,20 +649,23 @@ def _example(trainer: Any) -> Any:
     return trainer._prepare_inputs(batch)
 
 
-LOOKED_AT = 512  # rows of a data set
+LOOKED_AT = 512  # rows of a data set whose lengths are compared
 
 
 def _longest(rows: Any, count: int) -> list[Any]:
-    """The `count` longest of LOOKED_AT rows that are spread evenly over a data set; none if it cannot be indexed."""
+    """Returns the `count` longest of LOOKED_AT rows that are spread evenly over a data set. Returns [] if the data set
+    cannot
+    be indexed or has fewer rows.
+    """
     if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
         return []
     step = max(1, len(rows) // max(LOOKED_AT, count))
-    looked_at = (rows[number] for number in range(0, len(rows), step))  # one at a time: rows may be images
+    looked_at = (rows[number] for number in range(0, len(rows), step))  # read one by one: rows may be images
     return heapq.nlargest(count, looked_at, key=_extent)
 
 
 def _extent(value: Any) -> int:
-    """Number of elements in a row of a data set."""
+    """Returns the number of elements in a row of a data set."""
     if isinstance(value, torch.Tensor):
         return value.numel()
     if isinstance(value, Mapping):
@@ -634,13 +674,13 @@ def _extent(value: Any) -> int:
         return len(value) if not value or isinstance(value[0], (int, float)) else sum(_extent(part) for part in value)
     if isinstance(value, (str, bytes)):
         return len(value)
-    size = getattr(value, "size", 1)  # a number in numpy's arrays, (width, height) in an image
+    size = getattr(value, "size", 1)  # numpy arrays: number of elements; images: (width, height)
     return math.prod(size) if isinstance(size, tuple) else size if isinstance(size, int) else 1
 
 
 @contextlib.contextmanager
 def _untouched_generators() -> Iterator[None]:
-    """Inside, random numbers may be drawn (by samplers and collators); afterwards the generators are as before."""
+    """Inside this context, samplers and collators may draw random numbers. Afterwards the generators are as before."""
     before = generator_states()
     try:
         yield

@@ -1,17 +1,19 @@
-"""Lightning: a `LightningModule` by a plan, `Trainer(strategy=OffloadStrategy("24GB"))`.
+"""Lightning: runs a `LightningModule` by a plan, `Trainer(strategy=OffloadStrategy("24GB"))`.
 
-The first `training_step` is captured with the batch that it is given, planned for this machine and prepared; then it
-runs. `gradient_clip_val`, `accumulate_grad_batches` and the precisions "bf16-mixed" and "16-mixed" become the plan's
-([Note: mixed precision] in offloading.py). Checkpoints are Lightning's own and hold the masters with the states.
+The first `training_step` is captured with its own batch, planned for this machine and prepared; then the step runs.
+`gradient_clip_val`, `accumulate_grad_batches` and the precisions "bf16-mixed" and "16-mixed" become settings of the
+plan ([Note: mixed precision] in offloading.py). Checkpoints are Lightning's own and hold the fp32 masters with the
+states.
 
-The module is the only child of a root, so that `training_step` is a call of the root, whatever it calls itself. While
-it is captured, on fake tensors, `self.log` is silent; what it reads numbers of (`.item()`) cannot be captured.
-Lightning calls `zero_grad` between forward and backward. Here gradients are cleared by then, right after the step.
+The module becomes the only child of a root module. `training_step` is then a call of the root, so its hooks run
+whatever `training_step` calls. During the capture, on fake tensors, `self.log` does nothing. A `training_step` that
+reads numbers from tensors (`.item()`) cannot be captured. Lightning calls `zero_grad` between forward and backward;
+under a plan gradients are cleared right after the optimizer step instead.
 
-Before the first `training_step` the module is on the CPU, and so are its batches (the sanity check of validation).
-A second `fit` ends the run of the first and begins anew, from the weights in the plan's dtype.
+Before the first `training_step` the module and its batches are on the CPU (for example in the sanity check of
+validation). A second `fit` ends the run of the first and begins anew, from the weights in the plan's dtype.
 
-Tried with lightning 2.6. One process; one optimizer, and automatic optimization.
+Tested with lightning 2.6. Supports one process, one optimizer, and automatic optimization.
 """
 
 from __future__ import annotations
@@ -42,8 +44,11 @@ DTYPES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
 class _Root(nn.Module):
-    """Calls a step of the LightningModule by its name, as a call of the module. A copy of it (for batches of another
-    shape) has a module without a trainer, which gets that of the module itself, and logs nothing."""
+    """Calls a step of the LightningModule by its name, as a call of this module. A copy of the root, made for batches
+    of
+    another shape, holds a copied module without a trainer. That copy borrows the trainer of the original and logs
+    nothing.
+    """
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -65,14 +70,16 @@ class _Root(nn.Module):
 
 
 def _redirected(root: nn.Module, module: nn.Module, step: str, *args: Any, **kwargs: Any) -> Any:
-    """Takes the place of Lightning's redirection, which changes the module's forward before it calls the root."""
+    """Takes the place of Lightning's redirection, which would replace the module's forward before the call of the
+    root."""
     return root(step, *args, **kwargs)
 
 
 class OffloadStrategy(SingleDeviceStrategy):
     """Trains by a plan for this machine. Arguments: see `executor.offloading.Request`.
 
-    Raises ContractError, in `fit`, for several devices, several optimizers, manual optimization, clipping by value or
+    Raises ContractError, in `fit`, for several devices, several optimizers, manual optimization, clipping by value,
+    clipping
     at another norm than the Trainer's, and optimizers other than torch's AdamW.
     """
 
@@ -102,16 +109,16 @@ class OffloadStrategy(SingleDeviceStrategy):
         return self.offloaded.session
 
     def model_to_device(self) -> None:
-        """Does nothing: the plan says where parameters are."""
+        """Does nothing: the plan decides where parameters are."""
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """To where the module is."""
+        """Returns the batch on the device of the module."""
         where = self.root_device if self._prepared else torch.device("cpu")
         return super().batch_to_device(batch, device or where, dataloader_idx)
 
     @property
     def _prepared(self) -> bool:
-        """Whether the module of this moment runs by the plan."""
+        """Whether the current module runs by the plan."""
         return self.offloaded is not None and self._root is not None and self._root.module is self.lightning_module
 
     def setup(self, trainer: Any) -> None:
@@ -128,9 +135,9 @@ class OffloadStrategy(SingleDeviceStrategy):
             self.model = self._root
 
     def _check(self, trainer: Any) -> None:
-        """Raise ContractError for what a plan is not made for."""
+        """Raise ContractError for arguments and modules that no plan can be made for."""
         module: Any = self.lightning_module
-        devices = trainer._accelerator_connector._devices_flag  # as it was given: Lightning itself looks past it
+        devices = trainer._accelerator_connector._devices_flag  # as given: Lightning itself ignores it
         if devices not in ("auto", 1, "1") and not (isinstance(devices, list) and len(devices) == 1):
             raise ContractError(f"OffloadStrategy runs one process on one device, not Trainer(devices={devices!r})")
         if len(self.optimizers) != 1 or not module.automatic_optimization:
@@ -173,12 +180,12 @@ class OffloadStrategy(SingleDeviceStrategy):
             self.offloaded = begin(root, plan, spec, self.request, optimizer=own, masters=masters)
         own.zero_grad = _nothing  # type: ignore[method-assign]
         plugin.clip_gradients = _clipping_at(norm)
-        _update_properties(module, device=self.root_device)  # the module's `self.device`
+        _update_properties(module, device=self.root_device)  # sets the module's `self.device`
         if getattr(plugin, "scaler", None) is not None:
-            plugin.scaler = None  # the session scales: AdamW(loss_scale=)
+            plugin.scaler = None  # the session scales the loss: AdamW(loss_scale=)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure (`training_step` and backward), then update, and clear the gradients."""
+        """Run the closure (`training_step` and backward), then update the parameters and clear the gradients."""
         plugin: Any = self.precision_plugin
         done = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         assert self.offloaded is not None
@@ -187,7 +194,7 @@ class OffloadStrategy(SingleDeviceStrategy):
         return done
 
     def teardown(self) -> None:
-        """As Lightning's, but for the move of a prepared module to the CPU."""
+        """Tear down as Lightning does, but do not move a prepared module to the CPU."""
         module = self._lightning_module
         if self._prepared:
             self._lightning_module = None
@@ -197,13 +204,13 @@ class OffloadStrategy(SingleDeviceStrategy):
             self._lightning_module = module
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """State of the run's optimizer, in torch.optim.AdamW's form."""
+        """Returns the state of the run's optimizer, in torch.optim.AdamW's form."""
         return super().optimizer_state(optimizer) if self.offloaded is None else self.offloaded.state_dict()
 
 
 @contextlib.contextmanager
 def _silent(module: nn.Module) -> Iterator[None]:
-    """Inside, what the module logs goes nowhere."""
+    """Inside this context, `self.log` and `self.log_dict` of the module do nothing."""
     names = ("log", "log_dict")
     before = {name: module.__dict__[name] for name in names if name in module.__dict__}
     module.__dict__.update(dict.fromkeys(names, _nothing))
@@ -216,7 +223,10 @@ def _silent(module: nn.Module) -> Iterator[None]:
 
 
 def _clipping_at(norm: float | None) -> Callable[..., None]:
-    """What Lightning, and a module's `configure_gradient_clipping`, call to clip: the step does that, at `norm`."""
+    """Returns the function that Lightning, and a module's `configure_gradient_clipping`, call to clip. The function
+    only
+    checks the arguments: the optimizer step clips, at `norm`.
+    """
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:
         if clip_val > 0 and (clip_val != norm or gradient_clip_algorithm != "norm"):

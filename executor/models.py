@@ -82,7 +82,7 @@ def build(
     seed: int = 0,
     empty: bool = False,
 ) -> BuiltModel:
-    """The model that `spec` names, with an example batch of `batch` sequences of `sequence` tokens.
+    """Returns the model that `spec` names, with an example batch of `batch` sequences of `sequence` tokens.
 
     spec: a preset's name, "hf:FILE" (a transformers config.json, or a folder that holds one), "hf:ORG/NAME" (fetches
         the configuration only; weights are random), or "py:package.module:factory" (a callable that returns an
@@ -350,7 +350,7 @@ def _from_factory(
 
 
 def _factory_of(spec: str) -> Callable[..., Any]:
-    """The factory that py:package.module:factory names. Raises ModelError if it cannot be imported."""
+    """Returns the factory that py:package.module:factory names. Raises ModelError if it cannot be imported."""
     where, _, function_name = spec.removeprefix("py:").partition(":")
     if not where or not function_name:
         raise ModelError(f"{spec!r} is not py:package.module:factory")
@@ -393,7 +393,7 @@ def _current_folder_importable() -> Iterator[None]:
 
 
 def _hf_config(spec: str) -> tuple[Any, str | None]:
-    """A transformers configuration and the architecture it names."""
+    """Returns a transformers configuration and the architecture it names."""
     transformers = _transformers()
     what = spec.removeprefix("hf:")
     path = Path(what).expanduser()
@@ -596,7 +596,7 @@ def _classes(config: Any) -> int:
 
 
 def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
-    """The class with a loss for this configuration: the architecture it names, or the usual one."""
+    """Returns the class with a loss for this configuration: the architecture it names, or the usual one."""
     transformers = _transformers()
     named = getattr(transformers, architecture, None) if architecture else None
     if named is not None and "labels" in inspect.signature(named.forward).parameters:
@@ -678,7 +678,7 @@ def _scalar(value: Any) -> bool:
 
 
 def map_batch(value: Any, change: Any) -> Any:
-    """The same nest of mappings, tuples and lists with every tensor changed."""
+    """Returns the same nest of mappings, tuples and lists with every tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -701,7 +701,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _transformers() -> Any:
-    """The package. Raises ModelError, naming what installs it, where it is missing."""
+    """Returns the package. Raises ModelError, naming what installs it, where it is missing."""
     try:
         import transformers
     except ImportError as error:

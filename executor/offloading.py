@@ -1,16 +1,17 @@
-"""Offload: a model and its torch optimizer, put under a plan for this machine in one call.
+"""Offloading: puts a model and its torch optimizer under a plan for this machine, in one call.
 
-`offload` is that call for a loop of the user's own. `hf.py`, `lightning.py` and `axolotl.py` are the same for their
-trainers and share the parts here: the user's AdamW read as a description, the model captured and planned for, the model
-in the plan's dtype, the run begun.
+`offload` is that call for a training loop of the user's own. `hf.py`, `lightning.py` and `axolotl.py` do the same for
+their trainers. They share the functions here: describe the user's AdamW, capture and plan, convert the model to the
+plan's dtype, begin the run.
 
 [Note: mixed precision] Scripts that ask for mixed precision (`bf16=True`) have a model in fp32 and cast inside every
-operator. Here every floating parameter is converted to the plan's dtype once, and the fp32 values become the master
-copies, so nothing is lost by the conversion: the working copy is cast(master), the update is in fp32, the gradients of
-several micro-batches are added in fp32. What stays in fp32 is what autocast keeps in fp32: the script's own autocast
-goes on around the forward, buffers keep their dtype, and so do the parameters of batch norms, whose kernels want the
-dtype of their running statistics. The result differs from the script's own run by the rounding of the working copies:
-norms, biases and embeddings are read in 16 bits, and the values between blocks have 16 bits where their embeddings do.
+operator. Here every floating parameter is converted to the plan's dtype once. The fp32 values become the master copies,
+so the conversion loses nothing: the working copy is cast(master), the update is in fp32, and the gradients of several
+micro-batches are added in fp32. Operators that autocast runs in fp32 still run in fp32, because the script's own
+autocast stays around the forward. Buffers keep their dtype, and so do the parameters of batch norms, whose kernels want
+the dtype of their running statistics. The result differs from the script's own run by the rounding of the working
+copies: norms, biases and embeddings are read in 16 bits, and activations between blocks have 16 bits where the
+embeddings have.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ log = logging.getLogger("executor")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a run is planned for.
+    """What a run is planned for, and on which device it runs.
 
-    gpu_memory: what each process may use of its accelerator's memory, "24GB" or bytes; None: all that is free.
-    device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has one, else "virtual".
-    machine: a machine or its name, as for `pstar_sim.machine`; "here": this one.
+    gpu_memory: memory of its accelerator that each process may use, "24GB" or bytes; None: all free memory.
+    device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has a CUDA device, else "virtual".
+    machine: a machine or its name, as for `pstar_sim.machine`; "here": the machine that this runs on.
     policy: name of the policy that plans.
     on_plan: called with the plan before the run begins.
     """
@@ -72,7 +73,7 @@ class Request:
 
     @property
     def limit_bytes(self) -> int | None:
-        """gpu_memory in bytes. Raises PstarError for a text that is not a size."""
+        """`gpu_memory` in bytes; None without a limit. Raises PstarError for a text that is not a size."""
         return parse_bytes(self.gpu_memory) if isinstance(self.gpu_memory, str) else self.gpu_memory
 
 
@@ -91,16 +92,20 @@ def offload(
     policy: str = "optimal",
     on_plan: Callable[[Plan], None] | None = None,
 ) -> tuple[nn.Module, OffloadedAdamW]:
-    """Run a training loop's model by a plan for this machine: the same model, and the optimizer that takes the place of
-    the loop's own.
+    """Run the model of a training loop by a plan for this machine. Returns the same model, and the optimizer that takes
+    the
+    place of the loop's own.
 
-    optimizer: torch's AdamW over the model's parameters (or Adam without weight decay). Its groups, lr, betas, eps,
-        weight decay and states are kept, and its groups are shared: a scheduler that was made with it goes on working.
-    example_batch: as the model takes it (a mapping: keyword arguments; a tuple: positional ones), of the largest shape.
+    optimizer: torch's AdamW over the model's parameters (or Adam without weight decay). Its lr, betas, eps, weight
+        decay
+        and states are kept. Its groups are shared, so that a scheduler made with it continues to work.
+    example_batch: a batch of the largest shape, as the model takes it (a mapping: keyword arguments; a tuple:
+        positional
+        arguments).
     micro_batches: number of backwards before each `optimizer.step()`.
     max_grad_norm: clip at this global norm inside `step()`, instead of `torch.nn.utils.clip_grad_norm_`.
     dtype: "bf16" or "fp16": train in it, with fp32 masters, by [Note: mixed precision]; None: the model's own dtypes.
-    loss: loss(model, batch), a scalar: what the loop does with a batch before `backward()`. By default the model's own.
+    loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
     gpu_memory, device, machine, policy, on_plan: see `Request`.
 
     Raises ContractError for another optimizer or a model that is prepared already, DoesNotFit where no plan fits,
@@ -118,7 +123,7 @@ def offload(
 
 
 def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> AdamW:
-    """The user's torch optimizer as a description. Raises ContractError where its update is not AdamW's."""
+    """Returns the user's torch optimizer as a description. Raises ContractError where its update is not AdamW's."""
     kind = type(optimizer)
     if isinstance(optimizer, OffloadedAdamW):
         raise ContractError("the optimizer is that of a prepared model already; give the loop's own torch AdamW")
@@ -140,7 +145,7 @@ def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -
 
 
 def _require_its_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ContractError for an optimizer of parameters that the model does not have."""
+    """Raise ContractError for an optimizer with a parameter that is not in the model."""
     its = {id(p) for p in model.parameters()}
     for number, group in enumerate(optimizer.param_groups):
         other = next((p for p in group["params"] if id(p) not in its), None)
@@ -159,8 +164,10 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: bool) -> Plan:
-    """The plan for one micro-batch's workload, `micro_batches` times per step, on every process. The first process
-    plans for all of them. Raises DoesNotFit, on all processes, where nothing fits."""
+    """Returns the plan for `micro_batches` times the workload per optimizer step, the same on every process. The first
+    process
+    plans for all of them. Raises DoesNotFit, on all processes, where nothing fits.
+    """
     count = _processes()
     whole = repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
     made: list[Any] = [None]
@@ -168,7 +175,7 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: 
         try:
             machine = _machine(request, gpus=count)
             made[0] = find_policy(request.policy)(whole, machine, Settings(clip=clip))
-        except PstarError as error:  # raised below, on every process
+        except PstarError as error:  # every process raises the error below
             made[0] = Refused(type(error), error.args, dict(error.__dict__))
     if count > 1:
         dist.broadcast_object_list(made, src=0)
@@ -183,7 +190,7 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: 
 
 @dataclass(frozen=True)
 class Refused:
-    """An error, in parts that can be sent to other processes."""
+    """An error, split into parts that can be sent to other processes."""
 
     kind: type[PstarError]
     args: tuple[Any, ...]
@@ -201,7 +208,8 @@ def _processes() -> int:
 
 
 def _machine(request: Request, *, gpus: int) -> Machine:
-    """The machine to plan for: what the request names, with the memory that is there for chunks and tide."""
+    """Returns the machine to plan for: the requested machine, with the GPU memory that chunks and tide can really
+    use."""
     many = gpus if gpus > 1 else None
     given = request.machine
     named = given if isinstance(given, Machine) else load_machine(given, gpus=many)
@@ -216,12 +224,12 @@ def _machine(request: Request, *, gpus: int) -> Machine:
         backend.close()
     if isinstance(given, Machine) or named.gpu_budget_bytes <= free_bytes:
         return named
-    # The context is counted by the machine, and is not in what is plannable.
+    # `free_bytes` is without the CUDA context, which the machine's memory includes.
     return load_machine(given, gpus=many, gpu_memory=free_bytes - free_bytes // 64 + named.gpu.context_bytes)
 
 
 def describe(plan: Plan) -> str:
-    """The plan in words: its policy, and how many chunks are in which mode."""
+    """Returns a line on the plan: its policy, and the number of chunks in each mode."""
     modes = [plan.modes.count(mode) for mode in ("pin", "stream", "cpu", "frozen")]
     words = zip(modes, ("pinned", "updated on the GPU", "updated on the CPU", "frozen"))
     parts = ", ".join(f"{count} {name}" for count, name in words if count)
@@ -233,8 +241,10 @@ def describe(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def converted(model: nn.Module, dtype: str | None) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-    """Convert the model's floating parameters to `dtype`; yields the fp32 values of those that it converts, from which
-    the master copies begin. An error inside gives the parameters their values back. See [Note: mixed precision].
+    """Convert the model's floating parameters to `dtype`. Yields the fp32 values of the converted parameters, from
+    which the
+    master copies begin. If the body of the context raises, the parameters get their values back. See [Note: mixed
+    precision].
 
     Raises ContractError for another dtype, and for a model that is prepared already.
     """
@@ -268,8 +278,11 @@ def begin(
     masters: Mapping[nn.Parameter, torch.Tensor],
     count: Callable[[Any, Any], float] | None = None,
 ) -> OffloadedAdamW:
-    """Prepare the model. Returns the optimizer that takes the place of the user's. masters: fp32 values of parameters
-    that were converted. count: as for `prepare`."""
+    """Prepare the model. Returns the optimizer that takes the place of the user's.
+
+    masters: fp32 values of the parameters that were converted.
+    count: as for `prepare`.
+    """
     more = {} if count is None else {"count": count}
     limit = request.limit_bytes if is_cuda(request.where) else None
     _, offloaded = prepare(model, plan, spec, device=request.where, gpu_memory=limit, **more)  # type: ignore[arg-type]
@@ -282,8 +295,10 @@ def begin(
 
 
 def _take_masters(offloaded: OffloadedAdamW, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-    """Give the master copies the values that the parameters had before they were converted; the working copies are
-    their casts already."""
+    """Give the master copies the values that the parameters had before the conversion. The working copies are casts of
+    these
+    values already.
+    """
     session = offloaded.session
     with session.still():
         for parameter, value in masters.items():

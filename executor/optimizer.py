@@ -159,7 +159,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             session.reader.rewrite_from_master(tensor)
 
     def _checked(self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        """The rows of a state by position of their parameter. Raises ContractError for rows that do not fit."""
+        """Returns the rows of a state by position of their parameter. Raises ContractError for rows that do not fit."""
         what = "optimizer.load_state_dict"
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ContractError(

@@ -213,7 +213,7 @@ def _require_same(ranks: Ranks, given: _Given) -> None:
 
 
 def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Arena:
-    """The plan's memory, not taken yet. Raises DoesNotFit where the host has less than it needs."""
+    """Returns the plan's memory, not taken yet. Raises DoesNotFit where the host has less than it needs."""
     arena = Arena(given.plan, backend, rank=0 if ranks is None else ranks.rank)
     check_host_memory(
         given.plan,
@@ -227,14 +227,14 @@ def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Ar
 
 
 def _host_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """Host memory of the model's own storages, each counted once: views share one storage; storages of a device are not
-    in host memory."""
+    """Returns host memory of the model's own storages, each counted once: views share one storage; storages of a device
+    are not in host memory."""
     storages = {storage_key(p): p.untyped_storage() for p in parameters if p.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> Queues:
-    """The queues asked for. Raises PlanError for a name that is not known, and for queues that do not suit the
+    """Returns the queues asked for. Raises PlanError for a name that is not known, and for queues that do not suit the
     backend."""
     if queues == "threads":
         queues = queues_for(backend, watchdog_s=watchdog_s)
@@ -275,8 +275,8 @@ def _session_options(given: _Given, optimizer: OffloadedAdamW, *, replan_after: 
 
 
 def _skeleton(model: nn.Module) -> nn.Module | None:
-    """A copy of the model whose parameters have no memory, for captures of other batch shapes; None if it cannot be
-    copied."""
+    """Returns a copy of the model whose parameters have no memory, for captures of other batch shapes; None if it
+    cannot be copied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(

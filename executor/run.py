@@ -98,9 +98,9 @@ def check_hardware(plan: Plan, device: str) -> None:
 
 
 def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: int | None) -> Machine:
-    """The machine whose GPU budget a warm-up on `device` keeps. If no machine is given: the virtual accelerator's
-    figures with the memory given; on CUDA also with the card's name, and by default with the card's memory less the
-    room that a run keeps (executor/devices/headroom.py)."""
+    """Returns the machine whose GPU budget a warm-up on `device` keeps. If no machine is given: the virtual
+    accelerator's figures with the memory given; on CUDA also with the card's name, and by default with the card's
+    memory less the room that a run keeps (executor/devices/headroom.py)."""
     if not is_cuda(device):
         if device != "virtual":
             raise PlanError(f"device {device!r} is not known; use --device virtual, cuda or cuda:N")
@@ -123,7 +123,7 @@ def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: in
 
 
 def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """The batches, each copied to the device as it is drawn."""
+    """Returns the batches, each copied to the device as it is drawn."""
     if device.type == "cpu":
         return batches
     return (map_batch(one, lambda tensor: tensor.to(device, non_blocking=True)) for one in batches)
@@ -157,8 +157,8 @@ class TrainingJob:
     def of_plan(
         cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int, weights: str | None = None
     ) -> TrainingJob:
-        """The job a plan was made for, on a model given by name. Where the plan chooses for each block, the model's own
-        checkpointing stays off: the plan's choices are carried out by `prepare`."""
+        """Returns the job a plan was made for, on a model given by name. Where the plan chooses for each block, the
+        model's own checkpointing stays off: the plan's choices are carried out by `prepare`."""
         w = plan.workload
         return cls(
             model=model,
@@ -175,7 +175,7 @@ class TrainingJob:
         )
 
     def build(self, *, empty: bool = False) -> BuiltModel:
-        """The model with real weights, the same for the same seed; empty: its parameters on meta."""
+        """Returns the model with real weights, the same for the same seed; empty: its parameters on meta."""
         return build(
             self.model,
             batch=self.batch,
@@ -196,8 +196,8 @@ class TrainingJob:
     def record(
         self, machine: Machine, *, device: str = "virtual", gpu_memory: int | None = None, group: Any = None
     ) -> Workload:
-        """The workload of a real warm-up iteration on `device`, within the GPU budget of `machine`. gpu_memory: what it
-        may use of a CUDA device, as for `prepare`. group: of this process alone, where it is one of several."""
+        """Returns the workload of a real warm-up iteration on `device`, within the GPU budget of `machine`. gpu_memory:
+        what it may use of a CUDA device, as for `prepare`. group: of this process alone, where it is one of several."""
         if is_cuda(device):
             machine = recording_machine(device, machine, gpu_memory)
         built = self.build(empty=self.weights is not None)
@@ -305,8 +305,8 @@ class TrainingJob:
     def run_plain(
         self, plan: Plan, *, steps: int, on_step: Callable[[StepReport], None] | None = None
     ) -> list[StepReport]:
-        """The same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`. Plain
-        AdamW has no fp32 master weights, so a bf16 job's losses agree only roughly."""
+        """Returns the same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`.
+        Plain AdamW has no fp32 master weights, so a bf16 job's losses agree only roughly."""
         built = self.build()
         parameters = list(built.module.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=self.lr, fused=True)

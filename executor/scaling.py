@@ -59,7 +59,7 @@ class LossScale:
 
 
 def needs_loss_scaling(tensors: Iterable[Tensor]) -> bool:
-    """Whether gradients of a model with these parameters pass through fp16: some parameter is fp16, frozen ones
+    """Returns whether gradients of a model with these parameters pass through fp16: some parameter is fp16, frozen ones
     included (an adapter in fp32 on an fp16 base)."""
     return any(t.dtype == "fp16" for t in tensors)
 
@@ -104,7 +104,7 @@ class LossScaling:
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def overflowed(self) -> bool:
-        """Whether some gradient of the iteration is not finite. Waits for the device that has the norms."""
+        """Returns whether some gradient of the iteration is not finite. Waits for the device that has the norms."""
         if not self._norms:
             return False
         devices: dict[torch.device, list[torch.Tensor]] = {}

@@ -86,7 +86,7 @@ def _finite(loss: torch.Tensor, number: int) -> float:
 
 
 def _checked(prepared: torch.nn.Module, micro_batches: int, number: int) -> Callable[[torch.nn.Module, Any], Any]:
-    """The loss of a forward; finite in the prepared model (its copy under fake tensors has no values)."""
+    """Returns the loss of a forward; finite in the prepared model (its copy under fake tensors has no values)."""
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         value = forward_loss(model, batch)

@@ -53,15 +53,15 @@ def refused(name: str, value: object, want: str, error: type[PstarError] = Pstar
 
 
 def spelled(name: str, known: Iterable[str]) -> str:
-    """The known name that differs from `name` at most in upper and lower case; `name` itself if there is none, or more
-    than one."""
+    """Returns the known name that differs from `name` at most in upper and lower case; `name` itself if there is none,
+    or more than one."""
     names_ = list(known)
     alike = [other for other in names_ if other.lower() == name.lower()]
     return alike[0] if len(alike) == 1 and name not in names_ else name
 
 
 def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: type[PstarError] = PstarError) -> int:
-    """The number as a plain int, which a numpy integer is not."""
+    """Returns the number as a plain int, which a numpy integer is not."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refused(name, value, f"a whole number of at least {least}", error)
     found = int(value)
@@ -73,8 +73,8 @@ def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: 
 def number(
     name: str, value: object, *, above: float = 0.0, also: bool = False, error: type[PstarError] = PstarError
 ) -> float:
-    """A finite number above `above`; with `also`, equal to it, too. Numbers whose sums or quotients could overflow are
-    refused."""
+    """Returns a finite number above `above`; with `also`, equal to it, too. Numbers whose sums or quotients could
+    overflow are refused."""
     want = f"a finite number {'of at least' if also else 'above'} {above:g}"
     found = real(value)
     if not (found >= above if also else found > above):
@@ -113,8 +113,8 @@ def choice(name: str, value: object, known: Collection[str], *, error: type[Psta
 
 
 def parse_bytes(text: str, *, bare: int = BARE) -> int:
-    """Bytes of "8GB", "512 MiB" or "1e9". Raises PstarError for anything else, zero and negative sizes, and for a
-    number below `bare` without a unit."""
+    """Returns the bytes of "8GB", "512 MiB" or "1e9". Raises PstarError for anything else, zero and negative sizes, and
+    for a number below `bare` without a unit."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise PstarError(f"{text!r} is not a size; write a positive number and a unit, such as 8GB or 512MiB")
@@ -129,7 +129,7 @@ def parse_bytes(text: str, *, bare: int = BARE) -> int:
 
 
 def parse_bytes_per_s(text: str) -> float:
-    """Bytes per second of "2GB/s" (the "/s" may be left out). Raises PstarError as `parse_bytes` does."""
+    """Returns the bytes per second of "2GB/s" (the "/s" may be left out). Raises PstarError as `parse_bytes` does."""
     size = re.sub(r"\s*/\s*s\s*$", "", text)
     try:
         return float(parse_bytes(size))
@@ -140,7 +140,7 @@ def parse_bytes_per_s(text: str) -> float:
 
 
 def size_bytes(name: str, value: object, *, error: type[PstarError] = PstarError) -> int:
-    """Bytes of a whole number of them, or of a text such as "128MiB"."""
+    """Returns the bytes of a whole number of them, or of a text such as "128MiB"."""
     if isinstance(value, str):
         try:
             return parse_bytes(value)
@@ -161,7 +161,7 @@ def file_path(
 
 
 def names(name: str, value: object, want: str) -> list[object]:
-    """The elements of a list; a single text stands for a list of it."""
+    """Returns the elements of a list; a single text stands for a list of it."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, Iterable) or isinstance(value, Mapping):

@@ -160,7 +160,7 @@ class DoesNotFit(PstarError):
     def restated(
         self, *, policy: str | None = None, available_bytes: int | None = None, what: str | None = None
     ) -> DoesNotFit:
-        """The same refusal under another policy's name, for other available bytes or in other words."""
+        """Returns the same refusal under another policy's name, for other available bytes or in other words."""
         return DoesNotFit(
             policy=self.policy if policy is None else policy,
             place=self.place,

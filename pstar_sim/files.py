@@ -29,8 +29,8 @@ def write_atomically(path: Path, text: str, *, error: type[PstarError] = PstarEr
 
 
 def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
-    """The file that writing to `path` replaces or makes ([Note: what is written over]), for a caller that has work to
-    do before it writes. Raises `error`, naming `path`, where it cannot be written."""
+    """Returns the file that writing to `path` replaces or makes ([Note: what is written over]), for a caller that has
+    work to do before it writes. Raises `error`, naming `path`, where it cannot be written."""
     try:
         target = _target(path, error)
         with tempfile.TemporaryFile(dir=target.parent):
@@ -69,7 +69,7 @@ def _refusal(path: Path, reason: OSError, error: type[PstarError]) -> PstarError
 
 
 def _target(path: Path, error: type[PstarError]) -> Path:
-    """The file to which the links of `path` lead."""
+    """Returns the file to which the links of `path` lead."""
     target = path
     for _ in range(_LINKS):
         if not target.is_symlink():

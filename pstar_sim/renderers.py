@@ -27,7 +27,7 @@ def register(answer: str, form: str, find: Callable[[], Renderer]) -> None:
 
 
 def render(answer: object, form: str, **options: Any) -> Any:
-    """The answer in that form."""
+    """Returns the answer in that form."""
     kinds = (kind.__name__ for kind in type(answer).__mro__)
     find = next((_FINDERS[kind, form] for kind in kinds if (kind, form) in _FINDERS), None)
     assert find is not None, f"nobody registered for {form} of {type(answer).__name__}"

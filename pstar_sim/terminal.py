@@ -44,7 +44,7 @@ def terminal_width() -> int:
 
 
 def narrow_encoding(text: str, encoding: str | None) -> str:
-    """The text in characters that the encoding has."""
+    """Returns the text in characters that the encoding has."""
     for character, plain in (("─", "-"), ("±", "+-")):
         text = text if _has(encoding, character) else text.replace(character, plain)
     encoding = encoding or "utf-8"
@@ -60,8 +60,8 @@ def _has(encoding: str | None, character: str) -> bool:
 
 
 def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> list[str]:
-    """Lines of prose no longer than `width`, where words allow it; each line of the text begins anew, with the spaces
-    it has and `indent` before them."""
+    """Returns the lines of prose no longer than `width`, where words allow it; each line of the text begins anew, with
+    the spaces it has and `indent` before them."""
     lines: list[str] = []
     for line in text.split("\n"):
         own = indent + line[: len(line) - len(line.lstrip())]
@@ -103,7 +103,8 @@ def table_text(
     keys: int = 1,
     rule_before: int | None = None,
 ) -> str:
-    """The table as lines that end in a newline, by [Note: narrow terminals]. Columns of figures are set to the right.
+    """Returns the table as lines that end in a newline, by [Note: narrow terminals]. Columns of figures are set to the
+    right.
 
     keys: number of the first columns, which are repeated where the others need a second table. rule_before: number of
         the row above which a rule is drawn, as above a sum.
@@ -131,7 +132,7 @@ def _column(head: str, cells: tuple[str, ...]) -> _Column:
 
 
 def _words(cell: str) -> list[str]:
-    """The words of a text; a figure and its unit count as one word."""
+    """Returns the words of a text; a figure and its unit count as one word."""
     return [word.replace("\u00a0", " ") for word in _GLUED.sub("\u00a0", cell).split(" ")]
 
 
@@ -160,7 +161,7 @@ def _fold(cell: str, width: int) -> list[str]:
 
 
 def _blocks(columns: Sequence[_Column], width: int, keys: int) -> list[list[_Column]]:
-    """The columns, divided among as few tables as the width allows."""
+    """Returns the columns, divided among as few tables as the width allows."""
     if _taken(columns) <= width:
         return [list(columns)]
     first = list(columns[:keys])

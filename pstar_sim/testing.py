@@ -54,8 +54,8 @@ def chain_workload(
     dtype: str = "bf16",
     forward_s: float | None = None,
 ) -> Workload:
-    """A chain of equal layers: each has one FWD and one BWD moment (with checkpointing a RECOMPUTE moment before it);
-    the optimizer step is last.
+    """Returns a chain of equal layers: each has one FWD and one BWD moment (with checkpointing a RECOMPUTE moment
+    before it); the optimizer step is last.
 
     params_per_layer is spread over `tensors_per_layer` equal tensors of shape (n,), all read in each moment of their
     layer; every gradient arrives in the layer's BWD moment.
@@ -152,7 +152,7 @@ def round_machine(
     measured: bool = True,
     name: str = "virtual",
 ) -> Machine:
-    """A machine on which the seconds of a chain of MIB bf16 parameters per layer are round.
+    """Returns a machine on which the seconds of a chain of MIB bf16 parameters per layer are round.
 
     Of such a layer (2 MiB) a copy takes 2 s either way, and Adam 1 s on the CPU as well as on the GPU. DRAM and compute
     are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole number of seconds.
@@ -237,7 +237,7 @@ def random_workload(
     frozen: bool | None = None,
     unused: bool | None = None,
 ) -> Workload:
-    """A small model of random shape (1-8 layers, 1-4 micro-batches); the same seed gives the same workload.
+    """Returns a small model of random shape (1-8 layers, 1-4 micro-batches); the same seed gives the same workload.
 
     An embedding, layers of one to three matrices with small tensors beside them, a head (sometimes tied to the
     embedding, which is then read at both ends), sometimes a tensor much larger than the rest, frozen layers, two
@@ -311,11 +311,11 @@ class _Drawn:
     tensors: list[Tensor] = field(default_factory=list)
 
     def matrix(self, scale: float = 1.0) -> int:
-        """Elements of another matrix."""
+        """Returns the elements of another matrix."""
         return max(1, round((self.unit if self.uniform else self.unit * self.rng.uniform(0.5, 2.0)) * scale))
 
     def add(self, name: str, numel: int, *, is_frozen: bool = False, tied_to: int | None = None) -> int:
-        """The number of a new tensor."""
+        """Returns the number of a new tensor."""
         rows = next(r for r in (64, 16, 4, 1) if numel % r == 0)
         group = 1 if self.two_groups and name.endswith("bias") else 0
         shape = (rows, numel // rows) if rows > 1 else (numel,)
@@ -326,7 +326,7 @@ class _Drawn:
         return len(self.tensors) - 1
 
     def layer(self, i: int, *, is_frozen: bool) -> list[int]:
-        """Tensors of a layer: one to three matrices, with small tensors beside them."""
+        """Returns the tensors of a layer: one to three matrices, with small tensors beside them."""
         rng, name = self.rng, f"layers.{i}"
         row: list[int] = []
         if rng.random() < 0.5:
@@ -354,7 +354,7 @@ class _Opened(NamedTuple):
 def _random_table(
     rng: random.Random, embedding: int, rows: Sequence[list[int]], head: int, *, checkpointing: bool
 ) -> list[_Opened]:
-    """The moments of one micro-batch. rows: tensors of each layer. head: the embedding where it is tied."""
+    """Returns the moments of one micro-batch. rows: tensors of each layer. head: the embedding where it is tied."""
     table = [
         _Opened("begin", "<root>", Phase.FWD, [], [], 0),
         _Opened("begin", "embed", Phase.FWD, [embedding], [], 0),
@@ -380,8 +380,8 @@ def _random_table(
 def _random_moments(
     rng: random.Random, table: Sequence[_Opened], tensors: Sequence[Tensor]
 ) -> tuple[list[Moment], list[Use]]:
-    """The moments, the optimizer step among them, and their uses. The tide rises over FWD and falls over BWD, with
-    spikes."""
+    """Returns the moments, the optimizer step among them, and their uses. The tide rises over FWD and falls over BWD,
+    with spikes."""
     base = rng.choice((0, rng.randint(0, MIB)))
     per_layer = rng.randint(0, 4 * MIB) if rng.random() < 0.8 else rng.randint(0, 32 * MIB)
     level = base
@@ -418,13 +418,13 @@ def _random_moments(
 
 
 def _uses(moment: int, reads: Iterable[int], gradients: Iterable[int]) -> list[Use]:
-    """The tensors read in the moment, and the tensors whose gradient arrives in it."""
+    """Returns the tensors read in the moment, and the tensors whose gradient arrives in it."""
     read = [Use(moment=moment, tensor=t, kind=UseKind.READ) for t in reads]
     return read + [Use(moment=moment, tensor=t, kind=UseKind.GRADIENT) for t in gradients]
 
 
 def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: float | None = None) -> Moment:
-    """The last moment of an iteration: optimizer.step()."""
+    """Returns the last moment of an iteration: optimizer.step()."""
     return Moment(
         name="step",
         phase=Phase.ADAM,

@@ -11,7 +11,7 @@ BYTES_OF = {"": 1, "b": 1, "kb": KB, "mb": MB, "gb": GB, "tb": TB, "kib": KIB, "
 
 
 def format_bytes(size_bytes: float) -> str:
-    """A size for people, in decimal units: "12.3 GB"."""
+    """Returns a size for people, in decimal units: "12.3 GB"."""
     for unit, scale in (("TB", TB), ("GB", GB), ("MB", MB), ("kB", KB)):
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:.4g} {unit}" if unit != "GB" else f"{size_bytes / scale:.2f} GB"
@@ -19,7 +19,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_s(time_s: float) -> str:
-    """A duration for people: "1.234 s", "12.3 ms", "45 us"."""
+    """Returns a duration for people: "1.234 s", "12.3 ms", "45 us"."""
     if time_s >= 1:
         return f"{time_s:.3f} s"
     if time_s >= 1e-3:

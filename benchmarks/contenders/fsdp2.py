@@ -33,7 +33,7 @@ def imports(task: Task) -> None:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of the model's lists: its layers."""
+    """Returns the modules of the model's lists: its layers."""
     return [block for module in model.modules() if isinstance(module, nn.ModuleList) for block in module]
 
 

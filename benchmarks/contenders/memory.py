@@ -36,7 +36,7 @@ def forget_peak() -> bool:
 
 
 def less(bytes_: int | None, baseline_bytes: int | None) -> int | None:
-    """The difference, or None where either is not measurable."""
+    """Returns the difference, or None where either is not measurable."""
     return None if bytes_ is None or baseline_bytes is None else bytes_ - baseline_bytes
 
 

@@ -74,7 +74,7 @@ def plan_of(task: Task, settings: Mapping[str, Any], workload: Workload) -> Plan
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
-    """Bytes per parameter at the border of two iterations, and the peaks of the simulated iteration."""
+    """Returns the bytes per parameter at the border of two iterations, and the peaks of the simulated iteration."""
     params = plan.workload.params
     lists = dict.fromkeys((Place.GPU, Place.HOST), 0)
     for resident in plan.initial:

@@ -50,7 +50,7 @@ def model_bytes_per_param(dtype: str) -> int:
 
 
 def least_host_bytes(task: Task, params: int) -> int:
-    """Host memory without which the contender cannot train, by arithmetic: its process and its model data."""
+    """Returns host memory without which the contender cannot train, by arithmetic: its process and its model data."""
     by_place = bytes_per_param(task) or {"gpu": 0, "host": 0}
     on_host = by_place["host"] + (by_place["gpu"] if task.device == "cpu" else 0)
     if task.device == "cpu" and not on_host:

@@ -55,7 +55,7 @@ class Stages:
         return len(self._done)
 
     def __contains__(self, key: str) -> bool:
-        """Whether it is done already."""
+        """Returns whether it is done already."""
         return key in self._done
 
     @property
@@ -70,7 +70,7 @@ class Stages:
         return 60.0 * self._minutes - (self._clock() - self._begun_s)
 
     def run(self, key: str, what: str, work: Callable[[float], dict[str, Any]]) -> dict[str, Any] | None:
-        """The kept result of this key, or else work(seconds left), kept; None where there is no time for it.
+        """Returns the kept result of this key, or else work(seconds left), kept; None where there is no time for it.
 
         What fails for good gives {"failed": why}.
         """

@@ -88,5 +88,5 @@ class Task:
 
 
 def settings_of(contender: str) -> Mapping[str, Any]:
-    """The committed settings of a contender."""
+    """Returns the committed settings of a contender."""
     return json.loads((Path(__file__).parent / CONTENDERS[contender][1]).read_text(encoding="utf-8"))  # type: ignore[no-any-return]

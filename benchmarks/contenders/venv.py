@@ -36,8 +36,8 @@ def environment_of(folder: Path) -> dict[str, str]:
 
 
 def make_venv(folder: Path, constraints: Path, say: Callable[[str], object]) -> str:
-    """The interpreter of an environment in `folder` that has DeepSpeed, its CPU Adam built, and everything that the
-    running interpreter has. Raises VenvError where pip or the compiler fails."""
+    """Returns the interpreter of an environment in `folder` that has DeepSpeed, its CPU Adam built, and everything that
+    the running interpreter has. Raises VenvError where pip or the compiler fails."""
     folder = folder.absolute()
     interpreter = folder / "bin" / "python"
     stamp = folder / ".ready"

@@ -35,7 +35,7 @@ class Built:
     task: Task
 
     def micro_batches(self, batch: Any) -> list[Any]:
-        """The global batch as micro-batches, on the task's device."""
+        """Returns the global batch as micro-batches, on the task's device."""
         from executor.models import map_batch
 
         size, device = self.task.micro_batch, self.task.device
@@ -47,8 +47,8 @@ class Built:
 
 
 def build_model(task: Task) -> Built:
-    """The task's model with weights drawn from its seed, on the host, in the task's dtype. For a card the models are
-    large and minutes dear: weights by `draw_weights`."""
+    """Returns the task's model with weights drawn from its seed, on the host, in the task's dtype. For a card the
+    models are large and minutes dear: weights by `draw_weights`."""
     from contenders.drawn import draw_weights
     from executor.devices.on_meta import parameters_on_meta
     from executor.models import build

@@ -29,7 +29,7 @@ def bytes_by_direction(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def profiled_bytes(iteration: Callable[[], object]) -> dict[str, int]:
-    """Bytes that one call of `iteration` copies over the link."""
+    """Returns the bytes that one call of `iteration` copies over the link."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:

@@ -43,7 +43,8 @@ def apart(mine: Values, theirs: Values, begun: Values) -> tuple[float, str]:
 
 
 def tight(policy: str, workload: Workload, settings: Settings) -> Plan:
-    """A plan at the smallest of a few budgets at which the policy fits, so that chunks move. Raises DoesNotFit."""
+    """Returns a plan at the smallest of a few budgets at which the policy fits, so that chunks move. Raises
+    DoesNotFit."""
     params_bytes = sum(t.bytes for t in workload.tensors if t.tied_to is None)
     for share in SHARES:
         room = workload.peak_non_model_bytes + int(share * params_bytes)
@@ -55,8 +56,8 @@ def tight(policy: str, workload: Workload, settings: Settings) -> Plan:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """A stage: {"model", "dtype", "batch", "sequence", "micro_batches", "steps", "policies", "updates", "device"} ->
-    {"policy, update": differences, deviations, exchanges, or why not}."""
+    """A stage: {"model", "dtype", "batch", "sequence", "micro_batches", "steps", "policies", "updates",
+    "device"} -> {"policy, update": differences, deviations, exchanges, or why not}."""
     device = job["device"]
     task = Task(
         contender="plain", model=job["model"], global_batch=job["batch"] * job["micro_batches"],

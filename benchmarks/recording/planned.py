@@ -53,7 +53,7 @@ def payload_peaks(begun_bytes: int, changes: Iterable[ByteChange], moments: int)
 
 
 def worst_row(names: Sequence[str], predicted: Sequence[int], measured: Sequence[int]) -> dict[str, Any]:
-    """The moment whose measured bytes are furthest from the predicted."""
+    """Returns the moment whose measured bytes are furthest from the predicted."""
     worst = max(range(len(names)), key=lambda i: abs(predicted[i] - measured[i]))
     return {
         "moment": worst,
@@ -64,10 +64,10 @@ def worst_row(names: Sequence[str], predicted: Sequence[int], measured: Sequence
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """A stage: {"model", "batch", "sequence", "checkpointing", "dtype", "policy", "machine", "gpu_memory_bytes",
-    "device"}. Besides, where it is only about whether it trains: "host_memory_bytes" and "steps" (to warm up, timed).
-    On the virtual accelerator what only a card can tell (its allocator, its profiler) is None. Raises DoesNotFit where
-    there is no plan within the caps."""
+    """A stage: {"model", "batch", "sequence", "checkpointing", "dtype", "policy", "machine",
+    "gpu_memory_bytes", "device"}. Besides, where it is only about whether it trains: "host_memory_bytes" and "steps"
+    (to warm up, timed). On the virtual accelerator what only a card can tell (its allocator, its profiler) is None.
+    Raises DoesNotFit where there is no plan within the caps."""
     on_card = job["device"] == "cuda"
     options = {"batch": job["batch"], "sequence": job["sequence"], "checkpointing": job["checkpointing"]}
     options["dtype"] = job["dtype"]

@@ -68,7 +68,7 @@ def check_activations(w: Workload, model: nn.Module) -> None:
 
 
 def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
-    """The block, or the module around it, that is compiled (`module.compile()`); None if none is."""
+    """Returns the block, or the module around it, that is compiled (`module.compile()`); None if none is."""
     parts = block.split(".")
     around = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
     return next((name for name in around if getattr(modules.get(name), "_compiled_call_impl", None) is not None), None)
@@ -150,8 +150,8 @@ def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
 
 
 def as_planned(captured: Workload, planned: Workload) -> Workload:
-    """A capture made inside `recomputing`, with the choices of `planned` and the stashes of offloaded blocks. Raises
-    ModelError where its blocks cannot be offloaded."""
+    """Returns a capture made inside `recomputing`, with the choices of `planned` and the stashes of offloaded blocks.
+    Raises ModelError where its blocks cannot be offloaded."""
     if not planned.activations:
         return captured
     how = dict(planned.activations)
@@ -180,8 +180,8 @@ def _around(module: nn.Module, how: Callable[[_Call, nn.Module, Any, Any], Any])
 
 
 def _recomputed_on(device: torch.device) -> Callable[[_Call, nn.Module, Any, Any], Any]:
-    """A context that recomputes with the device's random state: [Note: the device's generator]. torch itself always
-    saves the host's state."""
+    """Returns a context that recomputes with the device's random state: [Note: the device's generator]. torch itself
+    always saves the host's state."""
     there = () if device.type == "cpu" else (torch.empty(0, device=device),)
 
     def call(plain: _Call, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

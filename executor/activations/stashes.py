@@ -265,7 +265,7 @@ class ForwardSaves(BlockSaves):
 
 
 def hooks_of_others() -> bool:
-    """Whether what autograd saves now goes through hooks that are not of a `ForwardSaves`."""
+    """Returns whether what autograd saves now goes through hooks that are not of a `ForwardSaves`."""
     hooks = saved_tensor_hooks()
     return hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), ForwardSaves)
 
@@ -303,7 +303,7 @@ class Stashes:
         return self.session.plan.workload.stashes
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor may go to the host and come back: it is a plain tensor on the accelerator."""
+        """Returns whether the tensor may go to the host and come back: it is a plain tensor on the accelerator."""
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided
@@ -383,7 +383,7 @@ class Stashes:
     # -- copies: what queues call -------------------------------------------------------------------------------------
 
     def copied_bytes(self, queue: Queue) -> int:
-        """Bytes copied by steps of the queue since the session began, without [Note: ahead of its step]."""
+        """Returns bytes copied by steps of the queue since the session began, without [Note: ahead of its step]."""
         with self._lock:
             ahead_bytes = self._ahead_bytes if queue is Queue.H2D else 0
             return self.session.backend.copied_bytes[queue.value] - ahead_bytes
@@ -490,7 +490,7 @@ class Stashes:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.session.backend.device)
 
     def tensor(self, saved: _Saved, index: int) -> torch.Tensor:
-        """The tensor that autograd saved, for its backward."""
+        """Returns the tensor that autograd saved, for its backward."""
         view = saved.views[index]
         if view.alias is not None:
             if version_of(view.alias) != view.version:
@@ -509,7 +509,7 @@ class Stashes:
 
 
 def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], int]:
-    """The largest of the saved tensors that fit together into `limit_bytes`, and the bytes that are left."""
+    """Returns the largest of the saved tensors that fit together into `limit_bytes`, and the bytes that are left."""
     chosen: list[_Saved] = []
     left = limit_bytes
     for each in sorted(saved, key=lambda e: -e.size_bytes):
@@ -524,13 +524,13 @@ def _alive(refs: Iterable[weakref.ref[_Saved]]) -> list[_Saved]:
 
 
 def _holds_source(ref: weakref.ref[_Saved]) -> bool:
-    """Whether the gpu still holds the storage as the forward made it."""
+    """Returns whether the gpu still holds the storage as the forward made it."""
     saved = ref()
     return saved is not None and saved.source is not None
 
 
 def _changed(view: _View) -> RuntimeError:
-    """The error that torch itself raises for a saved tensor that was changed."""
+    """Returns the error that torch itself raises for a saved tensor that was changed."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{view.dtype}, {list(view.size)}] of an offloaded block; hint: do not write into what a block has computed"

@@ -65,7 +65,7 @@ def disk_rates(
 
 
 def cached_share(handle: int, size_bytes: int) -> float:
-    """The part of a file's pages that is in memory, by mincore; 1.0 where the system cannot say."""
+    """Returns the part of a file's pages that is in memory, by mincore; 1.0 where the system cannot say."""
     libc = ctypes.CDLL(None, use_errno=True)
     pages = -(-size_bytes // mmap.PAGESIZE)
     found = (ctypes.c_ubyte * pages)()

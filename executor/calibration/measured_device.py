@@ -85,11 +85,11 @@ class Device(Protocol):
         ...
 
     def work_clock(self) -> Callable[[], float]:
-        """The clock for the seconds of work in a thread while other threads work."""
+        """Returns the clock for the seconds of work in a thread while other threads work."""
         ...
 
     def taken_by_others(self) -> float:
-        """Share of the time spent in `timed` that this process did not get, from 0 to 1."""
+        """Returns the share of the time spent in `timed` that this process did not get, from 0 to 1."""
         ...
 
 
@@ -226,7 +226,7 @@ class CudaDevice:
         self.backend: Copies = self._cuda
 
     def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
-        """Seconds between two events around the action on the queue's stream."""
+        """Returns the seconds between two events around the action on the queue's stream."""
         stream = self._cuda.stream(queue)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record(stream)
@@ -259,7 +259,7 @@ class CudaDevice:
 
 
 def open_device(name: str, *, cores: int = 2) -> Device:
-    """The device of that name; "auto": CUDA where there is one. cores: that the process may run on.
+    """Returns the device of that name; "auto": CUDA where there is one. cores: that the process may run on.
 
     Raises PlanError for one that is not there.
     """

@@ -39,7 +39,7 @@ def watch(
     clock: Callable[[], float] = time.perf_counter,
     work_clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Seconds of one action of each kind while all of them run over and over, one thread per kind.
+    """Returns the seconds of one action of each kind while all of them run over and over, one thread per kind.
 
     The window begins when each has ended twice and lasts `window_s`, longer if one has not ended four times by then.
     enter: called first in each thread. work_clock: what an action's seconds are read from, in its own thread.

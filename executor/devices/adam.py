@@ -57,8 +57,8 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes that `Scratch` takes on the gpu for the plan's updates there, beside the payloads and the tide: a piece for
-    each of gradient and moments that is narrower than fp32."""
+    """Returns the bytes that `Scratch` takes on the gpu for the plan's updates there, beside the payloads and the tide:
+    a piece for each of gradient and moments that is narrower than fp32."""
     chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and s.chunk is not None}
     if not chunks:
         return 0
@@ -79,7 +79,7 @@ class Scratch:
         self._kept: dict[int, torch.Tensor] = {}
 
     def get(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """A buffer of [block] on the device of `like`; each number has a buffer of its own."""
+        """Returns a buffer of [block] on the device of `like`; each number has a buffer of its own."""
         kept = self._kept.get(number)
         if kept is None or kept.device != like.device:
             kept = self._kept[number] = torch.empty(self.block, dtype=torch.float32, device=like.device)
@@ -168,5 +168,6 @@ def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor with which `clip_grad_norm_` multiplies every gradient: max_norm / (norm + 1e-6), at most 1."""
+    """Returns the factor with which `clip_grad_norm_` multiplies every gradient: max_norm / (norm + 1e-6), at most
+    1."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -53,7 +53,7 @@ class Backend(Protocol):
         ...
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor [numel] on a storage of its own that has no memory yet (0 bytes)."""
+        """Returns a tensor [numel] on a storage of its own that has no memory yet (0 bytes)."""
         ...
 
     def take(self, payload: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ class StreamBackend(Backend, Protocol):
         ...
 
     def record(self, queue: Queue) -> Any:
-        """An event that is complete when everything issued to the queue's stream so far is."""
+        """Returns an event that is complete when everything issued to the queue's stream so far is."""
         ...
 
     def wait_event(self, queue: Queue, event: Any) -> None:
@@ -160,7 +160,7 @@ class StreamBackend(Backend, Protocol):
         ...
 
     def query(self, event: Any) -> bool:
-        """Whether the event is complete."""
+        """Returns whether the event is complete."""
         ...
 
     def time_of(self, event: Any) -> float:
@@ -285,7 +285,7 @@ class VirtualBackend:
         return self.gpu_bytes
 
     def over_bytes(self) -> int:
-        """Bytes alive beyond `gpu_bytes`; 0 or less while all fits."""
+        """Returns bytes alive beyond `gpu_bytes`; 0 or less while all fits."""
         with self._lock:
             return 0 if self.gpu_bytes is None else self.payload_bytes + self.count_other() - self.gpu_bytes
 
@@ -350,7 +350,7 @@ def give_freed_pages_back() -> None:
 
 
 def available_host_bytes() -> int:
-    """Host memory a process can still take: MemAvailable, or what the cgroup's limit leaves if that is less."""
+    """Returns host memory a process can still take: MemAvailable, or what the cgroup's limit leaves if that is less."""
     found: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

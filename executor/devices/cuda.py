@@ -28,7 +28,8 @@ __all__ = ["CudaBackend", "cuda_device", "default_adam_threads"]
 
 
 def cuda_device(name: str) -> torch.device:
-    """The device that "cuda" or "cuda:N" names. Raises PlanError for another word or a device that is not there."""
+    """Returns the device that "cuda" or "cuda:N" names. Raises PlanError for another word or a device that is not
+    there."""
     word, colon, number = name.partition(":")
     if word != "cuda" or (colon and not (number.isascii() and number.isdigit())):
         raise PlanError(f"device {name!r} is not known; use 'virtual', 'cuda' or 'cuda:0'")
@@ -172,23 +173,23 @@ class CudaBackend(CudaStreams):
         self._blocks.make_room(self._budget_bytes - payload_bytes)
 
     def available_gpu_bytes(self) -> int | None:
-        """The card, or the limit, less what is on the card beside torch's memory now, and less workspaces."""
+        """Returns the card, or the limit, less what is on the card beside torch's memory now, and less workspaces."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().measured_bytes)
 
     def plannable_gpu_bytes(self) -> int:
-        """Bytes for which a new plan should be made: `available_gpu_bytes` less fragments, and less the bytes by which
-        the room kept is below its minimum."""
+        """Returns the bytes for which a new plan should be made: `available_gpu_bytes` less fragments, and less the
+        bytes by which the room kept is below its minimum."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().kept_bytes)
 
     def _room_now(self) -> Headroom:
         return dataclasses.replace(self.kept, outside_bytes=outside_bytes(self.device))
 
     def idle_bytes(self) -> int:
-        """Bytes reserved by torch and unused, beside the pool of payloads, which operators cannot have."""
+        """Returns bytes reserved by torch and unused, beside the pool of payloads, which operators cannot have."""
         return self._blocks.idle_bytes()
 
     def undisturbed(self) -> contextlib.AbstractContextManager[object]:
-        """A context without exchanges: [Note: refused beside a pool] in cuda_blocks.py."""
+        """Returns a context without exchanges: [Note: refused beside a pool] in cuda_blocks.py."""
         return self._blocks.undisturbed()
 
     def close(self) -> None:

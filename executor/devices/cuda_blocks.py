@@ -154,8 +154,8 @@ def pool_shape(plan: Plan) -> PoolShape:
 
 
 def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
-    """Bytes of the storage that a list lies in. Where the slices of all ranks lie side by side (slices.py), that
-    storage holds the whole list."""
+    """Returns the bytes of the storage that a list lies in. Where the slices of all ranks lie side by side (slices.py),
+    that storage holds the whole list."""
     if list_name in OTHERS:
         return plan.layout.payload_bytes(chunk, OTHERS[list_name]) * plan.layout.ranks
     return plan.layout.payload_bytes(chunk, list_name)
@@ -271,7 +271,7 @@ class Blocks:
                 self._loose_free[block] += 1
 
     def payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on a storage of its own without memory (it has some for a moment: torch makes no other)."""
+        """Returns a tensor on a storage of its own without memory (it has some for a moment: torch makes no other)."""
         made: list[torch.Tensor] = []
         size = numel * dtype.itemsize
         block = block_bytes(size)
@@ -301,7 +301,7 @@ class Blocks:
                 self._exchange()
 
     def idle_bytes(self) -> int:
-        """Bytes reserved and unused, without the pool's own free blocks."""
+        """Returns bytes reserved and unused, without the pool's own free blocks."""
         with self._lock:
             return self._idle_bytes()
 

@@ -39,7 +39,7 @@ class _Zero:
         self.time_s = time.perf_counter()
 
     def until(self, event: Any) -> float:
-        """Seconds from this event to a later one."""
+        """Returns the seconds from this event to a later one."""
         return float(self.event.elapsed_time(event)) / 1e3
 
 
@@ -146,7 +146,7 @@ class CudaStreams:
         return bool(event.query())
 
     def time_of(self, event: Any) -> float:
-        """Seconds on the host's clock at which the event happened: [Note: two clocks]."""
+        """Returns the seconds on the host's clock at which the event happened: [Note: two clocks]."""
         with self._lock:
             after_s = self._zero.until(event)
             following = self._next_zero

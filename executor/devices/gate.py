@@ -150,8 +150,8 @@ class Gate:
         self.held_bytes += size
 
     def _oldest_in_the_way(self, size: int) -> _Pending | None:
-        """The oldest payload that has to be free before `size` more bytes fit; None if they fit, or if nothing is
-        pending."""
+        """Returns the oldest payload that has to be free before `size` more bytes fit; None if they fit, or if nothing
+        is pending."""
         if self._room_bytes is None or self.held_bytes + self.pending_bytes + size <= self._room_bytes:
             return None
         return next(iter(self._pending.values()), None)

@@ -56,7 +56,7 @@ class Headroom:
 
 
 def outside_bytes(device: torch.device) -> int:
-    """Bytes in use on the card that torch has not reserved."""
+    """Returns the bytes in use on the card that torch has not reserved."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total) - int(free) - int(torch.cuda.memory_reserved(device))
 

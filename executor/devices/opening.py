@@ -42,8 +42,8 @@ def is_cuda(device: str) -> bool:
 
 
 def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
-    """The accelerator of that name: "virtual", "cuda" or "cuda:N". Raises PlanError for one that is unknown or not
-    there, and for options that it cannot have."""
+    """Returns the accelerator of that name: "virtual", "cuda" or "cuda:N". Raises PlanError for one that is unknown or
+    not there, and for options that it cannot have."""
     if device != "virtual":
         if options.bandwidth is not None:
             raise PlanError(
@@ -72,8 +72,8 @@ def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
 
 
 def check_placement(model: nn.Module, device: torch.device) -> torch.device:
-    """The device of the model's parameters, which are moved from there into chunks. Raises ContractError for a model on
-    several devices, or on another device than the host, meta or the run's.
+    """Returns the device of the model's parameters, which are moved from there into chunks. Raises ContractError for a
+    model on several devices, or on another device than the host, meta or the run's.
 
     Build a model on the host: a model worth offloading does not fit the device, and its values go to host chunks
         anyway. A model that is on the device already is accepted too.
@@ -119,7 +119,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def synchronized(device: torch.device, clock: Callable[[], float]) -> Callable[[], float]:
-    """A clock that is read once the device has done all work given to it."""
+    """Returns a clock that is read once the device has done all work given to it."""
     if device.type != "cuda":
         return clock
 

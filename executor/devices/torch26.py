@@ -53,7 +53,8 @@ def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
 
 
 def compiler_watches() -> Callable[[], object] | None:
-    """A function that returns None while the compiler does not watch this thread; None in versions without one."""
+    """Returns a function that returns None while the compiler does not watch this thread; None in versions without
+    one."""
     if not _WATCH_COUNTS:
         return None
     ask: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback

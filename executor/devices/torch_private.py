@@ -58,28 +58,29 @@ def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Number of times that the tensor, or another view of it, was written in place; autograd compares it."""
+    """Returns the number of times that the tensor, or another view of it, was written in place; autograd compares
+    it."""
     return tensor._version
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Name -> parameter that the module itself owns, None where it registered none. The module's own dict: what is
-    written there is what the module has."""
+    """Returns name -> parameter that the module itself owns, None where it registered none. The module's own dict: what
+    is written there is what the module has."""
     return module._parameters
 
 
 def buffer_table(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Name -> buffer that the module itself owns, as `parameter_table`."""
+    """Returns name -> buffer that the module itself owns, as `parameter_table`."""
     return module._buffers
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of buffers that its state_dict leaves out."""
+    """Returns the names of buffers that its state_dict leaves out."""
     return module._non_persistent_buffers_set
 
 
 def writes_in_place(operator: Any) -> bool:
-    """Whether the operator writes one of its arguments."""
+    """Returns whether the operator writes one of its arguments."""
     return bool(operator._schema.is_mutable)
 
 
@@ -93,8 +94,8 @@ _CALL = "_call_impl"
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """The function that `module(...)` calls, which runs its hooks and its forward. A wrapper of this function, unlike
-    one of `forward`, has the hooks inside."""
+    """Returns the function that `module(...)` calls, which runs its hooks and its forward. A wrapper of this function,
+    unlike one of `forward`, has the hooks inside."""
     found: Callable[..., Any] = getattr(module, _CALL)
     return found
 
@@ -129,7 +130,7 @@ def reduce_scatter(group: Any, into: torch.Tensor, whole: torch.Tensor, options:
 
 
 def default_store() -> Any:
-    """The key-value store that the processes of the job met in."""
+    """Returns the key-value store that the processes of the job met in."""
     return dist.distributed_c10d._get_default_store()
 
 

@@ -51,7 +51,7 @@ class Absent:
         self.session = session
 
     def moment_of(self, event: ModuleEvent) -> int | None:
-        """The moment that the event opens, if it is a later one of the micro-batch whose moment is open."""
+        """Returns the moment that the event opens, if it is a later one of the micro-batch whose moment is open."""
         s = self.session
         moments = s.plan.workload.moments
         if s.cursor.moment < 0:
@@ -99,12 +99,12 @@ class Absent:
         s.now.outstanding = set()
 
     def waits(self, tensor: int) -> bool:
-        """Whether a gradient that came stays in `.grad`: its moment is a later one of the micro-batch."""
+        """Returns whether a gradient that came stays in `.grad`: its moment is a later one of the micro-batch."""
         s = self.session
         return s.cursor.moment >= 0 and s.timetable.final_in(s.cursor.moment, tensor) > s.cursor.moment
 
     def unused(self) -> frozenset[int]:
-        """Tensors that no rank had a gradient of in this iteration; every rank asks, before its updates."""
+        """Returns the tensors that no rank had a gradient of in this iteration; every rank asks, before its updates."""
         s = self.session
         assert s.ranks is not None
         mine = s.now.missed - s.now.arrived

@@ -237,9 +237,9 @@ def _keep_for_ever(group: Any) -> None:
 
 
 def open_group(backend: str, name: str, rank: int, ranks: int, timeout_s: float) -> Any:
-    """A process group ("gloo" or "nccl") of `ranks` processes that know `name`. Not by torch's `new_group`, in which
-    every process of the job has to take part and whose names come apart where the processes have made other groups
-    before."""
+    """Returns a process group ("gloo" or "nccl") of `ranks` processes that know `name`. Not by torch's `new_group`, in
+    which every process of the job has to take part and whose names come apart where the processes have made other
+    groups before."""
     store = dist.distributed_c10d.PrefixStore(name, default_store())
     limit = timedelta(seconds=timeout_s + TORCH_LATER_S)  # `check` comes first
     if backend == "gloo":

@@ -124,8 +124,8 @@ class Lifeline:
     # -- the others' --------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error to raise for a collective that broke with `error`: the loss of a rank that explains it, if word of
-        one comes."""
+        """Returns the error to raise for a collective that broke with `error`: the loss of a rank that explains it, if
+        word of one comes."""
         self._heard.wait(WORD_S)
         if self.lost is not None:
             return self.lost
@@ -135,7 +135,7 @@ class Lifeline:
         return RankLost(f"an exchange with the other ranks broke, and none of them said why: {error}")
 
     def departure(self) -> str | None:
-        """The rank that has ended its run in order, and how it ended, in words; None without one."""
+        """Returns the rank that has ended its run in order, and how it ended, in words; None without one."""
         rows = sorted(self._words.items())
         return f"{self._names[rows[0][0]]} {rows[0][1]}" if rows else None
 

@@ -32,7 +32,7 @@ class Processes:
     device: str
 
     def gathered(self, value: T) -> list[T]:
-        """Values of all processes, in order of rank. Every rank calls it at the same point."""
+        """Returns the values of all processes, in order of rank. Every rank calls it at the same point."""
         if not dist.is_initialized():
             return [value]
         rows: list[Any] = [None] * self.count
@@ -58,7 +58,8 @@ class Processes:
         return done
 
     def group_of_first(self) -> dist.ProcessGroup | None:
-        """A group of the first process alone, which every process has to make; None where there is one process."""
+        """Returns a group of the first process alone, which every process has to make; None where there is one
+        process."""
         return dist.new_group([0]) if self.count > 1 else None
 
 

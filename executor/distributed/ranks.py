@@ -155,7 +155,7 @@ class Ranks:
             raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for it")
 
     def cannot_leave(self, reason: str) -> PlanError:
-        """The error to raise where one process would go on without its plan. The other ranks are told."""
+        """Returns the error to raise where one process would go on without its plan. The other ranks are told."""
         return self.ends(
             f"rank {self.rank} cannot go on: {reason}. On several ranks an iteration keeps to its plan, as the others "
             "wait for what it says comes next; make a plan for what the model does on every rank (trace it with "
@@ -163,7 +163,7 @@ class Ranks:
         )
 
     def ends(self, text: str) -> PlanError:
-        """The error to raise where this rank's run is over. The other ranks are told."""
+        """Returns the error to raise where this rank's run is over. The other ranks are told."""
         self.life.fail(f"PlanError: {text}")
         return PlanError(text)
 
@@ -185,8 +185,8 @@ class Ranks:
             wire.close()
 
     def agree(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of what all ranks hold together, from the norm of what each holds. Every rank calls it once per
-        iteration. A norm that is not finite on one rank is not finite on any."""
+        """Returns the norm of what all ranks hold together, from the norm of what each holds. Every rank calls it once
+        per iteration. A norm that is not finite on one rank is not finite on any."""
         total = norm.detach().to("cpu", torch.float64).square().reshape(1)
         self._sums.sum(total)
         return total.sqrt().to(norm.device, torch.float32).reshape(())
@@ -198,12 +198,12 @@ class Ranks:
         return rows
 
     def on_this_host(self) -> int:
-        """Number of ranks that run on this host. Every rank calls it at the same point."""
+        """Returns the number of ranks that run on this host. Every rank calls it at the same point."""
         mine = _digest(socket.gethostname())
         return sum(row[0] == mine for row in self.meet([mine]))
 
     def any(self, here: bool) -> bool:
-        """Whether the value is true on some rank. Every rank calls it at the same point of its loop."""
+        """Returns whether the value is true on some rank. Every rank calls it at the same point of its loop."""
         return any(row[0] for row in self.meet([float(here)]))
 
     def same(self, values: Mapping[str, str]) -> None:
@@ -285,14 +285,15 @@ def _digest(text: str) -> float:
 
 
 def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Address]]:
-    """The run's name, which the first process chooses, and the addresses of all processes."""
+    """Returns the run's name, which the first process chooses, and the addresses of all processes."""
     rows: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(rows, (uuid.uuid4().hex, mine), group=group)
     return f"pstar-sim/{rows[0][0]}", [address for _, address in rows]
 
 
 def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> Ranks | None:
-    """The ranks of a plan's run, None for a plan of one. Raises PlanError where the processes are not the plan's."""
+    """Returns the ranks of a plan's run, None for a plan of one. Raises PlanError where the processes are not the
+    plan's."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     check_processes(plan, dist.get_world_size(group) if group is not None else 1)

@@ -307,7 +307,7 @@ class BlockTape:
 
 
 def _cuttable() -> bool:
-    """Whether this is a forward with gradients, not a recomputation inside backward."""
+    """Returns whether this is a forward with gradients, not a recomputation inside backward."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 

@@ -329,7 +329,7 @@ def _obstacle(tape: BlockTape) -> str | None:
 
 
 def _asking(session: Host, update: Update, iteration: int) -> Callable[[], float | None]:
-    """A function that waits for the iteration's updates and returns the norm of its gradients."""
+    """Returns a function that waits for the iteration's updates and returns the norm of its gradients."""
 
     def ask() -> float | None:
         if update.norm is None:

@@ -136,8 +136,8 @@ class _Relay:
             self._waiting.remove(self._now)
 
     def _belongs(self, tape: BlockTape) -> bool:
-        """Whether the last part of the tape belongs to the cell that has just run. It does if it lies before the block
-        of that cell and the plan has no event for it."""
+        """Returns whether the last part of the tape belongs to the cell that has just run. It does if it lies before
+        the block of that cell and the plan has no event for it."""
         if not tape.parts[-1].before_block:
             return False
         table, m = self._session.timetable, self._session.cursor.moment

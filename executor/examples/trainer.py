@@ -24,7 +24,7 @@ BATCH, SEQUENCE, ACCUMULATE, MAX_GRAD_NORM = 2, 64, 2, 1.0
 
 
 def make_model() -> Any:
-    """A small GPT-2 with random weights, the same each time; yours comes from `from_pretrained`."""
+    """Returns a small GPT-2 with random weights, the same each time; yours comes from `from_pretrained`."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=4, n_embd=128, n_head=4, n_positions=SEQUENCE, vocab_size=256,
@@ -35,7 +35,7 @@ def make_model() -> Any:
 
 
 def make_rows(count: int = 256) -> list[dict[str, torch.Tensor]]:
-    """Bytes of this file as token ids."""
+    """Returns the bytes of this file as token ids."""
     text = torch.tensor(list(Path(__file__).read_bytes()))
     starts = torch.randint(0, len(text) - SEQUENCE, (count,), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": text[s : s + SEQUENCE], "labels": text[s : s + SEQUENCE]} for s in starts.tolist()]

@@ -24,7 +24,7 @@ class ValueSource(Protocol):
     """Where values come from instead of the model: `saving.weights.Weights`."""
 
     def holds(self, tensor: int) -> bool:
-        """Whether the tensor's value comes from here."""
+        """Returns whether the tensor's value comes from here."""
         ...
 
     def fill(self, arena: Arena, contents: Contents) -> None:
@@ -103,8 +103,8 @@ def _loaded_value(host: Host, chunk: int, tensor: int) -> torch.Tensor:
 
 
 def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
-    """Each tensor's part of its chunk's working list on the gpu, in its shape, whether the chunk has memory there or
-    not (torch makes a view only of a storage that has it, so it gets it for that moment)."""
+    """Returns each tensor's part of its chunk's working list on the gpu, in its shape, whether the chunk has memory
+    there or not (torch makes a view only of a storage that has it, so it gets it for that moment)."""
     payload = arena.payloads.whole(chunk.index, "param")
     absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
     if absent:

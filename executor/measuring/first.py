@@ -280,7 +280,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         log.warning("%s", self.report)
 
     def _measured(self) -> Workload:
-        """The plan's workload with the tide that was measured where it was higher."""
+        """Returns the plan's workload with the tide that was measured where it was higher."""
         w = self._session.plan.workload
         return replace(
             w,

@@ -30,8 +30,9 @@ class Measured:
 
 
 def with_tide(timeline: Timeline, measured: Measured) -> Timeline:
-    """The timeline with the non-model bytes that were measured of each moment (in an iteration of its own, which is not
-    timed) in place of the plan's. See [Note: what a step does to memory] for what holds between two moments."""
+    """Returns the timeline with the non-model bytes that were measured of each moment (in an iteration of its own,
+    which is not timed) in place of the plan's. See [Note: what a step does to memory] for what holds between two
+    moments."""
     peaks = measured.non_model_bytes
     last = timeline.iterations - 1
     computes = [s for s in timeline.spans if s.queue is Queue.COMPUTE]

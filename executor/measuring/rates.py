@@ -25,7 +25,7 @@ _EXTENT = 512  # of a product
 
 
 def throttled(machine: Machine, h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> Machine:
-    """The machine, its links limited to these rates."""
+    """Returns the machine, its links limited to these rates."""
     links = [
         replace(
             rank.link,

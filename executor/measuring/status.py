@@ -136,7 +136,8 @@ def status_of(session: Host) -> Status:
 
 
 def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -> tuple[dict[str, float], float]:
-    """Seconds inside the window of iteration `number`: in which each queue ran a step, in which compute waited."""
+    """Returns seconds inside the window of iteration `number`: in which each queue ran a step, in which compute
+    waited."""
     busy = dict.fromkeys((q.value for q in Queue), 0.0)
     waited_s = 0.0
     # Steps are logged as they end, so the window's are the newest ones.
@@ -152,8 +153,8 @@ def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -
 def _links(
     session: Host, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
 ) -> dict[str, LinkUse]:
-    """Seconds and bytes per direction, in the newest iteration all of whose copies have ended. busy: result of `_busy`
-    for a window of `length_s`."""
+    """Returns seconds and bytes per direction, in the newest iteration all of whose copies have ended. busy: result of
+    `_busy` for a window of `length_s`."""
     backend, link = session.backend, session.plan.machine.link
     rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
     if isinstance(backend, VirtualBackend):
@@ -174,7 +175,7 @@ def _links(
 
 
 def _copied(session: Host, logs: Sequence[IterationLog]) -> int:
-    """Index of the newest log whose iteration has made all its copies; 0 if there is none yet."""
+    """Returns the index of the newest log whose iteration has made all its copies; 0 if there is none yet."""
     planned = sum(step.kind in COPIES for step in session.plan.steps)
     for at in reversed(range(len(logs))):
         if not logs[at].on_plan or session.steps.moved.ends_in(logs[at].number) >= planned:

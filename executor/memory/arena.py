@@ -105,11 +105,11 @@ class Arena:
             return self._ledger.residents
 
     def payload_bytes(self, place: Place) -> int:
-        """Bytes of payloads and buffers at the place now."""
+        """Returns the bytes of payloads and buffers at the place now."""
         return self._ledger.used_bytes(place)
 
     def room_on_gpu(self) -> int:
-        """Bytes the gpu could still take now."""
+        """Returns bytes the gpu could still take now."""
         return self._ledger.room_bytes(Place.GPU)
 
     def take(self, place: Place, chunk: int, list_name: str) -> None:

@@ -28,7 +28,7 @@ class ByteChange(NamedTuple):
     mark: tuple[str, int]
 
     def at(self, time_s: float) -> ByteChange:
-        """The change at another time."""
+        """Returns the change at another time."""
         return self._replace(time_s=time_s)
 
 

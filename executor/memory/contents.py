@@ -125,7 +125,7 @@ class Contents:
         return step.list
 
     def _in_fp32(self, step: Step) -> bool:
-        """Whether a list of 2 bytes per parameter crosses the link as fp32, as in some published systems."""
+        """Returns whether a list of 2 bytes per parameter crosses the link as fp32, as in some published systems."""
         assert step.chunk is not None
         return step.bytes != self.layout.payload_bytes(step.chunk, self._list(step))
 

@@ -124,8 +124,8 @@ class Exchange:
         self.arena.backend.issue(note)
 
     def joined(self, tensor: int, part: torch.Tensor) -> torch.Tensor:
-        """A flat copy, in host memory, of all of a tensor from this rank's part of it. On several ranks every one has
-        to ask for it."""
+        """Returns a flat copy, in host memory, of all of a tensor from this rank's part of it. On several ranks every
+        one has to ask for it."""
         if not self.arena.sliced:
             return part.to("cpu", copy=True)
         sizes = self.slots.parts_of_ranks(tensor)

@@ -54,8 +54,8 @@ class ChunkGradients:
             self.chunks[chunk].ahead.add("grad32")
 
     def _slot(self, tensor: int, list_name: str) -> torch.Tensor:
-        """The slot on the gpu in the shape of the tensor, made once: views stay valid whether the payload has memory or
-        not."""
+        """Returns the slot on the gpu in the shape of the tensor, made once: views stay valid whether the payload has
+        memory or not."""
         found = self._slots.get((tensor, list_name))
         if found is None:
             shape = self.arena.plan.workload.tensors[tensor].shape
@@ -100,8 +100,8 @@ class ChunkGradients:
                 self.fold(chunk, GPU)
 
     def fold(self, chunk: int, place: Place) -> str | None:
-        """The one list that holds all gradients of the chunk at the place after folding the last one into grad32, or
-        None without any gradient."""
+        """Returns the one list that holds all gradients of the chunk at the place after folding the last one into
+        grad32, or None without any gradient."""
         state = self.chunks[chunk]
         filled = [name for name in ("param", "grad", "grad32") if state.where(place, name)]
         if not filled:

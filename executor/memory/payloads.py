@@ -50,8 +50,8 @@ class GpuPayloads:
         self._turn = threading.Lock()  # of payloads that change between slice and whole
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """The payload as a flat tensor [numel], with or without memory. With several ranks it is this rank's slice,
-        wherever that is now."""
+        """Returns the payload as a flat tensor [numel], with or without memory. With several ranks it is this rank's
+        slice, wherever that is now."""
         if self.sliced and list_name in OTHERS_OF:
             return self._pair(chunk, list_name).own
         key = (chunk, list_name)
@@ -62,7 +62,7 @@ class GpuPayloads:
         return payload
 
     def whole(self, chunk: int, list_name: str) -> torch.Tensor:
-        """The list "param" or "grad" with the slices of all ranks, flat, rank 0's slice first."""
+        """Returns the list "param" or "grad" with the slices of all ranks, flat, rank 0's slice first."""
         return self._pair(chunk, list_name).whole if self.sliced else self.at(chunk, list_name)
 
     def _pair(self, chunk: int, list_name: str) -> GpuPayload:
@@ -83,7 +83,8 @@ class GpuPayloads:
         return pair
 
     def steady(self, chunk: int) -> contextlib.AbstractContextManager[object]:
-        """The chunk's own slices stay where they are inside: a plan may let a copy of one run beside a gather."""
+        """The chunk's own slices stay where they are inside: a plan may let a copy of one run beside a
+        gather."""
         return self._moving[chunk] if self.sliced else contextlib.nullcontext()
 
     def _note_transient(self, change: int) -> None:
@@ -152,8 +153,8 @@ class HostSlabs:
         self.slabs = slabs
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """The payload as a flat tensor [numel]. A payload that the plan has no room for, off plan, gets memory of its
-        own."""
+        """Returns the payload as a flat tensor [numel]. A payload that the plan has no room for, off plan, gets memory
+        of its own."""
         key = (chunk, list_name)
         payload = self._payloads.get(key)
         if payload is None:
@@ -168,7 +169,7 @@ class HostSlabs:
         return payload
 
     def first_bytes(self, key: tuple[int, str], size_bytes: int) -> torch.Tensor:
-        """The first bytes of a room that is not a list of a chunk (`core.slabs.stash_key`)."""
+        """Returns the first bytes of a room that is not a list of a chunk (`core.slabs.stash_key`)."""
         slab, offset = self.room.where[key]
         return self.slabs[slab][offset : offset + size_bytes]
 

@@ -31,7 +31,7 @@ class Shares:
         self.kept: dict[int, torch.Tensor] = {}
 
     def waits_in(self, chunk: int) -> str | None:
-        """The list on the host that takes gradients of the chunk until the update; None if there is none."""
+        """Returns the list on the host that takes gradients of the chunk until the update; None if there is none."""
         has = self.contents.arena.has
         if has(HOST, chunk, "grad32"):
             return "grad32"

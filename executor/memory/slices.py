@@ -48,7 +48,7 @@ class SlicePart:
 
 
 def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> SlicePart:
-    """The part of a tensor at [offset, offset + numel) of its chunk that is in rank's slice."""
+    """Returns the part of a tensor at [offset, offset + numel) of its chunk that is in rank's slice."""
     size = layout.slice_numel(chunk)
     begin = rank * size if layout.ranks > 1 else 0
     first, last = max(offset, begin), min(offset + numel, begin + size)

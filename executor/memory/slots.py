@@ -60,6 +60,6 @@ class Slots:
             self.whole(tensor, list_name)[first : first + flat.numel()].copy_(flat)
 
     def parts_of_ranks(self, tensor: int) -> list[int]:
-        """Elements that each rank's slice holds of the tensor."""
+        """Returns the elements that each rank's slice holds of the tensor."""
         chunk, offset, numel = self._slot[tensor]
         return [part_of(self.layout, chunk, offset, numel, rank).numel for rank in range(self.layout.ranks)]

@@ -85,8 +85,8 @@ class Update:
             self._ready = self.streams.record(self.streams.queue)
 
     def coefficient_on(self, device: torch.device, norms: Norms) -> torch.Tensor | None:
-        """The same for an update on that device. A scalar on the host goes along with a kernel; one on the gpu comes to
-        the host once, for the thread that updates there."""
+        """Returns the same for an update on that device. A scalar on the host goes along with a kernel; one on the gpu
+        comes to the host once, for the thread that updates there."""
         scale = self.coefficient(norms)
         if scale is None or scale.device == device or scale.device.type == "cpu":
             return scale

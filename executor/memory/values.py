@@ -33,16 +33,16 @@ class ParameterValues:
         self.changed = changed
 
     def holds(self, chunk: int) -> bool:
-        """Whether the gpu holds the current values of the chunk, all of them."""
+        """Returns whether the gpu holds the current values of the chunk, all of them."""
         return self.readable(chunk) and self.arena.has(GPU, chunk, "param")
 
     def readable(self, chunk: int) -> bool:
-        """Whether the gpu's working list holds current values, except for the tensors in `overwritten`."""
+        """Returns whether the gpu's working list holds current values, except for the tensors in `overwritten`."""
         state = self.chunks[chunk]
         return GPU in state.current and (state.whole or not self.arena.sliced)
 
     def overwritten(self, chunk: int) -> Collection[int]:
-        """Tensors of the chunk that have a gradient in place of their value on the gpu."""
+        """Returns the tensors of the chunk that have a gradient in place of their value on the gpu."""
         return self.chunks[chunk].gradients.get((GPU, "param"), ())
 
     def restore(self, place: Place, tensor: int) -> None:

@@ -100,7 +100,7 @@ class _Form(NamedTuple):
 
 
 def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
-    """The results of the real operator on zeros."""
+    """Returns the results of the real operator on zeros."""
 
     def zeros(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -121,8 +121,8 @@ def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
 
 
 def _as_real(out: Any, real: tuple[_Form | None, ...]) -> Any:
-    """The fake results in the forms of the real results, on storages of the real sizes. Results share a storage only
-    where the real ones do."""
+    """Returns the fake results in the forms of the real results, on storages of the real sizes. Results share a storage
+    only where the real ones do."""
     of: dict[int, int] = {}  # fake storage -> which of the real ones
     leaves, spec = tree_flatten(out)
     for i, (leaf, form) in enumerate(zip(leaves, real)):

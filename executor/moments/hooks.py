@@ -142,13 +142,13 @@ class MomentClock:
         return self._callback_due
 
     def outside_root(self, event: ModuleEvent) -> bool:
-        """Whether the event begins the forward of a module that was not called from the root's forward. Valid while the
-        event is handled."""
+        """Returns whether the event begins the forward of a module that was not called from the root's forward. Valid
+        while the event is handled."""
         return event.module != "" and self.outermost(event)
 
     def outermost(self, event: ModuleEvent) -> bool:
-        """Whether the event begins the forward of a module that no other unit's forward called. Valid while the event
-        is handled."""
+        """Returns whether the event begins the forward of a module that no other unit's forward called. Valid while the
+        event is handled."""
         return event.kind == "begin" and event.phase is Phase.FWD and self._open == 1
 
     def step(self) -> None:
@@ -298,8 +298,8 @@ class MomentClock:
 
 
 def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[bool], torch.Tensor], None]:
-    """The hook for the outputs of one call of a unit: the first gradient is the event. heard: shared by the call's
-    hooks; not empty once a gradient has come."""
+    """Returns the hook for the outputs of one call of a unit: the first gradient is the event. heard: shared by the
+    call's hooks; not empty once a gradient has come."""
 
     def hear(event: ModuleEvent, heard: list[bool], _: torch.Tensor) -> None:
         if heard:
@@ -321,7 +321,8 @@ def _hook_output(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> 
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in a module's output: a tensor, tuples, lists, mappings (ModelOutput is one) and dataclasses, nested."""
+    """Returns the tensors in a module's output: a tensor, tuples, lists, mappings (ModelOutput is one) and dataclasses,
+    nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

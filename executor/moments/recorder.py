@@ -27,8 +27,8 @@ _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "f
 def describe_parameters(
     model: nn.Module, groups: Mapping[int, int] | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[nn.Parameter, ...]]:
-    """The parameters of `model` twice: described as tensors of a Workload, and as they are. Both tuples are in the
-    order of `named_parameters` and include tied names.
+    """Returns the parameters of `model` twice: described as tensors of a Workload, and as they are. Both tuples are in
+    the order of `named_parameters` and include tied names.
 
     Two names are tied when they are one Parameter object, or begin at the same byte of the same storage. groups:
     optimizer group by id(parameter), 0 where absent. Raises ModelError for a trainable parameter that is not fp32, bf16
@@ -61,7 +61,8 @@ def describe_parameters(
 
 
 def working_dtype(tensors: Collection[Tensor]) -> str:
-    """The dtype with the most trainable bytes (most bytes if none is trainable). ModelError if there is none."""
+    """Returns the dtype with the most trainable bytes (most bytes if none is trainable). ModelError if there is
+    none."""
     sizes: Counter[str] = Counter()
     trainable = any(not t.frozen for t in tensors)
     for t in tensors:

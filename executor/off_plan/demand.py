@@ -131,8 +131,8 @@ class Demand:
         )
 
     def _own_chunks(self, module: str) -> set[int]:
-        """Chunks of the parameters that the module owns directly: what autograd saved of them is read by its backward,
-        also where the plan knows no such moment."""
+        """Returns the chunks of the parameters that the module owns directly: what autograd saved of them is read by
+        its backward, also where the plan knows no such moment."""
         if module not in self._owned:
             s = self.session
             own = s.clock.units[module].parameters(recurse=False) if module in s.clock.units else ()
@@ -172,7 +172,7 @@ class Demand:
         self._arrivals.ensure(chunks)
 
     def held(self, chunk: int) -> bool:
-        """Whether the working list may be read on the gpu."""
+        """Returns whether the working list may be read on the gpu."""
         return self._arrivals.held(chunk)
 
     def join(self, chunk: int) -> None:
@@ -213,7 +213,7 @@ class Demand:
         self._mending.mend()
 
     def half_update_error(self) -> Interrupted:
-        """The error for a backward that ended in the middle of its eager updates."""
+        """Returns the error for a backward that ended in the middle of its eager updates."""
         return self._mending.half_update_error()
 
     def replan(self) -> None:

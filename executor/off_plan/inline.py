@@ -54,7 +54,7 @@ class Inline:
         return self._step(Queue.COMPUTE, Kind.ALLOC, chunk, list_name, place)
 
     def copy(self, place: Place, chunk: int, list_name: str) -> Step:
-        """The step that copies a list to the place from the other place."""
+        """Returns the step that copies a list to the place from the other place."""
         if place is GPU:
             return self._step(Queue.H2D, Kind.FETCH, chunk, list_name)
         return self._step(Queue.D2H, Kind.WRITEBACK, chunk, list_name)

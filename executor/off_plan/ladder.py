@@ -256,8 +256,8 @@ class Ladder(Sequence[Rung]):
             raise self._does_not_fit(error, short - freed)
 
     def ends_ranks(self, error: OutOfMemory) -> PlanError:
-        """The error to raise where one of several ranks was refused memory. The other ranks are told. They wait for
-        what the plan says comes next, so this rank can neither leave it nor begin the iteration again."""
+        """Returns the error to raise where one of several ranks was refused memory. The other ranks are told. They wait
+        for what the plan says comes next, so this rank can neither leave it nor begin the iteration again."""
         s = self.session
         assert s.ranks is not None
         if s.cursor.visiting:
@@ -355,9 +355,9 @@ class Ladder(Sequence[Rung]):
         )
 
     def _available(self) -> int:
-        """Bytes a new plan may count on: what the accelerator has, or, where that would change nothing and the tide is
-        not counted, an eighth less than before (at least what was asked for), because fragments or a tide above the
-        plan's took the memory."""
+        """Returns the bytes a new plan may count on: what the accelerator has, or, where that would change nothing and
+        the tide is not counted, an eighth less than before (at least what was asked for), because fragments or a tide
+        above the plan's took the memory."""
         s = self.session
         budget = s.plan.gpu_budget_bytes
         limit = s.backend.available_gpu_bytes()
@@ -367,7 +367,7 @@ class Ladder(Sequence[Rung]):
         return max(0, budget - max(asked, budget // 8))
 
     def _workload(self) -> Workload:
-        """The plan's workload, with the measured tide where that was higher."""
+        """Returns the plan's workload, with the measured tide where that was higher."""
         w = self.session.plan.workload
         moments = tuple(
             replace(m, peak_bytes=self.measured[i]) if self.measured.get(i, 0) > m.peak_bytes else m

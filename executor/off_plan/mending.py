@@ -108,7 +108,7 @@ class Mending:
                 )
 
     def half_update_error(self) -> Interrupted:
-        """The error for a backward that ended in the middle of its eager updates."""
+        """Returns the error for a backward that ended in the middle of its eager updates."""
         host = self.host
         return host.ending.interrupt(
             f"iteration {host.iteration} was interrupted when {len(host.updates.begun)} parameters had had their eager "

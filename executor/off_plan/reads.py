@@ -139,7 +139,7 @@ class Reads:
         return view
 
     def _shown(self, func: Any, parameter: ChunkParameter, *args: Any, **kwargs: Any) -> Any:
-        """The text of a parked parameter for debuggers and logs, which may ask at any time."""
+        """Returns the text of a parked parameter for debuggers and logs, which may ask at any time."""
         s = self.host
         try:
             value = s.reader.current_value(parameter.plan_tensor).to(s.backend.device)

@@ -84,7 +84,7 @@ class RoomMaker:
             )
 
     def _victims(self, needed: set[int]) -> list[int]:
-        """Chunks whose working list may leave the gpu now, the one used last first."""
+        """Returns chunks whose working list may leave the gpu now, the one used last first."""
         host = self.host
         protected = self.in_use.chunks | needed
         victims = [
@@ -147,7 +147,7 @@ class Arrivals:
         self.room = room
 
     def held(self, chunk: int) -> bool:
-        """Whether the working list may be read on the gpu."""
+        """Returns whether the working list may be read on the gpu."""
         contents = self.host.contents
         return contents.values.holds(chunk) and not contents.chunks[chunk].where(GPU, "param")
 

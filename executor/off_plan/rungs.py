@@ -57,7 +57,7 @@ class Rung:
 
 
 def asked_bytes(text: str) -> int:
-    """Bytes that torch's message says it tried to allocate; 0 where it does not say."""
+    """Returns the bytes that torch's message says it tried to allocate; 0 where it does not say."""
     found = re.search(r"allocate ([0-9.]+) ?([KMGT]i?B|bytes)", text)
     if found is None:
         return 0
@@ -65,7 +65,7 @@ def asked_bytes(text: str) -> int:
 
 
 def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """The machine with this many bytes for a plan on each GPU."""
+    """Returns the machine with this many bytes for a plan on each GPU."""
     return replace(
         machine,
         ranks=tuple(
@@ -76,7 +76,7 @@ def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def spec_of_rung(spec: str, level: int) -> str:
-    """The policy that the rung makes of the one in use. Raises UnknownName for a policy that is not known."""
+    """Returns the policy that the rung makes of the one in use. Raises UnknownName for a policy that is not known."""
     if level == 0:
         return spec
     name, text = split_spec(spec)

@@ -24,11 +24,11 @@ class States:
         self.shares = shares
 
     def pinned(self, chunk: int) -> bool:
-        """Whether the master copy is on the gpu: the working list can be rewritten there and needs no host."""
+        """Returns whether the master copy is on the gpu: the working list can be rewritten there and needs no host."""
         return self.host.arena.has(GPU, chunk, "param32")
 
     def home(self, chunk: int) -> Place:
-        """The place where the chunk is updated."""
+        """Returns the place where the chunk is updated."""
         return GPU if self.pinned(chunk) else HOST
 
     def leave_gpu(self, chunk: int, list_name: str) -> None:

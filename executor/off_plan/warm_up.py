@@ -140,7 +140,8 @@ def time_moments(
     iteration: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Seconds of each moment of one iteration, waits left out. script: (chunks read, non-model peak) of each moment."""
+    """Returns the seconds of each moment of one iteration, waits left out. script: (chunks read, non-model peak) of
+    each moment."""
     session.warming = warm = WarmUp(session, firings, script=script, clock=clock)
     try:
         iteration()

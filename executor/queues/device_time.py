@@ -76,8 +76,8 @@ class DeviceTimes:
     def apply(
         self, steps: Sequence[StepLog], iterations: Sequence[IterationLog], changes: Sequence[ByteChange]
     ) -> tuple[list[StepLog], list[IterationLog], list[ByteChange]]:
-        """The logs in the device's time. A step of a device queue is ready when its stream is done with the one before;
-        a moment that begins later than that names what it waited for."""
+        """Returns the logs in the device's time. A step of a device queue is ready when its stream is done with the one
+        before; a moment that begins later than that names what it waited for."""
         assert self._progress is not None
         position = self._progress.compiled.position
         moved: dict[tuple[int, int], StepLog] = {}
@@ -108,7 +108,7 @@ class DeviceTimes:
         )
 
     def _cause(self, key: tuple[int, int], moved: dict[tuple[int, int], StepLog], ready_s: float) -> str:
-        """The queue of the step that a moment's stream waited for last; "" if it waited for none."""
+        """Returns the queue of the step that a moment's stream waited for last; "" if it waited for none."""
         assert self._progress is not None
         i, iteration = key
         before = [moved[j, iteration - back] for j, back in self._progress.after[i] if (j, iteration - back) in moved]
@@ -122,8 +122,8 @@ class DeviceTimes:
         position: Mapping[int, int],
         changes: Sequence[ByteChange],
     ) -> list[ByteChange]:
-        """The changes with new times: a take is at its step's begin, a free at its step's end, and the tide changes
-        with its moment."""
+        """Returns the changes with new times: a take is at its step's begin, a free at its step's end, and the tide
+        changes with its moment."""
         by_chunk: dict[int, list[StepLog]] = {}
         by_moment: dict[int, list[StepLog]] = {}
         for row in steps:

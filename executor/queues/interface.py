@@ -77,7 +77,7 @@ class Progress:
         return not self.after[i] or not self.compiled.missing(i, iteration, self.done)
 
     def missing(self, i: int, iteration: int) -> list[int]:
-        """Positions of the steps that step i still waits for."""
+        """Returns the positions of the steps that step i still waits for."""
         return [j for j, _ in self.compiled.missing(i, iteration, self.done)]
 
     def waiting(self, i: int, iteration: int) -> str:
@@ -129,8 +129,8 @@ class Lifetime(Protocol):
         ...
 
     def stopper(self) -> Callable[[], object]:
-        """A function that ends the queues' threads when the work is not held any more. It holds neither the work nor
-        the queues."""
+        """Returns a function that ends the queues' threads when the work is not held any more. It holds neither the
+        work nor the queues."""
         ...
 
     def renew(self) -> Queues:
@@ -226,8 +226,9 @@ class Timing(Protocol):
         *,
         wait: bool = True,
     ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
-        """The logs with the times at which things happened; they were written when things were issued. wait: wait for
-        what has not happened yet; otherwise an entry that has not happened keeps the time at which it was issued."""
+        """Returns the logs with the times at which things happened; they were written when things were issued. wait:
+        wait for what has not happened yet; otherwise an entry that has not happened keeps the time at which it was
+        issued."""
         ...
 
 

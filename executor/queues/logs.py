@@ -25,11 +25,11 @@ class StepLog(NamedTuple):
     copied_bytes: int = 0
 
     def at(self, start_s: float, end_s: float) -> StepLog:
-        """A record of the step with these times. It counts as ready when it began."""
+        """Returns a record of the step with these times. It counts as ready when it began."""
         return self._replace(ready_s=start_s, start_s=start_s, end_s=end_s)
 
     def after_wait(self, ready_s: float, cause: str) -> StepLog:
-        """The step, as ready at `ready_s` and held back from then on by `cause`."""
+        """Returns the step, as ready at `ready_s` and held back from then on by `cause`."""
         return self._replace(ready_s=ready_s, cause=cause)
 
 

@@ -86,7 +86,7 @@ def build_timeline(
 
 
 def _last_stretch(iterations: Sequence[IterationLog]) -> list[IterationLog]:
-    """The newest iterations that ran on plan one after the other, oldest first."""
+    """Returns the newest iterations that ran on plan one after the other, oldest first."""
     stretch: list[IterationLog] = []
     for row in reversed(iterations):
         if not row.on_plan or (stretch and row.number != stretch[0].number - 1):

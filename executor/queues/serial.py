@@ -182,8 +182,8 @@ class SerialQueues(QueuesBase):
 
 
 def follow(timeline: Timeline, plan: Plan) -> Chooser:
-    """A chooser that lets steps start and end in the order a timeline predicts for its steady (last) iteration, which
-    then repeats with the timeline's period. Ends come before starts at equal times."""
+    """Returns a chooser that lets steps start and end in the order a timeline predicts for its steady (last) iteration,
+    which then repeats with the timeline's period. Ends come before starts at equal times."""
     last = timeline.iterations - 1
     begun: dict[int, float] = {}
     ended: dict[int, float] = {}

@@ -42,7 +42,7 @@ _POLL_S = 2e-4
 
 
 def queues_for(backend: Backend, *, watchdog_s: float) -> ThreadQueues:
-    """The queues that suit the backend: queues that issue work where it has streams."""
+    """Returns the queues that suit the backend: queues that issue work where it has streams."""
     if hasattr(backend, "record"):
         return StreamQueues(cast("StreamBackend", backend), watchdog_s=watchdog_s)
     return ThreadQueues(watchdog_s=watchdog_s)
@@ -125,7 +125,7 @@ class StreamQueues(ThreadQueues):
             self._in_flight.pop(step.chunk, None)
 
     def _event(self, j: int, iteration: int) -> Any:
-        """The event of step j's first end that counts for this iteration; None if the queues jumped over it."""
+        """Returns the event of step j's first end that counts for this iteration; None if the queues jumped over it."""
         if iteration < 0:
             return None
         events = self._events[j]

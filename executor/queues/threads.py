@@ -319,7 +319,7 @@ class ThreadQueues(QueuesBase):
             self._notify_all()
 
     def _moves(self) -> bool:
-        """Whether a step is being executed or may start."""
+        """Returns whether a step is being executed or may start."""
         if self._busy:
             return True
         return not self._paused and any(
@@ -330,7 +330,7 @@ class ThreadQueues(QueuesBase):
         )
 
     def _standing(self) -> str:
-        """The place of every queue, in words, for the watchdog."""
+        """Returns the place of every queue, in words, for the watchdog."""
         words = []
         for queue, (iteration, at) in self._at.items():
             i = self._progress.order[queue][at]

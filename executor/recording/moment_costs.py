@@ -112,7 +112,8 @@ def recorded_samples(
     batches: Sequence[tuple[int, int]] = BATCHES,
     clock: Callable[[], float] = time.thread_time,
 ) -> list[Sample]:
-    """Moments of the reference model (width, blocks, words), as the engine records them at each (batch, sequence).
+    """Returns the moments of the reference model (width, blocks, words), as the engine records them at each (batch,
+    sequence).
     clock: CPU seconds of the compute thread."""
     torch.manual_seed(0)
     model = _Reference(*shape)
@@ -153,8 +154,8 @@ class _Tiny(nn.Module):
 def engine_overhead_s(
     device: Device, bench: Bench, machine: Machine, *, clock: Callable[[], float] = time.thread_time
 ) -> float:
-    """Seconds that the engine adds to a moment, at least 0. machine: one that the executor runs on and that holds a few
-    kilobytes. clock: CPU seconds of the compute thread."""
+    """Returns the seconds that the engine adds to a moment, at least 0. machine: one that the executor runs on and that
+    holds a few kilobytes. clock: CPU seconds of the compute thread."""
     optimizer = AdamW(lr=1e-4, max_grad_norm=1.0)
     x = torch.ones(_ROWS, _WIDTH)
     workload = record(

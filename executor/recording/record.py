@@ -59,8 +59,8 @@ def record(
     group: Any = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Workload:
-    """The workload of one iteration of `model` on `batches` (one per micro-batch), run for real within `machine`'s gpu
-    budget. device: as for `prepare`; the batches are copied there.
+    """Returns the workload of one iteration of `model` on `batches` (one per micro-batch), run for real within
+    `machine`'s gpu budget. device: as for `prepare`; the batches are copied there.
 
     batch, sequence: by default the first two extents of the batch's first tensor.
     optimizer: the optimizer that `prepare` will get (its groups and whether it clips are part of what is recorded).
@@ -175,7 +175,7 @@ def _count_once(session: Session, iteration: Callable[[], None], firings: dict[i
 def _timed(
     session: Session, iteration: Callable[[], None], w: Workload, repeats: int, clock: Callable[[], float]
 ) -> tuple[Moment, ...]:
-    """The moments with their seconds: the median of `repeats` iterations, what was waited for left out."""
+    """Returns the moments with their seconds: the median of `repeats` iterations, what was waited for left out."""
     chunk_of = session.plan.layout.chunk_of
     script = [({chunk_of[t] for t in reads}, m.peak_bytes) for reads, m in zip(w.reads, w.moments)]
     final: dict[tuple[int, int], int] = {}
@@ -202,7 +202,8 @@ def _timed(
 def empty_plan(
     model: nn.Module, machine: Machine, *, name: str, micro_batches: int, optimizer: AdamW | None = None
 ) -> Plan:
-    """A plan without steps: everything on the host, every fetch on demand. No optimizer states: nothing is updated."""
+    """Returns a plan without steps: everything on the host, every fetch on demand. No optimizer states: nothing is
+    updated."""
     tensors, _ = describe_parameters(model, group_of((optimizer or AdamW()).groups(model)))
     w = Workload(
         model=name,

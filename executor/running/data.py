@@ -70,8 +70,8 @@ class ByteText:
 
 
 def _texts(folder: Path) -> Iterator[Path]:
-    """Text files of the folder and of its subfolders, lazily, in the order of their paths, one folder after the other.
-    Links to folders are not followed; a folder that may not be listed counts as empty, as in `rglob`."""
+    """Returns text files of the folder and of its subfolders, lazily, in the order of their paths, one folder after the
+    other. Links to folders are not followed; a folder that may not be listed counts as empty, as in `rglob`."""
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     except PermissionError:
@@ -84,7 +84,7 @@ def _texts(folder: Path) -> Iterator[Path]:
 
 
 def open_data(spec: str | None) -> ByteText:
-    """The corpus of "text:FOLDER", or the standard library's source for None."""
+    """Returns the corpus of "text:FOLDER", or the standard library's source for None."""
     if spec is None:
         return ByteText.read(Path(sysconfig.get_paths()["stdlib"]))
     kind, colon, where = spec.partition(":")

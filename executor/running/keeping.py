@@ -113,8 +113,8 @@ class Keeping:
         extra: Callable[[int], Any],
         on_step: Callable[[StepReport], None] | None,
     ) -> Callable[[StepReport], None]:
-        """The function to call after each step: it calls `on_step`, then saves a checkpoint if one is due. last: number
-        of the last step. extra(steps): what is saved in addition, after this many steps."""
+        """Returns the function to call after each step: it calls `on_step`, then saves a checkpoint if one is due.
+        last: number of the last step. extra(steps): what is saved in addition, after this many steps."""
 
         def after(report: StepReport) -> None:
             if on_step is not None:

@@ -29,7 +29,7 @@ class ProcessorTime:
 
     @classmethod
     def now(cls, stat: Path = STAT) -> ProcessorTime | None:
-        """The counters now; None where they cannot be read."""
+        """Returns the counters now; None where they cannot be read."""
         try:
             line = stat.read_text(encoding="ascii").partition("\n")[0]
             words = [int(word) for word in line.split()[1 : 1 + _COUNTED]]
@@ -45,7 +45,8 @@ class ProcessorTime:
 
 
 def taken_by_others(before: ProcessorTime | None, after: ProcessorTime | None) -> float | None:
-    """Share of the processor time between two readings, 0 to 1, in which other programs ran; None if unknown."""
+    """Returns the share of the processor time between two readings, 0 to 1, in which other programs ran; None if
+    unknown."""
     if before is None or after is None or after.total_s <= before.total_s:
         return None
     others_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)

@@ -44,7 +44,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The reverse of `encode`. Raises KeyError for a tensor that is not in the table."""
+    """Returns the reverse of `encode`. Raises KeyError for a tensor that is not in the table."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if isinstance(value, dict):

@@ -198,7 +198,7 @@ def _noted(row: TensorToStore, asked: set[str]) -> TensorToStore:
 
 
 def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
-    """The temporary folder, made by the first rank."""
+    """Returns the temporary folder, made by the first rank."""
     if not first:
         return whole_folder.temporary(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -262,7 +262,7 @@ def _frozen(session: Session, tensor: int) -> bool:
 
 
 def _own(tensors: Sequence[Tensor]) -> dict[int, list[str]]:
-    """Index of each tensor that has memory -> all its names, its own first."""
+    """Returns the index of each tensor that has memory -> all its names, its own first."""
     names: dict[int, list[str]] = {}
     for index, t in enumerate(tensors):
         names.setdefault(index if t.tied_to is None else t.tied_to, []).append(t.name)
@@ -274,8 +274,8 @@ def _row(name: str, value: torch.Tensor) -> TensorToStore:
 
 
 def _weight_rows(session: Session) -> list[TensorToStore]:
-    """Every parameter's current value, under the name that transformers keeps of tied ones, and every buffer that a
-    state_dict holds."""
+    """Returns every parameter's current value, under the name that transformers keeps of tied ones, and every buffer
+    that a state_dict holds."""
     derived = getattr(session.model, "_tied_weights_keys", None) or ()
     rows = []
     for index, names in _own(session.plan.workload.tensors).items():
@@ -305,12 +305,12 @@ def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tens
 
 
 def _whole(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
-    """All of a tensor; on several ranks put together from the parts, one tensor at a time."""
+    """Returns all of a tensor; on several ranks put together from the parts, one tensor at a time."""
     return session.contents.exchange.joined(tensor, part) if session.contents.sliced else part
 
 
 def _state_rows(session: Session) -> list[TensorToStore]:
-    """Every optimizer state, chunk by chunk; of fp32 parameters the weights are the master."""
+    """Returns every optimizer state, chunk by chunk; of fp32 parameters the weights are the master."""
     rows = []
     for chunk in session.plan.layout.chunks:
         for slot in () if chunk.frozen else chunk.slots:
@@ -338,7 +338,7 @@ def _state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable
 
 
 def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[TensorToStore]]:
-    """Rows in files of about `shard_bytes`; in each, wide dtypes first, so that every tensor is aligned."""
+    """Returns the rows in files of about `shard_bytes`; in each, wide dtypes first, so that every tensor is aligned."""
     shards: list[list[TensorToStore]] = [[]]
     size = 0
     for row in rows:
@@ -353,7 +353,7 @@ def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[Tensor
 def _write_shards(
     folder: Path, stem: str, shards: Sequence[Sequence[TensorToStore]], buffer: torch.Tensor
 ) -> list[str]:
-    """Names of the files written. Several files of weights get the index that transformers looks for."""
+    """Returns the names of the files written. Several files of weights get the index that transformers looks for."""
     count = len(shards)
     ends = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]
     names = [f"{stem}{end}.safetensors" for end in ends]

@@ -14,7 +14,7 @@ __all__ = ["generator_states", "set_generators"]
 
 
 def generator_states() -> dict[str, torch.Tensor]:
-    """Name of each generator -> its state, uint8. Of numpy the global one, which data loaders use."""
+    """Returns the name of each generator -> its state, uint8. Of numpy the global one, which data loaders use."""
     kind, keys, *rest = numpy.random.get_state()
     found = {
         "torch": torch.get_rng_state(),

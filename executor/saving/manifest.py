@@ -50,18 +50,19 @@ class Trained(Protocol):
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """Whether a whole checkpoint was put there."""
+    """Returns whether a whole checkpoint was put there."""
     return (Path(folder) / MANIFEST).is_file()
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """The newest complete checkpoint of the folder: the folder itself, or the one beside it if a save was killed
-    between two renames."""
+    """Returns the newest complete checkpoint of the folder: the folder itself, or the one beside it if a save was
+    killed between two renames."""
     return whole_folder.find(Path(folder).expanduser(), is_checkpoint)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises CheckpointError where the folder has none, or one that cannot be used."""
+    """Returns the manifest of a checkpoint. Raises CheckpointError where the folder has none, or one that cannot be
+    used."""
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint {str(folder)!r} is not a folder; give one that optimizer.save wrote")
     path = folder / MANIFEST
@@ -104,7 +105,7 @@ def check_between_iterations(session: Session, what: str) -> None:
 
 
 def model_table(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """The table of the model in a checkpoint."""
+    """Returns the table of the model in a checkpoint."""
     return [
         {
             "name": t.name,

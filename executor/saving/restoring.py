@@ -133,8 +133,8 @@ def _checked(optimizer: Trained, folder: Path) -> tuple[_SoundCheckpoint, Weight
 
 
 def stored_extra(folder: str | Path) -> Restored:
-    """Values of a checkpoint beside parameters and states, without loading it. Raises CheckpointError as `load` does
-    for a broken one."""
+    """Returns the values of a checkpoint beside parameters and states, without loading it. Raises CheckpointError as
+    `load` does for a broken one."""
     opened = _open(Path(folder).expanduser())
     manifest = opened.manifest
     return Restored(int(manifest["iteration"]), decode(manifest["extra"], opened.extra), f"checkpoint {opened.folder}")

@@ -52,7 +52,7 @@ def piece_buffer(size_bytes: int = PIECE_BYTES) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous uint8 tensor on the host, whose storage cannot be resized from then on."""
+    """Returns the memory of a contiguous uint8 tensor on the host, whose storage cannot be resized from then on."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
@@ -170,8 +170,9 @@ class TensorFile:
     def pieces(
         self, descriptor: int, name: str, buffer: torch.Tensor, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Elements [start, stop) of a tensor, flattened, as (number of the first, tensor in the file's dtype); each
-        tensor is a view of `buffer` (uint8) and good until the next. Raises WeightsError where the bytes end early."""
+        """Returns elements [start, stop) of a tensor, flattened, as (number of the first, tensor in the file's dtype);
+        each tensor is a view of `buffer` (uint8) and good until the next. Raises WeightsError where the bytes end
+        early."""
         entry = self.entries[name]
         if entry.dtype is None:
             raise WeightsError(f"{self.path}: tensor {name!r} is in {entry.code}, which this version cannot read")
@@ -195,7 +196,7 @@ class TensorFile:
             into, offset = into[count:], offset + count
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole (small) tensor, in memory of its own."""
+        """Returns a whole (small) tensor, in memory of its own."""
         entry = self.entries[name]
         size = entry.stop - entry.start
         if entry.dtype is None:

@@ -48,7 +48,7 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path | None) -> Weights | None:
-    """The weights to load, matched with the model (None without a folder). tensors: the model's parameters.
+    """Returns the weights to load, matched with the model (None without a folder). tensors: the model's parameters.
 
     Raises WeightsError if the model has no values and no folder gives them, or the folder is not the model's.
     """
@@ -68,7 +68,7 @@ def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Name in the state_dict -> (module, name in it) of every buffer that a state_dict holds."""
+    """Returns the name in the state_dict -> (module, name in it) of every buffer that a state_dict holds."""
     found: dict[str, tuple[nn.Module, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in buffer_table(module).items():
@@ -326,7 +326,7 @@ class Weights:
         return f"weights {self.folder}: " + "; ".join(parts)
 
     def holds(self, tensor: int) -> bool:
-        """Whether the folder has the value of that parameter."""
+        """Returns whether the folder has the value of that parameter."""
         return tensor in self._parameters
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -379,6 +379,6 @@ def _shapes(name: str, stored: Sequence[int], wanted: Sequence[int]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Returns the first few names, and how many more there are."""
     more = len(names) - NAMED_AT_MOST
     return ", ".join(names[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

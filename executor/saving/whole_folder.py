@@ -20,7 +20,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def temporary(folder: Path) -> Path:
-    """The folder that is written first."""
+    """Returns the folder that is written first."""
     return folder.with_name(f".{folder.name}.saving")
 
 
@@ -29,7 +29,7 @@ def _previous(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """An empty folder to write in; files that a killed save left there are removed. Raises OSError."""
+    """Returns an empty folder to write in; files that a killed save left there are removed. Raises OSError."""
     written = temporary(folder)
     if written.exists():
         shutil.rmtree(written)
@@ -43,7 +43,8 @@ def abandon(folder: Path) -> None:
 
 
 def find(folder: Path, is_whole: Callable[[Path], bool]) -> Path:
-    """The newest complete folder: `folder` itself, or the one beside it if a write was killed between two renames."""
+    """Returns the newest complete folder: `folder` itself, or the one beside it if a write was killed between two
+    renames."""
     previous = _previous(folder)
     return previous if not folder.exists() and is_whole(previous) else folder
 

@@ -40,7 +40,7 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 def movable(arena: Arena, chunk: int) -> bool:
-    """Whether the chunk's working list may leave the gpu, because its values can be had again."""
+    """Returns whether the chunk's working list may leave the gpu, because its values can be had again."""
     if arena.has(Place.GPU, chunk, "param32"):
         return False
     return arena.has(Place.HOST, chunk, "param") or arena.has(Place.HOST, chunk, "param32")
@@ -67,8 +67,8 @@ class Shapes:
         self._capture = capture
 
     def capture(self, planned: Workload, args: Any, kwargs: Any) -> Workload:
-        """The model's workload for a batch of this shape, with each block's activations treated as in the plan's
-        workload. Raises ModelError where the model cannot be captured."""
+        """Returns the model's workload for a batch of this shape, with each block's activations treated as in the
+        plan's workload. Raises ModelError where the model cannot be captured."""
         if self.skeleton is None:
             raise ModelError(
                 f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at "
@@ -175,8 +175,8 @@ class Batches:
         return all(a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body))
 
     def workload_of_last(self, micro_batches: int) -> Workload:
-        """The workload of an iteration of `micro_batches` batches like the last one, captured anew. Raises PlanError
-        before the first training forward, ModelError where the model cannot be captured."""
+        """Returns the workload of an iteration of `micro_batches` batches like the last one, captured anew. Raises
+        PlanError before the first training forward, ModelError where the model cannot be captured."""
         if self.last is None:
             raise PlanError("no forward of the whole model with gradients was seen")
         planned = self.host.plan.workload
@@ -186,8 +186,8 @@ class Batches:
         return relay(made, stash="host" if planned.boundaries_on_host else "gpu") if planned.relayed else made
 
     def _is_planned(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
-        """Whether the first tensor with dimensions has the plan's batch and (of tokens) sequence. Only the first batch
-        that does so counts: its shapes are the plan's, other shapes are captured."""
+        """Returns whether the first tensor with dimensions has the plan's batch and (of tokens) sequence. Only the
+        first batch that does so counts: its shapes are the plan's, other shapes are captured."""
         w = self.host.plan.workload
         if None in self._known.values():
             return False
@@ -222,8 +222,8 @@ class Batches:
 
 
 def some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A scalar to run backward from: the model's loss, or (where the loop computes the loss itself) the sum of its
-    outputs."""
+    """Returns a scalar to run backward from: the model's loss, or (where the loop computes the loss itself) the sum of
+    its outputs."""
     args, kwargs = batch
     outputs = [t for t in tensors_of(model(*args, **kwargs)) if t.requires_grad]
     if not outputs:

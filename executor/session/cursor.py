@@ -293,7 +293,7 @@ ACTS: Mapping[tuple[str, Phase], Act] = MappingProxyType(
 
 
 def answer(state: State, act: Act, facts: FactSource) -> Answer:
-    """The table's answer to `act` in `state`. Raises ContractError where the table refuses the act."""
+    """Returns the table's answer to `act` in `state`. Raises ContractError where the table refuses the act."""
     asks = facts.asks
     for row in TABLE[state, act]:
         for fact, wanted in row.when:

@@ -132,8 +132,8 @@ class Following:
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def moment_of(self, event: ModuleEvent) -> int | None:
-        """The moment that the event opens on plan: the next one, or a later one where this rank has nothing to compute
-        before it."""
+        """Returns the moment that the event opens on plan: the next one, or a later one where this rank has nothing to
+        compute before it."""
         host, table = self.host, self.host.timetable
         if table.on_demand_only:
             return None
@@ -319,8 +319,8 @@ class Following:
         host.cursor.stepped = False
 
     def _is_final(self, tensor: int) -> bool:
-        """Whether a gradient that is not due in the open moment is whole. The iteration leaves the plan for a gradient
-        that the plan does not have there."""
+        """Returns whether a gradient that is not due in the open moment is whole. The iteration leaves the plan for a
+        gradient that the plan does not have there."""
         host = self.host
         table, moment = host.timetable, host.cursor.moment
         if moment >= 0 and tensor in table.early[moment]:

@@ -44,19 +44,20 @@ class Iteration:
     update: Update | None = None
 
     def next(self, number: int, update: Update | None) -> Iteration:
-        """The value of iteration `number`, which begins. Iterations before the last two are let go."""
+        """Returns the value of iteration `number`, which begins. Iterations before the last two are let go."""
         if self.before is not None:
             self.before.before = None
         return Iteration(number=number, before=self, update=update)
 
     def of(self, number: int) -> Iteration | None:
-        """The value of iteration `number`: this one or one before it. None if it has not begun or has been let go."""
+        """Returns the value of iteration `number`: this one or one before it. None if it has not begun or has been let
+        go."""
         found: Iteration | None = self
         while found is not None and found.number != number:
             found = found.before
         return found
 
     def update_of(self, number: int) -> Update | None:
-        """The update of iteration `number`; None if it has none, has not begun or has been let go."""
+        """Returns the update of iteration `number`; None if it has none, has not begun or has been let go."""
         found = self.of(number)
         return None if found is None else found.update

@@ -145,11 +145,12 @@ class Loop:
         self._alone = host.ranks is None and host.scaling is None
 
     def ask(self, act: Act, *, tensor: int = -1, what: str = "", keeps: bool = False) -> Answer:
-        """The table's answer to a call of the loop: see `cursor.py`. Raises ContractError where the call is refused."""
+        """Returns the table's answer to a call of the loop: see `cursor.py`. Raises ContractError where the call is
+        refused."""
         return answer(self._state(), act, ActFacts(self.host, tensor=tensor, what=what, keeps=keeps))
 
     def _ask_of(self, event: ModuleEvent, act: Act) -> Answer:
-        """The table's answer to an event of the clock."""
+        """Returns the table's answer to an event of the clock."""
         self._of_event.event = event
         return answer(self._state(), act, self._of_event)
 
@@ -200,9 +201,9 @@ class Loop:
             self._carry_out(event, act, found)
 
     def _as_planned(self, event: ModuleEvent) -> bool:
-        """Whether the event is the plan's next, nothing stands in its way and no counter listens: the table then
-        answers FOLLOW for every act, and nothing but following is to be done. An iteration has hundreds of such events.
-        All other events, those of the root and of calls included, go through the table."""
+        """Returns whether the event is the plan's next, nothing stands in its way and no counter listens: the table
+        then answers FOLLOW for every act, and nothing but following is to be done. An iteration has hundreds of such
+        events. All other events, those of the root and of calls included, go through the table."""
         host = self.host
         cursor, now, table = host.cursor, host.now, host.timetable
         return (
@@ -215,7 +216,7 @@ class Loop:
         )
 
     def _undisturbed(self) -> bool:
-        """Whether the session works as it was made, and only the plan's rows look at events."""
+        """Returns whether the session works as it was made, and only the plan's rows look at events."""
         host = self.host
         at_work, reader = host.at_work, host.reader
         return (

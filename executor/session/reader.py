@@ -129,11 +129,12 @@ class Reader:
             self.switched.add(tensor)
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-        """The result of `func(*args, **kwargs)`, a torch function with parked parameters among its arguments."""
+        """Returns the result of `func(*args, **kwargs)`, a torch function with parked parameters among its
+        arguments."""
         return self.on_demand(func, parameters, args, kwargs)
 
     def current_value(self, tensor: int) -> torch.Tensor:
-        """A copy of a parameter's current value, in its shape and working dtype, in host memory."""
+        """Returns a copy of a parameter's current value, in its shape and working dtype, in host memory."""
         self.host.loop.ask(Act.READ_VALUE, tensor=tensor, what=f"{self.name_of(tensor)!r} is read")
         return self.value_now(tensor)
 
@@ -160,7 +161,7 @@ class Reader:
         raise PlanError(f"no place holds the current value of {self.name_of(tensor)!r}")
 
     def state_value(self, tensor: int, list_name: str) -> torch.Tensor:
-        """A copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
+        """Returns a copy of a tensor's part of an optimizer state list, in its shape, in host memory."""
         host = self.host
         host.loop.ask(Act.READ_STATE, tensor=tensor, what=f"the optimizer state of {self.name_of(tensor)!r} is read")
         chunk = host.timetable.chunk_of[tensor]

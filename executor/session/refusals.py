@@ -121,5 +121,5 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
 
 
 def refused(refusal: Refusal, facts: object) -> ContractError:
-    """The error of a refusal. facts: has an attribute for each word `{f.WORD}` in the refusal's text."""
+    """Returns the error of a refusal. facts: has an attribute for each word `{f.WORD}` in the refusal's text."""
     return ContractError(TEXTS[refusal].format(f=facts))

@@ -89,24 +89,26 @@ class Timetable:
         return [{t for t in tensors if self.final_in(m, t) == m} for m, tensors in enumerate(gradients)]
 
     def final_in(self, moment: int, tensor: int) -> int:
-        """The moment in which the tensor's gradient is final in the micro-batch of `moment`; -1 if it has none."""
+        """Returns the moment in which the tensor's gradient is final in the micro-batch of `moment`; -1 if it has
+        none."""
         return self._final.get((self.micro_batch[moment], tensor), -1)
 
     def gradient_list(self, moment: int, tensor: int) -> str:
-        """The list that a gradient of the tensor goes to in `moment`."""
+        """Returns the list that a gradient of the tensor goes to in `moment`."""
         return self.goes_to[self.chunk_of[tensor], self.micro_batch[moment]]
 
     def read_in(self, name: str) -> set[int]:
-        """Chunks that moments of this name read."""
+        """Returns the chunks that moments of this name read."""
         return self._by_name.get(name, set())
 
     def read_behind(self, name: str) -> set[int]:
-        """Chunks that the moments right behind moments of this name read. The event that closes a moment may not come:
-        what follows belongs to it then."""
+        """Returns the chunks that the moments right behind moments of this name read. The event that closes a moment
+        may not come: what follows belongs to it then."""
         return self._by_name_next.get(name, set())
 
     def next_of_name(self, name: str, position: int) -> int | None:
-        """The next moment of this name from `position` on, over the border of the iteration; None if there is none."""
+        """Returns the next moment of this name from `position` on, over the border of the iteration; None if there is
+        none."""
         return next((m for m in self._from(position) if self.names[m] == name), None)
 
     def _from(self, position: int) -> Iterator[int]:
@@ -114,7 +116,8 @@ class Timetable:
         yield from range(position)
 
     def until_use(self, chunk: int, position: int) -> int:
-        """Moments from `position` until the chunk is read again, over the border of the iteration; far if never."""
+        """Returns the moments from `position` until the chunk is read again, over the border of the iteration; far if
+        never."""
         uses, count = self.uses[chunk], len(self.names)
         if not uses:
             return 2 * count
@@ -123,8 +126,8 @@ class Timetable:
 
 
 def _read_often(w: Workload) -> set[int]:
-    """Tensors that several moments of one micro-batch's forward read, tied ones among them: each of these moments
-    gives a part of the gradient."""
+    """Returns the tensors that several moments of one micro-batch's forward read, tied ones among them: each of these
+    moments gives a part of the gradient."""
     ahead = [reads for m, reads in zip(w.moments, w.reads) if m.micro_batch == 0 and m.phase is Phase.FWD]
     found = Counter(t for reads in ahead for t in reads)
     return {t for t, count in found.items() if count > 1} | {t.tied_to for t in w.tensors if t.tied_to is not None}
@@ -161,7 +164,7 @@ def _uses(reads: Sequence[Iterable[int]], chunks: int) -> list[list[int]]:
 
 
 def _by_name(names: Sequence[str], reads: Sequence[Iterable[int]]) -> dict[str, set[int]]:
-    """Name of a moment -> chunks that any moment of that name reads."""
+    """Returns the name of a moment -> chunks that any moment of that name reads."""
     found: dict[str, set[int]] = {}
     for name, chunks in zip(names, reads):
         found.setdefault(name, set()).update(chunks)
@@ -169,7 +172,7 @@ def _by_name(names: Sequence[str], reads: Sequence[Iterable[int]]) -> dict[str, 
 
 
 def _sums(plan: Plan) -> list[int]:
-    """Steps of the net queue behind which sums of gradients over the ranks are whole."""
+    """Returns the steps of the net queue behind which sums of gradients over the ranks are whole."""
     last = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
     return [i for i, step in enumerate(plan.steps) if step.queue is Queue.NET and step.kind is last]
 

@@ -68,7 +68,7 @@ class Updates:
         self._clock = clock
 
     def new(self) -> Update:
-        """The update of an iteration, with the optimizer's settings as they are now."""
+        """Returns the update of an iteration, with the optimizer's settings as they are now."""
         host = self.host
         sliced = host.ranks is not None and host.contents.sliced
         agree = self._agreed if sliced else None
@@ -76,8 +76,8 @@ class Updates:
         return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=streams)
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm on which all ranks agree. If an update on the accelerator asks first, the training thread waits, and
-        the queues note it."""
+        """Returns the norm on which all ranks agree. If an update on the accelerator asks first, the training thread
+        waits, and the queues note it."""
         host = self.host
         assert host.ranks is not None
         begun_s = self._clock()
@@ -87,7 +87,7 @@ class Updates:
         return found
 
     def settings_changed(self) -> bool:
-        """Whether the optimizer's settings have changed since the first eager update of this iteration."""
+        """Returns whether the optimizer's settings have changed since the first eager update of this iteration."""
         update = self.host.now.update
         return self.eager and update is not None and update.hyper != self._hyper()
 

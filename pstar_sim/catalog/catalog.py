@@ -1,16 +1,17 @@
-"""From TOML to parts and machines: the shipped catalog, and a user's file over it.
+"""The catalog: reads TOML files into parts and machines, the shipped files first and a user's file over them.
 
 The shipped files are gpus.toml, links.toml, hosts.toml, disks.toml, frameworks.toml and machines.toml beside this
-module; the head of each file says what its fields mean. A user's file holds the same entries as [gpus.NAME],
-[links.NAME], [hosts.NAME], [disks.NAME], [frameworks.NAME] and [machines.NAME]: a new name extends the catalog (and
-must be complete, except for source and checked, because the file is its own source), a known name overrides the fields
-it gives. `machine = "NAME"` at the head of a user's file chooses one of its machines where it has several.
+module; the head of each file explains its fields. A user's file holds the same entries as [gpus.NAME],
+[links.NAME], [hosts.NAME], [disks.NAME], [frameworks.NAME] and [machines.NAME]. An entry with a new name extends the
+catalog and must be complete, except for source and checked, because the file is its own source. An entry with a known
+name overrides the fields that it gives. If a user's file has several machines, `machine = "NAME"` at its head chooses
+one of them.
 
-[Note: which figure is used] An entry's `calibrated` table is preferred, field by field, and used as it is; a datasheet
-peak is multiplied by the entry's efficiency, and where it gives none by that of its generation or of the efficiency
-model. A user's datasheet figure displaces the calibrated one of the same name. `measured` is true of a part that has a
-calibration. Calibrated rates of a card that come without launch_us are those of whole iterations: they contain its
-operators and launches, so nothing else takes time.
+[Note: which figure is used] Figures of an entry's `calibrated` table are preferred, field by field, and used as they
+are. A datasheet peak is multiplied by the entry's efficiency; if the entry gives none, by the efficiency of its
+generation or of the efficiency model. A user's datasheet figure displaces the calibrated figure of the same name.
+`measured` is true of a part that has a calibration. Calibrated rates of a card that come without launch_us are those of
+whole iterations: they contain its operators and launches, so nothing else takes time.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ TERA = 1e12
 _DTYPES = ("fp32", "fp16", "bf16")
 _ORIGIN = ("source", "checked")
 
-# Curves go with the figure whose best rate they hold: a user's figure displaces both.
+# Figure -> the curve whose best rate it is: a user's figure displaces both.
 _CURVES = {
     "h2d_table": "h2d_gb_per_s",
     "d2h_table": "d2h_gb_per_s",
@@ -70,7 +71,7 @@ _CURVES = {
 class Catalog:
     """Checked entries by name.
 
-    efficiency: what entries leave out ([Note: the efficiency model]).
+    efficiency: the figures that entries leave out ([Note: the efficiency model]).
     own: the machines that a user's file defined.
     main: the machine that this file chooses.
     """
@@ -118,8 +119,10 @@ class Catalog:
         )
 
     def _rates(self, e: Entry[GpuEntry], generation: Generation | None) -> dict[str, float]:
-        """Matrix rate by dtype, in flops/s. Raises CatalogError for a 16-bit peak of which nothing says what is
-        reached."""
+        """Returns the matrix rate by dtype, in flops/s. Raises CatalogError for a 16-bit peak without a known share
+        that products
+        reach.
+        """
         card = e.values
         wide = _or(card.fp32_efficiency, self.efficiency.matmul)
         half = card.tensor_core_efficiency
@@ -156,7 +159,7 @@ class Catalog:
         )
 
     def fabric(self, name: str) -> Fabric:
-        """A link between GPUs or nodes: the slower of its two directions."""
+        """Returns a link between GPUs or nodes, at the slower of its two directions."""
         link = self.link(name)
         return Fabric(
             name=name,
@@ -214,7 +217,8 @@ class Catalog:
         )
 
     def machine(self, name: str) -> Machine:
-        """The machine of that name. Raises UnknownName, and CatalogError for a part that no table has."""
+        """Returns the machine of that name. Raises UnknownName, and CatalogError for a part that is not in any
+        table."""
         name = spelled(name, self.machines)
         if name not in self.machines:
             raise UnknownName("machine", name, (*self.machines, "here"))
@@ -252,8 +256,10 @@ class Catalog:
         return with_nodes(machine, given.nodes)
 
     def _shared_memory(self, e: Entry[MachineEntry], host: Host, node: Sequence[Rank]) -> Host:
-        """The host of a unified machine, with what the GPUs leave it of its memory. Raises CatalogError where they
-        leave nothing."""
+        """Returns the host of a unified machine. Its memory is the part that the GPUs leave. Raises CatalogError where
+        they leave
+        nothing.
+        """
         left = host.memory_bytes - sum(rank.gpu.usable_bytes for rank in node)
         if left <= host.reserved_bytes:
             raise e.refuse(
@@ -262,8 +268,11 @@ class Catalog:
         return replace(host, memory_bytes=left)
 
     def _framework(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> Framework | None:
-        """What the machine's entry names, else the first of the catalog for cards of a known generation; None where a
-        GPU's measured launches, or its rates of whole iterations, hold the Python of a framework."""
+        """Returns the framework that the machine's entry names, else the catalog's first framework for cards of a known
+        generation. Returns None where a GPU's measured launches, or its rates of whole iterations, include the
+        framework's
+        Python.
+        """
         if e.values.framework is not None:
             return self.framework(e.known("framework", "framework", tuple(self.frameworks)))
         if any(rank.gpu.measured or rank.gpu.products is None for rank in node):
@@ -271,7 +280,7 @@ class Catalog:
         return self.framework(next(iter(self.frameworks)))
 
     def _ranks(self, e: Entry[MachineEntry]) -> list[Rank]:
-        """The ranks of one node: `gpus` equal ones, or the groups of `ranks`, each with its sequences per
+        """Returns the ranks of one node: `gpus` equal ranks, or the groups of `ranks` with their sequences per
         micro-batch."""
         groups = _groups(e)
         total = sum(gpus * batch for _, gpus, batch in groups)
@@ -294,7 +303,7 @@ class Catalog:
 
 
 def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
-    """(where its fields are, GPUs, sequences of each) of each group of equal GPUs in a node."""
+    """Returns each group of equal GPUs in a node: (path of its fields, number of GPUs, sequences per GPU)."""
     given = e.values
     missing = [field for field in ("gpu", "gpus", "link") if getattr(given, field) is None]
     if given.ranks is not None:
@@ -313,8 +322,10 @@ def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
 
 
 def with_nodes(machine: Machine, nodes: int) -> Machine:
-    """`machine` with `nodes` nodes like its first one; the price grows in proportion. Raises CatalogError for several
-    nodes that no network joins."""
+    """Returns `machine` with `nodes` nodes like its first node. The price grows in proportion. Raises CatalogError for
+    several
+    nodes without a network between them.
+    """
     whole(f"machine {machine.name!r}: nodes", nodes, most=MOST_NODES_OF_A_MACHINE, error=CatalogError)
     if nodes > 1 and machine.network is None:
         raise CatalogError(
@@ -338,8 +349,10 @@ def _or(given: float | None, otherwise: float) -> float:
 
 
 def _launch_s(e: Entry[GpuEntry], efficiency: Efficiency) -> float | None:
-    """Seconds of the launches of a moment; None where rates are those of whole iterations. Raises CatalogError if such
-    a card also has products by shape."""
+    """Returns the seconds of the launches of a moment. Returns None where the rates are those of whole iterations;
+    raises
+    CatalogError if such a card also has products by shape.
+    """
     card, measured = e.values, e.values.calibrated
     launch = card.launch_us if measured is None or measured.launch_us is None else measured.launch_us
     if launch is not None:
@@ -352,8 +365,10 @@ def _launch_s(e: Entry[GpuEntry], efficiency: Efficiency) -> float | None:
 
 
 def _products(e: Entry[GpuEntry], generation: Generation | None) -> ProductShape | None:
-    """Products by shape: the card's own table, else its generation's figures. A measured curve by flops stands for
-    both. Raises CatalogError for a card that names a generation but not its SMs."""
+    """Returns products by shape: the card's own table, else its generation's figures. Returns None where a measured
+    curve by
+    flops replaces both. Raises CatalogError for a card that names a generation but not its SMs.
+    """
     card = e.values
     given = card.products
     if given is not None:
@@ -374,8 +389,10 @@ def _products(e: Entry[GpuEntry], generation: Generation | None) -> ProductShape
 
 
 def _known(card: GpuEntry, generation: Generation | None) -> str:
-    """How the rate of large products is known, which moves a moment's seconds most. Operators' share of the bandwidth
-    and launches are assumed for every card."""
+    """Returns how the rate of large products is known. This rate moves the seconds of a moment most; operators' share
+    of the
+    bandwidth and launches are assumed for every card.
+    """
     if card.products is not None:
         return card.products.known
     if generation is None:
@@ -385,8 +402,10 @@ def _known(card: GpuEntry, generation: Generation | None) -> str:
 
 
 def _curve(e: Entry[GpuEntry] | Entry[LinkEntry], field: str, best: str, size_unit: float, rate_unit: float) -> Curve:
-    """The calibrated curve `field`; () without one. Raises CatalogError where the entry's field `best` is above the
-    curve's best rate. A lower `best` is allowed: a throttled link has one."""
+    """Returns the calibrated curve `field`; () if there is none. Raises CatalogError where the entry's field `best` is
+    above
+    the curve's best rate. `best` may be lower, as for a throttled link.
+    """
     curve = scaled(getattr(e.values.calibrated, field, None), size_unit, rate_unit)
     if not curve:
         return ()
@@ -399,8 +418,10 @@ def _curve(e: Entry[GpuEntry] | Entry[LinkEntry], field: str, best: str, size_un
 
 
 def _adam_curve(e: Entry[HostEntry]) -> Curve:
-    """Adam's rate by threads; () where it was not measured. Raises CatalogError where the rate that is used is not on
-    the curve."""
+    """Returns Adam's rate by threads; () where it was not measured. Raises CatalogError where the entry's Adam rate is
+    not on
+    the curve.
+    """
     measured = e.values.calibrated
     if measured is None or measured.adam_table is None:
         return ()
@@ -422,14 +443,14 @@ def _slowdowns(given: MachineEntry) -> dict[str, float]:
 
 
 def _effective(part: Table, figure: str, efficiency: float) -> float | None:
-    """The calibrated figure, else the entry's figure times an efficiency; None where neither is given."""
+    """Returns the calibrated figure, else the entry's figure times an efficiency; None where neither is given."""
     measured: float | None = getattr(getattr(part, "calibrated", None), figure, None)
     stated: float | None = getattr(part, figure)
     return stated * efficiency if measured is None and stated is not None else measured
 
 
 def _rate(part: Table, figure: str, efficiency: float) -> float:
-    """The figure in bytes per second; every entry gives it in GB per second."""
+    """Returns the figure in bytes per second. Entries give it in GB per second."""
     rate = _effective(part, figure, efficiency)
     assert rate is not None, figure
     return rate * GB
@@ -447,7 +468,10 @@ def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str) -> d
 
 @cache
 def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
-    """File and raw table of every shipped entry. The files do not change while a program runs."""
+    """Returns the shipped entries: table -> name -> (file, raw table). Cached, because the files do not change while a
+    program
+    runs.
+    """
     here = files("pstar_sim.catalog")
     return {
         table: {
@@ -459,8 +483,10 @@ def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
 
 
 def _merged(file: str, known: object, given: object) -> object:
-    """A user's entry over the catalog's entry: each field given replaces the field and the calibrated field of its
-    name."""
+    """Returns a user's entry over the catalog's entry. Each given field replaces the entry's field and the calibrated
+    field of
+    the same name.
+    """
     if not isinstance(known, dict) or not isinstance(given, dict):
         return given
     calibrated = known.get("calibrated")
@@ -480,7 +506,7 @@ def _merged(file: str, known: object, given: object) -> object:
 
 
 def load_catalog(user_file: str | Path | None = None) -> Catalog:
-    """The shipped catalog, and a user's file over it. Raises CatalogError for a wrong entry in either."""
+    """Returns the shipped catalog, with a user's file over it. Raises CatalogError for a wrong entry in either."""
     raws = {table: dict(entries) for table, entries in _shipped().items()}
     own: list[str] = []
     main: str | None = None
@@ -524,13 +550,13 @@ def _given(file: str, known: tuple[str, object] | None, given: object) -> object
 
 
 def _own_origin(file: str) -> dict[str, object]:
-    """A user's file is its own source; it was checked when it was last written."""
+    """Returns source and date of a user's file: the file is its own source, checked when it was last written."""
     from datetime import date
 
     return {"source": file, "checked": date.fromtimestamp(Path(file).stat().st_mtime)}
 
 
 def _own_tables(file: str, given: Mapping[str, object], names: Sequence[str]) -> dict[str, object]:
-    """The tables of these names in a user's entry, each with the origin of the entry where it has none of its own."""
+    """Returns the tables of these names in a user's entry. A table without an origin of its own gets the entry's."""
     tables = {name: given.get(name) for name in names}
     return {name: {**_own_origin(file), **table} for name, table in tables.items() if isinstance(table, dict)}

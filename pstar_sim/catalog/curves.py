@@ -1,7 +1,7 @@
-"""Rates that depend on size: measured points, and what lies between them.
+"""Rates that depend on size: measured points, with interpolation between them.
 
 A curve is ((size, rate), ...), sizes ascending; () stands for no curve. Between two points the rate is interpolated
-over the logarithm of the size; beyond an end it is the rate at that end.
+linearly over the logarithm of the size. Beyond the first and the last point the rate is constant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ Curve = tuple[tuple[float, float], ...]
 
 
 def rate_at(curve: Curve, size: float) -> float:
-    """The curve's rate at `size` (> 0). curve: at least one point."""
+    """Returns the curve's rate at `size` (> 0).
+
+    curve: at least one point.
+    """
     sizes = [point[0] for point in curve]
     at = bisect_right(sizes, size)
     if at == 0:
@@ -28,5 +31,5 @@ def rate_at(curve: Curve, size: float) -> float:
 
 
 def best_rate(curve: Curve) -> float:
-    """The highest rate at any size."""
+    """Returns the highest rate at any size."""
     return max(rate for _, rate in curve)

@@ -1,13 +1,16 @@
-"""Efficiency: the share of datasheet peaks that machines reach, by a few parameters: four fitted to published runs, two
-assumed.
+"""Efficiency: the shares of datasheet peaks that machines reach, from four parameters fitted to published runs and two
+assumed parameters.
 
 [Note: the efficiency model] Every GPU, link and host of the catalog is timed by one formula (cost.py); machines differ
-in data. A figure that an entry gives is used. What it leaves out is worked out here: matrix rates as matmul x peak (16
-bit: the plateau of the card's generation), bandwidth of the GPU's memory as hbm x peak, beginnings and ends of a
-moment's kernels as launch_us, CPU Adam as the lower of what the DRAM feeds (adam_dram x peak / 28 bytes per parameter)
-and what the cores compute, and copies of memory that is not pinned as pageable_gb_per_s. The parameters are the same
-for all machines: none knows a model, a system or a node. `pstar validate` shows the errors of predictions that rest on
-them.
+in data. A figure that an entry gives is used. A figure that it leaves out is derived here:
+matrix rates are matmul x peak (16 bit: the plateau of the card's generation);
+bandwidth of the GPU's memory is hbm x peak;
+beginnings and ends of a moment's kernels take launch_us;
+CPU Adam runs at the lower of the rate that the DRAM feeds (adam_dram x peak / 28 bytes per parameter) and the rate that
+the cores compute;
+copies of memory that is not pinned run at pageable_gb_per_s.
+The parameters are the same for all machines: none depends on a model, a system or a node. `pstar validate` shows the
+errors of predictions that rest on them.
 """
 
 from __future__ import annotations
@@ -63,13 +66,14 @@ class Efficiency:
     pageable_bytes_per_s: float
 
     def adam_params_per_s(self, dram_peak_bytes_per_s: float, cores: int) -> float:
-        """CPU Adam of a host, all cores given to it."""
+        """Returns the rate of CPU Adam on a host, in parameters per second, with all cores given to Adam."""
         by_dram = dram_peak_bytes_per_s * self.adam_dram / ADAM_BYTES_PER_PARAM
         return min(by_dram, cores * self.adam_params_per_core_s)
 
 
 def read_efficiency(file: str, text: str) -> Efficiency:
-    """The parameters of a file like efficiency.toml. Raises CatalogError for a field that is missing or wrong."""
+    """Returns the parameters of a file like efficiency.toml. Raises CatalogError for a field that is missing or
+    wrong."""
     raw = parse_toml(file, text)
     e = read_table(FittedRates, file, "fitted", raw.get("fitted", {}))
     assumed = read_table(AssumedRates, file, "assumed", raw.get("assumed", {}))
@@ -85,12 +89,12 @@ def read_efficiency(file: str, text: str) -> Efficiency:
 
 @cache
 def fitted() -> Efficiency:
-    """The parameters shipped with the project."""
+    """Returns the parameters shipped with the project."""
     return read_efficiency(_NAME, _shipped())
 
 
 def efficiency_tables() -> Mapping[str, Any]:
-    """Of the shipped file: "fitted" and "assumed" -> figures, source and date of that table."""
+    """Returns the tables of the shipped file: "fitted" and "assumed" -> figures, source and date."""
     return parse_toml(_NAME, _shipped())
 
 

@@ -1,4 +1,5 @@
-"""The tables of catalog files, field by field: what an entry of gpus.toml or of a user's file may say.
+"""The tables of catalog files, field by field: the fields of an entry of gpus.toml, of its sister files, or of a user's
+file.
 
 Units are in the names: gb is 1e9 bytes, gb_per_s 1e9 bytes per second, tflops 1e12 flops per second, us 1e-6 s. A
 `calibrated` table holds effective values with a source of their own; catalog.py says which figure is used ([Note: which
@@ -53,7 +54,7 @@ class _Origin(Table, frozen=True, kw_only=True):
 
 
 class CalibratedGpu(_Origin, frozen=True, kw_only=True):
-    """Effective values of a card, which were measured."""
+    """Effective values of a card, as measured."""
 
     usable_gb: Annotated[_Gigabytes | None, says("what a process can count on")] = None
     hbm_gb_per_s: Annotated[_Rate | None, says("memory bandwidth")] = None
@@ -116,7 +117,7 @@ class GpuEntry(_Origin, frozen=True, kw_only=True):
 
 
 class CalibratedLink(_Origin, frozen=True, kw_only=True):
-    """Effective values of a link, which were measured."""
+    """Effective values of a link, as measured."""
 
     h2d_gb_per_s: Annotated[_LinkRate | None, says("large pinned copies to the GPU")] = None
     d2h_gb_per_s: Annotated[_LinkRate | None, says("large pinned copies from the GPU")] = None
@@ -126,7 +127,7 @@ class CalibratedLink(_Origin, frozen=True, kw_only=True):
 
 
 class LinkEntry(_Origin, frozen=True, kw_only=True):
-    """What joins a host and a GPU, the GPUs of a node, or the nodes."""
+    """A link between a host and a GPU, between the GPUs of a node, or between nodes."""
 
     connects: Annotated[Literal["host-gpu", "gpu-gpu", "node-node"], says("a machine's link, peer_link or network")]
     h2d_gb_per_s: Annotated[_LinkRate, says("line rate to the GPU; between nodes, out of a whole node")]
@@ -142,7 +143,7 @@ class LinkEntry(_Origin, frozen=True, kw_only=True):
 
 
 class CalibratedHost(_Origin, frozen=True, kw_only=True):
-    """Effective values of a host, which were measured."""
+    """Effective values of a host, as measured."""
 
     adam_gparams_per_s: Annotated[_Adam | None, says("fused AdamW over fp32 states, all cores")] = None
     adam_table: Annotated[Curve | None, curve("threads", "billion parameters/s"), says("rate by threads")] = None
@@ -165,7 +166,7 @@ class HostEntry(_Origin, frozen=True, kw_only=True):
 
 
 class CalibratedDisk(_Origin, frozen=True, kw_only=True):
-    """Effective values of a node's disks, which were measured."""
+    """Effective values of a node's disks, as measured."""
 
     read_gb_per_s: Annotated[_LinkRate | None, says("large sequential reads")] = None
     write_gb_per_s: Annotated[_LinkRate | None, says("large sequential writes")] = None
@@ -195,7 +196,7 @@ class RankGroup(Table, frozen=True, kw_only=True):
 
 
 class Slowdowns(Table, frozen=True, kw_only=True):
-    """How many times as long one queue takes while another one works."""
+    """Factors by which one queue takes longer while another queue works."""
 
     compute_while_adam: Annotated[_SlowDown | None, says("compute, while CPU Adam runs")] = None
     compute_while_h2d: Annotated[_SlowDown | None, says("compute, while a copy to the GPU runs")] = None
@@ -212,7 +213,7 @@ class Slowdowns(Table, frozen=True, kw_only=True):
 
 
 class FrameworkEntry(_Origin, frozen=True, kw_only=True):
-    """What drives the GPUs: Python of a framework, with the hooks of a system."""
+    """A framework's Python that drives the GPUs, with the hooks of a system."""
 
     python_us: Annotated[_Latency, says("Python of one moment; hidden as long as the GPU works longer")]
     wait_us: Annotated[_Latency, says("time of one moment in which the GPU waits for Python, however long it works")]
@@ -220,7 +221,7 @@ class FrameworkEntry(_Origin, frozen=True, kw_only=True):
 
 
 class MachineEntry(_Origin, frozen=True, kw_only=True):
-    """A node's parts by name, and how many such nodes there are."""
+    """The parts of a node by name, and the number of such nodes."""
 
     gpu: Annotated[Text | None, says("name of an entry of gpus; left out where ranks are listed")] = None
     gpus: Annotated[
@@ -267,8 +268,8 @@ _E = TypeVar("_E", bound=Table, covariant=True)
 class Entry(Generic[_E]):
     """One entry whose fields have been checked.
 
-    file: where it was written, for messages.
-    raw: what was written.
+    file: the file with the entry, for messages.
+    raw: the entry as written.
     values: its fields.
     """
 
@@ -283,21 +284,27 @@ class Entry(Generic[_E]):
         return cls(file, name, raw, read_table(table, file, name, raw))
 
     def refuse(self, field: str, want: str) -> CatalogError:
-        """The error for a value that is in range but contradicts another field. field: its path; a field of a table
-        below is "calibrated.usable_gb"."""
+        """Returns the error for a value that is in range but contradicts another field.
+
+        field: path of the field, such as "calibrated.usable_gb" in a table below.
+        """
         *tables, last = field.split(".")
         place = ".".join((self.name, *tables))
         return CatalogError(f"{self.file}: [{place}] {last} = {self.written(field)!r}; must be {want}")
 
     def known(self, what: str, field: str, names: tuple[str, ...]) -> str:
-        """The value of a field that names an entry of another table. Raises CatalogError if there is none so named."""
+        """Returns the value of a field that names an entry of another table. Raises CatalogError if no entry has that
+        name."""
         name = str(self.written(field))
         if name not in names:
             raise self.refuse(field, f"the name of a {what}, such as {nearest(name, names) or ', '.join(names)}")
         return name
 
     def written(self, field: str) -> Any:
-        """The value of a field as it was written, None where it was not. field: as for `refuse`; "ranks[0].gpu"."""
+        """Returns the value of a field as it was written, None where it was not.
+
+        field: as for `refuse`, or "ranks[0].gpu".
+        """
         value: Any = self.raw
         for part in field.split("."):
             part, _, index = part.removesuffix("]").partition("[")
@@ -307,5 +314,5 @@ class Entry(Generic[_E]):
 
 
 def scaled(points: Curve | None, size_unit: float, rate_unit: float) -> curves.Curve:
-    """A curve in base units; () where it is not given."""
+    """Returns a curve in base units; () where the entry gives none."""
     return tuple((size * size_unit, rate * rate_unit) for size, rate in points or ())

@@ -1,8 +1,8 @@
 """Generations of GPUs: how the rate of a matrix product depends on its shape, as read from generations.toml.
 
-Cards of one generation differ in datasheet figures alone: peaks and the number of SMs. A card names its generation and
-takes its figures: products by shape ([Note: seconds of a product]), the plateau as the rate of large products in 16
-bit, and the rate of fused attention.
+Cards of one generation differ only in datasheet figures: peaks and the number of SMs. A card names its generation and
+takes three figures from it: products by shape ([Note: seconds of a product]), the plateau as the rate of large products
+in 16 bit, and the rate of fused attention.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GenerationEntry(Table, frozen=True, kw_only=True):
 
 
 class LikeEntry(Table, frozen=True, kw_only=True):
-    """A table of generations.toml that takes the figures of another generation as assumptions."""
+    """A table of generations.toml whose figures are assumed to be those of another generation."""
 
     like: Annotated[Text, says("name of the other generation")]
     plateau: Annotated[_Share | None, says("share of the 16-bit peak that large products run at")] = None
@@ -56,7 +56,7 @@ FIGURES = ("tile", "plateau", "wave_loss", "depth", "memory", "kernel_us", "flas
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Figures of a generation, as generations.toml has them.
+    """Figures of a generation, from generations.toml.
 
     known: figure -> "measured", "fitted", "datasheet" or "assumed".
     """
@@ -74,11 +74,11 @@ class Generation:
 
     @property
     def assumed(self) -> bool:
-        """Whether the plateau is assumed, which moves every product in proportion."""
+        """Whether the plateau is assumed. All products depend on it in proportion."""
         return self.known["plateau"] == "assumed"
 
     def shape(self, sms: int, hbm_peak_bytes_per_s: float) -> ProductShape:
-        """Products of a card with so many streaming multiprocessors and this datasheet bandwidth."""
+        """Returns the products of a card with `sms` streaming multiprocessors and this datasheet bandwidth."""
         return ProductShape(
             sms=sms,
             tile=self.tile,
@@ -91,8 +91,10 @@ class Generation:
 
 
 def read_generations(file: str, text: str) -> dict[str, Generation]:
-    """The generations of a file like generations.toml by name. Raises CatalogError for a field that is missing or
-    wrong, and for a generation that is like one that is not written out."""
+    """Returns the generations of a file like generations.toml, by name. Raises CatalogError for a field that is missing
+    or
+    wrong, and for a `like` that does not name a generation with figures of its own.
+    """
     found: dict[str, Generation] = {}
     raws = parse_toml(file, text)
     alike = {name for name, raw in raws.items() if isinstance(raw, dict) and "like" in raw}
@@ -120,6 +122,6 @@ def read_generations(file: str, text: str) -> dict[str, Generation]:
 
 @cache
 def generations() -> Mapping[str, Generation]:
-    """The generations shipped with the project."""
+    """Returns the generations shipped with the project."""
     name = "generations.toml"
     return read_generations(name, (files("pstar_sim.catalog") / name).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """The machine that this process runs on: GPUs and their free memory, RAM and cgroup limit, cores.
 
-What cannot be read (bandwidths, Adam rate) is taken from the catalog, and the machine's notes say so. Looks at nothing
-but nvidia-smi, /proc and /sys, which are arguments; allocates nothing and imports no torch.
+Figures that cannot be read (bandwidths, Adam rate) come from the catalog, and the machine's notes say so. The only
+sources are nvidia-smi, /proc and /sys, which are arguments. Nothing is allocated, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _QUERY = "name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max"
 
 
 def nvidia_smi() -> str | None:
-    """The GPUs as nvidia-smi lists them, one line per GPU; None where there is no nvidia-smi or it fails."""
+    """Returns the GPUs as nvidia-smi lists them, one line per GPU; None where there is no nvidia-smi or it fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
@@ -40,11 +40,11 @@ def nvidia_smi() -> str | None:
 def this_machine(
     catalog: Catalog, *, gpus: Callable[[], str | None] = nvidia_smi, root: Path = Path("/"), cores: int | None = None
 ) -> Machine:
-    """The machine this runs on.
+    """Returns the machine that this process runs on.
 
-    gpus: output of nvidia-smi.
-    root: where proc/ and sys/ lie.
-    cores: number of cores, by default what `read_cores` finds.
+    gpus: returns the output of nvidia-smi.
+    root: the folder with proc/ and sys/.
+    cores: number of cores; None: as `read_cores` finds.
 
     Raises CatalogError for a GPU that the catalog does not have.
     """
@@ -91,8 +91,9 @@ def _whole(line: str, word: str) -> int:
 
 
 def _link(catalog: Catalog, gpu: Gpu, generation: str, width: str, notes: list[str]) -> Link:
-    """The catalog's link of that PCIe generation, narrowed to the lanes there are; a virtual machine may hide
-    generation and lanes."""
+    """Returns the catalog's link of that PCIe generation, slowed down to the lanes in use. A virtual machine may hide
+    generation and lanes; then a link is assumed and a note says so.
+    """
     name = f"pcie{generation}-x16"
     if name not in catalog.links or not width.isdigit() or int(width) < 1:
         like = next((e for e in catalog.machines.values() if e.values.gpu == gpu.name), None)
@@ -131,7 +132,9 @@ def _host(catalog: Catalog, root: Path, cores: int, notes: list[str]) -> Host:
 
 
 def read_memory(root: Path) -> tuple[int, int]:
-    """Bytes of memory this process may use at all (RAM, or its cgroup's limit if lower), and what of it is available.
+    """Returns the bytes of memory that this process may use (RAM, or its cgroup's limit if lower), and the part of them
+    that
+    is available.
 
     Raises CatalogError where /proc/meminfo cannot be read.
     """
@@ -156,7 +159,8 @@ def read_memory(root: Path) -> tuple[int, int]:
 
 
 def read_cores(root: Path) -> int:
-    """Cores this process may run on: its affinity, or its cgroup's CPU quota if lower (at least 1)."""
+    """Returns the number of cores that this process may use: its affinity, or its cgroup's CPU quota if lower (at least
+    1)."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     quotas = [float(cores)]
     for path in _groups(root, "cpu"):
@@ -170,12 +174,13 @@ def read_cores(root: Path) -> int:
 
 
 def _groups(root: Path, controller: str) -> Sequence[Path]:
-    """Folders of this process's cgroup and all those above it, version 2 and version 1 (of one controller)."""
+    """Returns the folders of this process's cgroup and of all cgroups above it: version 2, and version 1 of one
+    controller."""
     folders: list[Path] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        lines = []  # a system without cgroups has no limits to read
+        lines = []  # a system without cgroups has no limits
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

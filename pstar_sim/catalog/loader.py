@@ -1,6 +1,8 @@
-"""A machine of the catalog, of a file, or the one that this process runs on; with other sizes where they are given.
+"""Loading of machines: by name from the catalog, from a file, or the machine that this process runs on; with other
+sizes
+where they are given.
 
-What the files say, and how a user's file goes over the shipped ones, is in catalog.py.
+catalog.py explains the files, and how a user's file goes over the shipped files.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ __all__ = ["Catalog", "load_catalog", "load_machine", "machine_names", "resize",
 
 
 def machine_names(user_file: str | Path | None = None) -> tuple[str, ...]:
-    """Names `load_machine` knows, in catalog order, besides "here"."""
+    """Returns the names that `load_machine` knows, in catalog order, without "here"."""
     return tuple(load_catalog(user_file).machines)
 
 
@@ -36,9 +38,11 @@ def load_machine(
     overrides: Mapping[str, str | int | float | bool] | Iterable[str] | None = None,
     user_file: str | Path | None = None,
 ) -> Machine:
-    """A machine by name, "here" for the one this runs on, the one a .toml file defines, or one of mixed GPUs, such as
-    "a100-80x2+v100-32x2" (mixed.py).
+    """Returns a machine.
 
+    name: a name of the catalog; "here" for the machine that this process runs on; the path of a .toml file; or mixed
+        GPUs,
+        such as "a100-80x2+v100-32x2" (mixed.py).
     gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`).
     nodes: number of nodes (see `with_nodes`).
     gpus: number of GPUs per node.
@@ -98,11 +102,13 @@ def _only_machine(file: str) -> Machine:
 
 
 def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory: str | int | None = None) -> Machine:
-    """The machine with other memory sizes.
+    """Returns the machine with other memory sizes.
 
-    gpu_memory: what a process can take of each GPU; the context still comes off it. host_memory: DRAM of a node; what
-    is reserved for the system still comes off it. On a unified machine the one is what the other leaves: give one of
-    them, or two that its memory has room for. Raises CatalogError where nothing would be left.
+    gpu_memory: memory of each GPU that a process can take, the context included.
+    host_memory: DRAM of a node, the part that is reserved for the system included.
+
+    On a unified machine a single given size leaves the rest to the other place; two given sizes must fit its memory
+    together. Raises CatalogError where nothing would be left for plans.
     """
     pool_bytes = machine.pool_bytes
     if gpu_memory is not None:

@@ -1,8 +1,7 @@
-"""Machine, Rank, Gpu, Link, Host and what joins several GPUs: the hardware a plan is made for, as plain values.
+"""Machine, Rank, Gpu, Link, Host and the fabric between GPUs: the hardware that a plan is made for, as plain values.
 
-This module says what the fields mean and which values they take. A wrong value raises CatalogError when the part is
-made, whoever makes it. Where the numbers come from is in the TOML files and `catalog.py`. Knows no workload and no
-clock.
+This module defines the fields and the values that they may take. A part with a wrong value raises CatalogError when it
+is made. The TOML files and `catalog.py` say where the numbers come from. Knows no workload and no clock.
 """
 
 from __future__ import annotations
@@ -23,15 +22,18 @@ __all__ = ["KNOWN", "Fabric", "Framework", "Gpu", "Host", "Link", "Machine", "Nv
 
 KNOWN = ("measured", "fitted", "datasheet", "assumed")
 """How a figure is known, the best first: measured on this machine, a share of peaks fitted to published runs, a peak of
-a datasheet times a usual share, or a figure that nobody measured. An answer is as good as the last of its figures."""
-_SHARES = 1e-6  # by which the shares of a batch may miss 1, for rounding
+a datasheet times a usual share, or assumed without a measurement. An answer is as reliable as its worst-known figure.
+"""
+_SHARES = 1e-6  # largest difference of the sum of batch shares from 1, for rounding
 
 
 def _check(
     what: str, part: object, *, positive: Sequence[str] = (), natural: Sequence[str] = (), counts: Sequence[str] = ()
 ) -> str:
-    """Raise CatalogError unless the `positive` figures are above 0, the `natural` ones at least 0 and the `counts`
-    whole numbers from 1. An optional figure that is None is left out. Returns the part in words."""
+    """Raise CatalogError unless the `positive` figures are above 0, the `natural` figures at least 0 and the `counts`
+    whole numbers from 1. An optional figure that is None is not checked. Returns kind and name of the part, for
+    messages.
+    """
     where = f"{what} {text(f'the name of a {what}', getattr(part, 'name', None), 'a text', error=CatalogError)!r}"
     optional = {name for name, default in type(part).__dict__.items() if default is None}
     for names, least in ((positive, False), (natural, True)):
@@ -62,8 +64,8 @@ class Gpu:
     flops_per_s: effective matrix rate by dtype ("fp32", "fp16", "bf16"); a dtype that is missing is not supported.
     measured: whether its figures are calibrated.
     source: where its figures come from.
-    launch_s: beginnings and ends of a moment's kernels. None where rates are those of whole iterations, which contain
-        them and the operators.
+    launch_s: seconds of the beginnings and ends of a moment's kernels. None where rates are those of whole iterations,
+        which contain these seconds and the operators.
     known: how its figures are known, one of KNOWN.
     matmul_tables: by dtype, the curve of flops/s over the flops of a product, where it was measured; flops_per_s is
         then the best rate of the curve.
@@ -114,7 +116,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Host to GPU. A transfer lasts latency_s + bytes / rate.
+    """The link between host and GPU. A transfer lasts latency_s + bytes / rate.
 
     name: name of the link.
     h2d_bytes_per_s: effective rate to the GPU.
@@ -124,8 +126,8 @@ class Link:
     measured: whether its figures are calibrated.
     source: where its figures come from.
     known: how its figures are known, one of KNOWN.
-    pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known; a plan
-        with such copies cannot be timed then.
+    pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known, and a
+        plan with such copies cannot be timed.
     h2d_table, d2h_table: bytes/s by bytes of a copy, where it was measured; h2d_bytes_per_s and d2h_bytes_per_s are
         then the best rates of the curves, or less for a link that is throttled.
     """
@@ -151,10 +153,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """What joins the GPUs of a node, or the nodes.
+    """The network between the GPUs of a node, or between the nodes.
 
     name: name of the link.
-    bytes_per_s: what one member (GPU, node) sends, and at the same time receives.
+    bytes_per_s: rate at which one member (GPU, node) sends, and at the same time receives.
     latency_s: latency of one hop.
     measured: whether its figures are calibrated.
     source: where its figures come from.
@@ -174,7 +176,7 @@ class Fabric:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvme:
-    """Solid-state disks of one node, all together.
+    """The solid-state disks of one node, all together.
 
     name: name of the set of disks.
     memory_bytes: bytes that a training job may fill.
@@ -202,19 +204,21 @@ class Nvme:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """Host memory of one node and its CPUs.
+    """The memory and the CPUs of one node.
 
     name: name of the host.
     memory_bytes: its DRAM.
     reserved_bytes: left for the operating system and the training process itself; a plan's budget is memory - reserved.
-    dram_bytes_per_s: shared by DMA (each transfer's bytes once) and CPU Adam (`OptimizerSpec.dram_bytes_per_param`).
+    dram_bytes_per_s: DRAM bandwidth, shared by DMA (the bytes of each transfer count once) and CPU Adam
+        (`OptimizerSpec.dram_bytes_per_param`).
     cores: physical cores that CPU Adam may use.
-    adam_params_per_s: fused AdamW over fp32 states, all cores given to it.
+    adam_params_per_s: rate of fused AdamW over fp32 states, with all cores given to it.
     measured: whether its figures are calibrated.
     source: where its figures come from.
     adam_table: parameters/s by threads, where it was measured.
     dram_measured: whether dram_bytes_per_s was measured.
-    pinned_bytes: the most that can be pinned; None: all of it. Copies of what is not pinned run at the pageable rate.
+    pinned_bytes: the most bytes that can be pinned; None: all. Copies of memory that is not pinned run at the pageable
+        rate.
     known: how its rate of CPU Adam is known, one of KNOWN.
     """
 
@@ -248,7 +252,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """Python that drives the GPUs.
+    """The Python that drives the GPUs.
 
     name: name of the framework, or of the system whose hooks it runs.
     python_s: seconds of Python per moment. Python runs ahead of the GPU, and a moment lasts at least as long.
@@ -273,8 +277,9 @@ class Rank:
 
     gpu: its GPU.
     link: its link to the host.
-    batch_share: its share of the batch; the shares of all ranks add up to 1.
-    root: the PCIe switch of its node that its link hangs on, None if it has a root port of its own.
+    batch_share: its share of the batch; the shares of all ranks add up to 1, and 0 is an empty batch.
+    root: number of the PCIe switch in its node that its link is attached to; None if the link has a root port of its
+        own.
     """
 
     gpu: Gpu
@@ -290,8 +295,7 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes and their ranks, one rank for a single GPU. Its weakest part gives its `confidence`, "calibrated" or
-    "datasheet".
+    """Nodes and their ranks; a single GPU is one rank. `confidence` is "calibrated" if every part is, else "datasheet".
 
     name: name of the machine.
     ranks: ranks of all nodes, node by node, the same number in each.
@@ -302,13 +306,13 @@ class Machine:
     nodes: number of nodes.
     peer: joins the GPUs of a node; None: they reach each other over their links.
     network: joins the nodes.
-    root_bytes_per_s: what a PCIe switch passes to or from the host, each way, shared by the ranks on it.
+    root_bytes_per_s: rate of a PCIe switch to or from the host, each way, shared by the ranks on it.
     nvme: disks of ONE node; its ranks share it as they share the host.
     framework: Python that drives the GPUs; None where no moment waits for it, or where the GPU's launch_s includes it.
     slowdowns: "compute_while_adam" = 1.2 says that compute takes 1.2 times as long while CPU Adam runs; for pairs of
         "compute", "adam", "h2d" and "d2h", where measured.
-    unified: whether GPU and CPU work in one memory. What the GPU may take of it is the GPU's usable_bytes, the rest is
-        the host's memory_bytes; the link is a copy inside that memory.
+    unified: whether GPU and CPU work in one memory. The GPU may take its usable_bytes of that memory; the rest is the
+        host's memory_bytes. The link is a copy inside that memory.
     """
 
     name: str
@@ -351,12 +355,12 @@ class Machine:
 
     @cached_property
     def gpu(self) -> Gpu:
-        """The GPU of every rank; where they differ, one that has the least of each figure."""
+        """The GPU of every rank; where the GPUs differ, a GPU with the worst value of each figure."""
         return _weakest_gpu([r.gpu for r in self.ranks])
 
     @cached_property
     def link(self) -> Link:
-        """The link of every rank; where they differ, one that has the least of each figure."""
+        """The link of every rank; where the links differ, a link with the worst value of each figure."""
         return _weakest_link([r.link for r in self.ranks])
 
     @cached_property
@@ -367,34 +371,34 @@ class Machine:
 
     @property
     def local_ranks(self) -> int:
-        """Ranks of one node."""
+        """Number of ranks of one node."""
         return len(self.ranks) // self.nodes
 
     @property
     def pool_bytes(self) -> int | None:
-        """The one memory of a unified machine's node; None where GPUs have a memory of their own."""
+        """Bytes of the one memory of a unified machine's node; None where GPUs have a memory of their own."""
         if not self.unified:
             return None
         return self.host.memory_bytes + sum(rank.gpu.usable_bytes for rank in self.ranks[: self.local_ranks])
 
     @property
     def gpu_budget_bytes(self) -> int:
-        """What a plan may use of each GPU."""
+        """Bytes of each GPU that a plan may use."""
         return self.gpu.budget_bytes
 
     @property
     def host_budget_bytes(self) -> int:
-        """What a plan may use of the host on each rank: its part of the node."""
+        """Bytes of the host that a plan may use on each rank: its part of the node."""
         return self.host.budget_bytes // self.local_ranks
 
     @property
     def nvme_budget_bytes(self) -> int:
-        """What a plan may use of the disks on each rank: its part of the node; 0 without disks."""
+        """Bytes of the disks that a plan may use on each rank: its part of the node; 0 without disks."""
         return 0 if self.nvme is None else self.nvme.memory_bytes // self.local_ranks
 
     @property
     def adam_params_per_s(self) -> float:
-        """CPU Adam of one rank, with its part of the node's cores."""
+        """Rate of CPU Adam on one rank, with its part of the node's cores."""
         return self.host.adam_params_per_s / self.local_ranks
 
     @property
@@ -404,8 +408,10 @@ class Machine:
 
     @property
     def confidence_by_input(self) -> dict[str, str]:
-        """ "calibrated", or one of KNOWN, for each figure that a prediction rests on; parts that this machine lacks are
-        left out. A figure of several parts is as good as the worst of them."""
+        """How each input of a prediction is known: input -> "calibrated", or one of KNOWN. Parts that this machine
+        lacks are
+        left out. An input of several parts is known as well as the worst of them.
+        """
         found = {
             "compute": _worst((r.gpu.measured, r.gpu.known) for r in self.ranks),
             "link": _worst((r.link.measured, r.link.known) for r in self.ranks),
@@ -423,8 +429,10 @@ class Machine:
 
 
 def _worst(parts: Iterable[tuple[bool, str]]) -> str:
-    """How the worst known of these parts is known. parts: (whether the part is calibrated, how its figures are
-    known)."""
+    """Returns how the worst-known of these parts is known.
+
+    parts: (whether the part is calibrated, how its figures are known).
+    """
     words = ["calibrated" if measured else known for measured, known in parts]
     return max(words, key=("calibrated", *KNOWN).index)
 
@@ -453,7 +461,7 @@ def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
 
 
 def _weakest_products(shapes: Sequence[ProductShape | None]) -> ProductShape | None:
-    """Products with the worst of each figure; None where a GPU has none by shape."""
+    """Returns products with the worst value of each figure; None if some GPU has no products by shape."""
     given = [shape for shape in shapes if shape is not None]
     if len(given) < len(shapes):
         return None
@@ -469,13 +477,13 @@ def _weakest_products(shapes: Sequence[ProductShape | None]) -> ProductShape | N
 
 
 def _different(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """The first one, and all that differ from it."""
+    """Returns the first GPU, and all GPUs that differ from it."""
     kinds = list({id(g): g for g in gpus}.values())
     return [kinds[0], *(g for g in kinds[1:] if g != kinds[0])]
 
 
 def _of_known(pick: Callable[[list[float]], float], figures: Sequence[float | None]) -> float | None:
-    """What `pick` chooses from the figures; None where one of them is not known."""
+    """Returns `pick` of the figures; None if some figure is None."""
     known = [figure for figure in figures if figure is not None]
     return pick(known) if len(known) == len(figures) else None
 

@@ -1,8 +1,8 @@
-"""A machine of mixed GPUs by its name: "a100-80x2+v100-32x2" has two A100 and two V100 in one node.
+"""Machines of mixed GPUs by name: "a100-80x2+v100-32x2" has two A100 and two V100 in one node.
 
-A part is a machine of the catalog with one GPU, or the GPU of such a machine, and how many of it there are. Each GPU
+A part is a machine of the catalog with one GPU, or the GPU of such a machine, and the number of such GPUs. Each GPU
 keeps the link of its machine. The host is the host of the first part's machine. The GPUs reach each other over their
-links, and every GPU has an equal share of the batch; a machine file can say otherwise.
+links, and every GPU has an equal share of the batch. A machine file can describe other hosts, networks and shares.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ JOIN = "+"
 
 
 def names_parts(name: str, catalog: Catalog) -> bool:
-    """Whether the name lists parts and is not the name of a machine of the catalog."""
+    """Returns whether the name lists parts and is not the name of a machine of the catalog."""
     return JOIN in name and spelled(name, catalog.machines) not in catalog.machines
 
 
 def mixed_machine(name: str, catalog: Catalog) -> Machine:
-    """The machine of these parts. Raises CatalogError for a part that is empty or has no GPU, and for GPUs that are all
-    the same; UnknownName for a part that is no machine with one GPU."""
+    """Returns the machine of these parts. Raises CatalogError for a part that is empty or has no GPU, and for GPUs that
+    are all the same; UnknownName for a part that is not a machine with one GPU.
+    """
     known = _single(catalog)
     counts: dict[str, int] = {}
     for part in name.split(JOIN):
@@ -64,14 +65,14 @@ def mixed_machine(name: str, catalog: Catalog) -> Machine:
 
 
 def _single(catalog: Catalog) -> Mapping[str, str]:
-    """Names of a part -> the machine with one GPU that is meant."""
+    """Returns the machines with one GPU: name of a part -> name of the machine."""
     found = {name: name for name, e in catalog.machines.items() if e.values.gpus == 1 and e.values.nodes == 1}
     of_gpus = {str(catalog.machines[name].values.gpu): name for name in reversed(found)}
     return {**of_gpus, **found}
 
 
 def _split(part: str, known: Mapping[str, str]) -> tuple[str | None, str]:
-    """(name of the part, or None if it is not known; its number of GPUs as written)."""
+    """Returns (name of the part, or None if it is not known; its number of GPUs as written)."""
     head, _, number = part.rpartition("x")
     for name, written in ((part, "1"), (head.strip(), number.strip())):
         if name and spelled(name, known) in known and written.isascii() and written.isdigit():

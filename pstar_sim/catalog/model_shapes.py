@@ -1,4 +1,4 @@
-"""Shapes of known models, from models.toml. Knows how many parameters a shape has, not what it computes."""
+"""Shapes of known models, from models.toml. Knows how many parameters a shape has, not its computation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LatentShape(Table, frozen=True, kw_only=True):
 
 
 class ModelShape(Table, frozen=True, kw_only=True):
-    """An entry of models.toml; families are described at the head of that file."""
+    """An entry of models.toml. The head of that file describes the families."""
 
     family: Annotated[Literal["gpt", "llama", "bert", "vit"], says("which blocks the model is made of")]
     layers: Annotated[_Count, says("number of blocks")]
@@ -91,9 +91,9 @@ class ModelShape(Table, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelEntry:
-    """One model shape.
+    """The shape of one model.
 
-    vocab: 0 for a ViT.
+    vocab: tokens of the vocabulary; 0 for a ViT.
     params: true count, tied weights counted once.
     max_seq: positions the model has (learned ones are parameters).
     tied: whether the head is the token embedding.
@@ -155,16 +155,16 @@ class ModelEntry:
         return self.head_dim if self.latent is None else self.latent.value
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer (from 0) has experts in place of one feed-forward layer."""
+        """Returns whether the layer (counted from 0) has experts in place of one feed-forward layer."""
         return self.experts is not None and layer >= self.experts.dense_layers
 
     def window_of(self, layer: int) -> int:
-        """Tokens that a layer (from 0) sees at most; 0 for all of them."""
+        """Returns the most tokens that the layer (counted from 0) sees; 0 for all of them."""
         return 0 if self.full_every and (layer + 1) % self.full_every == 0 else self.window
 
     @property
     def active_params(self) -> int:
-        """Parameters that one token goes through: all but the experts that it is not sent to."""
+        """Parameters that one token goes through: all parameters but those of experts that the token is not sent to."""
         if self.experts is None:
             return self.params
         idle = self.experts.count - self.experts.per_token
@@ -173,7 +173,7 @@ class ModelEntry:
 
 
 def expert_params(m: ModelEntry) -> int:
-    """Parameters of one expert of one layer; 0 for a model without experts."""
+    """Returns the number of parameters of one expert of one layer; 0 for a model without experts."""
     if m.experts is None:
         return 0
     h, f = m.hidden, m.experts.ffn
@@ -181,7 +181,7 @@ def expert_params(m: ModelEntry) -> int:
 
 
 def _attention_params(m: ModelEntry) -> int:
-    """Parameters of the attention of one layer of the llama family."""
+    """Returns the number of parameters of the attention of one layer of the llama family."""
     h = m.hidden
     if m.latent is not None:
         x = m.latent
@@ -195,7 +195,7 @@ def _attention_params(m: ModelEntry) -> int:
 
 
 def _mlp_params(m: ModelEntry, layer: int) -> int:
-    """Parameters of a feed-forward layer, or of its experts, in the llama family."""
+    """Returns the number of parameters of a feed-forward layer, or of its experts, in the llama family."""
     x = m.experts
     if x is None or not m.has_experts(layer):
         return 3 * m.hidden * m.ffn
@@ -204,7 +204,8 @@ def _mlp_params(m: ModelEntry, layer: int) -> int:
 
 
 def count_params(m: ModelEntry) -> int:
-    """Parameters of the shape, tied weights once; families as described at the head of models.toml."""
+    """Returns the number of parameters of the shape, tied weights once. The head of models.toml describes the
+    families."""
     h, f, v = m.hidden, m.ffn, m.vocab
     norm = 2 * h
     if m.family == "llama":
@@ -232,8 +233,10 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
 
 
 def _check_shape(e: Entry[ModelShape], m: ModelEntry) -> None:
-    """Check the shape. Raises CatalogError, naming the field, for a shape that contradicts itself or has another number
-    of parameters than it says."""
+    """Raise CatalogError, naming the field, for a shape that contradicts itself, or whose number of parameters is not
+    the
+    `params` that it states.
+    """
     if m.hidden % m.heads and not (m.own_head_dim or m.latent):
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}, where head_dim is not given")
     if m.heads % m.kv_heads or (m.family != "llama" and m.kv_heads != m.heads):
@@ -250,7 +253,7 @@ _DETAILS = ("output_bias", "head_dim", "qk_norm", "post_norms", "sinks", "window
 
 
 def _check_details(e: Entry[ModelShape], m: ModelEntry) -> None:
-    """Only the llama family has details, and details that go together."""
+    """Raise CatalogError for details outside the llama family, and for details that exclude each other."""
     given = [name for name in _DETAILS if getattr(e.values, name)]
     if given and m.family != "llama":
         raise e.refuse(given[0], "left out outside the llama family")
@@ -265,7 +268,7 @@ def _check_details(e: Entry[ModelShape], m: ModelEntry) -> None:
 
 
 def _check_image(e: Entry[ModelShape], m: ModelEntry) -> None:
-    """Only a ViT has patch, image and classes; every other family has a vocabulary."""
+    """Raise CatalogError unless a ViT has patch, image and classes, and every other family has a vocabulary."""
     if m.family == "vit":
         if not (m.patch and m.image and m.classes) or m.image % m.patch:
             raise e.refuse("patch", "given for a ViT, with image (a multiple of it) and classes")
@@ -278,7 +281,10 @@ def _check_image(e: Entry[ModelShape], m: ModelEntry) -> None:
 
 
 def read_models(file: str, text: str) -> dict[str, ModelEntry]:
-    """Models by name, in the order of the file. Raises CatalogError for an entry that is wrong or a name used twice."""
+    """Returns the models by name, in the order of the file. Raises CatalogError for an entry that is wrong, or for a
+    name that
+    is used twice.
+    """
     models = {name: _entry(file, name, raw) for name, raw in parse_toml(file, text).items()}
     taken = set(models)
     for m in models.values():
@@ -295,17 +301,17 @@ def _models() -> dict[str, ModelEntry]:
 
 
 def model_names() -> tuple[str, ...]:
-    """Names of all models, in catalog order, aliases left out."""
+    """Returns the names of all models, in catalog order, without aliases."""
     return tuple(_models())
 
 
 def is_model(name: str) -> bool:
-    """Whether the catalog has a model of exactly this name."""
+    """Returns whether the catalog has a model of exactly this name."""
     return name in _models()
 
 
 def model_entry(name: str) -> ModelEntry:
-    """The model of that name or alias. Raises UnknownName, and ModelError for what is not a name."""
+    """Returns the model of that name or alias. Raises UnknownName, and ModelError for a value that is not a name."""
     models = _models()
     text("model", name, "the name of a model, such as '12B'", error=ModelError)
     if name in models:

@@ -1,12 +1,13 @@
-"""Overrides: one figure of a machine replaced by hand, `--set gpu.memory=48GB` and `machine(name, overrides={...})`.
+"""Overrides: figures of a machine replaced by hand, `--set gpu.memory=48GB` and `machine(name, overrides={...})`.
 
-A path names the figure, a value is written as people write it: a size (48GB), a rate (25GB/s), flops (150T), a count, a
-duration (10us), true or false; or a change of what is there: +10%, -25%, x2. Every figure keeps to the range a catalog
-file may give it, and what contradicts another figure is refused. Knows no workload.
+A path names the figure. The value is a size (48GB), a rate (25GB/s), flops (150T), a count, a duration (10us), true or
+false, or a change of the present figure: +10%, -25%, x2. Each figure must stay in the range of catalog files, and a
+value that contradicts another figure is refused. Knows no workload.
 
-[Note: cores and Adam] The rate of CPU Adam is a figure of its own, measured with all cores. `host.cores` scales it in
-proportion, up to what DRAM bandwidth allows (28 bytes per parameter); `host.dram` leaves it as it is unless it would be
-above that. `host.adam` sets it outright, and is refused where the DRAM could not feed it.
+[Note: cores and Adam] The rate of CPU Adam is a figure of its own, measured with all cores. `host.cores` scales the
+rate in proportion, up to the rate that the DRAM bandwidth allows (28 bytes per parameter). `host.dram` lowers the rate
+only if the new bandwidth allows less. `host.adam` sets the rate outright, and is refused where the DRAM could not feed
+it.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _SIZES = (1e6, 1e17)
 
 @dataclass(frozen=True)
 class _Path:
-    """One figure.
+    """A figure that can be replaced.
 
-    quantity: how it is written.
+    quantity: how its value is written.
     low, high: its range, in SI units.
-    get: reads it off a machine; None where the machine has no such part.
-    put: the machine with another value of the figure.
+    get: reads the figure from a machine; None where the machine has no such part.
+    put: returns the machine with another value of the figure.
     """
 
     quantity: Quantity
@@ -53,10 +54,11 @@ class _Path:
 
 
 def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> Machine:
-    """The machine with these figures in place of its own: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
+    """Returns the machine with these figures in place of its own: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
 
-    Raises CatalogError, naming path and value, for an unknown path, a value that is not a quantity, is out of range or
-    contradicts the rest of the machine, and for a figure of a part that the machine does not have.
+    Raises CatalogError, naming path and value: for an unknown path; for a value that is not a quantity, is out of range
+    or
+    contradicts the rest of the machine; and for a figure of a part that the machine does not have.
     """
     given = dict(changes) if isinstance(changes, Mapping) else parse_settings(changes)
     given = {path: _plain(value) for path, value in given.items()}
@@ -74,19 +76,19 @@ def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> 
 
 
 def _plain(value: object) -> Any:
-    """Numbers, numpy's too, as Python's own."""
+    """Returns the value, with numpy's numbers as Python's."""
     if isinstance(value, (str, bool)) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 
 def override_paths() -> tuple[str, ...]:
-    """Every path `override` knows."""
+    """Returns every path that `override` knows."""
     return tuple(_PATHS)
 
 
 def override_rows() -> list[tuple[str, str, str, str]]:
-    """For people, one row per path: its name, what its value is and how it is written, and its range."""
+    """Returns one row per path, for people: its name, its value and how the value is written, and its range."""
     rows = []
     for path, figure in _PATHS.items():
         quantity = figure.quantity
@@ -96,8 +98,10 @@ def override_rows() -> list[tuple[str, str, str, str]]:
 
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
-    """["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is not PATH=VALUE, and for a
-    path given twice."""
+    """Returns ["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is not PATH=VALUE, and
+    for a
+    path that is given twice.
+    """
     found: dict[str, Value] = {}
     for text in texts:
         if not isinstance(text, str):
@@ -113,8 +117,10 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
 
 
 def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
-    """The paths in an order in which no machine on the way contradicts itself: where a memory shrinks, the figures that
-    are subtracted from it are set first."""
+    """Returns the paths in an order in which no intermediate machine contradicts itself: where a memory shrinks, the
+    figures
+    that are subtracted from it are set first.
+    """
     paths = sorted(given, key=_order)
     for memory, taken in (("gpu.memory", "gpu.context"), ("host.memory", "host.reserved")):
         if memory in given and taken in given:
@@ -126,7 +132,10 @@ def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
 
 
 def _order(path: str) -> tuple[int, int]:
-    """Counts first (nodes and GPUs multiply what is there), then the rest as listed; cores before Adam's own rate."""
+    """Returns the key to sort a path by: first counts (nodes and GPUs multiply the present parts), then the other paths
+    as
+    listed; cores come before Adam's own rate.
+    """
     first = ("nodes", "gpus")
     known = list(_PATHS)
     return (first.index(path) if path in first else len(first), known.index(path) if path in known else len(known))
@@ -161,7 +170,7 @@ _RELATIVE = re.compile(r"([+-])\s*([0-9]+(?:\.[0-9]*)?)\s*%|[x*]\s*([0-9]+(?:\.[
 
 
 def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
-    """The value in SI units (a flag as 0 or 1)."""
+    """Returns the value in SI units (true as 1, false as 0)."""
     quantity = figure.quantity
     refusal = CatalogError(
         f"{path} = {value!r} is no {quantity.what}; write {quantity.example}"
@@ -191,7 +200,8 @@ def _number(machine: Machine, path: str, figure: _Path, value: Value) -> float:
 
 
 def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float:
-    """The figure after a change such as +10 % or x2; a count is a whole number, and 0 only after a decrease."""
+    """Returns the figure after a change such as +10 % or x2. A count stays a whole number, and becomes 0 only by a
+    decrease."""
     if change[3] is not None:
         number = present * float(change[3])
     else:
@@ -235,7 +245,7 @@ def _flops(dtype: str) -> _Path:
 
 
 def _cores(machine: Machine, count: float) -> Machine:
-    """The machine with `count` cores, and Adam's rate on them: [Note: cores and Adam]."""
+    """Returns the machine with `count` cores, and Adam's rate on them: [Note: cores and Adam]."""
     host = machine.host
     most = max(host.adam_params_per_s, host.dram_bytes_per_s / ADAM_BYTES_PER_PARAM)
     rate = min(host.adam_params_per_s * count / host.cores, most)
@@ -243,7 +253,8 @@ def _cores(machine: Machine, count: float) -> Machine:
 
 
 def _with_hbm(gpu: Gpu, rate: float) -> Gpu:
-    """The GPU with another memory bandwidth; that of a moment's operators and of products changes in proportion."""
+    """Returns the GPU with another memory bandwidth. The bandwidth of operators and of products changes in
+    proportion."""
     measured = gpu.operator_bytes_per_s
     factor = rate / gpu.hbm_bytes_per_s
     operators = None if measured is None else measured * rate / gpu.hbm_bytes_per_s
@@ -254,7 +265,7 @@ def _with_hbm(gpu: Gpu, rate: float) -> Gpu:
 
 
 def _dram(machine: Machine, rate: float) -> Machine:
-    """The machine with another DRAM bandwidth, and Adam's rate with it: [Note: cores and Adam]."""
+    """Returns the machine with another DRAM bandwidth, and Adam's rate with it: [Note: cores and Adam]."""
     host = machine.host
     most = max(rate / ADAM_BYTES_PER_PARAM, 0.0)
     adam = min(host.adam_params_per_s, most) if rate < host.dram_bytes_per_s else host.adam_params_per_s
@@ -421,7 +432,7 @@ def _refusal(
 
 
 def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
-    """Refuse a part of a disk for a machine that has none."""
+    """Raise CatalogError for a single figure of disks on a machine without disks."""
     paths = ("nvme.memory", "nvme.read", "nvme.write")
     if machine.nvme is None and 0 < sum(path in given for path in paths) < len(paths):
         instead = "a disk needs all three: nvme.memory, nvme.read and nvme.write"
@@ -429,7 +440,7 @@ def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
 
 
 def _check(machine: Machine, given: Mapping[str, Value]) -> None:
-    """Refuse what contradicts the rest of the machine."""
+    """Raise CatalogError for values that contradict the rest of the machine."""
 
     def refuse(paths: Iterable[str], why: str, instead: str) -> CatalogError:
         return _refusal(machine, given, paths, why, instead)
@@ -453,8 +464,10 @@ def _check(machine: Machine, given: Mapping[str, Value]) -> None:
 
 
 def _named(was: Machine, machine: Machine, given: Mapping[str, Value]) -> Machine:
-    """The parts that changed say so in their `source`. Where the GPU's speed changed, the machine is another one: what
-    was recorded on the old one does not hold for it, so it gets another name."""
+    """Returns `machine` with the changed figures in the `source` of their parts. A machine with another GPU speed gets
+    another
+    name, because recorded timings of the old machine do not hold for it.
+    """
     note = "; by hand: " + ", ".join(f"{path} = {value}" for path, value in given.items())
 
     def marked(prefix: str) -> bool:

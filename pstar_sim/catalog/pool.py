@@ -1,5 +1,6 @@
-"""The pool of a unified machine: the one memory that its GPUs and its host share. Bytes that the GPUs take are not the
-host's, so no byte is counted twice."""
+"""The pool of a unified machine: the one memory that its GPUs and its host share. A byte belongs either to a GPU or to
+the host, so no byte is counted twice.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ __all__ = ["share_pool"]
 
 
 def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given: bool) -> Machine:
-    """The machine with the pool of each node divided between its GPUs and its host.
+    """Returns the machine with the pool of each node divided between its GPUs and its host.
 
     pool_bytes: bytes of the pool.
     gpu_given: whether the share of the GPUs was given by hand; the host then has the rest.

@@ -1,4 +1,4 @@
-"""Prices: what a machine costs to rent, from prices.toml and a user's file over it."""
+"""Prices: rent of machines, from prices.toml and a user's file over it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = 1
 
 
 class OwnPrice(Table, frozen=True, kw_only=True):
-    """What a machine costs, in a user's file."""
+    """The rent of a machine, in a user's file."""
 
     usd_per_hour: Annotated[
         float, between(1e-3, 1e6), says("list price of one node, on demand if nothing else is said")
@@ -31,7 +31,7 @@ class OwnPrice(Table, frozen=True, kw_only=True):
 
 
 class ShippedPrice(OwnPrice, frozen=True, kw_only=True):
-    """What a machine costs, in prices.toml."""
+    """The rent of a machine, in prices.toml."""
 
     as_of: Checked
     offer: Text
@@ -43,7 +43,7 @@ class ShippedPrice(OwnPrice, frozen=True, kw_only=True):
 class Price:
     """USD per hour of one node.
 
-    as_of: when its source gives it, None where a user's file does not say.
+    as_of: date of the price by its source; None where a user's file does not say.
     own: whether the price is from a user's file.
     """
 
@@ -56,8 +56,10 @@ class Price:
 
 
 def load_prices(user_file: str | Path | None = None) -> dict[str, Price]:
-    """Price by machine. user_file: entries [MACHINE] usd_per_hour = ... that come before the shipped ones; only that
-    field is needed. Raises CatalogError for an entry that is wrong."""
+    """Returns the price by machine. Raises CatalogError for an entry that is wrong.
+
+    user_file: entries [MACHINE] usd_per_hour = ... that come before the shipped entries; only that field is needed.
+    """
     text = (files("pstar_sim.catalog") / "prices.toml").read_text(encoding="utf-8")
     prices = {
         name: _price("prices.toml", name, read_table(ShippedPrice, "prices.toml", name, raw), own=False)

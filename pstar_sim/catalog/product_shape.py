@@ -31,12 +31,12 @@ __all__ = ["ProductShape"]
 class ProductShape:
     """Figures of one GPU by [Note: seconds of a product].
 
-    sms: streaming multiprocessors.
+    sms: number of streaming multiprocessors.
     tile: rows and columns of a tile of the result.
     wave_loss: share of the idle time of the last wave that is lost, from 0 to 1: kernels that split tiles lose less.
-    depth: terms of a dot product (k) that the beginning and the end of a tile take as long as.
+    depth: terms of a dot product (k) that take as long as the beginning and the end of a tile.
     bytes_per_s: rate at which a product's factors and result move through the memory of the GPU.
-    kernel_s: beginning and end of a kernel, whatever its size.
+    kernel_s: seconds of the beginning and end of a kernel, whatever its size.
     flash: share of `rate` that fused attention reaches.
     """
 
@@ -59,8 +59,11 @@ class ProductShape:
             raise CatalogError(f"products: wave_loss = {self.wave_loss!r}: it must be a share from 0 to 1")
 
     def seconds(self, product: Sequence[int], flops_per_s: float, moved_bytes: float) -> float:
-        """Seconds of a product (batches, m, k, n). flops_per_s: rate of large products. moved_bytes: bytes of its
-        factors and its result."""
+        """Returns the seconds of a product (batches, m, k, n).
+
+        flops_per_s: rate of large products.
+        moved_bytes: bytes of its factors and its result.
+        """
         batches, m, k, n = product
         waves = batches * -(-m // self.tile[0]) * -(-n // self.tile[1]) / self.sms
         loss = 1 + self.wave_loss * (math.ceil(waves) / waves - 1)

@@ -1,5 +1,7 @@
-"""A machine as a catalog file of one's own, which `load_machine` reads back. Sizes come back exactly, rates to
-rounding."""
+"""Writing of machines: a machine as a catalog file, which `load_machine` reads back. Sizes come back exactly, rates up
+to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ __all__ = ["machine_toml", "save_machine"]
 
 
 def machine_toml(machine: Machine, *, checked: date) -> str:
-    """The text of the file. Raises CatalogError for a machine whose ranks differ, because one entry cannot describe
-    them."""
+    """Returns the text of the machine's catalog file. Raises CatalogError for a machine whose ranks differ, because one
+    entry
+    cannot describe them.
+    """
     if machine.mixed:
         raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")
     local = machine.local_ranks
@@ -57,8 +61,8 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
 class _Part:
     """A table of the file.
 
-    calibrated: what its calibrated table holds, if it is measured.
-    products: what its table of products by shape holds; empty where it has none.
+    calibrated: fields of its calibrated table, if the part is measured.
+    products: fields of its table of products by shape; empty if it has none.
     """
 
     name: str
@@ -183,7 +187,10 @@ def _disks_part(disks: Nvme) -> _Part:
 
 
 def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
-    """The machine's own table, which names its parts. per_root: GPUs on one PCIe switch, None where there is none."""
+    """Returns the machine's own table, which names its parts.
+
+    per_root: GPUs on one PCIe switch, None without a switch.
+    """
     gpu, link, host = machine.gpu.name, machine.link.name, machine.host.name
     whole: dict[str, object] = {"gpu": gpu, "gpus": machine.local_ranks, "link": link, "host": host}
     if machine.notes:
@@ -215,7 +222,7 @@ def save_machine(machine: Machine, path: str | Path) -> None:
 
 
 def _gpu_curves(gpu: Gpu) -> dict[str, object]:
-    """Curves of the GPU. A curve is left out where a figure set by hand is above its best rate."""
+    """Returns the curves of the GPU. A curve is left out where a figure set by hand is above its best rate."""
     found: dict[str, object] = {
         f"{dtype}_table": _points(curve, 1e9, 1e12)
         for dtype, curve in gpu.matmul_tables.items()

@@ -94,7 +94,7 @@ def _rows(machine: Machine) -> list[tuple[str, str, str]]:
 
 
 def _span(curve: Curve, unit: float) -> str:
-    """The rates from the smallest size to the largest."""
+    """Returns the rates from the smallest size to the largest."""
     return ", ".join(f"{rate / unit:.3g}" for _, rate in curve)
 
 

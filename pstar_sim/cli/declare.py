@@ -30,9 +30,9 @@ def command(app: typer.Typer, example: str, *, name: str | None = None) -> Calla
 
 
 def flat(function: Function) -> Function:
-    """The function as typer takes it: the flags of a dataclass in place of each parameter that is one. The dataclass
-    may have a SECTION, the heading of its flags in the help, and raises typer.BadParameter for flags that exclude each
-    other."""
+    """Returns the function as typer takes it: the flags of a dataclass in place of each parameter that is one. The
+    dataclass may have a SECTION, the heading of its flags in the help, and raises typer.BadParameter for flags that
+    exclude each other."""
     groups: dict[str, Any] = {}
     taken: list[inspect.Parameter] = []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():
@@ -54,7 +54,7 @@ def flat(function: Function) -> Function:
 
 
 def _flags_of(kind: Any) -> list[inspect.Parameter]:
-    """The fields of a dataclass as parameters."""
+    """Returns the fields of a dataclass as parameters."""
     hints = get_type_hints(kind, include_extras=True)
     section = getattr(kind, "SECTION", None)
     return [

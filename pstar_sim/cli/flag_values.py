@@ -81,7 +81,7 @@ def learning_rate(text: str) -> float:
 
 @_value
 def new_file(text: str) -> str:
-    """A file that can be written, tried before any work is done for it."""
+    """Returns a file that can be written, tried before any work is done for it."""
     try:
         check_writable(Path(text))
     except PstarError as error:
@@ -134,7 +134,7 @@ def factor(text: str) -> float:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """The known names that begin like it, or else those that resemble it; "" where none does."""
+    """Returns the known names that begin like it, or else those that resemble it; "" where none does."""
     begin = [one for one in known if len(name) > 2 and one.startswith(name)]
     near = begin or difflib.get_close_matches(name, list(known), n=3, cutoff=0.65)
     return f"; did you mean {', '.join(near)}?" if near else ""

@@ -75,7 +75,7 @@ OPTIMIZERS = "adamw, adamw-bf16-states, sgd-momentum or sgd"
 
 
 def policies(what: str, default: str) -> Any:
-    """The flag --policy, which may be given several times."""
+    """Returns the flag --policy, which may be given several times."""
     return typer.Option(
         "--policy",
         metavar="P",
@@ -89,7 +89,7 @@ def certify(what: str) -> Any:
 
 
 def output(what: str) -> Any:
-    """The flag -o FILE. Whether the file can be written is checked before the work begins."""
+    """Returns the flag -o FILE. Whether the file can be written is checked before the work begins."""
     return typer.Option("-o", "--output", parser=new_file, metavar="FILE", help=what)
 
 

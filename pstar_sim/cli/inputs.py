@@ -30,7 +30,8 @@ MOST_SPLITS, LARGE_BATCH = 5, 64  # of them that are tried; larger micro-batches
 
 
 def machine_of(flags: MachineFlags | OptionalMachineFlags) -> Machine:
-    """The machine named by --machine, with --nodes, --gpus, --gpu-memory, --host-memory and every --set over it."""
+    """Returns the machine named by --machine, with --nodes, --gpus, --gpu-memory, --host-memory and every --set over
+    it."""
     if flags.machine is None:
         raise PstarError("--machine is needed (see `pstar machines`)")
     return load_machine(
@@ -58,7 +59,7 @@ def settings_of(flags: SettingFlags) -> Settings:
 
 
 def lora_of(text: str | None) -> Adapter | None:
-    """The adapter of --lora: "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for anything else."""
+    """Returns the adapter of --lora: "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for anything else."""
     if text is None:
         return None
     try:
@@ -91,14 +92,14 @@ def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool =
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:
-    """A function from a number of sequences per micro-batch to the job of a GPU, among the variants of --trace; None
-    for a preset."""
+    """Returns a function from a number of sequences per micro-batch to the job of a GPU, among the variants of --trace;
+    None for a preset."""
     return None if job.trace is None else partial(_one_workload, job, machine)
 
 
 def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine) -> tuple[Way, ...]:
-    """The ways of one rank to run --global-batch that --trace holds and the other flags allow, or that the preset
-    --model gives in SPLITS micro-batches.
+    """Returns the ways of one rank to run --global-batch that --trace holds and the other flags allow, or that the
+    preset --model gives in SPLITS micro-batches.
 
     Raises PstarError for flags that leave none, and for ranks that take different shares.
     """
@@ -120,7 +121,8 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
 
 
 def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
-    """Whether a variant of a trace is what --seq, --checkpointing and --dtype ask for; bf16 and fp16 count as one."""
+    """Returns whether a variant of a trace is what --seq, --checkpointing and --dtype ask for; bf16 and fp16 count as
+    one."""
     if job.seq is not None and w.sequence != job.seq:
         return False
     if job.checkpointing is not None and w.checkpointing != job.checkpointing:
@@ -129,8 +131,8 @@ def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
 
 
 def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Way, ...]:
-    """The preset in some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says), and
-    what becomes of these block by block."""
+    """Returns the preset in some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says),
+    and what becomes of these block by block."""
     choices = (True, False) if job.checkpointing is None else (job.checkpointing,)
     possible = [split for split in SPLITS if share % split == 0]
     splits = [split for split in possible if share // split <= LARGE_BATCH] or possible[-1:]

@@ -41,7 +41,7 @@ class Likes:
     configurations: tuple[tuple[str, Configuration], ...]
 
     def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
-        """The flags; those that are left out have the values of the configurations. Raises PstarError if two
+        """Returns the flags; those that are left out have the values of the configurations. Raises PstarError if two
         configurations, or a configuration and a flag, contradict each other."""
         ranks = len(machine.ranks)
         given = {name: getattr(job, name) for name in _JOB}
@@ -72,8 +72,8 @@ class Likes:
     def predict(
         self, workloads: Sequence[Workload], machine: Machine, setting: SettingFlags
     ) -> tuple[ConfigurationPrediction, ...]:
-        """The configurations on the machine. Raises PstarError, naming the file, for one that the machine cannot run at
-        all, such as one that needs disks."""
+        """Returns the configurations on the machine. Raises PstarError, naming the file, for one that the machine
+        cannot run at all, such as one that needs disks."""
         from pstar_sim.cli.inputs import settings_of
         from pstar_sim.frameworks.prediction import predict
 
@@ -147,8 +147,8 @@ def _flag(name: str, value: Any) -> str:
 
 
 def read_likes(paths: Sequence[str] | None) -> Likes | None:
-    """The configurations in the files; None without any. Raises PstarError as `load_configuration` does, and for a
-    file that is given twice."""
+    """Returns the configurations in the files; None without any. Raises PstarError as `load_configuration` does, and
+    for a file that is given twice."""
     if not paths:
         return None
     from pstar_sim.frameworks.load import load_configuration

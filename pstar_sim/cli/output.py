@@ -77,8 +77,8 @@ def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
 
 
 def picture_kind(path: Path) -> str:
-    """The kind of picture that `save_picture` will write there. Raises PstarError for an ending that matplotlib does
-    not know."""
+    """Returns the kind of picture that `save_picture` will write there. Raises PstarError for an ending that matplotlib
+    does not know."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     kind = path.suffix.removeprefix(".") or "png"

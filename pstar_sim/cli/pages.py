@@ -142,8 +142,8 @@ def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
 
 
 def _is_plan(path: str) -> bool:
-    """Whether a file is a plan. A file that cannot be read counts as one, so that the reader of plans says what is
-    wrong."""
+    """Returns whether a file is a plan. A file that cannot be read counts as one, so that the reader of plans says what
+    is wrong."""
     from pstar_sim.core import run_file, timeline
     from pstar_sim.core.timeline import read_values
     from pstar_sim.errors import TraceError
@@ -168,7 +168,8 @@ def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list
 
 
 def told_apart(subjects: Sequence[Subject], paths: Sequence[str]) -> list[Subject]:
-    """The subjects, one per file; where two have the same name, with the names of their files, or with numbers."""
+    """Returns the subjects, one per file; where two have the same name, with the names of their files, or with
+    numbers."""
     from dataclasses import replace
 
     titles = [subject.title for subject in subjects]

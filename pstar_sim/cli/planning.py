@@ -113,7 +113,8 @@ def compare(
 def _beside(
     asked: _Question, likes: Likes, policies: Sequence[str] | None
 ) -> tuple[_Question, list[str], tuple[ConfigurationPrediction, ...]]:
-    """The question with what the configurations say of it, the policies to set beside them, and their predictions."""
+    """Returns the question with what the configurations say of it, the policies to set beside them, and their
+    predictions."""
     from pstar_sim.cli.inputs import machine_of, workloads_of
 
     if asked.global_batch is not None:
@@ -126,7 +127,7 @@ def _beside(
 
 
 def _fits_or_says_why(result: Comparison) -> int:
-    """The exit status; where no policy fits, a line on stderr that points to the answer on stdout."""
+    """Returns the exit status; where no policy fits, a line on stderr that points to the answer on stdout."""
     if any(row.fits for row in result.rows):
         return 0
     what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
@@ -206,8 +207,8 @@ def say_left_out(result: Comparison) -> None:
 
 
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:
-    """A plan file and what the checker proved of it: its steps and bytes, which are what a run needs. Raises PlanError,
-    naming the file, if it is unreadable or wrong."""
+    """Returns a plan file and what the checker proved of it: its steps and bytes, which are what a run needs. Raises
+    PlanError, naming the file, if it is unreadable or wrong."""
     from pstar_sim.core.plan import load_plan
 
     plan = load_plan(path)
@@ -334,7 +335,7 @@ commands.add_typer(plot, name="plot")
 
 
 def measured_of(path: str) -> Timeline:
-    """The measured timeline in a file. Raises TraceError, naming it, if it has none."""
+    """Returns the measured timeline in a file. Raises TraceError, naming it, if it has none."""
     from pstar_sim.core.run_file import load_timelines
     from pstar_sim.errors import TraceError
 
@@ -385,7 +386,7 @@ def _among_variants(
     *,
     only_best: bool,
 ) -> Comparison:
-    """The comparison on the variant that is fastest by the one policy asked for, or by `optimal`."""
+    """Returns the comparison on the variant that is fastest by the one policy asked for, or by `optimal`."""
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask

@@ -59,8 +59,8 @@ def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
 
 
 def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -> Machine:
-    """The machine that a run of the plan is predicted for. bandwidth: bytes per second of the virtual link, (to the
-    gpu, to the host)."""
+    """Returns the machine that a run of the plan is predicted for. bandwidth: bytes per second of the virtual link, (to
+    the gpu, to the host)."""
     if not virtual:
         return plan.machine
     rates = executor_module("measuring.rates")
@@ -158,8 +158,8 @@ def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list
 
 
 def retimed_s(plan: Plan, measured: Timeline) -> float | None:
-    """Seconds of the re-timed iteration; None for ranks that differ, whose plan is simulated with seconds of their
-    own."""
+    """Returns the seconds of the re-timed iteration; None for ranks that differ, whose plan is simulated with seconds
+    of their own."""
     from pstar_sim.sim.retime import retime
     from pstar_sim.sim.several_ranks import classes_of
 
@@ -205,8 +205,8 @@ def predicted_from(plan: Plan, machine: Machine) -> str:
 
 
 def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:
-    """Lines below the table: what the figures are, what the prediction rests on, whether other programs disturbed the
-    run, and how the run left the plan if it did. machine: the one that the run was predicted for."""
+    """Returns lines below the table: what the figures are, what the prediction rests on, whether other programs
+    disturbed the run, and how the run left the plan if it did. machine: the one that the run was predicted for."""
     steps = len(result.reports)
     counted = f"median of steps 2 to {steps}" if steps > 2 else "of the last step" if steps == 2 else "of the one step"
     lines = [

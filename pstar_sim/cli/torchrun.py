@@ -119,8 +119,8 @@ def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
 
 
 def _files_of(flags: RunFlags, rank: int) -> RunFlags:
-    """The flags with the names of the files that this rank writes; None for files of other ranks. Raises PstarError for
-    one that cannot be written."""
+    """Returns the flags with the names of the files that this rank writes; None for files of other ranks. Raises
+    PstarError for one that cannot be written."""
     names: dict[str, str | None] = {}
     for flag in OUTPUTS:
         name = getattr(flags, flag)
@@ -216,7 +216,7 @@ class _Said:
         return 0 if self.result.shared is None else self.result.shared.transient_bytes
 
     def figures(self) -> dict[str, object]:
-        """The figures of the run, for programs."""
+        """Returns the figures of the run, for programs."""
         plan, result, wanted = self.plan, self.result, self.plan.moved_bytes
         return {
             "policy": plan.policy, "model": plan.workload.model, "ranks": self.ranks,
@@ -231,7 +231,7 @@ class _Said:
         }  # fmt: skip
 
     def step_rows(self) -> list[tuple[str, str, str, str]]:
-        """The first step and the last ones."""
+        """Returns the first step and the last ones."""
         first, count = self.result.reports[0].step, len(self.losses)
         from_ = count - 5 if count > 6 else 0
         return [

@@ -18,7 +18,7 @@ __all__ = ["Command", "CommandGroup", "run_app"]
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """The exit status of a command line. Raises PstarError for one that is wrong, SystemExit after help."""
+    """Returns the exit status of a command line. Raises PstarError for one that is wrong, SystemExit after help."""
     command: Any = get_command(app)
     try:
         with command.make_context(program, list(arguments), terminal_width=terminal_width()) as context:
@@ -31,7 +31,7 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
 
 
 def _words(error: typer.TyperException) -> str:
-    """A wrong value: the flag, what is wrong with its value, and where the flags are listed."""
+    """Returns a wrong value: the flag, what is wrong with its value, and where the flags are listed."""
     text, context = error.message.rstrip("."), getattr(error, "ctx", None)
     if (parameter := getattr(error, "param", None)) is not None:
         text = f"argument {_name(parameter)}: {text}"
@@ -73,7 +73,7 @@ def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], 
 
 
 def _is_flag(word: str) -> bool:
-    """Whether a word begins as a flag does; "-" alone stands for a file."""
+    """Returns whether a word begins as a flag does; "-" alone stands for a file."""
     return word.startswith("-") and word != "-"
 
 
@@ -90,7 +90,7 @@ def _check_required(context: Any, left_out: Sequence[Any]) -> None:
 
 
 def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
-    """The flag that a word names: `--flag`, `--flag=VALUE`, `-f` or `-fVALUE`."""
+    """Returns the flag that a word names: `--flag`, `--flag=VALUE`, `-f` or `-fVALUE`."""
     name = word.partition("=")[0]
     flag = flags.get(name) or (None if word.startswith("--") else flags.get(word[:2]))
     if flag is None:

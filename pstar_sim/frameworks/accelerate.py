@@ -1,5 +1,7 @@
-"""accelerate: the YAML of `accelerate config` with FSDP 1 or 2, read and written. Another distributed type is read too:
-a single process and DDP as everything on the GPU, DeepSpeed by its own module."""
+"""accelerate: reads and writes the YAML of `accelerate config` with FSDP 1 or 2. Other distributed types are only read:
+    a
+single process and DDP as everything on the GPU, DeepSpeed by the module deepspeed.py.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ KEYS = (
         f"{_FSDP}.fsdp_backward_prefetch", "the next block is taken to be gathered beside this one", "BACKWARD_PRE"
     ),
     unmodelled(
-        f"{_FSDP}.fsdp_backward_prefetch_policy",  # its name before accelerate 0.26
+        f"{_FSDP}.fsdp_backward_prefetch_policy",  # the key's name before accelerate 0.26
         "the next block is taken to be gathered beside this one",
         "BACKWARD_PRE",
     ),
@@ -105,8 +107,10 @@ _TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 
 
 def read(content: object, file: str) -> Configuration:
-    """A configuration by KEYS. Raises PstarError as `read_keys`, and for a distributed type or strategy that is not
-    known."""
+    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys`, and for a distributed type
+    or
+    strategy that is not known.
+    """
     found = read_keys(KEYS, content, file, "an accelerate configuration")
     kind = str(found["type"]).upper()
     if kind not in _TYPES:
@@ -159,8 +163,10 @@ def _details(found: Reading, details: dict[str, object]) -> tuple[tuple[str, obj
 
 
 def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
-    """Whether parameters are given up after forward, and notes on what is not modelled. Of the two keys accelerate
-    reads one: with FSDP 1 the sharding strategy (a word or its number), with FSDP 2 fsdp_reshard_after_forward."""
+    """Returns whether parameters are given up after forward, and notes on what is not modelled. accelerate reads this
+    from
+    the sharding strategy (a word or its number) with FSDP 1, and from fsdp_reshard_after_forward with FSDP 2.
+    """
     one = found.usual("version", 1) == 1
     notes = []
     if found["reshard" if one else "strategy"] not in (None, AUTO):
@@ -185,7 +191,10 @@ def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
 
 
 def _as_deepspeed(found: Reading, file: str, notes: list[str]) -> Configuration:
-    """What DeepSpeed's own file would say. Its file, where the configuration names one, is asked for instead."""
+    """Returns the configuration that DeepSpeed's own file would give. Raises PstarError where the configuration names
+    such a
+    file, and asks for that file instead.
+    """
     if found.known("ds_file") is not None:
         raise PstarError(f"{file}: {_DS}.deepspeed_config_file = {found['ds_file']!r}: give that file to --like")
     zero: dict[str, Any] = {"stage": found.usual("ds_stage", 2)}
@@ -205,7 +214,7 @@ def _as_deepspeed(found: Reading, file: str, notes: list[str]) -> Configuration:
 
 
 def values_of(configuration: Configuration) -> dict[str, object]:
-    """Values of KEYS that say the configuration. Reading them gives it back."""
+    """Returns the value of each of KEYS for the configuration. `read` of these values gives the configuration back."""
     c, detail = configuration, configuration.detail
     precision = {dtype: word for word, dtype in _DTYPES.items()}
     values: dict[str, object] = {
@@ -230,13 +239,13 @@ def values_of(configuration: Configuration) -> dict[str, object]:
 
 
 def write(configuration: Configuration) -> str:
-    """The text of the YAML file."""
+    """Returns the configuration as the text of a YAML file."""
     content = {"compute_environment": "LOCAL_MACHINE", **nested(KEYS, values_of(configuration))}
     return msgspec.yaml.encode(content).decode("utf-8")
 
 
 def express(plan: Plan) -> Expressed:
-    """The FSDP 2 configuration nearest to a plan; clipping, batch and micro-batches are the script's."""
+    """Returns the FSDP 2 configuration nearest to a plan. The script sets clipping, batch and micro-batches."""
     details: dict[str, object] = {
         "type": "FSDP",
         "version": 2,

@@ -1,5 +1,6 @@
-"""A framework's configuration in our terms: the policy that stands for it, what it says of the job, how it allocates on
-the host."""
+"""Configurations of frameworks in our terms: the policy that stands for a configuration, the facts of the job that it
+states, and how the framework allocates on the host.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +17,19 @@ __all__ = ["Configuration", "in_full", "spec"]
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What a file says, without its name: two files that say the same have equal configurations.
+    """The content of a file, without the file's name: two files with the same content have equal configurations.
 
     framework: name of the target that reads and writes it (targets.py).
-    policy: the policy that stands for it, with its options.
-    dtype, batch_per_gpu, micro_batches, clip, checkpointing, optimizer: of the job; None where the file leaves it to
-        the script.
+    policy: the policy that stands for the configuration, with its options.
+    dtype, batch_per_gpu, micro_batches, clip, checkpointing, optimizer: facts of the job; None where the file leaves
+        the
+        fact to the script.
     train_batch: sequences per iteration on all GPUs; None where the file does not say.
     pinned: whether gradients and states that lie on the host for the copies are page-locked.
     pinned_params: the same for parameters.
     details: other values that decide how the framework allocates, by name.
     left_open: options of the policy that the file leaves to the script, which sets them by the model's hidden size.
-    notes: what is not modelled, a line each.
+    notes: one line per setting that is not modelled.
     without_effect: keys of the file that have no effect on memory and time.
     """
 
@@ -54,7 +56,7 @@ class Configuration:
 
     @property
     def options(self) -> dict[str, object]:
-        """All options of the policy, those with their default values too."""
+        """All options of the policy, including options at their default values."""
         return in_full(self.policy)
 
     @property
@@ -62,8 +64,10 @@ class Configuration:
         return dict(self.details)
 
     def for_model(self, workload: Workload) -> Configuration:
-        """The configuration with what the file leaves to the script set as the HF Trainer sets it for this model:
-        DeepSpeed's buckets by the hidden size."""
+        """Returns the configuration with its open options set as the HF Trainer sets them for this model: DeepSpeed's
+        buckets
+        follow the hidden size.
+        """
         if not self.left_open:
             return self
         hidden = _hidden_size(workload)
@@ -74,7 +78,7 @@ class Configuration:
 
 
 def in_full(policy: str) -> dict[str, object]:
-    """All options of a policy that is given as its spec, those with their default values too."""
+    """Returns all options of the policy that the spec names, including options at their default values."""
     found = find_policy(policy)
     set_options = dict(found.values) if isinstance(found, Specified) else {}
     base = found.policy if isinstance(found, Specified) else found
@@ -82,13 +86,14 @@ def in_full(policy: str) -> dict[str, object]:
 
 
 def spec(name: str, options: Mapping[str, object]) -> str:
-    """The normalised spec of a policy with these options; options that the policy does not have are left out."""
+    """Returns the normalised spec of a policy with these options. Options that the policy does not have are left
+    out."""
     known = options_of(find_policy(name))
     words = ",".join(f"{key}={show(options[key])}" for key in known if key in options)
     return policy_name(f"{name}:{words}") if words else name
 
 
 def _hidden_size(workload: Workload) -> int:
-    """The most frequent length of the model's vectors (norms and biases); 0 where it has none."""
+    """Returns the most frequent length of the model's vectors (norms and biases); 0 where it has none."""
     lengths = Counter(t.shape[0] for t in workload.tensors if len(t.shape) == 1)
     return lengths.most_common(1)[0][0] if lengths else 0

@@ -1,8 +1,9 @@
-"""DeepSpeed: its JSON configuration, read and written, and what it allocates on the host (version 0.19).
+"""DeepSpeed: reads and writes its JSON configuration, and counts its allocations on the host (version 0.19).
 
-Policies that stand for it: stage 3 with the optimizer on the CPU is zero3_offload, with disks zero_infinity, without
-offloading zero3_resident; stages 1 and 2 with the optimizer on the CPU are zero_offload, without offloading
-zero3_resident that keeps what forward has gathered; stage 0 is all_on_gpu.
+A policy stands for each kind of configuration. Stage 3: zero3_offload with the optimizer on the CPU, zero_infinity with
+disks, zero3_resident without offloading. Stages 1 and 2: zero_offload with the optimizer on the CPU, else
+zero3_resident
+with reshard=False (parameters gathered in forward stay gathered). Stage 0: all_on_gpu.
 """
 
 from __future__ import annotations
@@ -210,7 +211,10 @@ _NVME_PATH = "/local_nvme"
 
 
 def read(content: object, file: str) -> Configuration:
-    """A configuration by KEYS. Raises PstarError as `read_keys`, and for values that exclude each other."""
+    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys`, and for values that
+    exclude each
+    other.
+    """
     found = read_keys(KEYS, content, file, "a DeepSpeed configuration")
     if found.known("bf16") and found.known("fp16"):
         raise PstarError(f"{file}: bf16.enabled and fp16.enabled are both true; DeepSpeed takes one of them")
@@ -241,7 +245,10 @@ def read(content: object, file: str) -> Configuration:
 
 
 def _micro_batches(found: Reading) -> int | None:
-    """What the file says; where it names the batch of an iteration alone, DeepSpeed runs it as one micro-batch."""
+    """Returns the number of micro-batches that the file says; None if it does not say. DeepSpeed runs a batch of an
+    iteration
+    that is given alone as one micro-batch.
+    """
     alone = found.known("train_batch") is not None and not {"batch_per_gpu", "micro_batches"} & found.named
     return 1 if alone else found.known("micro_batches")
 
@@ -267,7 +274,8 @@ def _dtype(found: Reading) -> str | None:
 
 
 def _optimizer(found: Reading) -> tuple[str | None, list[str]]:
-    """pstar_sim's name of the optimizer (None where the script brings its own), and notes on what is not modelled."""
+    """Returns pstar_sim's name of the optimizer (None where the script brings its own), and notes on what is not
+    modelled."""
     if found["bf16_states"] is True:
         return "adamw-bf16-states", []
     written = found.known("optimizer")
@@ -303,7 +311,8 @@ _SIZES = {
 
 
 def _notes(found: Reading, stage: int, states: str, params: str) -> list[str]:
-    """What is not modelled because of several keys together, and what the file leaves to DeepSpeed's version."""
+    """Returns notes on combinations of keys that are not modelled, and on defaults that depend on DeepSpeed's
+    version."""
     zero3, zero12 = stage == 3, stage in (1, 2)
     disks, offloads = "nvme" in (states, params), (states, params) != ("none", "none")
     said = {
@@ -332,7 +341,7 @@ def _notes(found: Reading, stage: int, states: str, params: str) -> list[str]:
 
 
 def _details(found: Reading, stage: int, states: str, params: str) -> tuple[tuple[str, object], ...]:
-    """What decides how DeepSpeed allocates, beside the policy's options."""
+    """Returns the values that decide how DeepSpeed allocates, beside the policy's options: (name, value)."""
     kept: dict[str, object] = {"stage": stage, "states": states, "params": params}
     if states == "nvme":
         kept["states_buffers"] = found.usual("states_buffers", 4)
@@ -345,7 +354,7 @@ def _details(found: Reading, stage: int, states: str, params: str) -> tuple[tupl
 
 
 def values_of(configuration: Configuration) -> dict[str, object]:
-    """Values of KEYS that say the configuration. Reading them gives it back."""
+    """Returns the value of each of KEYS for the configuration. `read` of these values gives the configuration back."""
     c, detail, options = configuration, configuration.detail, configuration.options
     values: dict[str, object] = {
         "batch_per_gpu": c.batch_per_gpu,
@@ -376,7 +385,8 @@ def values_of(configuration: Configuration) -> dict[str, object]:
 
 
 def write(configuration: Configuration) -> str:
-    """The text of the JSON file. What the configuration leaves to the script is left out."""
+    """Returns the configuration as the text of a JSON file. Values that the configuration leaves to the script are left
+    out."""
     content = nested(KEYS, values_of(configuration))
     zero = content[_ZERO]
     zero |= {"overlap_comm": True, "contiguous_gradients": True}
@@ -431,8 +441,10 @@ def _stage3_allocations(configuration: Configuration, numels: list[int], moments
 
 
 def _parameters(configuration: Configuration, numels: list[int], width: int) -> list[Allocation]:
-    """Allocations of parameters that live off the GPU. DeepSpeed pins them one by one, then moves them into one buffer;
-    PyTorch keeps the small allocations that are then free."""
+    """Returns the blocks of parameters that live off the GPU. DeepSpeed pins the parameters one by one, then moves them
+    into
+    one buffer. PyTorch keeps the small blocks that this frees.
+    """
     detail = configuration.detail
     if detail["params"] == "none":
         return []
@@ -458,16 +470,16 @@ def _whole(value: object) -> int:
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Bytes that the GPU holds beside the plan's lists. With stage 0 in 16 bits these are working gradients and fp32
-    gradients; all_on_gpu has the fp32 ones only for several micro-batches."""
+    """Returns the bytes that the GPU holds beside the plan's lists. With stage 0 in 16 bits these are working gradients
+    and fp32 gradients; all_on_gpu has the fp32 ones only for several micro-batches."""
     if configuration.detail["stage"] != 0 or workload.dtype == "fp32":
         return 0
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
 def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Bytes of weights while they are loaded, in the working dtype. Every process loads the whole model; with stage 3
-    the model is sliced while it is made (zero.Init; the HF Trainer does that)."""
+    """Returns the bytes of weights while they are loaded, in the working dtype. Every process loads the whole model;
+    with stage 3 the model is sliced while it is made (zero.Init; the HF Trainer does that)."""
     whole = workload.params * DTYPE_BYTES[workload.dtype]
     return -(-whole // ranks) if configuration.detail["stage"] == 3 else whole
 
@@ -486,8 +498,9 @@ _OWN = (
 
 
 def express(plan: Plan) -> Expressed:
-    """The configuration nearest to a plan: with the plan's options where its policy stands for DeepSpeed, else with
-    model data where the plan keeps most of them."""
+    """Returns the configuration nearest to a plan. If the plan's policy stands for DeepSpeed, the configuration has the
+    policy's options. Otherwise it keeps model data where the plan keeps most of them.
+    """
     w, settings = plan.workload, plan.settings
     base, options, cannot = _nearest(plan)
     stage, states, params = _placing(base, options, sliced=len(plan.machine.ranks) > 1)
@@ -522,12 +535,15 @@ def express(plan: Plan) -> Expressed:
 
 
 def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
-    """Name and options of the DeepSpeed policy that is nearest to the plan, and what of the plan it cannot express."""
+    """Returns name and options of the DeepSpeed policy that is nearest to the plan, and notes on the parts of the plan
+    that
+    this policy cannot express.
+    """
     known = options_of_plan(plan, *_OWN)
     cannot = common_limits(plan, DEEPSPEED, *_OWN)
     if known is None:
         base, options = placed(plan, zero_offload=True)
-        if options.get("ratio", 1.0) != 1.0:  # whole sub-groups stay on the GPU: enough of them for the ratio
+        if options.get("ratio", 1.0) != 1.0:  # only whole sub-groups stay on the GPU, so that the ratio needs this many
             own = plan.workload.trainable_params // len(plan.machine.ranks)
             options["subgroup"] = max(1, min(SUB_GROUP_PARAMS, own // _GROUPS))
     else:
@@ -550,7 +566,10 @@ def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
 
 
 def _placing(base: str, options: Mapping[str, object], *, sliced: bool) -> tuple[int, str, str]:
-    """Stage, and where states and parameters live. sliced: whether there are several ranks."""
+    """Returns the ZeRO stage, and where states and parameters live.
+
+    sliced: whether there are several ranks.
+    """
     if base == "zero_infinity":
         return 3, str(options["states"]), str(options["params"])
     if base == "zero3_offload":

@@ -1,5 +1,7 @@
-"""A plan in the words of a framework: the configuration nearest to it, what the configuration says of it, and what the
-framework cannot express."""
+"""Plans in the terms of a framework: the configuration nearest to a plan, the facts that it states, and the parts of
+the
+plan that the framework cannot express.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Expressed:
-    """A plan in the words of a framework.
+    """A plan in the terms of a framework.
 
-    configuration: the one nearest to the plan.
-    says: what of the plan the file says, a line each.
-    cannot: what of the plan the framework cannot express, a line each.
+    configuration: the configuration nearest to the plan.
+    says: the parts of the plan that the file states, one per line.
+    cannot: the parts of the plan that the framework cannot express, one per line.
     """
 
     configuration: Configuration
@@ -53,14 +55,14 @@ class Whereabouts:
 
 
 def whereabouts(plan: Plan) -> Whereabouts:
-    """Where the plan keeps parameters and states at the cut."""
+    """Returns where the plan keeps parameters and states between two iterations."""
     held: dict[tuple[bool, Place], int] = {}
     on_gpu = {(r.chunk, r.list) for r in plan.initial if r.place is Place.GPU}
     for r in plan.initial:
         if r.chunk < 0 or (r.list != "param" and r.list not in plan.layout.state_lists):
             continue
         if r.place is not Place.GPU and (r.chunk, r.list) in on_gpu:
-            continue  # a copy of what stays on the GPU
+            continue  # the host's list is a copy; the original stays on the GPU
         key = r.list == "param", r.place
         held[key] = held.get(key, 0) + plan.layout.payload_bytes(r.chunk, r.list)
 
@@ -78,8 +80,9 @@ def whereabouts(plan: Plan) -> Whereabouts:
 
 
 def job_left(plan: Plan) -> tuple[Workload, Settings]:
-    """The job that a framework runs in the plan's place: in its own order, updated in optimizer.step(), with the
-    activations of all blocks kept or recomputed alike. A traced workload stays as it is."""
+    """Returns the job that a framework runs in place of the plan's: depth-first, updated in optimizer.step(), with the
+    activations of all blocks kept or all recomputed. A traced workload stays as it is.
+    """
     settings = replace(plan.settings, update="step", loop="own")
     w = plan.workload
     if not w.activations and not w.relayed:
@@ -91,14 +94,16 @@ def job_left(plan: Plan) -> tuple[Workload, Settings]:
 
 
 def options_of_plan(plan: Plan, *names: str) -> Mapping[str, object] | None:
-    """All options of the plan's policy where it is one of those named, else None."""
+    """Returns all options of the plan's policy if it is one of `names`, else None."""
     base = split_spec(plan.policy)[0]
     return in_full(plan.policy) if base in names else None
 
 
 def common_limits(plan: Plan, framework: str, *own: str) -> list[str]:
-    """Parts of the plan that none of these frameworks can express, a line each. own: policies that stand for the
-    framework itself."""
+    """Returns the parts of the plan that no framework can express, one per line.
+
+    own: policies that stand for the framework itself.
+    """
     base = split_spec(plan.policy)[0]
     w, settings = plan.workload, plan.settings
     said = []
@@ -129,15 +134,18 @@ def _follows_tide(plan: Plan) -> bool:
 
 
 def common_says(plan: Plan) -> list[str]:
-    """What the file says of the job, whatever the framework."""
+    """Returns the facts of the job that the file states for every framework."""
     w = plan.workload
     steps = f" in {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
     return [f"{w.batch} sequences per GPU{steps}, {w.dtype}"]
 
 
 def placed(plan: Plan, *, zero_offload: bool) -> tuple[str, dict[str, object]]:
-    """Name and options of the DeepSpeed-like policy that keeps model data where the plan keeps most of them.
-    zero_offload: whether parameters may stay whole on the GPU with everything else on the host."""
+    """Returns name and options of the policy of the DeepSpeed family that keeps model data where the plan keeps most of
+    them.
+
+    zero_offload: whether parameters may stay whole on the GPU with everything else on the host.
+    """
     where = whereabouts(plan)
     if where.states_on_disks > 0 or where.params_on_disks > 0:
         params = "nvme" if where.params_on_disks > 0.5 else "cpu"

@@ -1,7 +1,8 @@
-"""A configuration as a policy: the framework's own policy plans, with the host memory that the framework really takes.
+"""Configurations as policies: the policy that stands for the framework plans, with the host memory that the framework
+really takes.
 
-The policy knows host bytes per parameter; here they are replaced by the framework's own allocations, rounded as
-PyTorch rounds them (host_memory.py). These allocations alone decide whether the host has room.
+A policy by itself counts host bytes per parameter. Here the framework's own blocks, rounded as PyTorch rounds them
+(host_memory.py), replace these bytes. The blocks alone decide whether the host has room.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _GPU_BUFFER = "the framework's own gradients"
 
 
 def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
-    """The machine with a host that has room for every policy, and with gpu_bytes less memory per GPU."""
+    """Returns the machine with host memory enough for every policy, and with gpu_bytes less memory per GPU."""
     ranks = tuple(
         replace(rank, gpu=replace(rank.gpu, usable_bytes=max(rank.gpu.context_bytes + 1, left)))
         for rank in machine.ranks
@@ -50,7 +51,7 @@ class Follows:
         return f"<policy {self.__name__}: {self.configuration.policy}>"
 
     def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-        """The plan. Raises DoesNotFit if the framework's allocations exceed the host, or if the policy's lists
+        """Returns the plan. Raises DoesNotFit if the framework's allocations exceed the host, or if the policy's lists
         exceed the GPU or the disks."""
         configuration = self.configuration.for_model(workload)
         memory, ranks = target_of(configuration).memory, len(machine.ranks)
@@ -74,8 +75,10 @@ class Follows:
         return self._with_own_buffers(plan, machine, need.held_bytes, more_bytes)
 
     def _with_own_buffers(self, plan: Plan, machine: Machine, held_bytes: int, gpu_bytes: int) -> Plan:
-        """The plan on the machine that is asked about, with a GPU buffer of gpu_bytes and a host buffer so large that
-        buffer and lists take held_bytes. Raises DoesNotFit if the lists, or held_bytes, exceed the host."""
+        """Returns the plan on the machine that the user asks about. Its GPU buffer is gpu_bytes; its host buffer is so
+        large that
+        buffer and lists take held_bytes. Raises DoesNotFit if the lists, or held_bytes, exceed the host.
+        """
         kept = tuple(b for b in plan.buffers if b[1] is not Place.HOST or b[0] == STASHES)
         gone = {name for name, *_ in plan.buffers} - {name for name, *_ in kept}
         own = sum(size for name, place, size in plan.buffers if place is Place.HOST and name in gone)

@@ -1,9 +1,9 @@
-"""FSDP under each of its names: the policies that stand for it, and what it allocates on the host.
+"""FSDP under each of its names: the policies that stand for it, and its allocations on the host.
 
-Offloaded, everything lives on the host: a block's parameters come up as blocks run, gradients go down beside the
-backward pass, torch's AdamW updates on the CPU in optimizer.step(): zero_infinity with its lists on the host, without
-buckets. Otherwise everything is on the GPUs in slices: zero3_resident. Parameters are fp32 under mixed precision, and
-are their own masters: 16 bytes per parameter with AdamW.
+With offloading, all model data live on the host. The parameters of a block come to the GPU when the block runs,
+gradients leave beside the backward pass, and torch's AdamW updates on the CPU in optimizer.step(). The policy is
+zero_infinity with its lists on the host, without buckets. Without offloading, everything is on the GPUs in slices:
+zero3_resident. Parameters are fp32 under mixed precision, and are their own masters: 16 bytes per parameter with AdamW.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ __all__ = ["MEMORY", "OWN", "express_as", "fsdp_policy", "offloads", "reshards"]
 OWN = ("zero3_resident", "zero_infinity")
 """Policies that stand for FSDP."""
 
-_WIDTH = 4  # bytes of a parameter, its gradient and each moment
+_WIDTH = 4  # bytes of a parameter, of its gradient, and of each of its two moments
 
 
 def fsdp_policy(*, offload: bool, reshard: bool) -> str:
-    """The policy of FSDP. reshard: give parameters up after forward, and gather them again for backward."""
+    """Returns the spec of the policy that stands for FSDP.
+
+    reshard: whether parameters are given up after forward, and gathered again for backward.
+    """
     if not offload:
         return spec("zero3_resident", {"reshard": reshard})
     return spec("zero_infinity", {"bucket": 0, "reuse": 0 if reshard else MAX_REUSE_PARAMS})
@@ -66,7 +69,8 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors by the block that they lie in: what their names share up to the first number."""
+    """Returns the tensors grouped by block. Tensors whose names share the part up to the first number are of one
+    block."""
     units: dict[str, list[Tensor]] = {}
     for t in tensors:
         parts = t.name.split(".")
@@ -88,11 +92,7 @@ MEMORY = MemoryRules(allocations=_allocations, start_bytes=_start_bytes)
 def express_as(
     plan: Plan, framework: str, details: dict[str, object], *, says_batch: bool = True, trains_fp16: bool = True
 ) -> Expressed:
-    """The FSDP configuration nearest to a plan: offloaded where the plan keeps anything off the GPU.
-
-    says_batch: whether the file says the batch and its micro-batches; else they are the script's.
-    trains_fp16: whether the framework trains in fp16; else the file says bf16.
-    """
+    """Returns the FSDP configuration nearest to a plan, with offloading if the plan keeps anything off the GPU."""
     where = whereabouts(plan)
     known = options_of_plan(plan, *OWN)
     cannot = common_limits(plan, framework, *OWN)

@@ -1,4 +1,4 @@
-"""FSDP 2 as code: a Python function that applies `fully_shard` to a model as the configuration says."""
+"""FSDP 2: writes a Python function that applies `fully_shard` to a model as the configuration says."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def write(configuration: Configuration) -> str:
-    """The text of the Python file."""
+    """Returns the configuration as the text of a Python file."""
     dtype = configuration.dtype or "fp32"
     return _CODE.format(
         dtype=dtype,
@@ -81,7 +81,7 @@ def write(configuration: Configuration) -> str:
 
 
 def express(plan: Plan) -> Expressed:
-    """The configuration nearest to a plan; the optimizer, clipping, batch and micro-batches are the script's."""
+    """Returns the configuration nearest to a plan. The script sets the optimizer, clipping, batch and micro-batches."""
     found = express_as(plan, FSDP2, {"version": 2}, says_batch=False)
     script = "the optimizer and clipping: the script's (AdamW over model.parameters(), fused=True)"
     return replace(found, cannot=(*found.cannot, script))

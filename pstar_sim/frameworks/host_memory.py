@@ -1,10 +1,10 @@
-"""Host memory of a framework: what it asks the host for, allocation by allocation, and what PyTorch then takes.
+"""Host memory of a framework: the blocks that it requests, and the bytes that PyTorch then takes.
 
-[Note: pinned blocks] PyTorch gives pinned host memory out of a cache (CachingHostAllocator) that rounds each request up
-to a power of two and keeps a block that was freed for a later request of the same size class: a buffer of 2.1 GB takes
-4.3 GB, and a freed buffer is not given back. Memory that is not pinned takes what was asked for. A recent PyTorch can
-be told to round less (`pinned_max_round_threshold_mb` and its like in PYTORCH_ALLOC_CONF), and DeepSpeed to pin by
-itself (DS_PIN_MEMORY_BACKEND=native); neither is the default, and neither is assumed.
+[Note: pinned blocks] PyTorch allocates pinned host memory from a cache (CachingHostAllocator). The cache rounds each
+request up to a power of two: a buffer of 2.1 GB takes 4.3 GB. It keeps a freed block for a later request of the same
+size class and does not return it to the system. Memory that is not pinned takes the requested bytes. A recent PyTorch
+can be told to round less (`pinned_max_round_threshold_mb` and its like in PYTORCH_ALLOC_CONF), and DeepSpeed to pin by
+itself (DS_PIN_MEMORY_BACKEND=native). Neither is the default, and neither is assumed.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True)
 class HostNeed:
-    """What a framework takes of the host on one rank.
+    """Host memory that a framework takes on one rank.
 
-    allocations: held from the first step on.
-    startup_bytes: weights while they are loaded; they are gone when the allocations are made.
+    blocks: held from the first step on.
+    startup_bytes: weights while they are loaded; they are freed before the blocks are requested.
     stash_bytes: activations on the host.
     """
 
@@ -62,26 +62,26 @@ class HostNeed:
 
     @property
     def asked_bytes(self) -> int:
-        """What the allocations ask for, and the activations."""
+        """Requested bytes of the blocks, and the activations."""
         return sum(a.asked_bytes for a in self.allocations) + self.stash_bytes
 
     @property
     def rounding_bytes(self) -> int:
-        """What pinning adds."""
+        """Bytes that pinning adds to the requested bytes."""
         return sum(a.taken_bytes - a.asked_bytes for a in self.allocations)
 
     @property
     def held_bytes(self) -> int:
-        """What is held while the job trains."""
+        """Bytes that are held while the job trains."""
         return self.asked_bytes + self.rounding_bytes
 
     @property
     def host_bytes(self) -> int:
-        """The most at any time."""
+        """The most bytes at any time."""
         return max(self.held_bytes, self.startup_bytes)
 
     def parts(self) -> list[str]:
-        """The parts of host_bytes in words."""
+        """Returns the parts of `host_bytes`, each as a phrase for a message."""
         if self.startup_bytes > self.held_bytes:
             return [f"{format_bytes(self.startup_bytes)} of weights while they are loaded"]
         said = [f"{format_bytes(a.asked_bytes)} of {a.name}{' (pinned)' if a.pinned else ''}" for a in self.allocations]
@@ -94,7 +94,7 @@ class HostNeed:
         return said
 
     def shortage(self, machine: Machine, policy: str) -> DoesNotFit | None:
-        """Why the host has no room; None where it has."""
+        """Returns the error for a host without enough room; None where there is enough."""
         if self.host_bytes <= machine.host_budget_bytes:
             return None
         return DoesNotFit(
@@ -143,22 +143,25 @@ def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned
 
 
 def moments_bytes_per_param(workload: Workload) -> int:
-    """Bytes per parameter of the optimizer's states, without the fp32 master."""
+    """Returns the bytes per parameter of the optimizer's states, without the fp32 master."""
     return workload.optimizer.states_bytes_per_param - 4
 
 
 def trained(workload: Workload) -> list[Tensor]:
-    """The parameters that are updated, in the order of the model."""
+    """Returns the parameters that are updated, in the model's order."""
     return [t for t in workload.tensors if t.tied_to is None and not t.frozen]
 
 
 def rank_sizes(tensors: Iterable[Tensor], ranks: int) -> list[int]:
-    """Elements of each tensor on one rank, padded to equal slices."""
+    """Returns the elements that one rank has of each tensor. Slices are padded to equal length."""
     return [-(-t.numel // ranks) for t in tensors]
 
 
 def sub_groups(numels: Sequence[int], most: int) -> list[int]:
-    """Elements of each sub-group: tensors in order, a group closed by the tensor that reaches `most`."""
+    """Returns the number of elements of each sub-group. Tensors are added in order; the tensor that reaches `most`
+    elements
+    closes its sub-group.
+    """
     groups: list[int] = []
     held = 0
     for numel in numels:

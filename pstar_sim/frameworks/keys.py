@@ -1,7 +1,7 @@
-"""Keys of a framework's configuration: one table for reading a file and for writing one.
+"""Keys of a framework's configuration: one table, by which a file is read and written.
 
-Every key of a file is used, has no effect on memory and time, or is named as not modelled; a key that is in no table is
-an error that names the nearest key.
+Each key of a file is either used, without effect on memory and time, or reported as not modelled. A key that is in no
+table raises an error that names the nearest key.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class KeyEffect(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key.
+    """A key of a framework's configuration.
 
-    path: dotted; one that ends with ".*" stands for every key below.
-    effect: what it does to a prediction.
+    path: dotted; a path that ends with ".*" stands for every key below it.
+    effect: what the key does to a prediction.
     name: name of its value, for a key that is used.
-    kind: type of its value, None for any.
-    default: the framework's default; for a key that is not modelled, the value with which it does nothing.
-    why: why it is not modelled.
+    kind: type of its value, None for any type.
+    default: the framework's default; for a key that is not modelled, the value at which it has no effect.
+    why: why the key is not modelled.
     also: other paths that mean the same.
     """
 
@@ -62,26 +62,33 @@ class Key:
 
 
 def used(path: str, name: str, kind: Any, default: object = None, *, also: tuple[str, ...] = ()) -> Key:
-    """A key whose value a prediction depends on. also: other paths that are read as this key and not written."""
+    """Returns a key whose value a prediction depends on.
+
+    also: other paths that are read as this key; they are not written.
+    """
     return Key(path=path, effect=KeyEffect.USED, name=name, kind=kind, default=default, also=also)
 
 
 def ignored(*paths: str) -> tuple[Key, ...]:
-    """Keys without an effect on memory and time."""
+    """Returns keys without an effect on memory and time."""
     return tuple(Key(path=path, effect=KeyEffect.NONE) for path in paths)
 
 
 def unmodelled(path: str, why: str, off: object = False) -> Key:
-    """A key that may have an effect, which is not modelled. off: the value with which it has none."""
+    """Returns a key that is not modelled, although it may have an effect.
+
+    off: the value at which the key has no effect.
+    """
     return Key(path=path, effect=KeyEffect.NOT_MODELLED, default=off, why=why)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a file says by a table of keys.
+    """The values of a file, by a table of keys.
 
     file: name of the file, for messages.
-    values: name of a used key -> its value, AUTO where the file leaves it to the script, the framework's default where
+    values: name of a used key -> its value; AUTO where the file leaves the key to the script, the framework's default
+        where
         the file does not name the key.
     named: names of the used keys that the file names.
     without_effect: paths of keys without an effect.
@@ -98,21 +105,24 @@ class Reading:
         return self.values[name]
 
     def known(self, name: str) -> Any:
-        """The value; None where the file leaves it to the script."""
+        """Returns the value of a key; None where the file leaves the key to the script."""
         value = self.values[name]
         return None if value == AUTO else value
 
     def usual(self, name: str, usual: Any) -> Any:
-        """The value; `usual` where the file says nothing or leaves it to the script."""
+        """Returns the value; `usual` where the file says nothing or leaves it to the script."""
         value = self.known(name)
         return usual if value is None else value
 
 
 def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Reading:
-    """A file's content by the table.
+    """Returns the content of a file, by the table.
 
-    what: the kind of file, for messages. Raises PstarError, naming file and key, for a content that is not a table, an
-    unknown key (with the nearest one), and a value of another type.
+    what: the kind of file, for messages.
+
+    Raises PstarError, naming file and key, for a content that is not a table, an unknown key (with the nearest key),
+    and a
+    value of another type.
     """
     if not isinstance(content, dict):
         raise PstarError(f"{file}: is not {what}: it holds {brief(content)} where a table of keys is expected")
@@ -120,7 +130,7 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Rea
     values = {key.name: key.default for key in keys if key.effect is KeyEffect.USED}
     named: set[str] = set()
     without: list[str] = []
-    left: dict[str, list[str]] = {}  # by why they are not modelled
+    left: dict[str, list[str]] = {}  # keys by the reason why they are not modelled
     for path, value in _leaves(content, table, file, what):
         key = table[path] if path in table else table[_star(path, table)]
         if key.effect is KeyEffect.NONE:
@@ -136,7 +146,7 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Rea
 
 
 def _off(key: Key, value: object) -> bool:
-    """Whether the key, which is not modelled, has no effect with this value."""
+    """Returns whether the key, which is not modelled, has no effect at this value."""
     alike = isinstance(value, bool) is isinstance(key.default, bool)
     return value is None or value == AUTO or (alike and value == key.default)
 
@@ -144,7 +154,8 @@ def _off(key: Key, value: object) -> bool:
 def _leaves(
     content: Mapping[str, Any], table: Mapping[str, Key], file: str, what: str, above: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Path and value of each key. A table in the file is read key by key where the table of keys knows keys in it."""
+    """Yields path and value of each key. A table in the file is read key by key if the table of keys has keys below
+    it."""
     for name, value in content.items():
         path = f"{above}{name}"
         star = _star(path, table)
@@ -163,7 +174,10 @@ def _leaves(
 
 
 def _near(name: str, table: Mapping[str, Key], above: str) -> str:
-    """The known key that is most like an unknown one: one of its own table, or of its name in another; else ""."""
+    """Returns the known key that is most like an unknown key, else "". A key qualifies if it is in the same table of
+    the file,
+    or has the same name in another table.
+    """
     beside = {one.removeprefix(above).partition(".")[0] for one in table if one.startswith(above)}
     near = nearest(name, sorted(beside - {"*"}))
     if near:
@@ -172,7 +186,7 @@ def _near(name: str, table: Mapping[str, Key], above: str) -> str:
 
 
 def _star(path: str, table: Mapping[str, Key]) -> str:
-    """The path of the key that ends with ".*" and stands for this path; "" if there is none."""
+    """Returns the path of the key that ends with ".*" and covers this path; "" if there is none."""
     parts = path.split(".")
     stars = (".".join(parts[:n]) + ".*" for n in range(len(parts), 0, -1))
     return next((star for star in stars if star in table), "")
@@ -197,8 +211,10 @@ def _value(key: Key, value: object, file: str) -> object:
 
 
 def nested(keys: Sequence[Key], values: Mapping[str, object]) -> dict[str, Any]:
-    """The tables of a file that says these values (name of a used key -> value), in the order of the table of keys;
-    values that are None are left out."""
+    """Returns the nested tables of a file with these values (name of a used key -> value), in the order of `keys`.
+    Values that
+    are None are left out.
+    """
     content: dict[str, Any] = {}
     for key in keys:
         if key.effect is not KeyEffect.USED or values.get(key.name) is None:

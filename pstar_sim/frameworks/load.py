@@ -1,4 +1,4 @@
-"""Files of configurations: which framework a file is of, by its ending."""
+"""Loading of configurations: the ending of a file says which framework it belongs to."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _ENDINGS = {ending: target for target in TARGETS.values() for ending in target.e
 
 
 def load_configuration(path: str) -> Configuration:
-    """The configuration in a file. Raises PstarError, naming the file, for one that cannot be read, is of no known
-    kind, or is wrong."""
+    """Returns the configuration in a file. Raises PstarError, naming the file, for a file that cannot be read, is of no
+    known
+    kind, or has wrong content.
+    """
     ending = Path(path).suffix.lower()
     if ending not in _ENDINGS:
         known = ", ".join(f"{end} ({target.name})" for end, target in _ENDINGS.items())

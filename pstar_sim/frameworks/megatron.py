@@ -1,5 +1,7 @@
-"""Megatron-LM: its flags, written. Its distributed optimizer slices optimizer states; parameters and their fp32
-gradients stay whole on every GPU, a share of the states may live on the host, where it is updated."""
+"""Megatron-LM: writes its flags. Its distributed optimizer slices the optimizer states. Parameters and their fp32
+gradients
+stay whole on every GPU. A share of the states may live on the host and is updated there.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _SHARE = "share"
 
 
 def write(configuration: Configuration) -> str:
-    """The text of the flags, one per line."""
+    """Returns the configuration as flags, one per line."""
     c, detail = configuration, configuration.detail
     share = detail[_SHARE]
     flags = [
@@ -50,7 +52,7 @@ def write(configuration: Configuration) -> str:
 
 
 def express(plan: Plan) -> Expressed:
-    """The flags nearest to a plan."""
+    """Returns the flags nearest to a plan."""
     w, where = plan.workload, whereabouts(plan)
     share = round(1 - where.states_on_gpu, 2)
     cannot = common_limits(plan, MEGATRON)
@@ -89,8 +91,10 @@ def express(plan: Plan) -> Expressed:
 
 
 def _partly(share: float, own_params: int) -> str:
-    """The policy with this share of the optimizer on the host, from 0 on. own_params: parameters of one rank, which are
-    cut into enough sub-groups for the share."""
+    """Returns the spec of the policy with this share (0 to 1) of the optimizer on the host.
+
+    own_params: parameters of one rank, which are cut into enough sub-groups for the share.
+    """
     if share == 0:
         return spec("zero3_resident", {"reshard": False})
     subgroup = max(1, own_params // 20)
@@ -110,14 +114,14 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Bytes that the GPU holds beside the plan's lists: fp32 gradients of all parameters. Those of a rank's own slices
-    are left out where states are on the GPU, because the policy counts them."""
+    """Returns the bytes that the GPU holds beside the plan's lists: fp32 gradients of all parameters. Those of a rank's
+    own slices are left out where states are on the GPU, because the policy counts them."""
     counted = 1 / ranks if configuration.base == "zero3_resident" else 0.0
     return int(4 * workload.trainable_params * (1 - counted))
 
 
 def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Bytes of weights while they are loaded: every process loads the whole model, in the working dtype."""
+    """Returns the bytes of weights while they are loaded: every process loads the whole model, in the working dtype."""
     return workload.params * DTYPE_BYTES[workload.dtype]
 
 

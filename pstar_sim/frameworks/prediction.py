@@ -1,6 +1,6 @@
-"""Prediction: what a framework's configuration needs and takes on a machine, host memory first.
+"""Predictions: memory and seconds of a framework's configuration on a machine, host memory first.
 
-The seconds are those of the policy that stands for the configuration (follows.py), not of a plan of ours.
+The seconds are those of the policy that stands for the configuration (follows.py), not of a policy of this project.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class ConfigurationPrediction:
         return self.reason is None
 
     def as_policy(self) -> Follows:
-        """The configuration as a policy, for `compare`."""
+        """Returns the configuration as a policy, for `compare`."""
         return Follows(self.configuration, self.label)
 
     def as_fit(self) -> Fit:
-        """The line of `fits`."""
+        """Returns the line of `fits`."""
         return Fit(
             policy=self.label,
             fits=self.fits,
@@ -96,7 +96,7 @@ class ConfigurationPrediction:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Host memory first; without the plan."""
+        """Returns host memory first; without the plan."""
         return {
             "label": self.label,
             "framework": self.configuration.framework,
@@ -127,7 +127,10 @@ def predict(
     *,
     label: str,
 ) -> ConfigurationPrediction:
-    """The configuration on a machine. workload: as for `compare`."""
+    """Returns the prediction for a configuration on a machine.
+
+    workload: as for `compare`.
+    """
     share = share_out(workload, machine)
     configuration = configuration.for_model(share.workload)
     belief = trust(machine, configuration.policy)

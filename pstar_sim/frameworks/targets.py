@@ -1,4 +1,4 @@
-"""Targets: the frameworks whose configurations are written and read, each with what its module offers."""
+"""Targets: the frameworks whose configurations are written or read, each with the functions of its module."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ __all__ = ["TARGETS", "Target", "host_need", "target_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One framework.
+    """A framework.
 
     name: name of the framework.
     file: the kind of file that is written, in words.
-    express: plan -> the nearest configuration, and what it cannot express.
+    express: plan -> the nearest configuration, and the parts of the plan that it cannot express.
     read: (content of a file, name of the file) -> configuration; None if its files are not read.
     write: configuration -> text of the file.
-    memory: how the framework allocates.
-    endings: endings of the files that are read.
+    blocks: (configuration, workload of one rank, number of ranks) -> blocks of host memory that one rank requests.
+    start_bytes: the same arguments -> bytes of weights while they are loaded.
+    gpu_beyond_bytes: the same arguments -> bytes that the GPU holds beside the lists of the policy; None if it holds
+        none.
     """
 
     name: str
@@ -92,5 +94,8 @@ def target_of(configuration: Configuration) -> Target:
 
 
 def host_need(configuration: Configuration, workload: Workload, ranks: int) -> HostNeed:
-    """What the framework takes of the host on one rank. workload: of one rank."""
+    """Returns the host memory that the framework takes on one rank.
+
+    workload: the workload of one rank.
+    """
     return target_of(configuration).memory.host_need(configuration, workload, ranks)

@@ -1,5 +1,6 @@
-"""torchtitan: the TOML of its versions up to 0.2, read and written. From 0.3 on torchtitan takes Python functions and
-flags instead; the keys are the same: `[training] local_batch_size` is --training.local_batch_size."""
+"""torchtitan: reads and writes the TOML of its versions up to 0.2. Versions from 0.3 on take Python functions and flags
+instead, with the same keys: `[training] local_batch_size` is --training.local_batch_size.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 def read(content: object, file: str) -> Configuration:
-    """A configuration by KEYS. Raises PstarError as `read_keys`."""
+    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys`."""
     found = read_keys(KEYS, content, file, "a torchtitan configuration")
     notes = list(found.notes)
     if found["recompute"] in ("selective", "memory_budget"):
@@ -89,7 +90,7 @@ def read(content: object, file: str) -> Configuration:
 
 
 def write(configuration: Configuration) -> str:
-    """The text of the TOML file. Reading it gives the configuration back."""
+    """Returns the configuration as the text of a TOML file. `read` of the text gives the configuration back."""
     c = configuration
     words = {dtype: word for word, dtype in _DTYPES.items()}
     values: dict[str, object] = {
@@ -110,7 +111,7 @@ def write(configuration: Configuration) -> str:
 
 
 def express(plan: Plan) -> Expressed:
-    """The configuration nearest to a plan."""
+    """Returns the configuration nearest to a plan."""
     w = plan.workload
     found = express_as(plan, TORCHTITAN, {"version": 2, "sequence": w.sequence}, trains_fp16=False)
     configuration = replace(

@@ -20,7 +20,7 @@ WITHOUT = ("instead", "iteration", "costs", "h2d", "more", "d2h", "more ", "over
 
 
 def ladder_cells(line: Line) -> tuple[str, ...]:
-    """A line of the ladder in words."""
+    """Returns a line of the ladder in words."""
     if not line.fits:
         return (line.change, "does not fit", *[""] * (len(LADDER) - 2))
     return (
@@ -38,7 +38,7 @@ def ladder_cells(line: Line) -> tuple[str, ...]:
 
 
 def without_cells(line: Line) -> tuple[str, ...]:
-    """A line of the second table: what doing without the idea costs."""
+    """Returns a line of the second table: what doing without the idea costs."""
     if not line.fits:
         return (line.change, "does not fit", *[""] * (len(WITHOUT) - 2))
     return (
@@ -69,7 +69,7 @@ def ablation_text(ablation: Ablation, *, width: int | None = None) -> str:
 
 
 def ablation_html(ablation: Ablation) -> str:
-    """The two tables for a notebook."""
+    """Returns the two tables for a notebook."""
     ladder = _table(LADDER, [ladder_cells(line) for line in ablation.lines])
     without = _table(WITHOUT, [without_cells(line) for line in ablation.without])
     notes = "".join(f"<p><small>{escape(note)}</small></p>" for note in _notes(ablation))
@@ -103,7 +103,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _signed(seconds: float | None) -> str:
-    """Seconds with their sign; "0" if too small to matter."""
+    """Returns the seconds with their sign; "0" if too small to matter."""
     if seconds is None:
         return ""
     return "0 s" if abs(seconds) < 5e-7 else f"{'+' if seconds > 0 else '-'}{format_s(abs(seconds))}"

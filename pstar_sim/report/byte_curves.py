@@ -75,7 +75,7 @@ def steady_start_s(timeline: Timeline) -> float:
 
 
 def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Moments of the steady iteration in order: (indices, start_s, end_s), seconds relative to its start.
+    """Returns the moments of the steady iteration in order: (indices, start_s, end_s), seconds relative to its start.
 
     Raises PstarError for a timeline without compute spans.
     """
@@ -91,7 +91,7 @@ def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray
 
 
 def byte_curves(timeline: Timeline, *, x: str = "time", place: str = "gpu") -> Curves:
-    """The curve of every category's bytes.
+    """Returns the curve of every category's bytes.
 
     x = "time": all changes, in seconds. x = "moment": one value per moment: the value at the instant within the moment
     (from its start until the next one's) at which the total is largest. Raises PstarError for another x and for a

@@ -30,7 +30,7 @@ _GUESSED = ("an estimate", "placeholder", "from memory")
 
 
 def catalog_page(table: str) -> str:
-    """A table of the catalog in Markdown: a row per figure with its value, how it is known, and its source.
+    """Returns a table of the catalog in Markdown: a row per figure with its value, how it is known, and its source.
 
     table: one of PAGES. Raises KeyError for another one.
     """
@@ -71,7 +71,7 @@ def _of_entry(entry: Entry[Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _of_table(raw: Mapping[str, Any], prefix: str, known: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """The rows of a table. known: how all its figures are known, where the table says so."""
+    """Returns the rows of a table. known: how all its figures are known, where the table says so."""
     source = str(raw.get("source", ""))
     for figure, value in raw.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -28,8 +28,8 @@ _HEADS = (
 
 
 def predictions_text(predictions: Sequence[ConfigurationPrediction], *, width: int | None = None) -> str:
-    """A table, and below it for each configuration: what takes the host's memory, why it does not fit, which policy
-    stands for it, what is not modelled."""
+    """Returns a table, and below it for each configuration: what takes the host's memory, why it does not fit, which
+    policy stands for it, what is not modelled."""
     width = terminal_width() if width is None else width
     lines = [table_text(_HEADS, [_cells(p) for p in predictions], width=width).rstrip()]
     for p in predictions:

@@ -126,7 +126,8 @@ FORMATS = ("machine", "prices", "grid", "options", "plan", "timeline", "run", "t
 
 
 def format_page(name: str) -> str:
-    """The reference of a format in Markdown: what it is for, its version, and a table of keys for each of its tables.
+    """Returns the reference of a format in Markdown: what it is for, its version, and a table of keys for each of its
+    tables.
 
     Raises KeyError for a name that is not in FORMATS.
     """
@@ -140,7 +141,7 @@ def format_page(name: str) -> str:
 
 
 def _tables(title: str, table: type[Struct], shown: set[type[Struct]]) -> Iterator[tuple[str, type[Struct]]]:
-    """The table and those below it, each once."""
+    """Returns the table and those below it, each once."""
     if table in shown:
         return
     shown.add(table)
@@ -154,13 +155,13 @@ def _tables(title: str, table: type[Struct], shown: set[type[Struct]]) -> Iterat
 
 
 def _summary(table: type[Struct]) -> str:
-    """The first sentence of the type's docstring."""
+    """Returns the first sentence of the type's docstring."""
     text = inspect.cleandoc((record_class(table) or table).__doc__ or "")
     return " ".join(text.split("\n\n")[0].split())
 
 
 def _fields(table: type[Struct]) -> Iterator[tuple[str, ...]]:
-    """Rows of the page: key, what it may be, unit, meaning, default."""
+    """Returns the rows of the page: key, what it may be, unit, meaning, default."""
     said = _said(record_class(table))
     defaults = _defaults(record_class(table))
     for field in fields_of(table).values():

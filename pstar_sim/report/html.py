@@ -97,7 +97,7 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 def planned_html(planned: Planned) -> str:
-    """The line of the table, the number of the plan's steps by kind, and what fills the GPU."""
+    """Returns the line of the table, the number of the plan's steps by kind, and what fills the GPU."""
     steps = f"<p><small>{escape(_kinds(planned.plan))}</small></p>"
     return f"{_table(HEADS, [cells(planned.row)])}{steps}{_tide(planned.timeline)}"
 
@@ -113,7 +113,7 @@ def timeline_html(timeline: Timeline) -> str:
 
 
 def _kinds(plan: Plan) -> str:
-    """The number of steps by kind, most frequent first."""
+    """Returns the number of steps by kind, most frequent first."""
     kinds: dict[str, int] = {}
     for step in plan.steps:
         kinds[step.kind.value] = kinds.get(step.kind.value, 0) + 1
@@ -122,7 +122,7 @@ def _kinds(plan: Plan) -> str:
 
 
 def _tide(timeline: Timeline) -> str:
-    """GPU memory over the iteration; nothing for a timeline without samples of it."""
+    """Returns GPU memory over the iteration; nothing for a timeline without samples of it."""
     try:
         curves = byte_curves(timeline)
     except PstarError:  # a timeline need not have samples, and its table stands without them
@@ -165,7 +165,7 @@ def _stacked(
 
 
 def _bars(seconds: Mapping[str, float]) -> str:
-    """Seconds per iteration as bars, each with its policy beside it."""
+    """Returns the seconds per iteration as bars, each with its policy beside it."""
     longest, row = max(seconds.values()), 22
     lines = []
     for n, (policy, time_s) in enumerate(seconds.items()):

@@ -54,17 +54,17 @@ class Listing(Sequence[str]):
 
 
 def machines(user_file: str | Path | None = None) -> Listing:
-    """The machines of the catalog, and of a user's file over it, by the names that `ps.machine` takes."""
+    """Returns the machines of the catalog, and of a user's file over it, by the names that `ps.machine` takes."""
     return Listing(list_machines(user_file))
 
 
 def models() -> Listing:
-    """The models of the catalog, by the names that `ps.preset` takes."""
+    """Returns the models of the catalog, by the names that `ps.preset` takes."""
     return Listing(list_models())
 
 
 def policies() -> Listing:
-    """All policies, by the names that `ps.compare` takes; each row has the policy's options."""
+    """Returns all policies, by the names that `ps.compare` takes; each row has the policy's options."""
     rows: list[dict[str, object]] = []
     for name, policy in all_policies().items():
         said = (policy.__doc__ or "").strip()

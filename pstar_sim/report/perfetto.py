@@ -28,8 +28,8 @@ _LANES = {
 
 
 def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = None) -> dict[str, Any]:
-    """The trace as an object ready for `json.dump`. With the plan, moments carry their names and fetches flow to their
-    use. Raises PstarError where one of several timelines has no compute spans.
+    """Returns the trace as an object ready for `json.dump`. With the plan, moments carry their names and fetches flow
+    to their use. Raises PstarError where one of several timelines has no compute spans.
     """
     many = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     steady = [steady_start_s(t) for t in many] if len(many) > 1 else [0.0]
@@ -114,7 +114,7 @@ def _name(span: Span, plan: Plan | None) -> str:
 def _slice(
     name: str, category: str, where: tuple[int, int, float], start_s: float, end_s: float, args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The event of a span. where: process, lane, and seconds by which the span is shifted."""
+    """Returns the event of a span. where: process, lane, and seconds by which the span is shifted."""
     pid, tid, shift_s = where
     begin = _us(start_s + shift_s)
     return {

@@ -47,8 +47,8 @@ class Residence:
 
 
 def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 96) -> Residence:
-    """The map of a plan whose steps ran as the timeline says. bins: of time. rows: most rows; where a plan has more
-    chunks, neighbours share a row. Raises PstarError for a timeline with steps that are not the plan's."""
+    """Returns the map of a plan whose steps ran as the timeline says. bins: of time. rows: most rows; where a plan has
+    more chunks, neighbours share a row. Raises PstarError for a timeline with steps that are not the plan's."""
     count = len(plan.layout.chunks)
     per_row = max(1, -(-count // rows))
     first = tuple(range(0, count, per_row))

@@ -34,7 +34,7 @@ class Figure:
 
 
 def figures(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[Figure]:
-    """Figures of the keys both have, in order: a key ends in "_s" (seconds) or "_bytes"."""
+    """Returns the figures of the keys both have, in order: a key ends in "_s" (seconds) or "_bytes"."""
     rows = []
     for key, value in predicted.items():
         if key in measured:

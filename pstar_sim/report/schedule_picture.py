@@ -69,7 +69,7 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
 def _draw_bars(
     ax: Any, timeline: Timeline, shown: list[tuple[Span, float, float]], rows: list[Queue]
 ) -> dict[str, Any]:
-    """A bar per span in the row of its queue. Returns one bar per name."""
+    """Returns a bar per span in the row of its queue. Returns one bar per name."""
     found: dict[str, Any] = {}
     for span, start_s, end_s in shown:
         row = rows.index(span.queue)
@@ -85,7 +85,7 @@ def _draw_bars(
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """Names of the legend: phases, then kinds of steps."""
+    """Returns the names of the legend: phases, then kinds of steps."""
     order = [*PHASES, *(name for name, _, _ in STEPS.values())]
     return sorted(handles, key=lambda n: order.index(n) if n in order else len(order))
 
@@ -102,7 +102,7 @@ def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
 
 
 def _style(timeline: Timeline, span: Span) -> tuple[str, str, str]:
-    """Name in the legend, colour, and colour of the number."""
+    """Returns the name in the legend, colour, and colour of the number."""
     if span.kind is not Kind.COMPUTE:
         return STEPS.get(span.kind, (span.kind.value, "#CCCCCC", "black"))
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"

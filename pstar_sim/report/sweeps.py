@@ -32,7 +32,8 @@ NOTHING = "#EEEEEE"
 
 
 def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
-    """The largest model of each machine as bars, one per policy; billions of parameters, written beside each bar.
+    """Returns the largest model of each machine as bars, one per policy; billions of parameters, written beside each
+    bar.
 
     Raises PstarError for no limits at all and for limits of batches.
     """
@@ -60,7 +61,7 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
 
 
 def _with_memory(limits: Limits) -> str:
-    """The machine and what each of its GPUs has: machines of equal GPUs may differ in host memory."""
+    """Returns the machine and what each of its GPUs has: machines of equal GPUs may differ in host memory."""
     m = limits.machine
     each = "" if len(m.ranks) == 1 else " per GPU"
     return f"{m.name}\n{m.gpu_budget_bytes / GB:.0f} GB of GPU and\n{m.host_budget_bytes / GB:.0f} GB of RAM{each}"
@@ -78,7 +79,7 @@ def _bar(
 
 
 def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound: bool = True) -> Any:
-    """Seconds per iteration along the axis `x` of a sweep, one line per policy and the lower bound dashed.
+    """Returns the seconds per iteration along the axis `x` of a sweep, one line per policy and the lower bound dashed.
 
     A policy's line begins where it fits. Sizes as texts ("48GB") are drawn in GB. Raises PstarError for an axis that is
     not in the frame, and for a frame in which another axis varies, too.
@@ -124,7 +125,8 @@ def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None
 def plot_map(
     table: pandas.DataFrame, x: str, y: str, ax: Axes | None = None, *, unit: str = "", most: float | None = None
 ) -> Any:
-    """A table of numbers (rows: axis `y`, columns: axis `x`) as fields, darker for more, with the numbers in them.
+    """Returns a table of numbers (rows: axis `y`, columns: axis `x`) as fields, darker for more, with the numbers in
+    them.
 
     most: the number of the darkest field (default: the largest). Where two tables share it they can be compared.
     """
@@ -145,7 +147,7 @@ def plot_map(
 
 
 def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFrame:
-    """Rows by `y`, columns by `x`, in the order of the sweep."""
+    """Returns the rows by `y`, columns by `x`, in the order of the sweep."""
     frame = _over(frame, [x, y])
     if frame["policy"].nunique() != 1:
         raise PstarError(f"a map shows one policy, not {', '.join(frame['policy'].unique())}; choose one")
@@ -154,7 +156,8 @@ def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFr
 
 
 def _over(frame: pandas.DataFrame, axes: Sequence[str]) -> pandas.DataFrame:
-    """The frame with `at`, the first axis as numbers. Raises PstarError for what cannot be drawn over these axes."""
+    """Returns the frame with `at`, the first axis as numbers. Raises PstarError for what cannot be drawn over these
+    axes."""
     for name in (*axes, "policy", "iteration_s"):
         if name not in frame:
             raise PstarError(f"the frame has no column {name!r}, only {', '.join(map(str, frame.columns))}")

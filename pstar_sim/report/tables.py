@@ -83,7 +83,7 @@ def heading(answer: TableAnswer) -> str:
 
 
 def batch_words(answer: TableAnswer) -> str:
-    """The batch of all GPUs together, and the share of each GPU."""
+    """Returns the batch of all GPUs together, and the share of each GPU."""
     w, ranks = answer.workload, len(answer.machine.ranks)
     words = f"batch {answer.batch}"
     if w.micro_batches > 1:
@@ -104,7 +104,7 @@ HEADS = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row's figures in words, in the order of HEADS, empty where there are none."""
+    """Returns a row's figures in words, in the order of HEADS, empty where there are none."""
     if not row.fits:
         return (row.policy, "no", *[""] * 9)
 
@@ -131,7 +131,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def format_percent(share: float) -> str:
-    """A share as a percentage. Below 1 % it has two digits after the point."""
+    """Returns a share as a percentage. Below 1 % it has two digits after the point."""
     percent = round(share * 100, 9) + 0.0  # the rounding of a sum is no negative share
     return f"{percent:.2f} %" if abs(percent) < 0.995 else f"{percent:.1f} %"
 
@@ -210,7 +210,7 @@ def _bounds(rows: Sequence[Row]) -> list[str]:
 
 
 def _certificate(row: Row) -> str:
-    """The kind of bound that a line is compared with, or why it has none."""
+    """Returns the kind of bound that a line is compared with, or why it has none."""
     said = row.certificate or {}
     if said.get("bound") is None:
         return str(said.get("reason", ""))

@@ -159,7 +159,7 @@ def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
 
 
 def _timelines(given: object) -> list[Timeline]:
-    """The timelines to draw. Raises PstarError for an empty list, and for a value without a timeline."""
+    """Returns the timelines to draw. Raises PstarError for an empty list, and for a value without a timeline."""
     rows = [given] if isinstance(given, Timeline | Planned) else given
     if isinstance(rows, Comparison):
         rows = spread(rows)
@@ -187,8 +187,8 @@ def tide_figure(
     measured: Timeline | None = None,
     title: str = "",
 ) -> Figure:
-    """A whole figure without pyplot: a row for every timeline, a column for every x of `xs`, one legend below. Save it
-    with `.savefig(file)`.
+    """Returns a whole figure without pyplot: a row for every timeline, a column for every x of `xs`, one legend below.
+    Save it with `.savefig(file)`.
 
     measured: a run of the first timeline. By moment it is drawn over the prediction; by time the figure has a row for
         each, on one axis of time. xs does not matter then.
@@ -212,7 +212,7 @@ def tide_figure(
 
 
 def _measured_figure(predicted: Timeline, measured: Timeline, title: str) -> Figure:
-    """The run over its prediction by moment; below it both by time."""
+    """Returns the run over its prediction by moment; below it both by time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 9.4), layout="constrained")
@@ -233,7 +233,7 @@ def _legend_below(figure: Figure, handles: Handles, title: str) -> None:
 
 
 def _capacity(timeline: Timeline, place: str) -> int:
-    """The plan's budget; where the timeline carries none, its peak."""
+    """Returns the plan's budget; where the timeline carries none, its peak."""
     known = timeline.budget_bytes.get(place) or timeline.peak_bytes.get(place)
     return known if known else int(byte_curves(timeline, place=place).total.max())
 
@@ -241,7 +241,8 @@ def _capacity(timeline: Timeline, place: str) -> int:
 def _polyline(
     curves: Curves, values: np.ndarray[Any, Any], unit: int
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The curve, constant between its edges, as a polyline: x and y (in units of `unit` bytes) of its corners."""
+    """Returns the curve, constant between its edges, as a polyline: x and y (in units of `unit` bytes) of its
+    corners."""
     return np.repeat(curves.edges, 2)[1:-1], np.repeat(values, 2) / unit
 
 
@@ -338,7 +339,7 @@ def _overlay(
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """Names of the legend, from the top of a picture to its floor."""
+    """Returns the names of the legend, from the top of a picture to its floor."""
     order = [NAMES[c] for c in ("non-model", "buffer", "grad", "param", "states")]
     order += [_WASTE, "capacity of a static partition", "capacity (the plan's budget)"]
     return [n for n in order if n in handles] + [n for n in handles if n not in order]

@@ -48,12 +48,12 @@ def validation_text(validation: Validation, *, width: int | None = None, every_r
 
 
 def _reasons(v: Validation) -> list[str]:
-    """A line for each reason why a run does not fit here."""
+    """Returns a line for each reason why a run does not fit here."""
     return [f"  {reason}" for reason in sorted({r.reason for r in v.results if r.reason})]
 
 
 def _wrong_orders(v: Validation) -> list[str]:
-    """A line for each pair whose order is predicted wrongly."""
+    """Returns a line for each pair whose order is predicted wrongly."""
     return [
         f"  {p.first.system} and {p.second.system}, {p.first.params} and {p.second.params}, {p.first.gpus} GPUs: "
         f"{p.first.metric} {_figure(p.first.published)} and {_figure(p.second.published)}, predicted "
@@ -114,7 +114,7 @@ def distance_text(v: Validation, width: int) -> str:
 
 
 def _inside(v: Validation) -> list[str]:
-    """A line on the rows that lie inside the bar which an answer would quote for them, and one per distance."""
+    """Returns a line on the rows that lie inside the bar which an answer would quote for them, and one per distance."""
     quoted, distance = quoted_bars(v.results), v.distances()
     groups: dict[str, list[bool]] = {}
     for r, bar in quoted:
@@ -200,7 +200,7 @@ def _family(system: str) -> str:
 
 
 def _short(r: Result) -> str:
-    """A label of the machine in at most 22 characters."""
+    """Returns a label of the machine in at most 22 characters."""
     if r.hardware.startswith("Polaris"):
         return f"Polaris, {r.nodes}x4 A100-40" if r.nodes > 1 else "Polaris, 1-4 A100-40"
     for text, short in (

@@ -48,7 +48,7 @@ def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) 
 
 
 def waterfall_figure(ablation: Ablation, *, pyplot: bool = False) -> Figure:
-    """The waterfall as a matplotlib figure, made without pyplot. Save it with `.savefig(file)`."""
+    """Returns the waterfall as a matplotlib figure, made without pyplot. Save it with `.savefig(file)`."""
     size = (11.0, 1.5 + 0.36 * (len(ablation.lines) + 1))
     if pyplot:
         from matplotlib import pyplot as plt

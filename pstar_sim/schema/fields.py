@@ -60,12 +60,12 @@ class Rule:
 
 
 def says(meaning: str) -> Meta:
-    """The meaning of a field, for its page."""
+    """Returns the meaning of a field, for its page."""
     return Meta(description=meaning)
 
 
 def between(low: float, high: float) -> Meta:
-    """A number from `low` to `high`, both included; not a number (NaN) is outside."""
+    """Returns a number from `low` to `high`, both included; not a number (NaN) is outside."""
     return Meta(ge=low, le=high)
 
 
@@ -74,7 +74,7 @@ def least(low: float) -> Meta:
 
 
 def filled() -> Meta:
-    """A list that is not empty."""
+    """Returns a list that is not empty."""
     return Meta(min_length=1)
 
 
@@ -107,7 +107,7 @@ Curve = tuple[tuple[Positive, Positive], ...]
 
 
 def curve(size: str, rate: str) -> Meta:
-    """The words for a field that is a `Curve`. size, rate: meaning and unit of the two numbers of a pair."""
+    """Returns the words for a field that is a `Curve`. size, rate: meaning and unit of the two numbers of a pair."""
     words = f"a list of [{size}, {rate}] pairs of positive numbers, sizes ascending"
     return Meta(extra={"rule": Rule(_ascending, words)})
 
@@ -124,7 +124,7 @@ class Field:
 
 @cache
 def fields_of(table: type[Struct]) -> dict[str, Field]:
-    """The fields of a table by name, in the order in which they are declared; fields of its base come last."""
+    """Returns the fields of a table by name, in the order in which they are declared; fields of its base come last."""
     base = getattr(table.__base__, "__struct_fields__", ())
     hints = typing.get_type_hints(table, include_extras=True)
     found = {}
@@ -156,7 +156,7 @@ def is_table(kind: Any) -> bool:
 
 
 def meaning(kind: Any) -> str:
-    """The words that `says` gave a field; "" without them."""
+    """Returns the words that `says` gave a field; "" without them."""
     return next((m.description for m in split(kind)[2] if m.description), "")
 
 

@@ -14,7 +14,7 @@ __all__ = ["parse_json", "parse_toml", "read_toml", "without_head"]
 
 
 def parse_toml(file: str, text: str) -> dict[str, object]:
-    """The content of a TOML text. Raises CatalogError for a text that is not TOML."""
+    """Returns the content of a TOML text. Raises CatalogError for a text that is not TOML."""
     try:
         return toml_loads(text)
     except TOMLDecodeError as error:
@@ -26,7 +26,7 @@ def parse_toml(file: str, text: str) -> dict[str, object]:
 
 
 def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
-    """The content of a file without its `version`, which need not be given: the first edition had none.
+    """Returns the content of a file without its `version`, which need not be given: the first edition had none.
 
     what: the format, for messages. version: the newest that this package reads. Raises CatalogError for a file that
     cannot be read, is not TOML, or is of a newer version.
@@ -44,7 +44,7 @@ def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
 
 
 def parse_json(text: str) -> object:
-    """The value that the text of a file stands for. Raises Fault saying what is not JSON in it, and where."""
+    """Returns the value that the text of a file stands for. Raises Fault saying what is not JSON in it, and where."""
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except json.JSONDecodeError as error:
@@ -72,8 +72,8 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def without_head(values: object, *, what: str, format: str, version: int, error: type[PstarError]) -> dict[str, Any]:
-    """A JSON object without its fields `format` and `version`. what: the kind of file, for messages. version: the
-    newest that this package reads. Raises `error` for another format, and for a newer version."""
+    """Returns a JSON object without its fields `format` and `version`. what: the kind of file, for messages. version:
+    the newest that this package reads. Raises `error` for another format, and for a newer version."""
     if not isinstance(values, dict) or values.get("format") != format:
         raise error(f"is not {what} (field 'format' is not {format!r})")
     _check_version(values.get("version"), format.removeprefix("pstar-sim "), version, error)

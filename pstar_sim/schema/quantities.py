@@ -35,7 +35,8 @@ class Quantity:
     shown: Callable[[float], str] = "{:g}".format
 
     def parse(self, text: str) -> float:
-        """The value in SI units; -1 for any negative one. Raises ValueError for a text that is no such quantity."""
+        """Returns the value in SI units; -1 for any negative one. Raises ValueError for a text that is no such
+        quantity."""
         if text.lower() in self.words:
             return self.words[text.lower()]
         if text.startswith("-") and self.units:

@@ -40,11 +40,11 @@ class Fault(Exception):
         self.known = known
 
     def under(self, key: str | int) -> Fault:
-        """The same fault, with the path that begins one table or list further up."""
+        """Returns the same fault, with the path that begins one table or list further up."""
         return Fault((key, *self.path), self.value, self.want, self.known)
 
     def in_json(self) -> str:
-        """The fault of a JSON file in words: "field 'machine.host.cores' is 0; it must be ..."."""
+        """Returns the fault of a JSON file in words: "field 'machine.host.cores' is 0; it must be ..."."""
         where = dotted(self.path)
         if self.value is REFUSED:
             return f"field {where!r}: {self.want}" if where else self.want
@@ -77,7 +77,7 @@ REFUSED = object()
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word that is most like this one."""
+    """Returns the known word that is most like this one."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return near[0] if near else None
 
@@ -88,7 +88,7 @@ def dotted(path: Path) -> str:
 
 
 def brief(value: object) -> str:
-    """A value in a message, as JSON and cut to 60 characters."""
+    """Returns a value in a message, as JSON and cut to 60 characters."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -111,7 +111,8 @@ def convert(kind: type[T] | Any, value: object, *, whole_fields: bool = False) -
 
 
 def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
-    """The entry `name` of a TOML file. Raises CatalogError, naming file, entry, field, value and what would do."""
+    """Returns the entry `name` of a TOML file. Raises CatalogError, naming file, entry, field, value and what would
+    do."""
     try:
         return convert(kind, raw, whole_fields=True)
     except Fault as fault:
@@ -119,7 +120,7 @@ def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
 
 
 def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """The faults of a value from the top down; none where msgspec takes it."""
+    """Returns the faults of a value from the top down; none where msgspec takes it."""
     try:
         msgspec.convert(value, kind, builtin_types=_PLAIN)
         return

@@ -44,7 +44,7 @@ def columns(**rows: type) -> object:
 
 
 def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
-    """Rows of a dataclass by column. A column of tuples is left out where all of them are empty."""
+    """Returns the rows of a dataclass by column. A column of tuples is left out where all of them are empty."""
     table = list(rows)
     columns = {f.name: [getattr(row, f.name) for row in table] for f in dataclasses.fields(cls)}
     spare = [f.name for f in dataclasses.fields(cls) if f.default == ()]
@@ -52,20 +52,20 @@ def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def read_record(kind: type[T] | Any, values: object) -> T:
-    """The value of a dataclass (or a type with dataclasses in it) that plain values of JSON stand for. Raises Fault,
-    also for what the dataclass itself refuses."""
+    """Returns the value of a dataclass (or a type with dataclasses in it) that plain values of JSON stand for. Raises
+    Fault, also for what the dataclass itself refuses."""
     found: T = made(kind, convert(file_kind(kind), values))
     return found
 
 
 def made(kind: type[T] | Any, form: Any) -> T:
-    """The value of what was read as `file_kind(kind)`. Raises Fault for what a dataclass itself refuses."""
+    """Returns the value of what was read as `file_kind(kind)`. Raises Fault for what a dataclass itself refuses."""
     maker = _maker(file_kind(kind))
     return typing.cast(T, form if maker is None else maker(form))
 
 
 def file_kind(kind: Any) -> Any:
-    """The type of what a file holds for a value of this type."""
+    """Returns the type of what a file holds for a value of this type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         base, *notes = args
@@ -91,7 +91,7 @@ _CLASS_OF: dict[type[Struct], type] = {}
 
 
 def record_class(table: type[Struct]) -> type | None:
-    """The dataclass that a table was derived from, or whose columns it holds; None for any other table."""
+    """Returns the dataclass that a table was derived from, or whose columns it holds; None for any other table."""
     return _CLASS_OF.get(table)
 
 

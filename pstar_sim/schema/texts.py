@@ -16,8 +16,8 @@ _SWITCH = {"on": True, "off": False}
 
 
 def from_text(kind: Any, text: str) -> object:
-    """The value that `text` stands for: on or off, a word of a choice, a number (a whole one also as 1e9). The first
-    arm of a union that takes it. Raises ValueError for any other text."""
+    """Returns the value that `text` stands for: on or off, a word of a choice, a number (a whole one also as 1e9). The
+    first arm of a union that takes it. Raises ValueError for any other text."""
     for arm in _arms(kind):
         try:
             value: object = msgspec.convert(_plain(split(arm)[0], text), arm)
@@ -50,7 +50,7 @@ def allowed(kind: Any) -> str:
 
 
 def words_of(kind: Any) -> tuple[str, ...]:
-    """The words that a misspelt one may be near to."""
+    """Returns the words that a misspelt one may be near to."""
     found: tuple[str, ...] = ()
     for arm in _arms(kind):
         base, words, _ = split(arm)

@@ -1,5 +1,7 @@
-"""Errors by class of machine, which validation keeps and answers show with predicted times (planner/trust.py), and how
-many rows lie inside the bar that an answer would have quoted."""
+"""Errors by class of machine. Validation keeps them, and answers show them with predicted times (planner/trust.py).
+Also
+counts the rows that lie inside the bar that an answer would have quoted for them.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ _Z90 = 1.645
 
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, float]]]:
-    """Class -> policy (and "any policy") -> median, p90, bar and rows, of the rows of whole iterations to which nothing
-    is fitted; and ANY_CLASS, for classes without rows."""
+    """Returns class -> policy (and "any policy") -> median, p90, bar and number of rows. It counts rows of whole
+    iterations to
+    which nothing is fitted. ANY_CLASS is for classes without rows.
+    """
     groups = _groups(_judged(results))
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(groups):
@@ -47,8 +51,10 @@ def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, 
 
 
 def left_out_factor(groups: dict[str, dict[str, list[Result]]]) -> float:
-    """The factor by which the bar of a class exceeds that of the rows of all other classes: its 68th percentile over
-    classes with enough rows, at least 1."""
+    """Returns the factor by which the bar of a class exceeds the bar of the rows of all other classes: the 68th
+    percentile
+    over the classes with enough rows, at least 1.
+    """
     ratios = []
     for name, of_class in groups.items():
         others = [r for other in groups if other != name for r in groups[other][ANY]]
@@ -58,9 +64,11 @@ def left_out_factor(groups: dict[str, dict[str, list[Result]]]) -> float:
 
 
 def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
-    """Each row of a whole iteration to which nothing is fitted, with the bar that an answer would quote for it if the
-    row itself were not known: of its class and policy, of its class, or of every class with the factor of one that is
-    left out."""
+    """Returns the rows of whole iterations to which nothing is fitted. Each comes with the bar that an answer would
+    quote for
+    it without knowing the row itself: the bar of its class and policy, of its class, or of every class times
+    `left_out_factor`.
+    """
     judged = _judged(results)
     groups = _groups(judged)
     factor = left_out_factor(groups)
@@ -80,14 +88,16 @@ def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
 
 
 def binomial_interval(rows: int) -> tuple[int, int]:
-    """The least and the most of `rows` rows that lie inside their bars with 90 % probability, if each does with
-    probability INSIDE (normal law)."""
+    """Returns the least and the most rows, of `rows`, that lie inside their bars with 90 % probability, if each row
+    does so
+    with probability INSIDE (normal law).
+    """
     middle, wide = rows * INSIDE, _Z90 * math.sqrt(rows * INSIDE * (1 - INSIDE))
     return max(0, math.floor(middle - wide)), min(rows, math.ceil(middle + wide))
 
 
 def write_errors(validation: Validation, path: Path = ERRORS_FILE) -> None:
-    """Keep the errors of a whole validation; raises PstarError for one of a part of the rows."""
+    """Keep the errors of a whole validation. Raises PstarError for the validation of a part of the rows."""
     if sum(validation.counts.values()) != len(published_rows()):
         raise PstarError("the errors of a part of the rows are not kept: leave out --system and --machine")
     write_atomically(path, json.dumps(errors_by_class(validation.results), indent=2) + "\n")
@@ -102,7 +112,7 @@ def _class(r: Result) -> str:
 
 
 def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
-    """Class -> policy, or "any policy" -> its rows."""
+    """Returns class -> policy, and class -> "any policy", -> rows."""
     groups: dict[str, dict[str, list[Result]]] = {}
     for r in results:
         for key in (ANY, split_spec(r.policy)[0]):

@@ -1,7 +1,7 @@
-"""Experiments: what a published run was, as a job for a policy here: machine, workload, settings, batches.
+"""Experiments: published runs as jobs for the policies here, with machine, workload, settings and batches.
 
 Everything in this file is a fact about the runs (from the rows, the systems' code and logs) or an assumption that NOTES
-states; nothing is fitted to a row. Knows policies by name only.
+states. Nothing is fitted to a row. Policies appear by name only.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ POLARIS_CORES_A_RANK = 7
 
 
 def runs_of(rows: Iterable[PublishedRow]) -> list[tuple[PublishedRow, ...]]:
-    """Rows of one run together, in the order of the first of each."""
+    """Returns the rows grouped by run, in the order of each run's first row."""
     found: dict[tuple[str, ...], list[PublishedRow]] = {}
     for row in rows:
         found.setdefault(row.run, []).append(row)
@@ -77,7 +77,9 @@ def runs_of(rows: Iterable[PublishedRow]) -> list[tuple[PublishedRow, ...]]:
 
 
 def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None = None) -> Experiment:
-    """The job that a run in scope was. efficiency: parameters to use instead of the shipped ones (for fitting).
+    """Returns the job of a published run in scope.
+
+    efficiency: parameters to use instead of the shipped ones (for fitting).
 
     Raises CatalogError for a run that is not known here.
     """
@@ -90,7 +92,8 @@ def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None =
 
 @cache
 def _harness() -> Mapping[str, float]:
-    """Seconds per micro-batch that a training loop spends outside the model, by source of the measurement."""
+    """Returns the seconds per micro-batch that a training loop spends outside the model, by source of the
+    measurement."""
     text = (files("pstar_sim.validation") / "data" / "harness.toml").read_text(encoding="utf-8")
     return {name: float(entry["loop_ms"]) / 1e3 for name, entry in toml_loads(text).items()}
 
@@ -131,7 +134,8 @@ def _dos_model(row: PublishedRow) -> ModelEntry:
 
 
 def _dos_policy(system: str) -> str:
-    """The spec of the policy that stands for a system, as the logs of Deep Optimizer States name it."""
+    """Returns the spec of the policy that stands for a system, by the system's name in the logs of Deep Optimizer
+    States."""
     options: list[str] = ["subgroup=100000000"]
     if match := re.search(r"ratio([\d.]+)", system):
         options.append(f"ratio={float(match[1]):g}")
@@ -234,7 +238,7 @@ def _yard(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
 
 
 def _with_ratio(machine: Machine, ratio: float) -> Machine:
-    """PatrickStar's own limits: the shares of GPU and host memory that it may use."""
+    """Returns the machine limited to the shares of GPU and host memory that PatrickStar may use."""
     reserved = round(machine.host.memory_bytes * (1 - ratio))
     machine = replace(machine, host=replace(machine.host, reserved_bytes=reserved))
     return with_gpu_bytes(machine, round(REPORTED_BYTES[machine.gpu.name] * ratio) + machine.gpu.context_bytes)
@@ -247,7 +251,7 @@ _VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
 
 
 def _vm_policy(system: str) -> str:
-    """The spec of the policy that stands for a system, as STRONGHOLD's logs name it."""
+    """Returns the spec of the policy that stands for a system, by the system's name in STRONGHOLD's logs."""
     if match := _VM_WINDOW.fullmatch(system):
         return "stronghold" + (f":window={match[1]}" if match[1] else "")
     return _VM_POLICIES[system]

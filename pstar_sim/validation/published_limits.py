@@ -1,5 +1,6 @@
 """Limits: the largest models that publications report on machines of the catalog, and the policy that stands for each
-system."""
+system.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ _POLICIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedLimit:
-    """The largest model that a publication says the system trained.
+    """The largest model that a system trained, by a publication.
 
-    policy: the policy that stands for the system here; None if none does.
+    policy: the policy that stands for the system; None if none does.
     """
 
     system: str
@@ -40,7 +41,7 @@ class PublishedLimit:
 
 
 def published_limits(machine: Machine) -> tuple[PublishedLimit, ...]:
-    """Published limits of this machine with all its ranks; empty if no publication names the machine."""
+    """Returns the published limits of this machine with all its ranks; empty if no publication names the machine."""
     return tuple(
         PublishedLimit(system=row.system, policy=_POLICIES.get(row.system), params=row.value, source=row.source)
         for row in published_rows()

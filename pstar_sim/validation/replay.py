@@ -1,8 +1,8 @@
-"""Replay: a published run planned by its policy here and simulated, read off in the metrics of its rows.
+"""Replay: plans a published run by its policy and simulates it. The results are in the metrics of the run's rows.
 
-[Note: phases] Published timers wait for the GPU, so their phases meet: forward is from the first moment's start to the
-last forward moment's end (of each micro-batch, added up), the optimizer step from the first update of any chunk to the
-next iteration's first moment, backward what lies between. Simulated phases are cut at the same points.
+[Note: phases] Published timers wait for the GPU, so their phases meet. Forward is from the first moment's start to the
+last forward moment's end (of each micro-batch, added up). The optimizer step is from the first update of any chunk to
+the next iteration's first moment. Backward is the time between. Simulated phases are cut at the same points.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the simulator says of one experiment: predicted values by metric, or why there are none.
+    """The simulator's results for one experiment: predicted values by metric, or the reason why there are none.
 
-    batch: the batch that was used; of several, the fastest.
+    batch: the batch that was used; of several batches, the fastest.
     """
 
     experiment: Experiment
@@ -47,7 +47,7 @@ class Prediction:
 
 
 def phases_of(plan: Plan, timeline: Timeline) -> Phases:
-    """The steady iteration cut into its phases. Raises PstarError for one without compute or update steps."""
+    """Returns the phases of the steady iteration. Raises PstarError for a plan without compute or update steps."""
     moments = plan.workload.moments
     last = max(span.iteration for span in timeline.spans)
     spans = [span for span in timeline.spans if span.iteration == last]
@@ -69,8 +69,10 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
 
 
 def replay(experiment: Experiment) -> Prediction:
-    """Plan and simulate the experiment. Of several batches the one with the most tokens per second counts, of several
-    sizes the largest that fits. An experiment that does not fit has a reason instead of predictions."""
+    """Plan and simulate the experiment. Of several batches, the batch with the most tokens per second counts; of
+    several
+    sizes, the largest that fits. The result of an experiment that does not fit has a reason instead of predictions.
+    """
     if len(experiment.sizes) > 1:
         return _largest(experiment)
     found: list[tuple[float, int, Plan, Timeline]] = []
@@ -97,7 +99,7 @@ def _simulate(experiment: Experiment, batch: int, size: int = 0) -> tuple[Plan, 
 
 
 def _check_host(experiment: Experiment, size: int) -> None:
-    """Check host memory. Raises DoesNotFit where the system's real use of host memory is more than the node has."""
+    """Raise DoesNotFit where the system's real use of host memory is more than the node has."""
     needed = round(experiment.sizes[size].params * experiment.host_bytes_per_param)
     available = experiment.machine.host.memory_bytes - experiment.other_host_bytes
     if needed > available:
@@ -111,7 +113,10 @@ def _check_host(experiment: Experiment, size: int) -> None:
 
 
 def _largest(experiment: Experiment) -> Prediction:
-    """The largest of the sizes that fits, by bisection (what fits is a matter of size here)."""
+    """Returns the prediction for the largest size that fits, by bisection: here a larger model never fits where a
+    smaller
+    model does not.
+    """
     low, high = -1, len(experiment.sizes)
     batch = experiment.batches[0]
     policy = find_policy(experiment.policy)
@@ -132,7 +137,7 @@ def _largest(experiment: Experiment) -> Prediction:
 
 
 def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) -> dict[str, float]:
-    """Predicted values by the metrics' names, in their units."""
+    """Returns the predicted values by the metrics' names, in their units."""
     phases = phases_of(plan, timeline)
     iteration_s = timeline.iteration_s + experiment.loop_s * experiment.micro_batches
     ranks = len(experiment.machine.ranks)
@@ -177,7 +182,7 @@ _BORDERS: Mapping[str, Callable[[Plan], int]] = {
 
 
 def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
-    """Bytes of chunks on the GPU when a moment starts."""
+    """Returns the bytes of chunks on the GPU when the moment starts."""
     last = max(span.iteration for span in timeline.spans)
     starts = {s.moment: s.start_s for s in timeline.spans if s.iteration == last and s.kind is Kind.COMPUTE}
     time_s = starts[moment] - starts[0]
@@ -193,8 +198,9 @@ def _chunk_bytes(plan: Plan, timeline: Timeline, moment: int) -> int:
 
 
 def row_value(row: PublishedRow, outcome: Prediction) -> float | None:
-    """The prediction for a row, None where the run did not fit. Raises PstarError for a metric that is not
-    predicted."""
+    """Returns the prediction for a row; None where the run did not fit. Raises PstarError for a metric that is not
+    predicted.
+    """
     if outcome.reason:
         return None
     if row.metric not in outcome.predicted:

@@ -1,6 +1,6 @@
-"""Results: predicted against published, row by row, and what follows: errors, orders, misses.
+"""Results: predicted against published values, row by row, with their errors, orders and misses.
 
-An error is predicted / published - 1. A run that was made but does not fit here counts as an error of 100 %: it is a
+An error is predicted / published - 1. A published run that does not fit here counts as an error of 100 %: it is a
 miss, not a row to leave out.
 """
 
@@ -39,29 +39,33 @@ __all__ = [
 ]
 
 NEAR, FAR = 0.15, 0.35
-"""What the tested rows are held to: median and 90th percentile of the absolute error. A row beyond FAR is a miss."""
+"""Limits for the median and the 90th percentile of the absolute error of the tested rows. A row beyond FAR is a
+miss."""
 DIFFERENT = 0.10
-"""Published values that differ by less have no order to keep."""
+"""Published values that differ by a smaller share have no order that a prediction must keep."""
 _IN_SCOPE = ("fitted", "to fit", "tested")
 DISTANCES = ("same machine", "same generation", "new generation")
-"""[Note: distance] A tested row is of the same machine where rows of that machine, with as many nodes, were fitted; of
-the same generation where rows of another machine with such GPUs were; else of a new generation."""
+"""[Note: distance] A tested row is "same machine" where rows of that machine, with as many nodes, were fitted. It is
+"same
+generation" where rows of another machine with GPUs of that generation were fitted. Otherwise it is "new generation".
+"""
 WHOLE = ("iter_ms", "iter_s", "total_TFLOPS_8N", "tokens_per_s_per_gpu")
 """Metrics of a whole iteration."""
 _SPEED = {"iter_ms": -1, "iter_s": -1, "total_TFLOPS_8N": 1, "tokens_per_s_per_gpu": 1, "fwd_bwd_ms": -1}
-"""Metrics of a whole iteration, and of one without its optimizer step; 1: more is faster."""
+"""Metrics of a whole iteration, and of an iteration without its optimizer step -> 1 if more is faster, -1 if less
+is."""
 _SECONDS = ("time", "phase")
-"""Kinds of rows that are seconds, or speeds."""
+"""Kinds of rows whose values are seconds or speeds."""
 FIRST_FILE = next(iter(FILES))
-"""The rows of the other files had never been replayed when their scope was fixed."""
+"""The file of rows whose scope was fixed after replays. Rows of the other files had never been replayed by then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """One row in scope.
 
-    file, line: where the row stands.
-    predicted: None where the run does not fit here, `reason` says why.
+    file, line: position of the row.
+    predicted: None where the run does not fit here; `reason` says why.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
     machine, nodes, policy: the machine, its number of nodes and the policy with which it was replayed.
     """
@@ -93,13 +97,15 @@ class Result:
 
     @property
     def where(self) -> str:
-        """File and line in a few characters: the line alone in the first file."""
+        """File and line in a few characters; a row of the first file has its line alone."""
         return str(self.line) if self.file == FIRST_FILE else f"{self.file.removesuffix('.csv')} {self.line}"
 
     @property
     def slower(self) -> float | None:
-        """Predicted over published seconds - 1, below 0 where the prediction is too fast; None where nothing was
-        predicted, and for bytes and sizes."""
+        """Predicted over published seconds - 1, below 0 where the prediction is too fast. None where nothing was
+        predicted, and
+        for bytes and sizes.
+        """
         if self.predicted is None or self.kind not in _SECONDS:
             return None
         more = self.predicted / self.published
@@ -115,7 +121,7 @@ class Errors:
 
     median, p90: of the absolute error.
     worst: the largest error.
-    bias: median of `Result.slower` of times and phases, below 0 where predictions are too fast; None where none of them
+    bias: median of `Result.slower` of times and phases, below 0 where predictions are too fast; None where no such row
         fits.
     lost: rows whose run does not fit here; each counts as an error of 100 %.
     """
@@ -142,7 +148,8 @@ class Pair:
 
 
 def errors_of(results: Iterable[Result]) -> Errors | None:
-    """Errors of these values; None for an empty list. The 90th percentile is interpolated linearly, as numpy's."""
+    """Returns the errors of these results; None if there are none. The 90th percentile is interpolated linearly, as
+    numpy's."""
     results = list(results)
     if not results:
         return None
@@ -160,7 +167,7 @@ def errors_of(results: Iterable[Result]) -> Errors | None:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value below which this share of the ordered values lies, interpolated linearly, as numpy's."""
+    """Returns the value below which this share of the ordered values lies, interpolated linearly, as numpy's."""
     place = share * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -171,9 +178,9 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 class Validation(Collection):
     """Predictions beside published measurements.
 
-    counts: rows by use, of the whole file (or of what was asked for).
+    counts: number of rows by use, of all rows (or of those that were asked for).
     results: the rows in scope, in the order of the file.
-    left_out: rule by which other rows are not compared -> why.
+    left_out: rule by which other rows are not compared -> its reason.
     """
 
     counts: dict[str, int]
@@ -186,12 +193,16 @@ class Validation(Collection):
         return self.results
 
     def errors(self, **wanted: str) -> Errors | None:
-        """Errors of the results whose fields have these values, as in errors(use="tested", kind="time")."""
+        """Returns the errors of the results whose fields have these values, as in errors(use="tested", kind="time")."""
         return errors_of(r for r in self.results if all(getattr(r, k) == v for k, v in wanted.items()))
 
     def pairs(self) -> list[Pair]:
-        """Pairs that differ by more than 10 % as published: "systems" on one machine, model and batch, and "models" of
-        one system on one machine; by the time of an iteration, with at least one of the two tested."""
+        """Returns the pairs of rows whose published values differ by more than 10 %. Pairs of kind "systems" are two
+        systems on one
+        machine, model and batch; pairs of kind "models" are two models of one system on one machine. At least one row
+        of a pair
+        is tested. The order is by the time of an iteration.
+        """
         speeds = [r for r in self.results if r.metric in _SPEED]
         found: list[Pair] = []
         for a, b in combinations(speeds, 2):
@@ -209,17 +220,20 @@ class Validation(Collection):
         return found
 
     def order(self, kind: str) -> tuple[int, int]:
-        """(pairs whose order is kept, pairs) of that kind, "systems" or "models"."""
+        """Returns (pairs whose order is kept, pairs) of that kind, "systems" or "models"."""
         pairs = [p for p in self.pairs() if p.kind == kind]
         return sum(p.kept for p in pairs), len(pairs)
 
     def first_replayed(self) -> Validation:
-        """The part that had never been replayed when its scope was fixed: the rows of all files but the first."""
+        """Returns the validation of the rows that had never been replayed when their scope was fixed: of all files but
+        the first."""
         return replace(self, results=tuple(r for r in self.results if r.file != FIRST_FILE))
 
     def by_distance(self) -> dict[str, Errors]:
-        """Errors of tested times by how far the run's machine is from those of the fitted rows ([Note: distance]), the
-        nearest first; empty where no row is fitted."""
+        """Returns the errors of tested times by the distance of the run's machine from the machines of the fitted rows
+        ([Note:
+        distance]), the nearest first. Empty where no row is fitted.
+        """
         distance = self.distances()
         groups: dict[str, list[Result]] = {name: [] for name in DISTANCES}
         for r in self.results if distance is not None else ():
@@ -229,7 +243,7 @@ class Validation(Collection):
         return {name: e for name, rows in groups.items() if (e := errors_of(rows)) is not None}
 
     def distances(self) -> Callable[[Result], str] | None:
-        """The distance of a row, by [Note: distance]; None where no row is fitted."""
+        """Returns the function from a row to its distance, by [Note: distance]; None where no row is fitted."""
         fitted = [r for r in self.results if r.use == "fitted"]
         machines, generations = {_machine_of(r) for r in fitted}, {_generation(r) for r in fitted}
 
@@ -239,18 +253,18 @@ class Validation(Collection):
         return distance if fitted else None
 
     def misses(self) -> list[Result]:
-        """Tested rows that are off by more than FAR, the worst first."""
+        """Returns the tested rows whose error is beyond FAR, the worst first."""
         missed = [r for r in self.results if r.use == "tested" and abs(r.error) > FAR]
         return sorted(missed, key=lambda r: -abs(r.error))
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per published row in scope: the fields of `Result` and `error`."""
+        """Returns one row per published row in scope: the fields of `Result` and `error`."""
         import pandas
 
         return pandas.DataFrame([r.to_json() for r in self.results])
 
     def to_json(self) -> dict[str, object]:
-        """Counts, errors of the tested rows, orders, misses and every row in scope."""
+        """Returns counts, errors of the tested rows, orders, misses and every row in scope."""
 
         def plain(e: Errors | None) -> dict[str, object] | None:
             return None if e is None else asdict(e)
@@ -282,7 +296,7 @@ class Validation(Collection):
 
 
 def _machine_of(r: Result) -> tuple[str, int]:
-    """Machine of the catalog and its nodes, whatever number of its GPUs is in use."""
+    """Returns the catalog's machine and the number of its nodes, without the number of GPUs in use."""
     return r.machine.partition(" (")[0], r.nodes
 
 
@@ -291,7 +305,7 @@ def _generation(r: Result) -> str:
 
 
 def _comparable(a: Result, b: Result) -> bool:
-    """Whether two results have one metric, machine and batch, and at least one of them is tested."""
+    """Returns whether two results have the same metric, hardware and batch, and at least one of them is tested."""
     if "tested" not in (a.use, b.use) or a.metric != b.metric or (a.hardware, a.gpus) != (b.hardware, b.gpus):
         return False
     batches = [x.batch.split(" ")[0] for x in (a, b)]  # "best" and "best of 8/16/32" are the same rule
@@ -307,7 +321,7 @@ def validate(
 ) -> Validation:
     """Replay the published runs in scope.
 
-    system, machine: only rows whose system, hardware (or the catalog machine they are replayed on) contains the text,
+    system, machine: only rows whose system or hardware (or the catalog machine of their replay) contains the text,
         case aside.
     efficiency: parameters to use instead of the shipped ones.
     progress: called with (runs done, runs in all).
@@ -347,7 +361,7 @@ _Job = tuple[tuple[PublishedRow, ...], Experiment]
 def _on_machine(
     machine: str, jobs: Sequence[_Job], rows: Sequence[PublishedRow]
 ) -> tuple[list[_Job], list[PublishedRow]]:
-    """The jobs and rows whose hardware, or machine of the catalog, contains the text."""
+    """Returns the jobs and rows whose hardware, or machine of the catalog, contains the text."""
     kept_jobs = [(run, x) for run, x in jobs if _holds(machine, run[0].hardware) or _holds(machine, x.machine.name)]
     kept = {row for run, _ in kept_jobs for row in run}
     return kept_jobs, [r for r in rows if r in kept or _holds(machine, r.hardware)]
@@ -365,7 +379,10 @@ def _no_row(system: str | None, machine: str | None) -> PstarError:
 
 
 def _replayed(run: Sequence[PublishedRow], experiment: Experiment, rules: Mapping[PublishedRow, Rule]) -> list[Result]:
-    """The result of each row of a run. rules: row -> its rule."""
+    """Returns the result of each row of a run.
+
+    rules: row -> its rule.
+    """
     outcome = replay(experiment)
     return [_result(row, rules[row], experiment, row_value(row, outcome), outcome.reason) for row in run]
 

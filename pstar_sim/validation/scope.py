@@ -20,10 +20,10 @@ _PATTERNS = ("file", "system", "hardware", "params", "metric", "source")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A rule for which published rows are compared.
+    """A rule that decides which published rows are compared.
 
     patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything.
-    looked_at: what a choice of ours was made by, of rows that are tested all the same; empty where nothing was.
+    looked_at: a choice of ours that was made by these rows although they are tested; empty if there was none.
     """
 
     name: str
@@ -39,7 +39,8 @@ class Rule:
 
 
 def read_scope(file: str, text: str) -> tuple[Rule, ...]:
-    """Rules in order. Raises CatalogError for a rule without name, use or reason, or with an unknown key."""
+    """Returns the rules in order. Raises CatalogError for a rule without name, use or reason, or with an unknown
+    key."""
     try:
         raw_rules = toml_loads(text).get("rule", [])
     except TOMLDecodeError as error:
@@ -61,7 +62,7 @@ def read_scope(file: str, text: str) -> tuple[Rule, ...]:
 
 
 def rule_of(row: PublishedRow, rules: Iterable[Rule]) -> Rule:
-    """The first rule that matches. Raises CatalogError for a row that no rule matches."""
+    """Returns the first rule that matches. Raises CatalogError for a row that no rule matches."""
     for rule in rules:
         if rule.matches(row):
             return rule
@@ -70,6 +71,6 @@ def rule_of(row: PublishedRow, rules: Iterable[Rule]) -> Rule:
 
 @cache
 def published_scope() -> tuple[Rule, ...]:
-    """The rules shipped with the project."""
+    """Returns the rules shipped with the project."""
     text = (files("pstar_sim.validation") / "data" / "scope.toml").read_text(encoding="utf-8")
     return read_scope("scope.toml", text)

@@ -1,6 +1,6 @@
-"""Setups: what a published run is replayed as, and the machines of published runs with their own limits.
+"""Setups: the jobs as which published runs are replayed, and the machines of published runs with their own limits.
 
-Knows no single source of measurements; experiments.py and whole_steps.py make an Experiment of each run.
+Independent of the source of a measurement; experiments.py and whole_steps.py make an Experiment of each run.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ REPORTED_BYTES = {
 class Experiment:
     """One published run (rows that differ in the metric only) as a job.
 
-    batches: sequences per rank and micro-batch; where several are given the one with the most tokens per second counts.
-    sizes: models tried for a row that gives the largest trainable one, ascending; otherwise one.
+    batches: sequences per rank and micro-batch; if several are given, the one with the most tokens per second counts.
+    sizes: models to try, ascending, for a row that gives the largest trainable model; otherwise one.
     loop_s: seconds per micro-batch outside the three phases.
-    other_host_bytes: in use on the node beside the plans of its ranks.
+    other_host_bytes: bytes in use on the node beside the plans of its ranks.
     host_bytes_per_param: host memory that the system really takes, where that is more than its plan takes.
     checkpointing, early_stop, kernels, language_head, optimizer: as in `workload_of`.
     """
@@ -71,7 +71,7 @@ class Experiment:
     optimizer: str = "adamw"
 
     def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
-        """One rank's share. Raises ModelError as `workload_of`."""
+        """Returns one rank's share of the job. Raises ModelError as `workload_of`."""
         return workload_of(
             size or self.sizes[0],
             batch=batch,
@@ -95,9 +95,9 @@ def first_ranks(
     cores_a_rank: int | None = None,
     efficiency: Efficiency | None = None,
 ) -> Machine:
-    """`machine` with only its first `count` GPUs in use; host memory stays whole.
+    """Returns `machine` with only its first `count` GPUs in use; host memory stays whole.
 
-    sockets: number of sockets of the node; a process reaches the cores and the DRAM bandwidth of its own only.
+    sockets: number of sockets of the node; a process reaches the cores and the DRAM bandwidth of its own socket only.
     cores_a_rank: number of cores that each rank is bound to; CPU Adam is then no faster than these cores.
     """
     if not 1 <= count <= len(machine.ranks):
@@ -128,14 +128,14 @@ def _catalog() -> Catalog:
 
 
 def published_machine(name: str, efficiency: Efficiency, framework: str) -> Machine:
-    """The machine of this name, with as much GPU memory as its GPUs report, driven by this framework."""
+    """Returns the machine of this name, driven by this framework. Its GPU memory is the size that the GPUs report."""
     catalog = replace(_catalog(), efficiency=efficiency)
     machine = replace(catalog.machine(name), framework=catalog.framework(framework))
     return with_gpu_bytes(machine, REPORTED_BYTES[machine.gpu.name])
 
 
 def with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
-    """`machine` with another memory of each GPU."""
+    """Returns `machine` with another memory size of each GPU."""
     ranks = tuple(
         replace(r, gpu=replace(r.gpu, memory_bytes=max(r.gpu.memory_bytes, usable_bytes), usable_bytes=usable_bytes))
         for r in machine.ranks
@@ -144,7 +144,10 @@ def with_gpu_bytes(machine: Machine, usable_bytes: int) -> Machine:
 
 
 def whole_number(row: PublishedRow, what: str, text: str) -> int:
-    """A whole number of a row; `what` names it. Raises CatalogError for anything else."""
+    """Returns a whole number of a row. Raises CatalogError for any other text.
+
+    what: name of the number, for the message.
+    """
     if not text.isdigit():
         raise CatalogError(f"{row.where}: {what} is {text!r}, not a whole number")
     return int(text)
@@ -153,7 +156,7 @@ def whole_number(row: PublishedRow, what: str, text: str) -> int:
 def gpt_entry(
     layers: int, hidden: int, heads: int, *, vocab: int, positions: int, source: str = "a published run"
 ) -> ModelEntry:
-    """The entry of a published GPT, with tied embeddings and four times the width in its MLPs."""
+    """Returns the entry of a published GPT, with tied embeddings and MLPs of four times the hidden width."""
     entry = ModelEntry(
         name=f"gpt {layers}x{hidden}",
         family="gpt",

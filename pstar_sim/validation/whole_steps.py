@@ -1,6 +1,6 @@
 """Whole steps: published runs of which only the time of a step is known (FSDP, eager fp32), as jobs.
 
-Facts about the runs are in data/README.md, where they were written down before the first replay.
+The facts about the runs are in data/README.md, written down before the first replay.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _eager(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         settings=Settings(update="step", clip=False),
         checkpointing=False,
         early_stop=True,
-        optimizer="sgd",  # nothing updates in the runs, so that no moments take room
+        optimizer="sgd",  # the runs make no updates, so moments take no memory
     )
 
 

@@ -70,7 +70,7 @@ SPECS = named(lambda able: able.balance is None)
 
 
 def random_spec(rng: random.Random) -> str:
-    """A policy with random options; those that search or choose freely more often than the others."""
+    """Returns a policy with random options; those that search or choose freely more often than the others."""
     name = rng.choice((*SPECS, "tide", "tide", "tide", "optimal", "optimal"))
     values = VALUES.get(name, {})
     assert set(values) <= set(options_of(find_policy(name)))
@@ -81,7 +81,7 @@ def random_spec(rng: random.Random) -> str:
 
 
 def offloaded_chain(rng: random.Random) -> Workload:
-    """A chain whose layers leave random bytes behind, some recomputed, some offloaded, in one to three
+    """Returns a chain whose layers leave random bytes behind, some recomputed, some offloaded, in one to three
     micro-batches."""
     layers = rng.randint(4, 9)
     left = [rng.randrange(1, 64) * KIB for _ in range(layers)]
@@ -100,8 +100,8 @@ def offloaded_chain(rng: random.Random) -> Workload:
 
 
 def random_job(rng: random.Random) -> tuple[Workload, Machine, Settings]:
-    """A model of one to four micro-batches (now and then with offloaded activations), a machine on which one resource
-    is scarce and the others are not much less so, and settings."""
+    """Returns a model of one to four micro-batches (now and then with offloaded activations), a machine on which one
+    resource is scarce and the others are not much less so, and settings."""
     if rng.random() < 0.1:
         w = offloaded_chain(rng)
     else:
@@ -189,7 +189,7 @@ class Held:
 
 
 def hold(plan: Plan) -> Held:
-    """The plan's simulated seconds beside every bound that holds for it."""
+    """Returns the plan's simulated seconds beside every bound that holds for it."""
     job = (plan.workload, plan.machine, plan.settings, plan.layout)
     fluid = fluid_bound(*job)
     bounds = {"joint": lower_bound(*job).seconds, "fluid": fluid.seconds}

@@ -68,7 +68,7 @@ def chances() -> st.SearchStrategy[random.Random]:
 
 
 def seeds() -> st.SearchStrategy[random.Random]:
-    """A generator for many numbers, of which only the seed shrinks."""
+    """Returns a generator for many numbers, of which only the seed shrinks."""
     return st.integers(0, 2**20).map(random.Random)
 
 

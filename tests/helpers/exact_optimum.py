@@ -245,7 +245,7 @@ class _Graph:
     # -- the graph --
 
     def best(self) -> Fraction | None:
-        """The least mean length of a cycle; None where there is none."""
+        """Returns the least mean length of a cycle; None where there is none."""
         source, target, units, done = self._edges()
         return _shortest_cycle(source, target, units, done)
 
@@ -273,7 +273,7 @@ class _Graph:
         return source, target, units, done
 
     def _after(self, x: _States) -> tuple[_States, _States, _States]:
-        """All states in which the next step has ended, units until then, and whether an iteration has."""
+        """Returns all states in which the next step has ended, units until then, and whether an iteration has."""
         for stage in (self._compute, self._up, self._down, self._cpu):
             x = stage(x)
         left = np.stack([np.where(x[what] > 0, x[units], 2**30) for what, units in _QUEUES]).min(axis=0)
@@ -444,21 +444,21 @@ class _Graph:
         return adds
 
     def _busy(self, x: _States, i: int) -> _Mask:
-        """Whether a copy or an add of the chunk is under way."""
+        """Returns whether a copy or an add of the chunk is under way."""
         busy = self._adds(x, i)
         for which in _LISTS:
             busy |= self._copied(x, i, which)
         return busy
 
     def _all_own(self, x: _States, i: int) -> _Mask:
-        """Whether all gradients that have lists of their own have come."""
+        """Returns whether all gradients that have lists of their own have come."""
         came: _Mask = (x[_MOMENT] > self.own_last[i]) | (x[self.row(i, _PENDING)] == 1)
         return came
 
     # -- room --
 
     def _fitting(self, x: _States) -> _States:
-        """The states that fit, after giving up as many lists as that takes, in each possible way."""
+        """Returns the states that fit, after giving up as many lists as that takes, in each possible way."""
         fitting = []
         while x.shape[1]:
             over = self._used(x) > self.t.slots
@@ -563,13 +563,13 @@ class _Graph:
 
 
 def _on_gpu(s: _States) -> _Mask:
-    """Whether a sum that is made on the GPU is there."""
+    """Returns whether a sum that is made on the GPU is there."""
     there: _Mask = (s == _S_GPU) | (s == _S_BOTH)
     return there
 
 
 def _with(x: _States, *rows_and_values: object) -> _States:
-    """A copy of x with these rows changed: row, value, row, value, ..."""
+    """Returns a copy of x with these rows changed: row, value, row, value, ..."""
     changed = x.copy()
     for row, value in zip(rows_and_values[::2], rows_and_values[1::2]):
         changed[row] = value  # type: ignore[call-overload]
@@ -577,7 +577,7 @@ def _with(x: _States, *rows_and_values: object) -> _States:
 
 
 def _different(*columns: _States) -> _States:
-    """Positions at which these columns are different, one of each."""
+    """Returns the positions at which these columns are different, one of each."""
     order = np.lexsort(columns)
     keep = np.ones(len(order), dtype=bool)
     keep[1:] = np.any([column[order][1:] != column[order][:-1] for column in columns], axis=0)

@@ -43,7 +43,7 @@ _FLOPS_PER_S = 1e12
 
 
 def as_job(t: Tiny) -> tuple[Workload, Machine, Settings]:
-    """The instance as a job: a unit is a second, a slot the working list of a layer."""
+    """Returns the instance as a job: a unit is a second, a slot the working list of a layer."""
     width = 4 // t.wide
     slot = width * LAYER
     # of a micro-batch; `Tiny.order` gives the order of all moments, and the tide in it
@@ -97,7 +97,7 @@ def _order(w: Workload) -> tuple[tuple[int, bool, int], ...]:
 
 
 def layer_major(t: Tiny) -> Tiny:
-    """The same instance in layer-major order, with the tide of its first micro-batch throughout."""
+    """Returns the same instance in layer-major order, with the tide of its first micro-batch throughout."""
     w = relay(chain_workload(t.layers, LAYER, micro_batches=t.micro_batches))
     order = _order(w)
     tide = tuple(t.tide[layer if not back else 2 * t.layers - 1 - layer] for layer, back, _ in order)
@@ -105,7 +105,8 @@ def layer_major(t: Tiny) -> Tiny:
 
 
 def random_tiny(rng: random.Random, *, layers: int = 2, micro_batches: int | None = None) -> Tiny:
-    """An instance on which compute, a copy direction, CPU Adam, adds on the host or room binds, as chance has it."""
+    """Returns an instance on which compute, a copy direction, CPU Adam, adds on the host or room binds, as chance has
+    it."""
     count = rng.choice((1, 2, 2, 3, 3, 4)) if micro_batches is None else micro_batches
     wide = rng.choice((1, 2))
     cpu_add = rng.choice((1, 1, 2, 3))
@@ -163,8 +164,8 @@ class Compared:
 
 
 def optima_of(t: Tiny, *, most_states: int | None = None) -> Optima:
-    """The exact optimum, and that of schedules that stream no states. Raises MemoryError where it takes more than
-    `most_states`."""
+    """Returns the exact optimum, and that of schedules that stream no states. Raises MemoryError where it takes more
+    than `most_states`."""
     best, resident = (exact_optimum(t, streams=streams, most_states=most_states) for streams in (True, False))
     return best, resident
 

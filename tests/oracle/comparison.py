@@ -47,7 +47,7 @@ def jitter_of(number: int, plan: Plan) -> Jitter:
 
 
 def deadlocked(plan: Plan) -> Plan:
-    """The plan with a first step that waits for its last."""
+    """Returns the plan with a first step that waits for its last."""
     first = plan.steps[0]
     return replace(plan, steps=(replace(first, after=(*first.after, Ref(plan.steps[-1].id))), *plan.steps[1:]))
 
@@ -61,7 +61,7 @@ def compare(plan: Plan, jitter: Jitter | None) -> list[str]:
 
 
 def both_refuse(plan: Plan) -> list[str]:
-    """Whether both name the same steps of a plan that deadlocks."""
+    """Returns whether both name the same steps of a plan that deadlocks."""
     said = []
     for player in (play, first_edition.play):
         try:

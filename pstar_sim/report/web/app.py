@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _machine() -> tuple[str, Changes]:
-    """The machine that is chosen, and what is changed of it."""
+    """Returns the machine that is chosen, and what is changed of it."""
     names = [str(row["machine"]) for row in list_machines()]
     side = st.sidebar
     name = side.selectbox("machine", names, index=names.index(MACHINE), key="machine")
@@ -236,7 +236,7 @@ def _pictures(fitting: list[Planned]) -> None:
 
 
 def _legend(chart: Chart, kind: str) -> str:
-    """Names beside their colours."""
+    """Returns names beside their colours."""
     items = (
         f'<span style="color:{themed(colour, kind)}">&#9632;</span> {escape(name)}'
         for name, colour in chart.legend.items()

@@ -83,7 +83,7 @@ class Chart:
 
 
 def themed(value: Any, theme: str = "light") -> Any:
-    """A figure with the colours of a theme."""
+    """Returns a figure with the colours of a theme."""
     if isinstance(value, dict):
         return {key: themed(one, theme) for key, one in value.items()}
     if isinstance(value, list):
@@ -92,7 +92,7 @@ def themed(value: Any, theme: str = "light") -> Any:
 
 
 def layout(*, height: int, **more: Any) -> Figure:
-    """The layout that all charts share. more: keys of Plotly's layout."""
+    """Returns the layout that all charts share. more: keys of Plotly's layout."""
     shared: Figure = {
         "height": height,
         "margin": {"l": 64, "r": 12, "t": 12, "b": 46},
@@ -107,7 +107,7 @@ def layout(*, height: int, **more: Any) -> Figure:
 
 
 def axis(title: str, **more: Any) -> Figure:
-    """An axis without a line at zero. more: keys of Plotly's axis."""
+    """Returns an axis without a line at zero. more: keys of Plotly's axis."""
     return {"title": {"text": title}, "gridcolor": "@grid", "linecolor": "@grid", "zeroline": False, **more}
 
 
@@ -186,7 +186,7 @@ def _area(xs: list[float], top: Any, values: Any, name: str, colour: str) -> Fig
 
 
 def _line(xs: list[float], values: Any, colour: str, width: float) -> Figure:
-    """A curve that is constant from each x to the next."""
+    """Returns a curve that is constant from each x to the next."""
     line = {"color": colour, "width": width, "shape": "hv"}
     return {"type": "scatter", "mode": "lines", "x": xs, "y": _gigabytes(values), "line": line}
 
@@ -202,8 +202,8 @@ def _numbers(values: Any) -> list[float]:
 
 
 def _thinned(curves: Curves) -> tuple[Curves, str]:
-    """The curves with at most MOST_CORNERS points, each the instant of its stretch with the most bytes; and what was
-    joined, in words."""
+    """Returns the curves with at most MOST_CORNERS points, each the instant of its stretch with the most bytes; and
+    what was joined, in words."""
     count = len(curves.edges) - 1
     if count <= MOST_CORNERS:
         return curves, ""
@@ -216,8 +216,8 @@ def _thinned(curves: Curves) -> tuple[Curves, str]:
 
 
 def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
-    """A strip above the capacity that names the phases where there is room for a name. A name carries its stretch's
-    share of the width, by which a narrow screen leaves out more of them."""
+    """Returns a strip above the capacity that names the phases where there is room for a name. A name carries its
+    stretch's share of the width, by which a narrow screen leaves out more of them."""
     bands = phase_bands(timeline, x=x)
     shapes, names = [], []
     for band in bands:
@@ -315,7 +315,7 @@ def _rows(timeline: Timeline) -> dict[str, list[_Bar]]:
 
 
 def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
-    """A trace per name and colour. bars: each with its lane."""
+    """Returns a trace per name and colour. bars: each with its lane."""
     data: list[Figure] = []
     for (name, colour), group in groupby(sorted(bars, key=lambda b: _most(b[1])), key=lambda b: _most(b[1])):
         mine = list(group)
@@ -349,7 +349,7 @@ def _most(bar: _Bar) -> tuple[str, str]:
 
 
 def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
-    """The bars, of which neighbours share one as long as it stays shorter than shortest_s."""
+    """Returns the bars, of which neighbours share one as long as it stays shorter than shortest_s."""
     drawn: list[_Bar] = []
     for bar in bars:
         if drawn and bar.end_s - drawn[-1].start_s <= shortest_s:
@@ -377,8 +377,8 @@ def _about(span: Span) -> str:
 
 
 def residence_chart(found: Residence, *, right_s: float) -> Chart:
-    """A row per chunk, or per few of them: what it has on the GPU over the iteration. right_s: right end of the x
-    axis."""
+    """Returns a row per chunk, or per few of them: what it has on the GPU over the iteration. right_s: right end of the
+    x axis."""
     ends = [*found.first_chunks[1:], found.chunks]
     codes = range(len(CONTENTS))
     steps = [[edge / len(CONTENTS), CONTENT_COLOURS[c]] for c in codes for edge in (c, c + 1)]

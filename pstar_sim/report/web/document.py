@@ -30,7 +30,8 @@ def plotly_script() -> str:
 
 
 def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> str:
-    """The page. body: its HTML. data: what its script reads. script: name of the script's file beside this module.
+    """Returns the page. body: its HTML. data: what its script reads. script: name of the script's file beside this
+    module.
 
     Raises PstarError where Plotly is not installed."""
     plotly = plotly_script()
@@ -62,13 +63,13 @@ def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> 
 
 
 def chart_place(name: str, says: str) -> str:
-    """The element in which the page draws the figure `name` of its data. says: the picture in words, for screen
+    """Returns the element in which the page draws the figure `name` of its data. says: the picture in words, for screen
     readers."""
     return f'<div class="chart" role="img" aria-label="{escape(says)}" data-figure="{escape(name)}"></div>'
 
 
 def legend_html(legend: Mapping[str, str]) -> str:
-    """Names beside their colours, which may be those of the theme."""
+    """Returns names beside their colours, which may be those of the theme."""
     items = (
         f'<li><span class="swatch" style="background:{_css(colour)}"></span>{escape(name)}</li>'
         for name, colour in legend.items()
@@ -81,7 +82,7 @@ def _css(colour: str) -> str:
 
 
 def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column names its rows; it scrolls by itself where the screen is narrow."""
+    """Returns a table whose first column names its rows; it scrolls by itself where the screen is narrow."""
     top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     lines = []
     for first, *others in rows:

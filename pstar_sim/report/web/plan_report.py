@@ -52,7 +52,8 @@ class Subject:
 
 
 def plan_report(subjects: Sequence[Subject]) -> str:
-    """The report of these subjects, side by side, as HTML. A measured subject is also drawn over the one before it.
+    """Returns the report of these subjects, side by side, as HTML. A measured subject is also drawn over the one before
+    it.
 
     Raises PstarError for no subject, for one whose timeline is not of its plan, and where Plotly is not installed."""
     if not subjects:
@@ -105,7 +106,7 @@ class _Page:
         )
 
     def _verdict(self) -> str:
-        """Seconds of each subject beside those of the first, in a sentence."""
+        """Returns the seconds of each subject beside those of the first, in a sentence."""
         first, *others = self.subjects
         base_s = first.timeline.iteration_s
         said = [f"{first.title}: {format_s(base_s)} per iteration{_error(first)}"]
@@ -131,7 +132,7 @@ class _Page:
         return f'<div class="columns">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
     def _drawn(self, name: str, subject: Subject, chart: Chart, says: str) -> str:
-        """The chart under the subject's title."""
+        """Returns the chart under the subject's title."""
         self.figures[name] = chart.figure
         notes = "".join(f'<p class="note">{escape(note)}.</p>' for note in chart.notes)
         return f"<h3>{escape(subject.title)}</h3>{chart_place(name, f'{says} of {subject.title}')}{notes}"
@@ -161,7 +162,7 @@ class _Page:
         )
 
     def _tide(self, n: int, x: str, over: Timeline | None) -> Chart:
-        """The chart of subject n, which is kept among the figures. over: a run, drawn as lines."""
+        """Returns the chart of subject n, which is kept among the figures. over: a run, drawn as lines."""
         right = self.right_s if x == "time" else float(self.moments)
         timeline = self.subjects[n].timeline
         chart = tide_chart(timeline, x=x, right=right, top_bytes=self.top_bytes, measured=over)
@@ -169,7 +170,7 @@ class _Page:
         return chart
 
     def _hidden(self, x: str) -> str:
-        """The attribute of what is shown with x alone."""
+        """Returns the attribute of what is shown with x alone."""
         return "" if x == self.first_x else " hidden"
 
     def _lanes(self) -> str:
@@ -233,7 +234,7 @@ def _error(subject: Subject) -> str:
 
 
 def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Rows of the table: name and value."""
+    """Returns the rows of the table: name and value."""
     plan, timeline, said = subject.plan, subject.timeline, subject.plan.predictions
     seconds = timeline.iteration_s
     yield "iteration", f"{format_s(seconds)}{_error(subject)}"
@@ -275,7 +276,7 @@ def _differences(predicted: Subject, measured: Subject) -> Iterator[Figure]:
 
 
 def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
-    """Rows of the table of bytes, by place: each category, all, and the capacity."""
+    """Returns the rows of the table of bytes, by place: each category, all, and the capacity."""
     cut = _between(subject.plan)
     sampled = set(subject.timeline.columns("samples")["place"])
     for place, name in _PLACES.items():

@@ -29,7 +29,7 @@ _NAMES = {"seq": "tokens per sequence", "micro_batches": "micro-batches"}
 
 
 def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, prices: str | None = None) -> str:
-    """The page of these points as HTML.
+    """Returns the page of these points as HTML.
 
     points: rows of results files; of two for the same point the later one counts.
     axes: their axes; a point without one of them has it as it is.
@@ -64,18 +64,19 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
 
 
 def _parts(axes: Sequence[str]) -> list[str]:
-    """The axes that are figures of the machine."""
+    """Returns the axes that are figures of the machine."""
     return [axis for axis in axes if axis.startswith("set.")]
 
 
 def _in_order(axes: Sequence[str], model: str) -> list[str]:
-    """The axes in the order in which one chooses: the machine and its parts, the model, the others, the policy."""
+    """Returns the axes in the order in which one chooses: the machine and its parts, the model, the others, the
+    policy."""
     others = [axis for axis in axes if axis not in ("machine", model, "policy", *_parts(axes))]
     return ["machine", *_parts(axes), model, *others, "policy"]
 
 
 def _value(point: Mapping[str, object], axis: str) -> object:
-    """The point's value of the axis; "x1" stands for a figure as it is."""
+    """Returns the point's value of the axis; "x1" stands for a figure as it is."""
     value = point.get(axis)
     return "x1" if value is None and axis.startswith("set.") else "" if value is None else value
 
@@ -94,7 +95,8 @@ def _colours(policies: Sequence[str]) -> list[str]:
 
 
 def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices: str | None) -> dict[str, Any]:
-    """Values of the axes that make a machine, joined by "|" -> [USD per hour, whose price it is], or None."""
+    """Returns the values of the axes that make a machine, joined by "|" -> [USD per hour, whose price it is], or
+    None."""
     known = load_prices(prices)
     found: dict[str, Any] = {}
     for point in points:

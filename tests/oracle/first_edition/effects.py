@@ -38,8 +38,8 @@ def category_of(list_name: str) -> str:
 
 
 def takes(step: Step) -> tuple[Resident, bool] | None:
-    """The resident a step takes at its start and whether it takes it only if absent; None if it takes none.
-    The tide's rise of a compute step is in `tide_moves`."""
+    """Returns the resident a step takes at its start and whether it takes it only if absent; None if it takes none. The
+    tide's rise of a compute step is in `tide_moves`."""
     kind = step.kind
     if kind is Kind.FETCH:
         return _resident(step, Place.GPU), True
@@ -59,7 +59,7 @@ def takes(step: Step) -> tuple[Resident, bool] | None:
 
 
 def frees(step: Step) -> tuple[Resident, bool] | None:
-    """The resident a step frees at its end and whether it frees it only if present; None if it frees none."""
+    """Returns the resident a step frees at its end and whether it frees it only if present; None if it frees none."""
     kind = step.kind
     if kind is Kind.DROP:
         return _resident(step, Place.GPU), False
@@ -164,6 +164,6 @@ _SOURCE = {
 
 
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:
-    """Chunks each moment reads, ascending."""
+    """Returns chunks each moment reads, ascending."""
     chunk_of = layout.chunk_of
     return [tuple(sorted({chunk_of[t] for t in tensors})) for tensors in workload.reads]

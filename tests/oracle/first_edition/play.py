@@ -193,7 +193,7 @@ class Run:
         del at[queue]
 
     def _work(self, i: int, duration: float) -> simpy.Event:
-        """A step whose rate others may share."""
+        """Returns a step whose rate others may share."""
         queue = self.plan.steps[i].queue.value
         return self.bandwidth.run(duration, self.dram[i], self.link[i], queue=queue, duty=self.duty[i])
 
@@ -224,7 +224,7 @@ class Run:
     # -- compiling ----------------------------------------------------------------------------------------------------
 
     def _rates_may_be_short(self) -> bool:
-        """Whether DRAM or link could ever be short, so that the shared rates have to be followed at all."""
+        """Returns whether DRAM or link could ever be short, so that the shared rates have to be followed at all."""
         if not self.plan.machine.link.duplex or self.plan.machine.slowdowns:
             return True
         most: dict[Queue, float] = {}
@@ -347,7 +347,7 @@ class Run:
         return max((self.ended[k][order[-1]] - self.ended[k - half][order[-1]]) / half for order in self.order.values())
 
     def _samples(self, k: int) -> tuple[tuple[ByteSample, ...], dict[str, int]]:
-        """Bytes over the window of iteration k, and the peak of each place in it."""
+        """Returns bytes over the window of iteration k, and the peak of each place in it."""
         begin_s = self.ended[k - 1][self.order[Queue.COMPUTE][-1]]
         cells = list(self.cells_at[k - 1])
         width = len(CATEGORIES)

@@ -44,7 +44,8 @@ def play_ranks(
     every_rank: bool = False,
     workloads: Sequence[Workload] | None = None,
 ) -> Timeline:
-    """The timeline of the slowest class of ranks (the first of equally slow ones), whose period is the machine's.
+    """Returns the timeline of the slowest class of ranks (the first of equally slow ones), whose period is the
+    machine's.
 
     Raises PlanError as `play` does, and where `workloads` are not one a rank, of the plan's own moments and uses.
     """
@@ -243,7 +244,7 @@ class _RankRun(Run):
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:
-    """The part of a copy's nominal seconds in which its bytes pass the link; 0 for what is no copy."""
+    """Returns the part of a copy's nominal seconds in which its bytes pass the link; 0 for what is no copy."""
     if step.kind not in COPIES:
         return 0.0
     link = cost.link
