@@ -1,58 +1,62 @@
-"""Seconds and host-memory traffic of a step on a machine: policies order by it, the simulator times by it.
+"""Seconds and host-memory traffic of a step on a machine. Policies decide with these figures, and the simulator times
+steps with them.
 
-Knows a workload, a machine and a layout; knows no schedule, so every figure here is for a step running alone. The
-simulator decides what happens when copies and CPU Adam want more host DRAM bandwidth than there is.
+The cost model depends on a workload, a machine and a layout, and on no schedule. Every figure here is for a step that
+runs alone. The simulator decides what happens when copies and CPU Adam want more host DRAM bandwidth than there is.
 
 [Note: which rate computes a moment]
-1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts what was measured.
-2. Every other one lasts, by one formula for all machines,
+1. A moment recorded on this very machine (`workload.recorded_on == machine.name`) lasts the measured seconds.
+2. The seconds of every other moment follow from one formula for all machines:
        kernels = products by shape + other flops / rate + other bytes / bandwidth + launch_s
        seconds = max(kernels, framework.python_s) + framework.wait_s
    Large products and element-wise operators of a module run one after the other, so their times add. Python runs ahead
-   of the GPU, so only the longer of the two counts; hooks that wait for it add to both.
-   - Where the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each lasts what
-     its shape says (catalog/product_shape.py). Fused attention names none: its flops run at its share of the rate.
-   - Where `pstar calibrate` measured them, the rate is that of a product as large as the moment's, the bandwidth that
-     of a training step's operators, and the bytes are also those of what the engine does to gradients that arrive.
-   - A moment without flops and bytes (the optimizer step's) costs nothing.
-   - Where a GPU's rates are those of whole iterations (`gpu.launch_s` is None), operators, launches and Python are in
-     the rate already: the moment lasts flops / rate.
+   of the GPU, so only the longer of the two counts. The wait for hooks adds to both.
+   - If the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each product lasts
+     what its shape says (catalog/product_shape.py). Fused attention names no products: its flops run at its share of
+     the rate.
+   - If `pstar calibrate` measured the machine, the rate is that of a product as large as the moment's, and the
+     bandwidth is that of a training step's operators. The bytes then include the engine's work on gradients that
+     arrive.
+   - A moment without flops and bytes (the optimizer step's) takes no time.
+   - If a GPU's rates are those of whole iterations (`gpu.launch_s` is None), the rate includes operators, launches and
+     Python: the moment lasts flops / rate.
 
 A dtype that the catalog does not give for the GPU (bf16 forced on a V100) is timed at the rate of the other 2-byte
-dtype, and at the fp32 rate when that is missing too: the hardware would have to emulate it, so this flatters the
-machine; whether the dtype may be asked for at all is decided above this module.
+dtype, or at the fp32 rate if that is missing too. The hardware would have to emulate the dtype, so the prediction is
+too fast. Whether the dtype is allowed is decided above this module.
 
-[Note: adds on the GPU] Where gradients of several micro-batches add up on the GPU (in "grad32"), each gradient but a
-tensor's first is added to the sum when it arrives: the GPU reads the gradient, reads the sum and writes the sum, 10
+[Note: adds on the GPU] If gradients of several micro-batches add up on the GPU (in "grad32"), each gradient but a
+tensor's first is added to the sum when it arrives. The GPU reads the gradient, reads the sum and writes the sum, 10
 bytes per parameter of a 2-byte dtype. The moment in which the gradient arrives lasts that much longer, at the bandwidth
-of the HBM (of operators, where it was measured). Which gradients add up on the GPU is the plan's choice, so these
-seconds are not in `moments_s`. A moment whose recorded seconds count has them already. On a layout that is sliced over
-ranks the sum is added to in a reduce_scatter; the model leaves that add out.
+of the HBM (of operators, if that was measured). The plan chooses which gradients add up on the GPU, so these seconds
+are not in `moments_s`. Recorded seconds of a moment include them already. On a layout that is sliced over ranks, a
+reduce_scatter adds to the sum; the model leaves that add out.
 
-[Note: adds in updates] An update that finds gradients of its chunk in several lists adds them up first
-(`folded_lists` in core/effects.py): in a plan without clipping, most often the last gradient to the sum of the others.
-Each list but one takes the seconds and the traffic of an add, on the host those of a cpu_add. On several ranks an
-update on the GPU takes no time for it.
+[Note: adds in updates] An update that finds gradients of its chunk in several lists first adds them up (`folded_lists`
+in core/effects.py). In a plan without clipping, the update most often adds the last gradient to the sum of the others.
+Each list but one takes the seconds and the traffic of an add; on the host, those of a cpu_add. On several ranks such an
+add takes no time in an update on the GPU.
 
-[Note: versions of the model] A plan file says by which version its seconds and its lower bound were predicted, so that
-a figure of an earlier version is not called false (planner/stated.py). A change that predicts other seconds raises
-VERSION, and `changed_since` says for which plans. Version 1, which files do not name, took no time for adds on the GPU,
-and its bounds for several micro-batches were lower. Version 2 took no time for adds in updates; its joint bounds for
-several micro-batches were lower than today's, too, its fluid bounds for many of them may be higher. Version 3 took the
-longer of arithmetic and memory on cards whose figures were datasheet's, and no time for the Python of a framework.
+[Note: versions of the model] A plan file names the version that predicted its seconds and its lower bound, so that a
+figure of an earlier version is not called false (planner/stated.py). A change that predicts other seconds raises
+VERSION, and `changed_since` says which plans it changes. Version 1, which files do not name, took no time for adds on
+the GPU, and its bounds for several micro-batches were lower. Version 2 took no time for adds in updates. Its joint
+bounds for several micro-batches were also lower than today's, and its fluid bounds for many micro-batches may be
+higher. Version 3 took the longer of arithmetic and memory on cards with datasheet figures, and no time for the Python
+of a framework.
 
-[Note: several ranks, in seconds] A figure is that of one rank: its own slices, its part of the node's cores
-(`Machine.adam_params_per_s`) and of the node's disks, which all ranks use at the same time because they run the same
+[Note: several ranks, in seconds] A figure is that of one rank: its own slices, and its part of the node's cores
+(`Machine.adam_params_per_s`) and of the node's disks. All ranks use these at the same time because they run the same
 program. For a named rank, copies run at the rate of its own link, and the simulator knows which ranks share a switch.
-Where no rank is named, the figures are those that a policy reckons with: the weakest GPU and link, and of a PCIe switch
-the part that is left when all ranks on it copy at once.
+If no rank is named, the figures are those with which a policy plans: the weakest GPU and link, and the part of a PCIe
+switch that is left when all ranks on the switch copy at once.
 
 [Note: collectives] A gather and a reduce-scatter of S bytes (all slices together) over P ranks go round a ring: inside
-each node, then between the nodes. Every rank sends and receives the (P-1)/P of S that it does not have, so
+each node, then between the nodes. Every rank sends and receives (P-1)/P of S, the part that it does not have, so
     seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
 with N nodes of L ranks. A ring enters and leaves each node once, so the hop between two nodes has the node's whole
-network rate. Without a peer link the hops inside a node are those of the GPUs' links (and of the PCIe switch, where
-they share one); the model leaves out that such traffic also slows down the copies to the host.
+network rate. Without a peer link the hops inside a node use the GPUs' links (and the PCIe switch, if they share one).
+The model leaves out that such traffic also slows down the copies to the host.
 """
 
 from __future__ import annotations
@@ -87,7 +91,7 @@ __all__ = [
     "gradient_traffic_bytes",
 ]
 
-_COST = ("cost",)  # of what a workload keeps (`Workload.derived`)
+_COST = ("cost",)  # key of `Workload.derived`
 
 ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 """Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
@@ -101,7 +105,8 @@ _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"),
 
 
 def changed_since(version: int, plan: Plan) -> str | None:
-    """What an earlier version predicts otherwise for the plan, in words; None where it predicts the same."""
+    """Returns words for the difference between an earlier version's prediction for the plan and today's; None if there
+    is none."""
     if version < 2 and len(plan.machine.ranks) == 1 and plan.workload.micro_batches > 1:
         if "grad32" in gradient_list(plan).values():
             return "adds of gradients on the GPU take no time"
@@ -113,7 +118,8 @@ def changed_since(version: int, plan: Plan) -> str | None:
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
-    """Effective matrix rate in flops/s for `dtype`, by the module's fallback. PlanError if there is none."""
+    """Returns the effective matrix rate for `dtype`, in flops per second, with the fallback of this module. Raises
+    PlanError if the GPU has no rate for it."""
     return _rate_of(machine.gpu, dtype)
 
 
@@ -125,8 +131,8 @@ def _rate_of(gpu: Gpu, dtype: str) -> float:
 
 
 def expected_link(machine: Machine) -> Link:
-    """The link that a rank can reckon with when all ranks copy at once: the weakest one, slower where ranks share a
-    PCIe switch."""
+    """Returns the link that a rank has when all ranks copy at once: the weakest link, slower if ranks share a PCIe
+    switch."""
     link = machine.link
     sharing = Counter(r.root for r in machine.ranks[: machine.local_ranks] if r.root is not None)
     if not sharing or machine.root_bytes_per_s is None:
@@ -140,14 +146,15 @@ def expected_link(machine: Machine) -> Link:
 
 
 def gradient_traffic_bytes(w: Workload, moment: int) -> int:
-    """GPU memory traffic of gradients that arrive in a moment: each is copied into its chunk, and its norm taken."""
+    """Returns the bytes of GPU memory traffic of the gradients that arrive in a moment. Each gradient is copied into
+    its chunk, and its norm is taken."""
     return 3 * sum(w.tensors[t].bytes for t in w.gradients[moment])
 
 
 def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
-    """The cost model that policies reckon with. The same three objects give the same model, so that the policies of one
-    job and the simulator share its results. A machine with other rates has to be another object
-    (`dataclasses.replace`): rates written into a machine's tables are not seen."""
+    """Returns the cost model with which policies plan. Calls with the same three objects return the same model, so that
+    the policies of one job and the simulator share its results. Rates written into a machine's tables later are not
+    seen: a machine with other rates has to be another object (`dataclasses.replace`)."""
     known = workload.derived.get(_COST)
     if not (isinstance(known, CostModel) and known.machine is machine and known.layout is layout):
         workload.derived[_COST] = known = CostModel(workload, machine, layout)
@@ -155,8 +162,10 @@ def cost_of(workload: Workload, machine: Machine, layout: Layout) -> CostModel:
 
 
 class Add(NamedTuple):
-    """seconds: of adding gradients up.
-    dram_bytes: traffic of the host's DRAM.
+    """The cost of adding gradients up.
+
+    seconds: seconds of the adds.
+    dram_bytes: bytes of DRAM traffic on the host.
     """
 
     seconds: float
@@ -166,11 +175,12 @@ class Add(NamedTuple):
 class GpuAdds:
     """Seconds by which adds of gradients on the GPU make moments longer ([Note: adds on the GPU]).
 
-    bytes_per_s: bandwidth of the adds. add_bytes: tensor -> GPU memory traffic of one add. free: whether adds take no
-        seconds of their own.
+    bytes_per_s: bandwidth of the adds.
+    add_bytes: tensor -> bytes of GPU memory traffic of one add.
+    free: whether adds take no seconds of their own.
     moments_s: (chunk, micro-batch) -> moment -> seconds, if the chunk's gradients add up on the GPU. A micro-batch
         without adds is left out.
-    chunks_s: chunk -> seconds of an iteration, if its gradients add up on the GPU.
+    chunks_s: chunk -> seconds per iteration, if its gradients add up on the GPU.
     """
 
     def __init__(
@@ -191,7 +201,8 @@ class GpuAdds:
             self.chunks_s[chunk] += sum(at.values())
 
     def of(self, plan: Plan) -> Mapping[int, float]:
-        """Moment -> seconds of the adds that the plan makes in it. Moments without any are left out."""
+        """Returns moment -> seconds of the adds that the plan makes in the moment. Moments without adds are left
+        out."""
         added: dict[int, float] = {}
         if self.moments_s:
             lists = gradient_list(plan)
@@ -203,14 +214,14 @@ class GpuAdds:
 
 
 class UpdateAdds:
-    """Adds that updates make themselves, by [Note: adds in updates]."""
+    """Adds that updates make, by [Note: adds in updates]."""
 
     def __init__(self, cost: CostModel, gpu_bytes_per_s: float) -> None:
         self._cost = cost
         self._gpu_bytes_per_s = gpu_bytes_per_s
 
     def of(self, plan: Plan) -> Mapping[int, Add]:
-        """Step -> the adds of an update that makes any."""
+        """Returns step -> the adds of an update. Updates without adds are left out."""
         adds: dict[int, Add] = {}
         for i, lists in folded_lists(plan).items():
             step = plan.steps[i]
@@ -219,7 +230,7 @@ class UpdateAdds:
         return adds
 
     def of_update(self, kind: Kind, chunk: int, lists: int = 1) -> Add:
-        """The adds of one update. lists: how many gradient lists are added to another one."""
+        """Returns the adds of one update. lists: number of gradient lists that are added to another list."""
         cost = self._cost
         if kind is Kind.CPU_ADAM:
             return Add(lists * cost.cpu_add_s(chunk), lists * cost.cpu_add_bytes(chunk))
@@ -227,13 +238,14 @@ class UpdateAdds:
 
 
 def _final_moments(w: Workload) -> dict[tuple[int, int], int]:
-    """(tensor, micro-batch) -> the moment in which its gradient is final."""
+    """Returns (tensor, micro-batch) -> the moment in which the tensor's gradient is final."""
     return {(t, w.moments[m].micro_batch): m for m, tensors in enumerate(w.gradients) for t in tensors}
 
 
 def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
-    """The link of a host that can pin a part of its memory only: the part of the job's parameters and states that can
-    be pinned passes at the link's rates, the rest at its pageable rate. Rates are means over all bytes."""
+    """Returns the link of a host that can pin only a part of its memory. The part of the job's parameters and states
+    that can be pinned passes at the link's rates, the rest at the link's pageable rate. Rates are means over all
+    bytes."""
     host = machine.host
     if host.pinned_bytes is None or link.pageable_bytes_per_s is None:
         return link
@@ -253,8 +265,10 @@ def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
 class CostModel:
     """Nominal seconds of every step of a plan for `workload` (one rank's) on `machine` with `layout`.
 
-    rank: number of the rank whose GPU and link count; None: the GPU and link that a policy reckons with ([Note: several
-    ranks, in seconds]). Raises PlanError for a dtype no rate is known for, and for a kind of step it cannot time.
+    rank: index of the rank whose GPU and link count; None: the GPU and link with which a policy plans ([Note: several
+        ranks, in seconds]).
+
+    Raises PlanError for a dtype without a known rate, and for a kind of step that it cannot time.
     """
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, *, rank: int | None = None) -> None:
@@ -287,23 +301,24 @@ class CostModel:
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:
-        """Seconds of adds of gradients on the GPU, of any plan."""
+        """Seconds of adds of gradients on the GPU, for any plan."""
         return GpuAdds(self.workload, self.layout, self._operator_bytes_per_s, self._add_bytes, free=self._recorded)
 
     def _add_bytes(self, tensor: int) -> int:
-        """GPU memory traffic of adding a gradient to a sum, without what `gradient_traffic_bytes` counts."""
+        """Returns the bytes of GPU memory traffic of adding a gradient to a sum, without the bytes of
+        `gradient_traffic_bytes`."""
         t = self.workload.tensors[tensor]
         copied = 2 * t.bytes if self.gpu.operator_bytes_per_s is not None else 0
         return 2 * self.layout.sum_width(self.layout.chunk_of[tensor]) * t.numel + t.bytes - copied
 
     @cached_property
     def update_adds(self) -> UpdateAdds:
-        """Seconds of adds of gradients in updates, of any plan."""
+        """Seconds of adds of gradients in updates, for any plan."""
         return UpdateAdds(self, self._operator_bytes_per_s)
 
     @property
     def _recorded(self) -> bool:
-        """Whether moments last what was measured."""
+        """Whether moments last their measured seconds."""
         w = self.workload
         return w.recorded_on is not None and w.recorded_on == self.machine.name
 
@@ -312,7 +327,7 @@ class CostModel:
         return self.gpu.operator_bytes_per_s or self.gpu.hbm_bytes_per_s
 
     def _kernels_s(self, moment: int, rate: float) -> float:
-        """Seconds of a moment's kernels, by [Note: which rate computes a moment]."""
+        """Returns the seconds of a moment's kernels, by [Note: which rate computes a moment]."""
         w, gpu = self.workload, self.gpu
         m = w.moments[moment]
         moved = m.bytes_read + m.bytes_written
@@ -320,7 +335,7 @@ class CostModel:
         shape = gpu.products if m.products else None
         curve = gpu.matmul_tables.get(w.dtype, ())
         if curve and m.flops and shape is None:
-            rate *= rate_at(curve, m.flops) / best_rate(curve)  # a rate that was changed by hand keeps the curve's form
+            rate *= rate_at(curve, m.flops) / best_rate(curve)  # a rate that the user changed keeps the curve's form
         if gpu.operator_bytes_per_s is not None:
             moved += gradient_traffic_bytes(w, moment)
         flops, products_s = m.flops, 0.0
@@ -334,7 +349,7 @@ class CostModel:
         return products_s + flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
 
     def _product(self, product: Product, rate: float) -> tuple[int, float]:
-        """(bytes, seconds) of a matrix product; rate: flops/s of large ones."""
+        """Returns (bytes, seconds) of a matrix product. rate: flops per second of large products."""
         known = self._products.get(product)
         if known is None:
             assert self.gpu.products is not None
@@ -345,24 +360,29 @@ class CostModel:
 
     @cached_property
     def params(self) -> tuple[int, ...]:
-        """Trainable parameters of each chunk (padding left out), of one rank's slice; 0 for a frozen chunk."""
+        """Trainable parameters of each chunk, of one rank's slice without padding; 0 for a frozen chunk."""
         slices = self.layout.ranks
         return tuple(0 if c.frozen else -(-sum(s.numel for s in c.slots) // slices) for c in self.layout.chunks)
 
     @cached_property
     def adam_bytes_per_s(self) -> float:
-        """Host memory traffic per second of one rank's CPU Adam running alone."""
+        """Bytes per second of host memory traffic of one rank's CPU Adam that runs alone."""
         return self.machine.adam_params_per_s * ADAM_TRAFFIC_BYTES_PER_PARAM
 
     def transfer_s(self, size_bytes: int, direction: str, via: str | None = None) -> float:
-        """latency + bytes / rate over the link; direction "h2d" or "d2h"; via "pageable": host memory that is not
-        pinned. A copy of nothing takes no time. Raises PlanError where the link has no rate for it."""
+        """Returns the seconds of a copy over the link: latency + bytes / rate. A copy of 0 bytes takes no time.
+
+        direction: "h2d" or "d2h".
+        via: "pageable" for host memory that is not pinned.
+
+        Raises PlanError if the link has no rate for the copy.
+        """
         link = self.link
         if size_bytes == 0:
             return 0.0
         rate = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}[direction]
         curve = {"h2d": link.h2d_table, "d2h": link.d2h_table}[direction]
-        # What a copy of this size takes over the best rate stays the same on a link that is throttled.
+        # The difference to a copy at the best rate, in seconds, stays the same on a link that is throttled.
         fixed_s = size_bytes / rate_at(curve, size_bytes) - size_bytes / best_rate(curve) if curve else 0.0
         if via == PAGEABLE:
             if link.pageable_bytes_per_s is None:
@@ -374,7 +394,8 @@ class CostModel:
         return link.latency_s + fixed_s + size_bytes / rate
 
     def collective_s(self, size_bytes: int) -> float:
-        """A gather or reduce-scatter over all ranks ([Note: collectives]); size_bytes: all slices together."""
+        """Returns the seconds of a gather or reduce-scatter over all ranks ([Note: collectives]). size_bytes: all
+        slices together."""
         if size_bytes == 0:
             return 0.0
         latency_s, bytes_per_s = self._ring
@@ -383,7 +404,7 @@ class CostModel:
 
     @cached_property
     def _ring(self) -> tuple[float, float]:
-        """(latency of all hops, rate of the slowest hop)."""
+        """Latency of all hops in seconds, and rate of the slowest hop in bytes per second."""
         m = self.machine
         if len(m.ranks) == 1:
             raise PlanError(f"machine {m.name!r} has one gpu; it has no collectives")
@@ -406,8 +427,8 @@ class CostModel:
         return latency_s, min(rates)
 
     def nvme_s(self, size_bytes: int, direction: str) -> float:
-        """A read from or write to the node's disks, which its ranks use in equal parts; direction "read" or "write".
-        Raises PlanError for a machine without disks."""
+        """Returns the seconds of a read from the node's disks or a write to them. The node's ranks use the disks in
+        equal parts. direction: "read" or "write". Raises PlanError for a machine without disks."""
         disks = self.machine.nvme
         if disks is None:
             raise PlanError(f"machine {self.machine.name!r} has no disks; a machine file gives them (disks = NAME)")
@@ -415,38 +436,42 @@ class CostModel:
         return disks.latency_s + size_bytes * self.machine.local_ranks / rate if size_bytes else 0.0
 
     def cpu_adam_bytes(self, chunk: int) -> int:
-        """Host memory traffic of one CPU update of the chunk: what `Step.bytes` of its cpu_adam should be."""
+        """Returns the bytes of host memory traffic of one CPU update of the chunk. `Step.bytes` of its cpu_adam should
+        be this number."""
         return self.params[chunk] * self.workload.optimizer.dram_bytes_per_param
 
     def cpu_adam_s(self, chunk: int) -> float:
-        """Seconds of one CPU update of the chunk: params / rate, scaled by traffic for an optimizer other than AdamW
-        with its 28 bytes per parameter."""
+        """Returns the seconds of one CPU update of the chunk: params / rate, scaled by traffic for an optimizer other
+        than AdamW with its 28 bytes per parameter."""
         return self.cpu_adam_bytes(chunk) / self.adam_bytes_per_s
 
     def cpu_add_bytes(self, chunk: int) -> int:
-        """Host memory traffic of grad32 += grad: read the gradient (working dtype), read and write the sum."""
+        """Returns the bytes of host memory traffic of grad32 += grad: read the gradient (working dtype), read and write
+        the sum."""
         width = 4 if self.layout.chunks[chunk].dtype == "fp32" else 2
         return self.params[chunk] * (2 * self.layout.sum_width(chunk) + width)
 
     def cpu_add_s(self, chunk: int) -> float:
-        """One accumulation on the host, at the memory rate that CPU Adam reaches."""
+        """Returns the seconds of one accumulation on the host, at the memory rate that CPU Adam reaches."""
         return self.cpu_add_bytes(chunk) / self.adam_bytes_per_s
 
     def gpu_adam_bytes(self, chunk: int) -> int:
-        """GPU memory traffic of one update on the GPU."""
+        """Returns the bytes of GPU memory traffic of one update on the GPU."""
         return self.params[chunk] * self.workload.optimizer.dram_bytes_per_param
 
     def gpu_adam_s(self, chunk: int) -> float:
-        """One update on the GPU: its traffic over the HBM bandwidth (28 B/param for AdamW)."""
+        """Returns the seconds of one update on the GPU: its traffic over the HBM bandwidth (28 bytes per parameter for
+        AdamW)."""
         return self.gpu_adam_bytes(chunk) / self.gpu.hbm_bytes_per_s
 
     def work_bytes(self, kind: Kind, chunk: int) -> int | None:
-        """Memory traffic of a step that computes with a chunk's lists: what its `Step.bytes` should be. None for kinds
-        that do not."""
+        """Returns the bytes of memory traffic of a step that computes with a chunk's lists. `Step.bytes` should be this
+        number. Returns None for kinds that do not compute with them."""
         return _WORK[kind][0](self, chunk) if kind in _WORK else None
 
     def seconds(self, step: Step) -> float:
-        """Nominal seconds of one step running alone; of a moment without [Note: adds on the GPU]."""
+        """Returns the nominal seconds of one step that runs alone; for a moment without the adds of [Note: adds on the
+        GPU]."""
         kind = step.kind
         if kind is Kind.COMPUTE:
             if step.moment is None:
@@ -467,8 +492,8 @@ class CostModel:
         return seconds(self, step.chunk)
 
     def duty(self, step: Step) -> float:
-        """Share of its nominal seconds in which the step keeps the shared resources busy: less than 1 for a copy over a
-        link that is throttled below the measured rate."""
+        """Returns the share of its nominal seconds in which the step keeps the shared resources busy. The share is
+        below 1 for a copy over a link that is throttled below the measured rate."""
         link = self.link
         route = ROUTES.get(step.kind)
         if route == "h2d" and link.h2d_table:
@@ -478,11 +503,12 @@ class CostModel:
         return 1.0
 
     def dram_bytes(self, step: Step) -> int:
-        """Bytes that the step moves through host DRAM: a copy's bytes once, Adam's `step.bytes`, otherwise 0."""
+        """Returns the bytes that the step moves through host DRAM: a copy's bytes once, Adam's `step.bytes`, otherwise
+        0."""
         return step.bytes if step.kind in _ON_HOST else 0
 
     def step_costs(self, plan: Plan) -> StepCosts:
-        """Seconds and traffic of each step of a plan, for `follow`."""
+        """Returns the seconds and the traffic of each step of a plan, for `follow`."""
         slowed, steps = bool(self.machine.slowdowns), plan.steps
         seconds = [self.seconds(step) for step in steps]
         added = self.gpu_adds.of(plan)
@@ -501,7 +527,7 @@ class CostModel:
         )
 
     def rates(self) -> Rates:
-        """What the steps of one rank share, while the other ranks of its node do the same."""
+        """Returns the rates that the steps of one rank share while the other ranks of its node do the same."""
         machine = self.machine
         return Rates(
             dram_bytes_per_s=machine.host.dram_bytes_per_s / machine.local_ranks,
@@ -515,4 +541,4 @@ _WORK: dict[Kind, tuple[Callable[[CostModel, int], int], Callable[[CostModel, in
     Kind.CPU_ADAM: (CostModel.cpu_adam_bytes, CostModel.cpu_adam_s),
     Kind.GPU_ADAM: (CostModel.gpu_adam_bytes, CostModel.gpu_adam_s),
 }
-"""Kinds that compute with a chunk's lists -> (memory traffic in bytes, seconds) for that chunk."""
+"""Kinds that compute with a chunk's lists -> (bytes of memory traffic, seconds) as functions of the chunk."""

@@ -1,21 +1,22 @@
 """optimal: the plan of a search, or of another policy where that is faster.
 
-It is at most 0.01 % slower than any shipped policy without options. Options set what the search does not try, so
-another policy may be faster with some of its own (benchmarks/options.py).
+The plan is at most 0.01 % slower than the plan of any shipped policy without options. Options reach plans that the
+search does not try, so another policy may be faster with options (benchmarks/options.py).
 
-The plan that the search found (family/searched.py) and the plans of the other policies are followed, and the fastest is
-taken. It has the name `optimal`; `choices` name the policy that made it.
+The plans that the search finds (family/searched.py) and the plans of the other policies are followed, and the fastest
+is taken. The plan has the name `optimal`; its `choices` name the policy that made it.
 
-[Note: which order] Micro-batches run one after the other in a loop of the user's own, so a plan for such a loop has the
-order of the workload. Where `session.step` runs the iterations (`Settings.loop`), plans of several micro-batches are
-also searched in layer-major order, with the boundary activations on the GPU and on the host. The policies whose plans
-are layer-major are then rivals too, and the fastest order is taken.
+[Note: which order] In a loop of the user, micro-batches run one after the other, so a plan for such a loop has the
+order of the workload. If `session.step` runs the iterations (`Settings.loop`), plans of several micro-batches are also
+searched in layer-major order, with the boundary activations on the GPU and on the host. The policies whose plans are
+layer-major are then rivals too, and the fastest order is taken.
 
 [Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are in short iterations in which
-compute, both ways of the link and CPU Adam are all busy for nearly all of the time. As far as is known, the plan causes
-these gaps and not the bound: a longer search still finds faster plans there, and the closed form with a plan's own
-numbers of pinned and streamed parameters put in is within 2 % of that plan (of Llama-3-8B and Qwen2.5-7B on an H100: 3
-to 5 %). For Qwen2.5-7B, at 0.6 s per iteration, the CPU Adam of one tensor alone takes 6 % of the iteration.
+compute, both directions of the link and CPU Adam are busy for nearly all of the time. As far as is known, these gaps
+come from the plan and not from the bound, for two reasons. A longer search still finds faster plans there. And the
+closed form, evaluated at a plan's own numbers of pinned and streamed parameters, is within 2 % of that plan (3 to 5 %
+for Llama-3-8B and Qwen2.5-7B on an H100). For Qwen2.5-7B, at 0.6 s per iteration, the CPU Adam of one tensor alone
+takes 6 % of the iteration.
 """
 
 from __future__ import annotations
@@ -56,10 +57,11 @@ _WORDS = dict(
 
 @without_garbage_collection()
 def optimal(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
-    """The fastest plan this project knows how to make. changes: coordinates of another point; with any, the other
-    policies are left out.
+    """Returns the fastest plan that this project can make.
 
-    Raises DoesNotFit, with what its own modes would need, where no policy fits.
+    changes: coordinates of another point. If any is given, the plans of other policies are left out.
+
+    Raises DoesNotFit, with the needs of optimal's own modes, if no policy fits.
     """
     point = replace(POINT, **changes)
     orders = [point.order] if "order" in changes else _orders(workload, machine, settings)
@@ -91,19 +93,20 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
 
 
 def _schedule_words(best: SearchResult, found: Sequence[SearchResult], reason: DoesNotFit | None) -> str:
-    """Whose schedule was taken, and why. reason: why a plan of optimal's own does not fit."""
+    """Returns words for the policy whose schedule was taken, and why. reason: why no plan of optimal's own fits."""
     own_s = min((f.seconds for f in found if f.of == "optimal"), default=None)
     if own_s is None:
-        why = f"its own modes do not fit ({reason})"
+        why = f"no plan of optimal's own fits ({reason})"
     elif best.seconds < own_s:
-        why = f"faster than its own best, {format_s(own_s)}"
+        why = f"faster than optimal's own best plan, {format_s(own_s)}"
     else:
-        why = f"as fast as its own best, {format_s(own_s)}, and moves less"
+        why = f"as fast as optimal's own best plan, {format_s(own_s)}, and moves less"
     return f"that of {best.of}: {why}"
 
 
 def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[str]:
-    """The orders to search, by [Note: which order]: the workload's, and where they can be had the layer-major ones."""
+    """Returns the orders to search, by [Note: which order]: the workload's order and, if they can be made, the
+    layer-major orders."""
     own, *others = ORDERS
     if settings.loop == "own" or workload.micro_batches == 1 or len(machine.ranks) > 1 or workload.relayed:
         return [own]
@@ -116,7 +119,7 @@ def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[st
 
 
 def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequence[str]) -> str:
-    """The order that was taken and its seconds, beside those of the others."""
+    """Returns words for the seconds of the order that was taken and of the other orders."""
     mine = order_of(best.plan.workload)
     least_s = dict.fromkeys((mine, *orders), math.inf)
     for f in found:
@@ -129,10 +132,10 @@ def _order_words(found: Sequence[SearchResult], best: SearchResult, orders: Sequ
 def _others(
     workload: Workload, machine: Machine, settings: Settings, own: Sequence[SearchResult], orders: Sequence[str]
 ) -> Iterator[SearchResult]:
-    """The plans of the other shipped policies that fit. Policies whose plans are layer-major are left out if that is
-    not one of the orders. So are policies that bring no states to the GPU, if a plan was found that is faster than the
-    closed form of their order allows for pins alone (on several GPUs this leaves out only policies of optimal's own
-    space)."""
+    """Yields the plans of the other shipped policies that fit. Policies whose plans are layer-major are left out if the
+    orders do not include layer-major. Policies that bring no states to the GPU are left out if a found plan is faster
+    than the closed form of their order allows for pins alone; on several GPUs, this leaves out only policies of
+    optimal's own space."""
     best_s = min((f.seconds for f in own), default=math.inf)
     beaten = {f.plan.workload.layer_major for f in own if best_s < f.pins_alone_s}
     for name, policy in _rivals().items():
@@ -145,13 +148,13 @@ def _others(
             continue
         try:
             plan = plan_once(policy, workload, machine, settings)
-        except PstarError:  # it does not fit, or does not apply to this machine
+        except PstarError:  # the policy does not fit, or does not apply to this machine
             continue
         yield SearchResult(period_s(plan), name, plan)
 
 
 def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Iterator[SearchResult]:
-    """Plans with lists on the disks, for jobs that fit nowhere else."""
+    """Yields plans with lists on the disks, for jobs that fit no other way."""
     for name, policy in _rivals().items():
         for options in capabilities_of(policy).from_disks:
             try:
@@ -162,7 +165,7 @@ def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Ite
 
 
 def _rivals() -> dict[str, Callable[[Workload, Machine, Settings], Plan]]:
-    from pstar_sim.policy.registry import built_in  # the registry knows this policy too
+    from pstar_sim.policy.registry import built_in  # imported here, because the registry imports this module
 
     mine = {name: policy for name, policy in built_in().items() if policy is not optimal}
     return {name: policy for name, policy in mine.items() if capabilities_of(policy).balance is None}

@@ -1,6 +1,7 @@
 """Policies by name: the built-in policies, and policies that installed packages offer as entry points `pstar.policies`.
 
-A name may carry options, `tide:capacity=peak,adam=fifo` (options.py)."""
+A name may carry options: `tide:capacity=peak,adam=fifo` (options.py).
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 Policy = Callable[[Workload, Machine, Settings], Plan]
-"""A policy is a pure function; it raises DoesNotFit where it can place nothing."""
+"""A policy is a pure function. It raises DoesNotFit for a job that does not fit."""
 
 ENTRY_POINTS = "pstar.policies"
 
@@ -59,14 +60,15 @@ _BUILT_IN: dict[str, Policy] = {
 
 
 def built_in() -> dict[str, Policy]:
-    """The policies shipped here, by name."""
+    """Returns name -> policy for the policies shipped here."""
     return dict(_BUILT_IN)
 
 
 def policies() -> dict[str, Policy]:
-    """Name -> policy. A built-in name cannot be taken over by an entry point.
+    """Returns name -> policy. An entry point cannot take over a built-in name.
 
-    Raises PstarError for an entry point that cannot be loaded or is not a function, naming it and its package.
+    Raises PstarError, naming the entry point and its package, for an entry point that cannot be loaded or is not a
+    function.
     """
     found = dict(_BUILT_IN)
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
@@ -76,18 +78,18 @@ def policies() -> dict[str, Policy]:
 
 
 def is_built_in(policy: Policy) -> bool:
-    """Whether the function is one of the policies shipped here, with or without options."""
+    """Returns whether the function is one of the policies shipped here, with or without options."""
     return (policy.policy if isinstance(policy, Specified) else policy) in _BUILT_IN.values()
 
 
 def can(policy: str | Policy) -> Capabilities:
-    """Capabilities of a policy, given as its spec or as the function itself. Raises as `find_policy`."""
+    """Returns the capabilities of a policy. policy: its spec, or the function. Raises the errors of `find_policy`."""
     return capabilities_of(find_policy(policy) if isinstance(policy, str) else policy)
 
 
 def reorders(policy: str | Policy) -> bool:
-    """Whether the policy's plans are layer-major, by itself or by its option `order`, so that a loop of the user's own
-    cannot follow them. Raises as `find_policy`."""
+    """Returns whether the policy's plans are layer-major, by itself or by its option `order`. A loop of the user cannot
+    follow such plans. Raises the errors of `find_policy`."""
     found = find_policy(policy) if isinstance(policy, str) else policy
     if isinstance(found, Specified):
         return reorders(found.policy) or found.values.get("order", Point().order) != Point().order
@@ -95,27 +97,27 @@ def reorders(policy: str | Policy) -> bool:
 
 
 def can_follow(settings: Settings, workload: Workload, policy: str | Policy) -> bool:
-    """Whether the loop of the settings can follow the policy's plans for the workload: a loop of the user's own runs
-    micro-batches in the order of the workload, `session.step` in any order. Raises as `find_policy`."""
+    """Returns whether the loop of the settings can follow the policy's plans for the workload. A loop of the user runs
+    micro-batches in the order of the workload, `session.step` in any order. Raises the errors of `find_policy`."""
     return settings.loop == "step" or workload.micro_batches == 1 or workload.layer_major or not reorders(policy)
 
 
 def named(wanted: Callable[[Capabilities], bool]) -> tuple[str, ...]:
-    """Names of the shipped policies that have the capabilities asked for, in registry order."""
+    """Returns the names of the shipped policies that have the wanted capabilities, in registry order."""
     return tuple(name for name, policy in _BUILT_IN.items() if wanted(capabilities_of(policy)))
 
 
 def policy_at(point: Point) -> str:
-    """Name of the policy that is this point of the asynchronous family without options."""
+    """Returns the name of the policy that is this point of the asynchronous family without options."""
     (name,) = named(lambda able: able.point == point)
     return name
 
 
 def find_policy(spec: str) -> Policy:
-    """The policy of that name, its options set as the spec says (`name[:key=value[,key=value...]]`).
+    """Returns the policy with this name, with its options set as the spec says (`name[:key=value[,key=value...]]`).
 
-    Entry points are looked at only for a name that is not built in. Raises UnknownName with the nearest names,
-    PstarError for options that the policy does not have, and as `policies` does.
+    Entry points are loaded only for a name that is not built in. Raises UnknownName with the nearest names, PstarError
+    for options that the policy does not have, and the errors of `policies`.
     """
     name, options = split_spec(spec)
     policy = _BUILT_IN.get(name)
@@ -130,7 +132,8 @@ def find_policy(spec: str) -> Policy:
 
 
 def policy_name(spec: str | Policy) -> str:
-    """Name of a policy: the normalised spec, or the function's own name. Raises as `find_policy`."""
+    """Returns the name of a policy: the normalised spec, or the function's own name. Raises the errors of
+    `find_policy`."""
     if not isinstance(spec, str):
         return str(getattr(spec, "__name__", type(spec).__name__))
     policy = find_policy(spec)
@@ -142,7 +145,7 @@ def _load(point: EntryPoint) -> Policy:
     what = f"policy {point.name!r}{package} (entry point {ENTRY_POINTS}: {point.value})"
     try:
         policy = point.load()
-    except Exception as error:  # whatever a foreign module raises while it is imported
+    except Exception as error:  # a foreign module may raise anything while it is imported
         raise PstarError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(policy):
         raise PstarError(
