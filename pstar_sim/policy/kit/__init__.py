@@ -1,2 +1,1 @@
-"""Parts for policies: facts of a job, the schedule they decide on, options, points, capabilities. Knows no policy and
-no pass."""
+"""Parts for policies: facts of a job, schedules, options, points, capabilities. They know no policy and no pass."""

@@ -12,9 +12,12 @@ __all__ = ["Block", "blocks_of"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Moments first..last (inclusive), which need the same `chunks`.
+    """Moments first..last (inclusive) that need the same `chunks`.
 
-    tide_bytes: their highest non-model peak.
+    first, last: indices of the moments.
+    chunks: chunks that the moments need.
+    tide_bytes: highest non-model peak of the moments.
+    seconds: seconds of all moments together.
     """
 
     first: int
@@ -27,12 +30,14 @@ class Block:
 def blocks_of(
     uses: Facts, seconds: Sequence[float], tide: Sequence[int], permanent: frozenset[int], cuts: frozenset[int]
 ) -> list[Block]:
-    """Merge neighbouring moments that can be treated as one without loss.
+    """Returns the blocks: neighbouring moments that can be treated as one without loss are merged.
 
-    Chunks that are permanent residents are left out. Two neighbours become one block if they need the same chunks; a
-    moment that needs nothing joins the block before it if its tide is no higher and it takes no time (or stands
-    between two moments that need the same), so the room a block needs is the room its worst moment needs.
-    cuts: moments that have to open a block. The last moment (the optimizer step) is always alone.
+    Permanent residents are left out of a moment's needs. Two neighbours become one block if they need the same chunks.
+    A moment that needs no chunk joins the block before it if its tide is no higher and if it takes no time or stands
+    between two moments with the same needs. The room that a block needs is the room that its worst moment needs.
+
+    permanent: chunks that are always on the GPU.
+    cuts: moments that have to open a block. The last moment (the optimizer step) is always a block of its own.
     """
     count = len(uses.by_moment)
     needs = [tuple(c for c in row if c not in permanent) for row in uses.by_moment]

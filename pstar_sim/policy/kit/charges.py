@@ -1,5 +1,5 @@
-"""Charges: seconds and bytes of the rows of a draft, from the table of core/step.py and the cost model, each computed
-once."""
+"""Charges: seconds and bytes of the rows of a draft, from the table of core/step.py and the cost model. Each charge is
+computed once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pstar_sim.cost import CostModel
 
 __all__ = ["Charges", "charges_of", "step_bytes"]
 
-_CHARGES = ("charges",)  # of what a workload keeps (`Workload.derived`)
+_CHARGES = ("charges",)  # key of `Workload.derived`
 
 
 def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | None, stash: int | None = None) -> int:
-    """`Step.bytes`, by the table of core/step.py."""
+    """Returns `Step.bytes`, by the table of core/step.py."""
     if kind is Kind.COMPUTE:
         return 0
     if kind in (Kind.STASH_OUT, Kind.STASH_IN):
@@ -35,7 +35,7 @@ def step_bytes(cost: CostModel, kind: Kind, chunk: int | None, list_name: str | 
 
 
 def charges_of(cost: CostModel) -> Charges:
-    """The charges by a cost model. The same cost model always gets the same object."""
+    """Returns the charges by a cost model. The same cost model always gets the same object."""
     known = cost.workload.derived.get(_CHARGES)
     if not (isinstance(known, Charges) and known.cost is cost):
         cost.workload.derived[_CHARGES] = known = Charges(cost)
@@ -43,10 +43,10 @@ def charges_of(cost: CostModel) -> Charges:
 
 
 class Charges:
-    """Charges of the rows of a job whose moving chunks have their home on the host. Each is worked out once.
+    """Charges of the rows of a job whose moving chunks live on the host.
 
-    A copy to a chunk's home takes no bytes there, because the home holds the chunk's lists all the time. A gradient
-    list ("grad") is an exception: a write-back brings it, and the sum frees it.
+    A copy to the place where a chunk lives takes no bytes there, because that place holds the chunk's lists all the
+    time. A gradient list ("grad") is an exception: a write-back takes bytes for it, and the add frees them.
     """
 
     def __init__(self, cost: CostModel) -> None:
@@ -54,7 +54,7 @@ class Charges:
         self._known: dict[tuple[Kind, int, str], Charge] = {}
 
     def of(self, kind: Kind, chunk: int, list_name: str = "param") -> Charge:
-        """Charge of a step that handles a list of a chunk."""
+        """Returns the charge of a step that handles a list of a chunk."""
         key = (kind, chunk, list_name)
         charge = self._known.get(key)
         if charge is None:
@@ -62,7 +62,7 @@ class Charges:
         return charge
 
     def of_update(self, kind: Kind, chunk: int, *, folds: bool) -> Charge:
-        """Charge of an update. folds: whether it adds a last gradient to the sum first."""
+        """Returns the charge of an update. folds: whether the update adds a last gradient to the sum first."""
         charge = self.of(kind, chunk)
         if not folds:
             return charge
@@ -70,14 +70,14 @@ class Charges:
         return replace(charge, seconds=charge.seconds + add.seconds, dram_bytes=charge.dram_bytes + add.dram_bytes)
 
     def of_stash(self, kind: Kind, stash: int) -> Charge:
-        """Charge of a stash's copy. A stash's room on the host is a buffer of the plan."""
+        """Returns the charge of a stash's copy. A stash's room on the host is a buffer of the plan."""
         size = step_bytes(self.cost, kind, None, None, stash)
         return self._charge(Step(id=0, queue=Queue.D2H, kind=kind, bytes=size, stash=stash), None, None)
 
     def _make(self, kind: Kind, chunk: int, list_name: str) -> Charge:
         step = Step(
             id=0,
-            queue=Queue.COMPUTE,  # nothing of a charge depends on it
+            queue=Queue.COMPUTE,  # the charge does not depend on the queue
             kind=kind,
             bytes=step_bytes(self.cost, kind, chunk, list_name),
             chunk=chunk,
@@ -86,13 +86,13 @@ class Charges:
         )
         taken, freed = takes(step), frees(step)
         if taken is not None and taken.lenient and taken.resident.place is Place.HOST and taken.resident.list != "grad":
-            taken = None  # at home
+            taken = None  # the list is at home there
         return self._charge(step, taken and taken.resident, freed and freed.resident)
 
     def _charge(self, step: Step, taken: Resident | None, freed: Resident | None) -> Charge:
-        """The charge of such a step.
+        """Returns the charge of such a step.
 
-        taken, freed: the payloads that the step takes when it starts and frees when it ends, if any.
+        taken, freed: the payloads that the step takes when it starts and frees when it ends; None if there is none.
         """
 
         def size(who: Resident | None, place: Place) -> int:

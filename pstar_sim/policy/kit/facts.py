@@ -1,7 +1,7 @@
-"""Facts of a job: where its chunks are read, where their gradients arrive, and what the tide is.
+"""Facts of a job: the moments that read its chunks, the moments in which their gradients arrive, and the tide.
 
-Computed once per workload and layout, for policies and bounds alike. Bytes of a chunk's lists are the layout's
-(`Layout.payload_bytes`), seconds the cost model's. Decides nothing.
+The facts are computed once per workload and layout, for policies and bounds. The layout gives the bytes of a chunk's
+lists (`Layout.payload_bytes`), the cost model gives seconds. The facts contain no decision.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ __all__ = ["Facts", "facts_of"]
 
 
 def facts_of(workload: Workload, layout: Layout) -> Facts:
-    """The facts of the workload in the layout's chunks. The same two objects always get the same facts."""
+    """Returns the facts of the workload in the layout's chunks. Calls with the same two objects return the same
+    facts."""
     key = ("facts",)
     known = workload.derived.get(key)
     if not isinstance(known, Facts) or known.layout is not layout:
@@ -28,9 +29,9 @@ class Facts:
     """Facts of a job, by chunk and by moment.
 
     reads: chunk -> ascending moments that read any of its parameters.
-    final: (micro-batch, tensor) -> the last moment in which its gradient arrives.
-    spans: chunk -> one (micro-batch, first moment, last moment) per micro-batch; in these moments the chunk's first and
-        last gradients become final.
+    final: (micro-batch, tensor) -> the last moment in which the tensor's gradient arrives.
+    spans: chunk -> one (micro-batch, first moment, last moment) per micro-batch. A gradient of the chunk first becomes
+        final in the first moment, and the last of them in the last moment.
     """
 
     def __init__(self, workload: Workload, layout: Layout) -> None:
@@ -56,18 +57,19 @@ class Facts:
         self.spans = tuple(tuple((batch, *mine[batch]) for batch in sorted(mine)) for mine in spans)
 
     def check(self) -> None:
-        """Raise CannotPlan for a parameter that is read after its last gradient, which has taken its place."""
+        """Raise CannotPlan for a parameter that is read after its last gradient, which has overwritten the
+        parameter."""
         if self._read_too_late is not None:
             tensor, moment, gradient = self._read_too_late
             raise CannotPlan(
                 f"parameter {self.workload.tensors[tensor].name!r} is read in moment {moment} "
                 f"({self.workload.moments[moment].name}), after its last gradient in moment {gradient}: a gradient "
-                "takes its parameter's place, so no policy can plan that"
+                "overwrites its parameter, so no policy can plan this workload"
             )
 
     @cached_property
     def _read_too_late(self) -> tuple[int, int, int] | None:
-        """(tensor, moment, moment of its last gradient) of the first such read."""
+        """(tensor, moment, moment of the tensor's last gradient) of the first such read; None if there is none."""
         last_batch = max((batch for batch, _ in self.final), default=0)
         for m, reads in enumerate(self.workload.reads):
             for t in reads:
@@ -77,18 +79,18 @@ class Facts:
 
     @cached_property
     def read_in(self) -> tuple[frozenset[int], ...]:
-        """Moment -> chunks that it reads."""
+        """Moment -> chunks that the moment reads."""
         chunk_of = self.layout.chunk_of
         return tuple(frozenset(chunk_of[t] for t in tensors) for tensors in self.workload.reads)
 
     @cached_property
     def touched(self) -> tuple[tuple[int, ...], ...]:
         """Chunk -> ascending moments in which its working list has to be on the GPU: every moment that reads the chunk.
-        In the last micro-batch that gives the chunk a gradient, gradients overwrite the working list in place, so the
-        moments from the first final gradient to the last one (or to a later read) count, too. (In earlier micro-batches
-        a gradient has a list of its own.)"""
-        # Once a gradient of its last micro-batch has overwritten a part of it, a working list holds something that is
-        # nowhere else: it stays until the last one has come and it can be written back.
+        In the last micro-batch that gives the chunk a gradient, gradients overwrite the working list in place. There,
+        all moments from the first final gradient to the last one (or to a later read) count too. In earlier
+        micro-batches a gradient has a list of its own."""
+        # Once the first gradient of its last micro-batch has overwritten a part of a working list, the list holds bytes
+        # that exist nowhere else. It stays until the last gradient has arrived and the list can be written back.
         rows: list[tuple[int, ...]] = []
         for reads, spans in zip(self.reads, self.spans):
             if not spans:
@@ -101,7 +103,7 @@ class Facts:
 
     @cached_property
     def by_moment(self) -> tuple[tuple[int, ...], ...]:
-        """Moment -> ascending chunks whose working list has to be on the GPU in it."""
+        """Moment -> ascending chunks whose working list has to be on the GPU in the moment."""
         needs: list[list[int]] = [[] for _ in self.workload.moments]
         for c, moments in enumerate(self.touched):
             for m in moments:
@@ -129,42 +131,43 @@ class Facts:
         return tuple(sum(self.layout.payload_bytes(c, "param") for c in chunks) for chunks in self.read_in)
 
     def width(self, chunk: int) -> int:
-        """Bytes of a parameter in its working list."""
+        """Returns the bytes of a parameter in its working list."""
         return DTYPE_BYTES[self.layout.chunks[chunk].dtype]
 
     def reads_until_final(self, chunk: int) -> tuple[int, ...]:
-        """Reads of the chunk up to the moment of its last gradient; all reads where it has no gradient."""
+        """Returns the moments that read the chunk, up to the moment of its last gradient; all of them if it has no
+        gradient."""
         final = self.last_gradient(chunk)
         return self.reads[chunk] if final < 0 else tuple(m for m in self.reads[chunk] if m <= final)
 
     def updated(self, chunk: int) -> bool:
-        """Whether a parameter of the chunk gets a gradient, so that Adam updates the chunk."""
+        """Returns whether a parameter of the chunk gets a gradient, so that Adam updates the chunk."""
         return bool(self.spans[chunk])
 
     def first_use(self, chunk: int) -> int:
-        """Moment that first needs the chunk; len(moments) if none does."""
+        """Returns the first moment that needs the chunk; len(moments) if none does."""
         return self.touched[chunk][0] if self.touched[chunk] else len(self.workload.moments)
 
     def last_gradient(self, chunk: int) -> int:
-        """Moment after which all gradients of the chunk are final; -1 if it has none."""
+        """Returns the moment after which all gradients of the chunk are final; -1 if it has none."""
         return self.spans[chunk][-1][2] if self.spans[chunk] else -1
 
     def home_lists(self, chunk: int) -> tuple[str, ...]:
-        """Lists that a chunk keeps all the time where it lives: the working list, and for a chunk that is updated also
-        its states (with several micro-batches also grad32)."""
+        """Returns the lists that a chunk keeps all the time in the place where it lives: the working list and, for a
+        chunk that is updated, its states (with several micro-batches also grad32)."""
         if not self.updated(chunk):
             return ("param",)
         accumulated = ("grad32",) if self.workload.micro_batches > 1 else ()
         return ("param", *self.layout.state_lists, *accumulated)
 
     def home_bytes(self, chunk: int) -> int:
-        """Bytes of `home_lists`, of one rank's slice."""
+        """Returns the bytes of `home_lists`, of one rank's slice."""
         return sum(self.layout.payload_bytes(chunk, name) for name in self.home_lists(chunk))
 
     @cached_property
     def tide(self) -> tuple[int, ...]:
-        """Non-model bytes to reckon with in each moment. The cut counts the last moment's peak ([Note: the cut]); where
-        the first moment's is lower, that difference is reckoned as held throughout."""
+        """Non-model bytes that a plan assumes for each moment. The cut counts the last moment's peak ([Note: the cut]).
+        If the first moment's peak is lower, every moment is assumed to hold the difference too."""
         peaks = [m.peak_bytes for m in self.workload.moments]
         extra = max(0, peaks[-1] - peaks[0])
         return tuple(peak + extra for peak in peaks)

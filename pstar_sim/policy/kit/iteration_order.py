@@ -1,4 +1,4 @@
-"""Order: in which order the plans of a policy run an iteration. relay.py makes the layer-major one."""
+"""Order: the order in which the plans of a policy run an iteration. relay.py makes the layer-major order."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["ORDERS", "in_order", "order_of"]
 
 ORDERS = ("depth-first", "relay", "relay-host")
-"""Of the micro-batches one after the other; of the blocks one after the other; the same with the boundary stash on the
-host."""
+"""Micro-batch by micro-batch; block by block; block by block with the boundary stash on the host."""
 
 
 def order_of(workload: Workload) -> str:
-    """The one of ORDERS that the workload has."""
+    """Returns the entry of ORDERS that the workload has."""
     own, layer_major, on_host = ORDERS
     return on_host if workload.boundaries_on_host else layer_major if workload.layer_major else own
 
 
 def in_order(name: str, workload: Workload, order: str) -> Workload:
-    """The workload in that order. A workload that relay.py has made is returned as it is. Equal calls return the same
-    object.
+    """Returns the workload in that order. A workload that relay.py has made is returned as it is. Equal calls return
+    the same object.
 
-    name: name of the policy, for messages. Raises CannotPlan for a workload that has no layer-major order.
+    name: name of the policy, for messages.
+
+    Raises CannotPlan for a workload that has no layer-major order.
     """
     if order == "depth-first" or workload.relayed:
         return workload

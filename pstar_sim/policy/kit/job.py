@@ -1,7 +1,7 @@
-"""Job: the facts of a job with which the asynchronous policies begin.
+"""Job: the facts of a job from which the asynchronous policies plan.
 
-Chunks and their uses, blocks of moments (the positions of the compute queue), and what each block holds besides chunks.
-Decides nothing.
+The facts are the chunks and their uses, the blocks of moments (the positions of the compute queue), and the bytes that
+each block holds besides chunks. They contain no decision.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ __all__ = ["Job"]
 
 
 class Job:
-    """The facts for one workload, machine, settings and point of the family's space, with one layout.
+    """The facts for one workload, machine, settings, point of the asynchronous family and layout.
 
     name: name of the policy, for messages.
-    uses, cost, charges: facts of the chunks, seconds of steps, and what rows of a draft take.
-    ranks: ranks that hold a slice of each chunk.
+    uses, cost, charges: facts of the chunks, seconds of steps, and charges of the rows of a draft.
+    ranks: number of ranks that hold a slice of each chunk.
     several: whether there are several micro-batches.
-    barrier: why no Adam runs before the optimizer step; None where Adam may run earlier.
-    sums_on_gpu: whether every chunk's gradients of all micro-batches are added up on the GPU and go to the host once.
-        In a layer-major workload the gradients of a chunk follow one another.
-    add_last: whether a last gradient without a sum on the GPU is added to the others before the update, because the
-        norm is that of their sum.
+    barrier: words for why no Adam runs before the optimizer step; None if Adam may run earlier.
+    sums_on_gpu: whether the gradients of all micro-batches of every chunk add up on the GPU and go to the host once.
+        This is so in a layer-major workload, where the gradients of a chunk follow one another.
+    add_last: whether a last gradient without a sum on the GPU is added to the others before the update, because
+        clipping takes the norm of their sum.
     folds: whether the update of a chunk without a sum on the GPU adds the last gradient itself.
-    host_adds: adds on the host per iteration of a chunk without a sum on the GPU.
+    host_adds: number of adds on the host per iteration, of a chunk without a sum on the GPU.
     may_sum: whether modes may ask for sums on the GPU.
-    tide: non-model bytes to reckon with in each moment: its own bytes, or with capacity "peak" the highest of any
-        moment.
+    tide: non-model bytes that the plan assumes in each moment: the moment's own bytes, or with capacity "peak" the
+        highest of any moment.
     small: chunks that are always on the GPU.
-    moving: all other chunks, also chunks that a schedule pins.
+    moving: all other chunks, including chunks that a schedule pins.
     stash_bytes: bytes that the host holds for stashes.
     candidates: chunks that could be pinned, in the order of pinning.
     sizes: chunk -> bytes of its working list, of one rank's slice.
     remote: chunk -> bytes of the other ranks' slices.
-    permanent: chunk -> bytes of all that it keeps where it lives.
-    small_bytes: bytes that the small chunks hold on the GPU for ever.
+    permanent: chunk -> bytes of all lists that it keeps in the place where it lives.
+    small_bytes: bytes that the small chunks always hold on the GPU.
     visiting_lists: lists that come to the GPU for the update of a streamed chunk whose gradients add up on the host.
     """
 
@@ -92,7 +92,7 @@ class Job:
             raise CannotPlan(f"{self.name}: a layer-major workload runs on one GPU, not on {ranks}")
 
     def _place_sums(self) -> None:
-        """Where the gradients of several micro-batches may add up."""
+        """Decide where the gradients of several micro-batches may add up."""
         w = self.workload
         self.sums_on_gpu = w.layer_major
         on_host = self.several and not self.sums_on_gpu
@@ -102,7 +102,7 @@ class Job:
         self.may_sum = on_host and self.point.sums
 
     def _weigh_chunks(self) -> None:
-        """Which chunks move, and bytes of each."""
+        """Set the chunks that move, and the bytes of each chunk."""
         uses, chunks = self.uses, self.layout.chunks
         self.small = frozenset(c.index for c in chunks if c.small)
         self.moving = [c.index for c in chunks if not c.small]
@@ -125,28 +125,28 @@ class Job:
 
     @cached_property
     def blocks(self) -> list[Block]:
-        """Runs of moments that are treated as one."""
+        """Runs of moments that are treated as one position."""
         return blocks_of(self.uses, self.cost.moments_s, self.tide, self.small, self._cuts())
 
     @cached_property
     def block_of(self) -> list[int]:
-        """Moment -> its block."""
+        """Moment -> index of its block."""
         return [n for n, block in enumerate(self.blocks) for _ in range(block.first, block.last + 1)]
 
     @cached_property
     def touched(self) -> list[list[int]]:
-        """Chunk -> blocks that need it; a small chunk has none."""
+        """Chunk -> blocks that need it; empty for a small chunk."""
         every = self.uses.touched
         return [
             [] if c in self.small else sorted({self.block_of[m] for m in moments}) for c, moments in enumerate(every)
         ]
 
     def _cuts(self) -> frozenset[int]:
-        """Moments that have to open a block, because gradient lists open and close, and eager GPU Adam runs, only at
-        the edge of a block."""
+        """Returns the moments that have to open a block. Gradient lists open and close, and eager GPU Adam runs, only
+        at the edge of a block."""
         cuts = set(stash_cuts(self.workload))
         for c, spans in enumerate(self.uses.spans):
-            if c in self.small and self.ranks == 1:  # it adds its gradients in place
+            if c in self.small and self.ranks == 1:  # such a chunk adds its gradients in place
                 spans = spans[-1:]
             elif self.sums_on_gpu:
                 cuts.update(first for first, _ in self.lists_of(c, summed=True))
@@ -159,7 +159,8 @@ class Job:
 
     @cached_property
     def gradient_lists(self) -> list[list[tuple[int, int]]]:
-        """Block -> (chunk, bytes) of the gradient lists that are open in it, without sums that a mode asks for."""
+        """Block -> (chunk, bytes) of the gradient lists that are open in the block, without sums that a mode asks
+        for."""
         lists: list[list[tuple[int, int]]] = [[] for _ in self.blocks]
         names = self.gradient_names(summed=self.sums_on_gpu)
         for c in self.moving if self.ranks == 1 else range(len(self.sizes)):
@@ -171,7 +172,8 @@ class Job:
 
     @cached_property
     def small_visits(self) -> dict[int, tuple[int, int]]:
-        """Updated small chunks on several ranks -> first and last block in which the others' slices are here."""
+        """On several ranks, small chunk that is updated -> first and last block in which the others' slices are on this
+        GPU."""
         uses = self.uses
         return {
             c: (self.block_of[uses.first_use(c)], self.block_of[uses.touched[c][-1]])
@@ -181,12 +183,12 @@ class Job:
 
     @cached_property
     def up(self) -> dict[tuple[int, str], tuple[int, float]]:
-        """(chunk, list) -> its bytes, and seconds of a copy to the GPU."""
+        """(chunk, list) -> bytes of the list, and seconds of a copy to the GPU."""
         return self._copies("h2d")
 
     @cached_property
     def down(self) -> dict[tuple[int, str], tuple[int, float]]:
-        """(chunk, list) -> its bytes, and seconds of a copy to the host."""
+        """(chunk, list) -> bytes of the list, and seconds of a copy to the host."""
         return self._copies("d2h")
 
     def _copies(self, direction: str) -> dict[tuple[int, str], tuple[int, float]]:
@@ -199,21 +201,22 @@ class Job:
 
     @cached_property
     def block_charges(self) -> list[Charge]:
-        """Block -> its charge: seconds, the tide's rise when the block begins and its fall when the block ends."""
+        """Block -> its charge: seconds, the rise of the tide when the block begins and its fall when the block ends."""
         rises, falls = tide_moves([block.tide_bytes for block in self.blocks])
         return [Charge(block.seconds, rise, fall) for block, rise, fall in zip(self.blocks, rises, falls)]
 
     def gradient_names(self, *, summed: bool) -> tuple[str, ...]:
-        """Lists in which a gradient arrives that does not overwrite the working list; on several ranks the whole
-        chunk's, which are summed over the ranks first. summed: whether the gradients of all micro-batches add up on the
-        GPU."""
+        """Returns the lists in which a gradient arrives that does not overwrite the working list. On several ranks
+        these lists hold the gradient of the whole chunk, which is summed over the ranks first. summed: whether the
+        gradients of all micro-batches add up on the GPU."""
         if self.ranks > 1:
             return ("grad", "grad_remote")
         return ("grad32",) if summed else ("grad",)
 
     def lists_of(self, chunk: int, *, summed: bool) -> Sequence[tuple[int, int]]:
-        """(first, last) moment of each gradient list of the chunk apart from its working list: one per micro-batch but
-        the last, or (`summed`) one for the sum of all; on several ranks `summed` is one per micro-batch."""
+        """Returns the (first, last) moment of each gradient list of the chunk besides its working list. There is one
+        list per micro-batch but the last. With `summed` there is one list for the sum of all, or on several ranks one
+        per micro-batch."""
         spans = self.uses.spans[chunk]
         if summed and self.ranks > 1:
             return [(first, last) for _, first, last in spans]
@@ -222,8 +225,8 @@ class Job:
         return [(first, last) for _, first, last in spans[:-1]]
 
     def leaving(self, chunk: int, *, streamed: bool, summed: bool) -> Sequence[tuple[int, int, float]]:
-        """(last moment, bytes, seconds of the copy down) of each gradient of the chunk that leaves the GPU. summed:
-        whether a mode asks for the sum on the GPU."""
+        """Returns (last moment, bytes, seconds of the copy down) of each gradient of the chunk that leaves the GPU.
+        summed: whether a mode asks for the sum on the GPU."""
         if summed and streamed:
             return ()
         sums = summed or self.sums_on_gpu
@@ -235,16 +238,16 @@ class Job:
         return [(moment, size, seconds) for moment in lists]
 
     def visiting(self, *, held: bool) -> tuple[str, ...]:
-        """Lists that come to the GPU for the update of a streamed chunk. held: whether the sum of its gradients is
-        there."""
+        """Returns the lists that come to the GPU for the update of a streamed chunk. held: whether the sum of its
+        gradients is on the GPU already."""
         return self.layout.state_lists if held else self.visiting_lists
 
     def visiting_bytes(self, chunk: int, *, held: bool = False) -> int:
-        """Bytes that come to the GPU for the update of a streamed chunk."""
+        """Returns the bytes that come to the GPU for the update of a streamed chunk."""
         return sum(self.up[chunk, name][0] for name in self.visiting(held=held))
 
     def whole_bytes(self, chunk: int) -> int:
-        """The working list of all ranks together."""
+        """Returns the bytes of the working list of all ranks together."""
         return self.sizes[chunk] + self.remote[chunk]
 
     @cached_property
@@ -253,8 +256,8 @@ class Job:
         return [self._update_block(c) if self.uses.updated(c) else -1 for c in range(len(self.sizes))]
 
     def _update_block(self, chunk: int) -> int:
-        """The block of the chunk's last use; on several ranks, the first block by whose end the chunk's gradient should
-        be summed."""
+        """Returns the block of the chunk's last use. On several ranks, returns the first block by whose end the chunk's
+        gradient should be summed."""
         n = self.block_of[max(self.uses.last_gradient(chunk), self.uses.touched[chunk][-1])]
         if self.ranks == 1:
             return n

@@ -1,8 +1,9 @@
 """Options of policies: `name[:key=value[,key=value...]]`, a policy with some of its options set.
 
-A policy's module offers them as `OPTIONS`, key -> Option; its function takes each as a keyword argument of that name. A
-spec is normalised: keys are in the order of OPTIONS, and keys with their default value are left out. The policy that a
-spec names carries it as its `__name__`, and so do its plans and its refusals.
+A policy's module offers its options as `OPTIONS`, key -> Option. The policy's function takes each option as a keyword
+argument with that key. A spec is normalised: keys are in the order of OPTIONS, and keys with their default value are
+left out. The policy that a spec names carries the spec as its `__name__`; its plans and its refusals carry the spec
+too.
 
     OPTIONS = {"every": Option(whole_number(least=1), "update every k-th sub-group on the GPU", 2)}
 
@@ -33,11 +34,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """An option of a policy.
 
-    kind: the type of its values, declared with its bounds.
-    help: one line.
-    default: the value without the option.
+    kind: type of the option's values, declared with its bounds.
+    help: one line of text.
+    default: the value if the option is not set.
     """
 
     kind: Any
@@ -46,32 +47,32 @@ class Option:
 
     @property
     def allowed(self) -> str:
-        """What may be written, in words."""
+        """Words for the values that the option takes."""
         return allowed(self.kind)
 
 
 def one_of(*words: str) -> Any:
-    """One of these words."""
+    """Returns the kind whose values are these words."""
     return Literal[words]
 
 
 def switch() -> Any:
-    """on or off, as a bool."""
+    """Returns the kind of a bool, written as on or off."""
     return bool
 
 
 def whole_number(*, least: int = 0) -> Any:
-    """A whole number, also written as 1e9."""
+    """Returns the kind of a whole number of at least `least`, which may be written as 1e9."""
     return Annotated[int, at_least(least)]
 
 
 def share() -> Any:
-    """A number from 0 to 1."""
+    """Returns the kind of a number from 0 to 1."""
     return Annotated[float, between(0, 1)]
 
 
 def either(*kinds: Any) -> Any:
-    """A value of one of these kinds; the first that takes the text."""
+    """Returns a kind whose value is of one of these kinds: the first that accepts the text."""
     return Union[kinds]  # noqa: UP007
 
 
@@ -84,7 +85,7 @@ class Specified:
         self.values = dict(values)
 
     def __call__(self, workload: Workload, machine: Machine, settings: Settings) -> Plan:
-        """Call the policy under the spec's name."""
+        """Calls the policy under the spec's name."""
         try:
             plan = self.policy(workload, machine, settings, **self.values)
         except DoesNotFit as short:
@@ -102,20 +103,21 @@ class Specified:
 
 
 def options_of(policy: Callable[..., Plan]) -> Mapping[str, Option]:
-    """The options that the policy's module offers; none where it offers none."""
+    """Returns the options that the policy's module offers; an empty mapping if it offers none."""
     found: Any = getattr(sys.modules.get(getattr(policy, "__module__", "")), "OPTIONS", {})
     return dict(found)
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """(name of the policy, text of its options)."""
+    """Returns (name of the policy, text of its options)."""
     name, _, rest = spec.partition(":")
     return name.strip(), rest.strip()
 
 
 def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[..., Plan]:
-    """The policy with the options that `text` sets ("key=value,..."); the policy itself where all have their default
-    values. Raises PstarError for an unknown key or a wrong value, naming the known ones and the nearest."""
+    """Returns the policy with the options that `text` sets ("key=value,..."). Returns the policy itself if all options
+    have their default values. Raises PstarError for an unknown key or a wrong value, naming the known and the nearest
+    keys."""
     options = options_of(policy)
     if options and not text:
         raise PstarError(f"policy {name!r} is followed by a colon but by no key=value; {_keys(name, options)}")
@@ -123,7 +125,7 @@ def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[...
     for part in text.split(","):
         key, equals, written = (piece.strip() for piece in part.partition("="))
         if not options:
-            raise PstarError(f"policy {name!r} has no options, so {name}:{text} is not one; use {name}")
+            raise PstarError(f"policy {name!r} has no options; use {name} instead of {name}:{text}")
         if not equals or not key:
             raise PstarError(f"policy {name}:{text}: {part.strip()!r} is not key=value; {_keys(name, options)}")
         if key not in options:
@@ -145,7 +147,7 @@ def specified(name: str, policy: Callable[..., Plan], text: str) -> Callable[...
 
 
 def show(value: object) -> str:
-    """A value as it is written in a spec."""
+    """Returns a value as it is written in a spec."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,7 +1,7 @@
-"""Points: the asynchronous policies as points of one space of ideas, one coordinate per idea.
+"""Points: the asynchronous policies as points of one space, with one coordinate per idea.
 
-tide, static_partition and optimal differ in these coordinates only, so what one idea is worth is the difference of two
-points that agree in all others.
+tide, static_partition and optimal differ in these coordinates only. So two points that differ in one coordinate show
+what its idea is worth.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ __all__ = ["Coordinates", "Point", "point_options"]
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The defaults are tide.
+    """A point of the asynchronous family. The defaults are tide.
 
-    capacity: room for chunks, which non-model bytes leave free: "tide" counts each moment's own bytes, "peak" the
-        highest of any moment.
-    eviction: which chunks stay between two uses: "belady", "lru" or "fifo".
-    prefetch: "none" (on demand), a number of chunks ahead, or "edf" (the earliest deadline among those that are ready,
-        as far ahead as there is room).
-    adam: order of CPU Adam: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs them).
-    pins: chunks whose states stay on the GPU, a number or "optimal".
+    capacity: room that non-model bytes leave free for chunks: "tide" counts each moment's own non-model bytes, "peak"
+        the highest of any moment.
+    eviction: rule for the chunks that stay between two uses: "belady", "lru" or "fifo".
+    prefetch: "none" (on demand), a number of chunks ahead, or "edf" (the earliest deadline among the copies that are
+        ready, as far ahead as there is room).
+    adam: order of CPU Adam: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
+        parameters).
+    pins: number of chunks whose states stay on the GPU, or "optimal".
     streams: whether states may also come to the GPU for one update.
-    sums: whether gradients of several micro-batches may add up on the GPU where states live elsewhere (in layer-major
-        order they do anyway).
-    barrier: whether no Adam may run before the optimizer step, even where the settings allow it.
-    order: order of the iteration: "depth-first" (as the workload has it), "relay" (layer-major), or "relay-host" (with
-        the boundary activations on the host).
+    sums: whether gradients of several micro-batches may add up on the GPU although the states live elsewhere. In
+        layer-major order they always do.
+    barrier: whether no Adam may run before the optimizer step, even if the settings allow it.
+    order: order of the iteration: "depth-first" (as the workload has it), "relay" (layer-major), or "relay-host"
+        (layer-major with the boundary activations on the host).
     """
 
     capacity: str = "tide"
@@ -61,7 +62,7 @@ class Coordinates(TypedDict, total=False):
 
 
 def point_options(base: Point) -> Mapping[str, Option]:
-    """The coordinates of a point as options of a policy whose own point is `base`."""
+    """Returns the coordinates of a point as options of a policy whose own point is `base`."""
     kinds = {
         "capacity": (one_of("tide", "peak"), "room for chunks: what each moment leaves free, or what the peak does"),
         "eviction": (one_of("belady", "lru", "fifo"), "which chunks stay between two uses"),

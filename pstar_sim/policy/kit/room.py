@@ -1,4 +1,4 @@
-"""Room: whether the bytes held fit a place, and the words with which policies say that they do not."""
+"""Room: whether bytes fit a place, and words with which policies say that they do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["budget_bytes", "describe_moment", "worst_moment"]
 
 
 def budget_bytes(machine: Machine, place: Place) -> int:
-    """Bytes of a place that one rank may use."""
+    """Returns the bytes of a place that one rank may use."""
     return {
         Place.GPU: machine.gpu_budget_bytes,
         Place.HOST: machine.host_budget_bytes,
@@ -22,11 +22,11 @@ def budget_bytes(machine: Machine, place: Place) -> int:
 
 
 def describe_moment(workload: Workload, moment: int) -> str:
-    """For messages: "moment 361 (grad:h.5.mlp, 12.40 GB of non-model data)"."""
+    """Returns words for messages: "moment 361 (grad:h.5.mlp, 12.40 GB of non-model data)"."""
     m = workload.moments[moment]
     return f"moment {moment} ({m.name}, {format_bytes(m.peak_bytes)} of non-model data)"
 
 
 def worst_moment(tide: Sequence[int]) -> int:
-    """The moment of the highest tide (the first of several)."""
+    """Returns the moment of the highest tide; the first of several."""
     return max(range(len(tide)), key=lambda m: tide[m])

@@ -1,6 +1,6 @@
-"""Schedule: the decisions of an asynchronous policy. The passes write its draft.
+"""Schedule: the decisions of an asynchronous policy, from which the passes write its draft.
 
-Knows no queue and no clock but the seconds a position takes.
+A schedule knows no queue. The only times that it knows are the seconds of each position.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Modes", "Position", "Schedule", "Stretch"]
 class Modes:
     """Where the states and gradients of chunks live.
 
-    pinned: chunks whose states stay on the GPU; their gradients add up there.
-    streamed: chunks whose states come for one update. CPU Adam updates all others.
+    pinned: chunks whose states stay on the GPU, and whose gradients add up there.
+    streamed: chunks whose states come to the GPU for one update. CPU Adam updates all others.
     summed: chunks whose gradients of all micro-batches add up on the GPU although their states live elsewhere.
-        `Schedule.sums` says when their sums are there.
-    spilt: those of them whose sums go to the host between two micro-batches.
+        `Schedule.sums` says when the sums are on the GPU.
+    spilt: chunks in `summed` whose sums go to the host between two micro-batches.
     """
 
     pinned: frozenset[int]
@@ -32,10 +32,12 @@ class Modes:
 
 
 class Position(NamedTuple):
-    """One place on the compute queue: block >= 0, the block of moments it is; chunk >= 0, the streamed chunk it
-    updates.
+    """A place on the compute queue.
 
-    tide_bytes: non-model bytes.
+    block: index of the block of moments that runs here; -1 for an update.
+    chunk: streamed chunk that is updated here; -1 for a block.
+    tide_bytes: non-model bytes on the GPU.
+    seconds: seconds that the position takes.
     """
 
     block: int
@@ -45,7 +47,7 @@ class Position(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Positions first to last, both included."""
+    """The positions first to last, both included."""
 
     first: int
     last: int
@@ -59,20 +61,19 @@ class Schedule:
     at: block -> its position.
     updates: streamed chunk -> position of its update.
     visits: chunk that is not resident -> stretches over which its working list is on the GPU, ascending.
-    whole: on several ranks, chunk -> stretches over which the others' slices are there, resident chunks included.
-    sums: chunk in `Modes.summed` -> stretches over which its sum of gradients is on the GPU, ascending. Between two of
-        them the sum is on the host. The last stretch of a streamed chunk ends with its update; behind that of any other
-        chunk the sum goes down.
+    whole: on several ranks, chunk -> stretches over which the others' slices are on this GPU, resident chunks included.
+    sums: chunk in `Modes.summed` -> stretches over which its sum of gradients is on the GPU, ascending. Between two
+        stretches the sum is on the host. The last stretch of a streamed chunk ends with its update. Any other chunk's
+        sum goes down behind its last stretch.
     stays: chunks whose working list is also on the GPU between the last stretch and the first of the next iteration.
     room: bytes at each position that are not known to be needed.
-    resident_bytes: bytes that small and pinned chunks hold on the GPU for ever.
+    resident_bytes: bytes that small and pinned chunks always hold on the GPU.
     lead_bytes: room that early fetches leave free for urgent fetches.
     prefetch: how far ahead copies may go: "none", a number of chunks, or "edf".
     adam: order of CPU Adam: "after-backward", "fifo" or "edf".
-    down: order of the copies to the host: "edf" (as the next forward needs them), "fifo", or "adam" (as "edf", but what
-        CPU Adam waits for first, then parameters that leave, then states).
+    down: order of the copies to the host: "edf", "fifo" or "adam", as in `Knobs.down`.
     states_first: whether states of streamed chunks go down before parameters that stay.
-    lists_at_once: the most gradient lists on the GPU at a time; None: as many as there is room for.
+    lists_at_once: the largest number of gradient lists on the GPU at a time; None: as many as there is room for.
     """
 
     job: Job
@@ -94,45 +95,46 @@ class Schedule:
     lists_at_once: int | None = None
 
     def rows_as(self, other: Schedule) -> bool:
-        """Whether the passes write the same rows for both schedules, which then differ at most in the room for copies
-        ahead."""
+        """Returns whether the passes write the same rows for both schedules. The schedules then differ at most in the
+        room for copies ahead."""
         names = (f.name for f in fields(self) if f.name not in ("room", "lead_bytes"))
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def fetched(self, chunk: int) -> Sequence[Stretch]:
-        """The chunk's visits for which its working list is fetched: all of them, except the first one where the list
-        stays over the border."""
+        """Returns the chunk's visits for which its working list is fetched: all visits, except the first visit of a
+        list that stays over the border."""
         stretches = self.visits[chunk]
         return stretches[1:] if chunk in self.stays else stretches
 
     def never_leaves(self, chunk: int) -> bool:
-        """Whether the working list of a streamed chunk is on the GPU alone, all the time: no gradient goes through the
-        list on the host either."""
+        """Returns whether the working list of a streamed chunk is on the GPU all the time and never on the host, not
+        even with a gradient."""
         alone = chunk in self.updates and chunk in self.stays and len(self.visits[chunk]) == 1
         return alone and (self.sums_on_gpu(chunk) or not self.job.add_last)
 
     def sums_on_gpu(self, chunk: int) -> bool:
-        """Whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""
+        """Returns whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""
         return self.job.sums_on_gpu or chunk in self.modes.summed
 
     def adds_up(self, chunk: int) -> bool:
-        """Whether the sum of a chunk's gradients is on the GPU while its states are not."""
+        """Returns whether the sum of a chunk's gradients is on the GPU while its states are not."""
         return self.sums_on_gpu(chunk) and not self.is_resident(chunk)
 
     def all_in_grad32(self, chunk: int) -> bool:
-        """Whether the whole gradient of a chunk that is not resident is in grad32 when the chunk is updated, and none
-        of it in the working list."""
+        """Returns whether the whole gradient of a chunk that is not resident is in grad32 when the chunk is updated,
+        with no part of the gradient in the working list."""
         return self.job.add_last or self.sums_on_gpu(chunk)
 
     def folds(self, chunk: int) -> bool:
-        """Whether the update of a chunk that is not resident adds its last gradient to the sum of the others, and that
-        takes time (on several ranks only on the host)."""
+        """Returns whether the update of a chunk that is not resident adds its last gradient to the sum of the others,
+        and whether this add takes time (on several ranks only on the host)."""
         if self.job.ranks > 1 and chunk in self.updates:
             return False
         return not self.all_in_grad32(chunk) and bool(self.job.lists_of(chunk, summed=False))
 
     def sum_waits(self, chunk: int) -> bool:
-        """Whether the sum of a streamed chunk's gradients is on the GPU before the states come for the update."""
+        """Returns whether the sum of a streamed chunk's gradients is on the GPU before the states come for the
+        update."""
         return chunk in self.sums and chunk in self.updates and self.sums[chunk][-1].first != self.updates[chunk]
 
     @property
@@ -142,10 +144,10 @@ class Schedule:
 
     @property
     def never_on_host(self) -> frozenset[tuple[int, str]]:
-        """(chunk, list) of streamed chunks of which the host never has a copy."""
+        """The (chunk, list) pairs of streamed chunks that the host never holds."""
         working = ((c, "param") for c in self.visits if self.never_leaves(c))
         return frozenset((*((c, "grad32") for c in self.held), *working))
 
     def is_resident(self, chunk: int) -> bool:
-        """Whether the chunk's working list and states are always on the GPU."""
+        """Returns whether the chunk's working list and states are always on the GPU."""
         return chunk in self.modes.pinned or chunk in self.job.small

@@ -1,4 +1,4 @@
-"""Sharing: plans of one job that are made once, however many callers ask for them.
+"""Sharing: a plan of one job is made once for all callers that ask for it.
 
 A comparison plans every policy, and a policy that tries the others (`Capabilities.tries_others`) plans most of them
 again. Plans are large, so they are kept only inside `plans_shared`.
@@ -15,7 +15,7 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["plan_once", "plans_shared"]
 
-_PLANS = ("plans",)  # of what a workload keeps (`Workload.derived`): (policy, settings) -> plan
+_PLANS = ("plans",)  # key of `Workload.derived`, for (policy, settings) -> plan
 
 
 @contextlib.contextmanager
@@ -36,8 +36,8 @@ def plans_shared(*workloads: Workload) -> Iterator[None]:
 def plan_once(
     policy: Callable[[Workload, Machine, Settings], Plan], workload: Workload, machine: Machine, settings: Settings
 ) -> Plan:
-    """The plan of a pure policy. Inside `plans_shared`, the same objects get the same plan. Raises what the policy
-    raises."""
+    """Returns the plan of a pure policy. Inside `plans_shared`, calls with the same objects return the same plan.
+    Raises the errors of the policy."""
     known = workload.derived.get(_PLANS)
     if not isinstance(known, dict):
         return policy(workload, machine, settings)

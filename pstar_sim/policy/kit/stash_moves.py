@@ -1,10 +1,10 @@
-"""Stashes in a plan: which copies begin behind a moment, and which a moment waits for ([Note: stashes] in
+"""Stashes in a plan: the copies that begin behind a moment, and the copies that a moment waits for ([Note: stashes] in
 workload/workload.py).
 
-Every policy's plan moves them: `Builder.compute` writes the copies beside the moments, in the order of the program, so
-that they can never make steps wait for each other in a circle; the asynchronous family (passes/stash_copies.py) writes
-them into its draft, so that they compete for the link with all other copies. The workload says which blocks are
-offloaded.
+Every policy's plan copies the stashes. `Builder.compute` writes the copies next to the moments, in the order of the
+program, so that steps can never wait for each other in a circle. The asynchronous family (passes/stash_copies.py)
+writes the copies into its draft, so that they compete for the link with all other copies. The workload says which
+blocks are offloaded.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["StashMoves", "moment_of", "stash_cuts"]
 
 
 class StashMoves:
-    """Stashes by the moments that make, wait for or need them.
+    """Stashes by the moments that make them, wait for them or need them.
 
-    made, gone, back, needed: moment -> stashes (indices). out_of and in_of: stash -> its copy out, its copy in, once
-        these are written.
+    made, gone, back, needed: moment -> indices of stashes, by the moments of [Note: stashes].
+    out_of, in_of: stash -> step of its copy out, step of its copy in, once these steps are written.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -38,20 +38,20 @@ class StashMoves:
             self.needed.setdefault(stash.needed, []).append(n)
 
     def waits(self, moment: int) -> list[int]:
-        """The copies that a moment waits for."""
+        """Returns the copies that a moment waits for."""
         out = [self.out_of[n] for n in self.gone.get(moment, ())]
         return out + [self.in_of[n] for n in self.needed.get(moment, ())]
 
 
 def moment_of(workload: Workload, kind: Kind, stash: int) -> int:
-    """The moment of a copy of a stash: for a stash_out the one that makes the stash, for a stash_in the one that needs
-    it."""
+    """Returns the moment of a copy of a stash: for a stash_out the moment that makes the stash, for a stash_in the
+    moment that needs it."""
     own = workload.stashes[stash]
     return own.made if kind is Kind.STASH_OUT else own.needed
 
 
 def stash_cuts(workload: Workload) -> Iterable[int]:
-    """Moments that have to open a block, so that several moments can be treated as one: copies begin after the last
-    moment of a block, and the first moment of a block waits for them."""
+    """Returns the moments that have to open a block, so that a block can be treated as one moment: copies begin after
+    the last moment of a block, and the first moment of a block waits for them."""
     for s in workload.stashes:
         yield from (s.made + 1, s.gone, s.gone + 1, s.back, s.back + 1, s.needed)

@@ -1,5 +1,5 @@
-"""Ties: among equally fast plans, the plan that moves and pins least is chosen. All code that chooses among plans uses
-this rule."""
+"""Ties: among equally fast plans, the plan that moves and pins the fewest bytes is chosen. All code that chooses among
+plans uses this rule."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from pstar_sim.core.plan import Plan
 __all__ = ["AS_FAST", "burden", "least_of"]
 
 T = TypeVar("T")
-# Relative difference of two iterations that is not worth a byte: docs/results/search-constants.md.
+# Plans whose seconds differ by less than this share count as equally fast: docs/results/search-constants.md.
 AS_FAST = 1e-4
 
 
 def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Callable[[T], tuple[int, ...]]) -> T:
-    """Of the plans that are at most AS_FAST slower than the fastest, the one with the least burden; of equal ones the
-    first.
+    """Returns, of the plans that are at most AS_FAST slower than the fastest, the plan with the least burden; of equal
+    plans the first.
 
-    burden: (bytes moved per iteration, bytes held), behind what counts more than bytes; called only if there is a
-        choice. Raises ValueError if `found` is empty.
+    burden: (bytes moved per iteration, bytes held), after any entries that count more than bytes. It is called only if
+        several plans are equally fast.
+
+    Raises ValueError if `found` is empty.
     """
     everyone = list(found)
     limit_s = min(map(seconds, everyone)) * (1 + AS_FAST)
@@ -29,6 +31,7 @@ def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Calla
 
 
 def burden(plan: Plan) -> tuple[int, int]:
-    """Bytes that one rank moves per iteration on all routes, and bytes of the parameters that are pinned."""
+    """Returns the bytes that one rank moves per iteration on all routes, and the bytes of the parameters that are
+    pinned."""
     pinned = (c.index for c in plan.layout.chunks if plan.modes[c.index] == "pin")
     return sum(plan.moved_bytes.values()), sum(plan.layout.payload_bytes(chunk, "param") for chunk in pinned)

@@ -1,8 +1,9 @@
-"""Update windows: of each chunk j, the chunks whose whole update lies inside its window, without a table of all pairs.
+"""Update windows: for each chunk j, the chunks whose whole update lies inside its window, without a table of all pairs.
 
-Chunk i lies inside the window of chunk j if i is first read no later than j and its last gradient is final no earlier:
-J_j = {i: f_i <= f_j, b_i >= b_j}. In most models these sets are nested: sorted by first read, each is a run from the
-front. Where they are not, they are summed by levels, as a merge sort would. Either way the work grows as N log N.
+Chunk i lies inside the window of chunk j if i is first read no later than j and the last gradient of i is final no
+earlier: J_j = {i: f_i <= f_j, b_i >= b_j}. In most models these sets are nested: sorted by first read, each set is a
+run from the front. Sets that are not nested are summed by levels, as in a merge sort. In both cases the work grows as N
+log N.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ Array = NDArray[np.float64]
 
 
 class Inside:
-    """The sets J_j of chunks with these first reads and last gradients. final: None where only first reads count, as
+    """The sets J_j of chunks, given their first reads and last gradients. final: None if only first reads count, as
     behind a barrier."""
 
     def __init__(self, first: ArrayLike, final: ArrayLike | None = None) -> None:
@@ -25,7 +26,8 @@ class Inside:
         self._order = np.lexsort((-end, begin))
         begin, end = begin[self._order], end[self._order]
         self._nested = bool(np.all(end[1:] <= end[:-1]))
-        # Of chunks with equal reads and gradients each lies inside the windows of all: the last one has all of them.
+        # A chunk lies inside the windows of all chunks with equal reads and gradients; the last of these has all of
+        # them.
         count = len(begin)
         new = np.ones(count, dtype=bool)
         new[1:] = (begin[1:] != begin[:-1]) | (end[1:] != end[:-1])
@@ -34,25 +36,26 @@ class Inside:
         self._rank = np.unique(end, return_inverse=True)[1]
 
     def sums(self, values: ArrayLike) -> Array:
-        """For each chunk j the sum of the values of J_j."""
+        """Returns, for each chunk j, the sum of the values of J_j."""
         mine = np.asarray(values, dtype=float)[self._order]
         return self._back(np.cumsum(mine) if self._nested else self._by_levels(mine, np.add, 0.0))
 
     def least(self, values: ArrayLike) -> Array:
-        """For each chunk j the least value of J_j."""
+        """Returns, for each chunk j, the least value of J_j."""
         mine = np.asarray(values, dtype=float)[self._order]
         least = np.minimum.accumulate(mine) if self._nested else self._by_levels(mine, np.minimum, np.inf)
         return self._back(least)
 
     def _back(self, found: Array) -> Array:
-        """The values, sorted as this class keeps them, in the order of the caller's chunks."""
+        """Returns values in the sorted order of this class in the order of the caller's chunks."""
         out = np.empty_like(found)
         out[self._order] = found[self._last]
         return out
 
     def _by_levels(self, values: Array, join: np.ufunc, nothing: float) -> Array:
-        """For each chunk its own value, and those of chunks before it in the order that end no earlier. On each level
-        the left halves of blocks are joined to the right halves; a block is twice as long as on the level before."""
+        """Returns, for each chunk, its own value joined with those of the chunks before it in the order that end no
+        earlier. Each level joins the left halves of blocks to the right halves. Blocks are twice as long as on the
+        level before."""
         count = len(values)
         length = 1 << max(0, (count - 1).bit_length())
         rank = np.full(length, -1, dtype=np.int64)
@@ -65,11 +68,11 @@ class Inside:
             place = np.argsort(ranks[:, :half], axis=1, kind="stable")
             left = np.take_along_axis(ranks[:, :half], place, axis=1)
             held = np.take_along_axis(mine[:, :half], place, axis=1)
-            # of each row, what its last 0, 1, 2 ... entries come to
+            # For each row, the join of its last 0, 1, 2 ... entries.
             tail = np.full((len(held), half + 1), nothing)
             tail[:, :half] = join.accumulate(held[:, ::-1], axis=1)[:, ::-1]
             block = np.arange(len(held))[:, None]
-            apart = block * (count + 2)  # so that all rows together are in order
+            apart = block * (count + 2)  # keeps the rows in order when they are searched together
             begin = np.searchsorted((left + apart).ravel(), (ranks[:, half:] + apart).ravel())
             begin = begin.reshape(-1, half) - block * half
             joined = out.reshape(-1, 2 * half)
