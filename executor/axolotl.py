@@ -4,8 +4,8 @@ plugins:
   - executor.axolotl.OffloadPlugin
 offload_gpu_memory: 24GB
 
-axolotl chooses the class of the trainer (SFT, DPO, reward models) and makes its optimizer. The plugin then offloads
-the trainer. Every class of trainer works if its optimizer is torch's AdamW (`optimizer: adamw_torch`).
+axolotl chooses the class of the trainer (SFT, DPO, reward models) and makes its optimizer. The plugin then offloads the
+trainer. Every class of trainer works if its optimizer is torch's AdamW (`optimizer: adamw_torch`).
 
 Written against the published interface of axolotl 0.19 (`axolotl.integrations.base.BasePlugin`). Without axolotl the
 module can be imported, but the plugin does nothing.

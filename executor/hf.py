@@ -62,13 +62,12 @@ FOLDER, SCHEDULER = "pstar", "scheduler.pt"  # "scheduler.pt": as the Trainer it
 
 def connect(trainer: Any) -> Any:
     """Make a `transformers.Trainer(model=prepared, optimizers=(optimizer, scheduler))` run by the plan. Returns the
-    same
-    trainer.
+    same trainer.
 
     Raises ContractError, naming the argument, where the Trainer's arguments contradict the plan: another
-    `max_grad_norm`,
-    `gradient_accumulation_steps` or `per_device_train_batch_size`; mixed precision by autocast (the plan is for the
-    model's own dtype); checkpointing or compilation that the Trainer switches on; `load_best_model_at_end`.
+    `max_grad_norm`, `gradient_accumulation_steps` or `per_device_train_batch_size`; mixed precision by autocast (the
+    plan is for the model's own dtype); checkpointing or compilation that the Trainer switches on;
+    `load_best_model_at_end`.
     """
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # after train(), accelerate has wrapped it
     if not isinstance(optimizer, OffloadedAdamW):
@@ -97,8 +96,7 @@ def connect(trainer: Any) -> Any:
 
 def _join(trainer: Any, optimizer: OffloadedAdamW) -> _Kept:
     """Connect the Trainer's clipping and the norm that the Trainer logs to the session ([Note: clipping]). Returns the
-    object
-    that saves and loads the run in place of the Trainer.
+    object that saves and loads the run in place of the Trainer.
     """
     accelerator = trainer.accelerator
     accelerator.device_placement = False  # else accelerate would copy the states to its device and back
@@ -165,8 +163,7 @@ class _Kept:
 
     def check(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Raise CheckpointError for a checkpoint without states. The Trainer calls this to load weights; `load` brings
-        them back
-        with the states.
+        them back with the states.
         """
         _require_states(resume_from_checkpoint, "resume_from_checkpoint")
 
@@ -195,8 +192,7 @@ def _one_mesh(model: Any) -> bool:
 
 class _Norm:
     """The global norm of the gradients. The Trainer asks for the norm before `optimizer.step()`; the session knows it
-    only
-    afterwards.
+    only afterwards.
     """
 
     def __init__(self, session: Session) -> None:
@@ -205,8 +201,7 @@ class _Norm:
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
         """Takes the place of accelerate's clipping; `optimizer.step()` clips. The returned norm gets its value when the
-        Trainer
-        logs it.
+        Trainer logs it.
         """
         wanted = None if math.isinf(max_norm) else float(max_norm)
         mine = self.session.max_grad_norm
@@ -231,8 +226,7 @@ def _callback(norm: _Norm) -> Any:
 
     class FillNorm(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Fills in the gradient norm of the steps that the Trainer logs. Waiting for the norm of every step would delay
-        the
-        updates.
+        the updates.
         """
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -255,8 +249,7 @@ def offload(
     on_plan: Callable[[Plan], None] | None = None,
 ) -> Any:
     """Make a `transformers.Trainer`, or an instance of a subclass, train by a plan for this machine. Returns the same
-    trainer.
-    When `trainer.train()` has made its optimizer, the model is captured, planned for and prepared.
+    trainer. When `trainer.train()` has made its optimizer, the model is captured, planned for and prepared.
 
     gpu_memory, device, machine, policy, on_plan: see `executor.offloading.Request`.
 
@@ -287,9 +280,8 @@ def _put_under(trainer: Any, request: Request) -> Any:
 @contextlib.contextmanager
 def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> Iterator[list[weakref.ref[Session]]]:
     """Inside this context, every `transformers.Trainer` that trains is offloaded, unless it is offloaded already.
-    Yields a
-    list of references to the sessions, which end with the context. transformers need not be imported yet: environment
-    variables that a script sets before the import (`os.environ["HF_HOME"]`) take effect.
+    Yields a list of references to the sessions, which end with the context. transformers need not be imported yet:
+    environment variables that a script sets before the import (`os.environ["HF_HOME"]`) take effect.
 
     request: what the trainers are planned for.
     on_end: called with the session of each training that has come to its end.
@@ -340,8 +332,7 @@ def _end_earlier(begun: Sequence[weakref.ref[Session]], model: nn.Module) -> Non
 @contextlib.contextmanager
 def _on_import(name: str, then: Callable[[Any], None]) -> Iterator[None]:
     """Inside this context, calls `then` with the module `name` once the module has been imported: at once if it is
-    imported
-    already.
+    imported already.
     """
     if name in sys.modules:
         then(sys.modules[name])
@@ -375,8 +366,7 @@ def _on_import(name: str, then: Callable[[Any], None]) -> Iterator[None]:
 
 class OffloadTrainerMixin:
     """Makes a class of Trainers train by a plan for this machine: `class Mine(OffloadTrainerMixin, SFTTrainer)`. The
-    mixin
-    must be the first base.
+    mixin must be the first base.
 
     offload_request: what to plan for; a class may have its own.
     """
@@ -551,8 +541,7 @@ def _dtype_of(trainer: Any) -> str | None:
 
 def _cast_as_before(trainer: Any) -> None:
     """Let accelerate put its autocast around the forward (and compile the model) before the capture, so that the
-    capture sees
-    both. The model is never wrapped in DistributedDataParallel.
+    capture sees both. The model is never wrapped in DistributedDataParallel.
     """
     accelerator, model = trainer.accelerator, trainer.model
     accelerator.scaler = None  # the session scales the loss: AdamW(loss_scale=)
@@ -600,8 +589,7 @@ def _stock(trainer: Any) -> bool:
 
 def _under_autocast(trainer: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> Any:
     """Returns the loss to capture with. Tensors of a capture are on the CPU; where the trainer casts on another device,
-    the
-    returned loss casts on the CPU.
+    the returned loss casts on the CPU.
     """
     dtype = _dtype_of(trainer)
     if dtype is None or trainer.args.device.type == "cpu":
@@ -649,13 +637,12 @@ def _example(trainer: Any) -> Any:
     return trainer._prepare_inputs(batch)
 
 
-LOOKED_AT = 512  # rows of a data set whose lengths are compared
+LOOKED_AT = 512  # rows of a data set whose lengths are compared whose lengths are compared
 
 
 def _longest(rows: Any, count: int) -> list[Any]:
     """Returns the `count` longest of LOOKED_AT rows that are spread evenly over a data set. Returns [] if the data set
-    cannot
-    be indexed or has fewer rows.
+    cannot be indexed or has fewer rows.
     """
     if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
         return []

@@ -45,8 +45,7 @@ DTYPES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 class _Root(nn.Module):
     """Calls a step of the LightningModule by its name, as a call of this module. A copy of the root, made for batches
-    of
-    another shape, holds a copied module without a trainer. That copy borrows the trainer of the original and logs
+    of another shape, holds a copied module without a trainer. That copy borrows the trainer of the original and logs
     nothing.
     """
 
@@ -79,8 +78,7 @@ class OffloadStrategy(SingleDeviceStrategy):
     """Trains by a plan for this machine. Arguments: see `executor.offloading.Request`.
 
     Raises ContractError, in `fit`, for several devices, several optimizers, manual optimization, clipping by value,
-    clipping
-    at another norm than the Trainer's, and optimizers other than torch's AdamW.
+    clipping at another norm than the Trainer's, and optimizers other than torch's AdamW.
     """
 
     strategy_name = "pstar"
@@ -224,8 +222,7 @@ def _silent(module: nn.Module) -> Iterator[None]:
 
 def _clipping_at(norm: float | None) -> Callable[..., None]:
     """Returns the function that Lightning, and a module's `configure_gradient_clipping`, call to clip. The function
-    only
-    checks the arguments: the optimizer step clips, at `norm`.
+    only checks the arguments: the optimizer step clips, at `norm`.
     """
 
     def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: str = "norm") -> None:

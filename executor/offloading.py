@@ -93,15 +93,12 @@ def offload(
     on_plan: Callable[[Plan], None] | None = None,
 ) -> tuple[nn.Module, OffloadedAdamW]:
     """Run the model of a training loop by a plan for this machine. Returns the same model, and the optimizer that takes
-    the
-    place of the loop's own.
+    the place of the loop's own.
 
     optimizer: torch's AdamW over the model's parameters (or Adam without weight decay). Its lr, betas, eps, weight
-        decay
-        and states are kept. Its groups are shared, so that a scheduler made with it continues to work.
+        decay and states are kept. Its groups are shared, so that a scheduler made with it continues to work.
     example_batch: a batch of the largest shape, as the model takes it (a mapping: keyword arguments; a tuple:
-        positional
-        arguments).
+        positional arguments).
     micro_batches: number of backwards before each `optimizer.step()`.
     max_grad_norm: clip at this global norm inside `step()`, instead of `torch.nn.utils.clip_grad_norm_`.
     dtype: "bf16" or "fp16": train in it, with fp32 masters, by [Note: mixed precision]; None: the model's own dtypes.
@@ -165,8 +162,7 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: bool) -> Plan:
     """Returns the plan for `micro_batches` times the workload per optimizer step, the same on every process. The first
-    process
-    plans for all of them. Raises DoesNotFit, on all processes, where nothing fits.
+    process plans for all of them. Raises DoesNotFit, on all processes, where nothing fits.
     """
     count = _processes()
     whole = repeat_micro_batch(workload, micro_batches) if micro_batches > 1 else workload
@@ -242,9 +238,8 @@ def describe(plan: Plan) -> str:
 @contextlib.contextmanager
 def converted(model: nn.Module, dtype: str | None) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
     """Convert the model's floating parameters to `dtype`. Yields the fp32 values of the converted parameters, from
-    which the
-    master copies begin. If the body of the context raises, the parameters get their values back. See [Note: mixed
-    precision].
+    which the master copies begin. If the body of the context raises, the parameters get their values back. See [Note:
+    mixed precision].
 
     Raises ContractError for another dtype, and for a model that is prepared already.
     """
@@ -296,8 +291,7 @@ def begin(
 
 def _take_masters(offloaded: OffloadedAdamW, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
     """Give the master copies the values that the parameters had before the conversion. The working copies are casts of
-    these
-    values already.
+    these values already.
     """
     session = offloaded.session
     with session.still():

@@ -1,1 +1,1 @@
-"""Chunk payloads: which bytes lie where, and the tensors that are views of them."""
+"""Chunk payloads: their memory in each place, their contents, and the tensors that are views of them."""

@@ -1,9 +1,10 @@
 """Chunk payloads as torch tensors: which payload has memory in which place, under the plan's budgets.
 
-One gpu storage for each (chunk, list), grown and shrunk in place so that every view of it stays valid, also those
-autograd saved (on several ranks: `slices.py`). Host payloads are carved from power-of-two slabs allocated once, before
-anything moves (the pinned allocator rounds each request up to a power of two, and pinning inside a hook can deadlock).
-The arena knows bytes and addresses; `contents.py` says what the bytes mean, the plan says when they move.
+Each (chunk, list) has one gpu storage, which grows and shrinks in place. Every view of the storage stays valid,
+including views that autograd saved (on several ranks: `slices.py`). Host payloads are carved from power-of-two slabs
+that are allocated once, before anything moves: the pinned allocator rounds each request up to a power of two, and
+pinning inside a hook can deadlock. The arena knows bytes and addresses. `contents.py` knows the meaning of the bytes;
+the plan says when they move.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ __all__ = ["Arena", "check_gpu_memory", "check_host_memory"]
 
 
 class Arena:
-    """Payloads of one plan. All byte figures are ints; takes and frees may come from any thread. rank: whose slices
-    these are. clock: seconds.
+    """Payloads of one plan. Takes and frees may come from any thread.
+
+    rank: the rank whose slices these are.
+    clock: gives seconds.
 
     Attributes:
-        log: every change.
-        payloads: what may have memory on the gpu.
+        log: every change of bytes.
+        payloads: payloads on the gpu.
         slabs: memory on the host.
     """
 
@@ -52,11 +55,11 @@ class Arena:
         self._ledger = Ledger(plan)
         self._lock = threading.Lock()
         self.log = ByteLog(self._ledger, self._lock, clock)
-        self._buffer_bytes = self._ledger.used_bytes(Place.GPU)  # of modules: no payloads, there for good
+        self._buffer_bytes = self._ledger.used_bytes(Place.GPU)  # buffers of modules: no payloads, on the gpu for good
 
     def allocate_slabs(self) -> None:
-        """Take all host memory at once. `check_host_memory` comes before. Raises DoesNotFit where the system still
-        refuses some of it; what was taken is given back."""
+        """Allocate all host memory at once; call `check_host_memory` before. Raises DoesNotFit if the system still
+        refuses some of it, and gives the rest back."""
         self.backend.begin(self.plan)
         self.slabs.allocate()
 
@@ -66,11 +69,11 @@ class Arena:
         return dtype_of(self.layout, chunk, list_name)
 
     def gpu(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Flat [numel] gpu payload: see `GpuPayloads.at`."""
+        """Returns the gpu payload, flat [numel]: see `GpuPayloads.at`."""
         return self.payloads.at(chunk, list_name)
 
     def host(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Flat [numel] host payload: see `HostSlabs.at`."""
+        """Returns the host payload, flat [numel]: see `HostSlabs.at`."""
         return self.slabs.at(chunk, list_name)
 
     def at(self, place: Place, chunk: int, list_name: str) -> torch.Tensor:
@@ -80,7 +83,7 @@ class Arena:
 
     @property
     def gpu_budget_bytes(self) -> int:
-        """The plan's; less once memory ran out."""
+        """The plan's gpu budget in bytes; less once memory ran out."""
         return self._ledger.budget_bytes[0]
 
     @gpu_budget_bytes.setter
@@ -109,12 +112,12 @@ class Arena:
         return self._ledger.used_bytes(place)
 
     def room_on_gpu(self) -> int:
-        """Returns bytes the gpu could still take now."""
+        """Returns the bytes that the gpu could still take now."""
         return self._ledger.room_bytes(Place.GPU)
 
     def take(self, place: Place, chunk: int, list_name: str) -> None:
-        """Give a payload its memory. Raises PlanError if it has it, or if the place would go over its budget;
-        OutOfMemory if the accelerator refuses it (nothing has changed then)."""
+        """Give a payload its memory. Raises PlanError if the payload has memory already, or if the place would exceed
+        its budget. Raises OutOfMemory if the accelerator refuses the memory (nothing has changed then)."""
         ledger = self._ledger
         with self._lock:
             size = ledger.claim(chunk, list_name, place)
@@ -123,7 +126,7 @@ class Arena:
                 try:
                     self.payloads.take(chunk, list_name)
                 except (OutOfMemory, torch.OutOfMemoryError):
-                    self.flush()  # what was given back may only be on its way
+                    self.flush()  # memory that was given back may still be on its way to being free
                     self.payloads.take(chunk, list_name)
             except (OutOfMemory, torch.OutOfMemoryError) as error:
                 with self._lock:
@@ -134,8 +137,8 @@ class Arena:
             ledger.hold(chunk, list_name, place)
 
     def flush(self) -> None:
-        """Return when everything given back on the gpu is free: where work is issued ahead, it waits for its last
-        use."""
+        """Return when all memory given back on the gpu is free. Where work is issued ahead, this waits for the last use
+        of the memory."""
         gate = getattr(self.backend, "gate", None)
         if gate is not None:
             gate.flush()
@@ -148,11 +151,11 @@ class Arena:
                 self.payload_bytes(Place.GPU),
                 self.tide_bytes,
                 None,
-            )  # what is fragmented is not known
+            )  # the fragmented bytes are not known
         return OutOfMemory(what=what, asked_bytes=size, payload_bytes=payload, other_bytes=other, limit_bytes=limit)
 
     def free(self, place: Place, chunk: int, list_name: str) -> None:
-        """Take a payload's memory away. Raises PlanError if it has none."""
+        """Take a payload's memory away. Raises PlanError if the payload has none."""
         with self._lock:
             self._ledger.begin_release(chunk, list_name, place)
         if place is Place.GPU:
@@ -163,8 +166,8 @@ class Arena:
             )
 
     def mend(self) -> None:
-        """While nothing moves, after an interruption inside `take` or `free`: the payload it was about has no memory,
-        and the bytes are counted anew."""
+        """Repair the arena after an interruption inside `take` or `free`; nothing may move meanwhile. The payload that
+        was being taken or freed has no memory then, and the bytes are counted anew."""
         for resident in self._ledger.unfinished:
             if resident.place is Place.GPU:
                 self.payloads.give(resident.chunk, resident.list)
@@ -173,12 +176,13 @@ class Arena:
         self.payloads.recount()
 
     def tide(self, word: str, moment: int, size_bytes: int) -> None:
-        """Mark the moment in the log, then `set_tide`."""
+        """Mark the moment in the log, then call `set_tide`."""
         self.log.mark(word, moment)
         self.set_tide(size_bytes)
 
     def set_tide(self, size_bytes: int) -> None:
-        """Non-model bytes the gpu has to leave room for from now on. Raises PlanError if it cannot."""
+        """Set the non-model bytes for which the gpu leaves room from now on. Raises PlanError if there is not enough
+        room."""
         if size_bytes == self._ledger.tide_bytes:  # only the compute queue changes it
             return
         with self._lock:
@@ -187,7 +191,7 @@ class Arena:
         self.backend.room(self._ledger.budget_bytes[0] - self._buffer_bytes - size_bytes)
 
     def empty(self) -> None:
-        """Give all memory back; the arena is of no further use."""
+        """Give all memory back. The arena cannot be used afterwards."""
         self.payloads.give_all()
         with self._lock:
             self._ledger.clear()
@@ -195,13 +199,14 @@ class Arena:
 
 
 def check_gpu_memory(plan: Plan, backend: Backend, worst_bytes: int) -> None:
-    """Raise DoesNotFit before anything is allocated if the accelerator has less than the plan can hold at once, with
-    what its updates there need besides (`adam.scratch_bytes`).
+    """Raise DoesNotFit, before anything is allocated, if the accelerator has less memory than the plan can hold at
+    once, including the scratch memory of updates on the gpu (`adam.scratch_bytes`).
 
-    worst_bytes: the most in any legal interleaving (the checker's), or the plan's budget where that is not known.
+    worst_bytes: the most in any legal interleaving (the checker's), or the plan's budget where the checker's is not
+        known.
     """
     available = backend.available_gpu_bytes()
-    if backend.device.type != "cpu":  # else it is the host's memory
+    if backend.device.type != "cpu":  # else the accelerator's memory is host memory
         worst_bytes += scratch_bytes(plan)
     if available is not None and worst_bytes > available:
         raise DoesNotFit(
@@ -225,10 +230,10 @@ def check_host_memory(
 ) -> None:
     """Raise DoesNotFit before anything is allocated if host memory cannot hold the plan.
 
-    available_bytes: what the process can still take.
-    gpu_is_host: the virtual accelerator's memory comes from the same.
-    model_bytes: bytes of the loaded parameters, given back while they move into their chunks.
-    processes: ranks on this host, which all take as much.
+    available_bytes: bytes that the process can still take.
+    gpu_is_host: whether the virtual accelerator's memory is host memory too.
+    model_bytes: bytes of the loaded parameters, which are freed while they move into their chunks.
+    processes: number of ranks on this host, each with the same needs.
     """
     permanent = sum(
         plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.place is Place.HOST and r.chunk >= 0

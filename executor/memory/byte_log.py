@@ -15,7 +15,7 @@ __all__ = ["ByteChange", "ByteLog"]
 class ByteChange(NamedTuple):
     """`place` holds `change` more bytes of `category` from `time_s` on.
 
-    payload: the list and chunk that the bytes are of.
+    payload: list and chunk of the bytes.
     mark: the compute queue's last mark in the log (`ByteLog.mark`).
     """
 
@@ -28,19 +28,19 @@ class ByteChange(NamedTuple):
     mark: tuple[str, int]
 
     def at(self, time_s: float) -> ByteChange:
-        """Returns the change at another time."""
+        """Returns the same change at another time."""
         return self._replace(time_s=time_s)
 
 
 class ByteLog:
     """The changes of bytes of one arena.
 
-    lock: lock under which the ledger changes; whoever calls `note` holds it.
+    lock: lock under which the ledger changes; the caller of `note` holds it.
     clock: gives seconds.
 
     Attributes:
         changes: oldest first.
-        marks: (number of changes, word, moment) of each mark while somebody measures, else None.
+        marks: (number of changes, word, moment) of each mark while a measurement runs, else None.
     """
 
     def __init__(self, ledger: Ledger, lock: threading.Lock, clock: Callable[[], float]) -> None:
@@ -56,12 +56,12 @@ class ByteLog:
         self.changes.append(tuple.__new__(ByteChange, row))  # past a constructor in Python
 
     def gpu_peak_bytes(self, start_s: float, end_s: float) -> int:
-        """Most bytes of payloads, buffers and non-model data on the gpu at once in [start_s, end_s]."""
+        """Returns the most bytes of payloads, buffers and non-model data on the gpu at once in [start_s, end_s]."""
         with self._lock:
             log, count = self.changes, len(self.changes)
             held = self._ledger.held_bytes(Place.GPU) + self._ledger.tide_bytes
         peak = 0
-        for i in range(count - 1, -1, -1):  # back from now: what was held before each change
+        for i in range(count - 1, -1, -1):  # backwards from now: the bytes before each change
             change = log[i]
             if change.time_s <= end_s:
                 peak = max(peak, held)
@@ -72,21 +72,21 @@ class ByteLog:
         return max(peak, held)
 
     def keep_marks(self, marks: list[tuple[int, str, int]]) -> tuple[int, int]:
-        """Also keep in `marks` what the compute queue does from now on. Returns (length of the log, bytes on the
+        """Also append the compute queue's marks to `marks` from now on. Returns (length of the log, bytes on the
         gpu)."""
         with self._lock:
             self.marks = marks
             return len(self.changes), self._ledger.held_bytes(Place.GPU)
 
     def mark(self, word: str, moment: int) -> None:
-        """Mark what the compute queue does from now on: ("in", m) during moment m, ("after", m) between m and the next
+        """Mark the compute queue's present work: ("in", m) during moment m, ("after", m) between m and the next
         moment."""
         self._mark = (word, moment)
         if self.marks is not None:
             self.marks.append((len(self.changes), word, moment))
 
     def trim(self, before_s: float) -> None:
-        """Forget changes before `before_s`, and keep only their sum."""
+        """Drop the changes before `before_s`, and keep only their sum."""
         with self._lock:
             kept = [change for change in self.changes if change.time_s >= before_s]
             sums: dict[tuple[Place, str], int] = {}

@@ -1,19 +1,19 @@
 """ChunkState: facts about one chunk's lists beside their bytes: which copies are current, and where gradients are.
 
-[Note: where a gradient is] A gradient that left autograd is in exactly one of the lists of its chunk: in place in
-"param", in "grad" (on its way out) or in "grad32" (accumulated), on the gpu or on the host; `gradients` holds the
-tensor indices by (place, list). A slot of a working list whose tensor is not named there holds the parameter's value.
-The working list always equals cast(param32), so a value that a gradient overwrote can be had from there.
+[Note: where a gradient is] A gradient that left autograd is in exactly one of the lists of its chunk, on the gpu or on
+the host: in place in "param", in "grad" (on its way out) or in "grad32" (accumulated). `gradients` holds the tensor
+indices by (place, list). A slot of a working list whose tensor is not in `gradients` holds the parameter's value. The
+working list always equals cast(param32), so a value that a gradient overwrote can be computed again from param32.
 
-[Note: between two lines] Ctrl-C may come between any two lines of this folder, and `zero_grad()` goes on from the
-ledger as it stands then (`off_plan/mending.py`). So a slot is named in `gradients`, or a copy ceases to be current,
-before it is written over, and a copy becomes current after it is written. Three changes cannot be ordered so and are
-marked while they last: an addition to a gradient (`adding`), the update (`updating`), and a list that has memory and no
-content yet (`hollow`).
+[Note: between two lines] Ctrl-C may come between any two lines of this folder, and `zero_grad()` continues from the
+ledger as it stands then (`off_plan/mending.py`). Therefore a slot enters `gradients`, and a copy ceases to be current,
+before it is written over; a copy becomes current after it is written. Three changes cannot be ordered in this way and
+are marked while they last: an addition to a gradient (`adding`), the update (`updating`), and a list that has memory
+but no content yet (`hollow`).
 
-On several ranks all of this is about this rank's slice (`slices.py`); `whole` says that the other slices of the working
-list are on the gpu too and current. A tensor index in `gradients` then stands for this rank's part of its gradient,
-which may be empty.
+On several ranks these facts are about this rank's slice (`slices.py`). `whole` says that the other slices of the
+working list are on the gpu too and current. A tensor index in `gradients` then stands for this rank's part of the
+gradient, which may be empty.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ class ChunkState:
     """Facts about the lists of one chunk.
 
     current: places whose copy of the working list holds the current values.
-    ahead: lists that changed on the gpu while the host holds older ones: updated states, sums that gradients were added
-        to.
+    ahead: lists that are newer on the gpu than on the host: updated states, and sums to which gradients were added.
     whole: whether the gpu has the other ranks' slices of the working list as well.
     gradients: see [Note: where a gradient is].
     adding, updating, hollow: see [Note: between two lines].

@@ -1,8 +1,9 @@
-"""The contents of payloads, and what each kind of step does to them: the executor's half of a step.
+"""The contents of payloads, and the effect of each kind of step on them: the executor's half of a step.
 
-`Contents` is the ledger of meaning beside the arena's ledger of bytes: what is known of each chunk is a `ChunkState`,
-whose notes say what has to hold at every line. Every action checks before it touches anything: a fetch of a working
-list that a gradient has overwritten raises PlanError, it is never computed with. It knows no order and no queue.
+`Contents` records the meaning of payloads beside the arena's record of bytes. A `ChunkState` holds the facts of each
+chunk; the notes in chunk_state.py say what has to hold at every line. Every action checks before it changes anything: a
+fetch of a working list that a gradient has overwritten raises PlanError instead of computing with it. `Contents` knows
+no order and no queue.
 
 Here lists move between the places. `values.py` says where parameters can be read; gradients are in `gradients.py`,
 updates in `update.py`, other ranks in `exchange.py`.
@@ -29,12 +30,12 @@ GPU, HOST = Place.GPU, Place.HOST
 class Contents:
     """Payload contents of one plan's chunks.
 
-    wire: to the other ranks, None on one.
+    wire: connection to the other ranks; None on one rank.
     changed: see `ParameterValues`.
 
     Attributes:
         chunks: state of each chunk.
-        steps_taken: tensor -> number of updates it has had.
+        steps_taken: tensor -> number of its updates.
     """
 
     def __init__(self, arena: Arena, changed: Changed, wire: SliceWire | None = None) -> None:
@@ -74,8 +75,11 @@ class Contents:
             self.arena.take(place, step.chunk, step.list)
 
     def work(self, step: Step, update: Update | None, norms: Norms) -> None:
-        """Do the work of the step. update: of the step's iteration (Adam steps need it). norms: see
-        `Update.coefficient`."""
+        """Do the work of the step.
+
+        update: the update of the step's iteration; Adam steps need it.
+        norms: see `Update.coefficient`.
+        """
         kind = step.kind
         assert step.chunk is not None
         if kind is Kind.FETCH:
@@ -130,19 +134,22 @@ class Contents:
         return step.bytes != self.layout.payload_bytes(step.chunk, self._list(step))
 
     def fetch(self, chunk: int, list_name: str, *, in_fp32: bool = False) -> None:
-        """Copy a list from the host to the gpu. in_fp32: parameters cross the link as fp32 and are cast behind it."""
+        """Copy a list from the host to the gpu.
+
+        in_fp32: whether parameters cross the link as fp32 and are cast afterwards.
+        """
         self._require_fetchable(chunk, list_name)
         state = self.chunks[chunk]
         waiting = state.where(HOST, list_name)
-        gradients_up = bool(waiting)  # for their update on the gpu; nobody can read what comes
+        gradients_up = bool(waiting)  # for their update on the gpu; the arriving values cannot be read
         with self.arena.payloads.steady(chunk):
             self._copy_up(chunk, list_name, in_fp32=in_fp32, from_masters=list_name == "param" and not gradients_up)
         if list_name == "param":
-            state.whole = False  # as far as anybody knows
+            state.whole = False  # as far as is known
         if gradients_up:
             state.where(GPU, list_name).update(waiting)
             if list_name == "param":
-                state.current.discard(HOST)  # its slots keep the gradients that went up
+                state.current.discard(HOST)  # the slots of the host's list keep the gradients that were fetched
             waiting.clear()
         elif list_name == "param":
             state.current.add(GPU)
@@ -169,7 +176,7 @@ class Contents:
         arena.backend.fence(Queue.H2D)
 
     def write_back(self, chunk: int, list_name: str, *, in_fp32: bool = False) -> None:
-        """host content = gpu content; gradients in it belong to the host from now on."""
+        """Copy a list from the gpu to the host. Gradients in the list belong to the host from now on."""
         arena, state = self.arena, self.chunks[chunk]
         if not arena.has(GPU, chunk, list_name):
             raise PlanError(f"write-back of {list_name} of chunk {chunk}: the gpu does not hold it")
@@ -187,16 +194,16 @@ class Contents:
             if GPU in state.current:
                 state.current.add(HOST)
             if leaving:
-                # The gpu's copy still holds the gradients in place; it is dead, and no longer counted as current.
+                # The gpu's copy still holds the gradients in place; it is unused and no longer counted as current.
                 state.current.discard(GPU)
                 self._changed(chunk)
         state.ahead.discard(list_name)
         leaving.clear()
 
     def adam(self, chunk: int, place: Place, update: Update, norms: Norms) -> None:
-        """One Adam update of a chunk: see `Updating.adam`."""
+        """Run one Adam update of a chunk: see `Updating.adam`."""
         if self.exchange.wire is not None and not update.skip:
-            update.coefficient(norms)  # the first one folds gradients of all chunks: before any other touches them
+            update.coefficient(norms)  # folds the gradients of all chunks before any update
         with self.arena.payloads.steady(chunk):
             self._updating.adam(chunk, place, update, norms)
 
@@ -219,7 +226,7 @@ class Contents:
         self.arena.free(place, chunk, list_name)
 
     def free_hollow(self, chunk: int) -> None:
-        """After an interruption: free the memory of lists that have no content yet."""
+        """Free the memory of lists that have no content yet, after an interruption."""
         state = self.chunks[chunk]
         for place, name in list(state.hollow):
             if name == "param":

@@ -1,4 +1,4 @@
-"""Exchange: slices of chunks that come from the other ranks, and sums of gradients over them."""
+"""Exchange: gathers slices of chunks from the other ranks, and sums gradients over the ranks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Exchange:
     wire: connection to the other ranks; None on one rank.
 
     Attributes:
-        summed_norms: tensor -> norm of (this rank's part of) the sum of its gradient over the ranks, of the last time
-            it was summed.
+        summed_norms: tensor -> norm of (this rank's part of) the latest sum of its gradient over the ranks.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Exchange:
         self.summed_norms: dict[int, torch.Tensor] = {}
 
     def gather(self, chunk: int, list_name: str) -> None:
-        """Gather the slices of the other ranks: of the parameters ("remote"), or, where nothing is sliced, of a
+        """Gather the other ranks' slices of the parameters ("remote"). Where nothing is sliced, gather those of a
         gradient's sum."""
         state, wire = self.chunks[chunk], self._to_others(chunk)
         issue = self.arena.backend.issue
@@ -75,8 +74,10 @@ class Exchange:
         self.values.changed(chunk)
 
     def put_together(self, chunk: int, slices: torch.Tensor) -> None:
-        """Fill in the parameters of the other ranks, from host memory. slices: [ranks, bytes of a slice]; this rank's
-        own slice is in it and is not read."""
+        """Fill in the parameters of the other ranks, from host memory.
+
+        slices: [ranks, bytes of a slice]; this rank's own slice is included and is not read.
+        """
         state, backend, size = self.chunks[chunk], self.arena.backend, self.arena.layout.slice_numel(chunk)
         self._require_own(chunk)
         with self.arena.payloads.steady(chunk):
@@ -94,7 +95,8 @@ class Exchange:
             raise PlanError(f"gather of chunk {chunk}: this rank's own slice on the gpu does not hold parameters")
 
     def reduce_scatter(self, chunk: int, list_name: str) -> None:
-        """This rank's slice of the gradient becomes the sum over all ranks; the other slices are undefined then."""
+        """Replace this rank's slice of the gradient by the sum over all ranks. The other slices are undefined
+        afterwards."""
         state, wire = self.chunks[chunk], self._to_others(chunk)
         own = OTHERS.get(list_name, list_name)
         mine = state.where(GPU, own)
@@ -114,7 +116,7 @@ class Exchange:
                 self.gradients.add_on_gpu(chunk)
 
     def _note_norms(self, tensors: Iterable[int], list_name: str) -> None:
-        """Norms of sums that are on the gpu, in the order of this thread's queue."""
+        """Take the norms of sums that are on the gpu, in the order of this thread's queue."""
         slots = {tensor: self.slots.at(GPU, tensor, list_name) for tensor in tensors}
 
         def note() -> None:
@@ -124,8 +126,8 @@ class Exchange:
         self.arena.backend.issue(note)
 
     def joined(self, tensor: int, part: torch.Tensor) -> torch.Tensor:
-        """Returns a flat copy, in host memory, of all of a tensor from this rank's part of it. On several ranks every
-        one has to ask for it."""
+        """Returns a flat copy of a whole tensor, in host memory, joined from the ranks' parts. Every rank has to call
+        it."""
         if not self.arena.sliced:
             return part.to("cpu", copy=True)
         sizes = self.slots.parts_of_ranks(tensor)

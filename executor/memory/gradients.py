@@ -27,11 +27,11 @@ class ChunkGradients:
         self.slots = slots
         self.chunks = chunks
         self.values = values
-        self._slots: dict[tuple[int, str], torch.Tensor] = {}  # on the gpu, where gradients go to
+        self._slots: dict[tuple[int, str], torch.Tensor] = {}  # slots on the gpu that receive gradients
 
     def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> None:
-        """Move a gradient that just became final into `list_name` of its chunk on the gpu; adds to one that is
-        there."""
+        """Move a gradient that just became final into `list_name` of its chunk on the gpu. The gradient is added to an
+        earlier gradient in the slot."""
         chunk, arena = self.slots.chunk_of(tensor), self.arena
         if not arena.has(GPU, chunk, list_name):
             raise PlanError(
@@ -54,8 +54,8 @@ class ChunkGradients:
             self.chunks[chunk].ahead.add("grad32")
 
     def _slot(self, tensor: int, list_name: str) -> torch.Tensor:
-        """Returns the slot on the gpu in the shape of the tensor, made once: views stay valid whether the payload has
-        memory or not."""
+        """Returns the slot on the gpu, in the shape of the tensor. Each slot is made once: views stay valid whether the
+        payload has memory or not."""
         found = self._slots.get((tensor, list_name))
         if found is None:
             shape = self.arena.plan.workload.tensors[tensor].shape
@@ -63,8 +63,10 @@ class ChunkGradients:
         return found
 
     def put(self, chunk: int, mine: set[int], tensor: int, target: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to the gradient in the slot, or overwrite the slot with the first one. mine: tensors that have a gradient
-        in the slot's list."""
+        """Add the gradient to the slot, or overwrite the slot if it is the first gradient there.
+
+        mine: tensors that have a gradient in the slot's list.
+        """
         if tensor in mine:
             state = self.chunks[chunk]
             before, state.adding = state.adding, True
@@ -75,11 +77,11 @@ class ChunkGradients:
             target.copy_(gradient)
 
     def norm(self, tensor: int) -> torch.Tensor:
-        """Norm, in fp32, of a tensor's gradient, wherever the gradient is. Raises PlanError if the tensor has no
-        gradient or has it in two parts.
+        """Returns the norm, in fp32, of a tensor's gradient in any list. Raises PlanError if the tensor has no gradient
+        or has it in two parts.
 
-        A sum on its way to the gpu for an update there is read on the host, which still has it, because the reader is
-        not ordered after the queue that copies the sum. (A sum to which a moment has added since is on the gpu alone.)
+        A sum on its way to the gpu for an update there is read on the host, which still has it: the reader is not
+        ordered after the queue that copies the sum. (A sum to which a moment has added since is on the gpu alone.)
         """
         chunk = self.slots.chunk_of(tensor)
         state = self.chunks[chunk]
@@ -94,14 +96,14 @@ class ChunkGradients:
         raise PlanError(f"tensor {tensor} has no gradient")
 
     def fold_on_gpu(self) -> None:
-        """Bring gradients on the gpu that are in two lists into one."""
+        """Join gradients on the gpu that are in two lists into one list."""
         for chunk, state in enumerate(self.chunks):
             if sum(bool(mine) for (place, _), mine in state.gradients.items() if place is GPU) > 1:
                 self.fold(chunk, GPU)
 
     def fold(self, chunk: int, place: Place) -> str | None:
-        """Returns the one list that holds all gradients of the chunk at the place after folding the last one into
-        grad32, or None without any gradient."""
+        """Returns the list that holds all gradients of the chunk at the place, after folding the last gradient into
+        grad32. Returns None without any gradient."""
         state = self.chunks[chunk]
         filled = [name for name in ("param", "grad", "grad32") if state.where(place, name)]
         if not filled:
@@ -127,7 +129,7 @@ class ChunkGradients:
         return "grad32"
 
     def add_on_host(self, chunk: int, list_name: str | None) -> None:
-        """grad32 (host) += the gradients of `list_name` on the host (grad, or param in place)."""
+        """Add the gradients of `list_name` on the host (grad, or param in place) to grad32 on the host."""
         state = self.chunks[chunk]
         source = list_name if list_name is not None and list_name != "grad32" else "grad"
         arrived, there = state.where(HOST, source), state.where(HOST, "grad32")
@@ -141,14 +143,14 @@ class ChunkGradients:
             for tensor in arrived:
                 self.slots.at(HOST, tensor, "grad32").add_(self.slots.at(HOST, tensor, source))
         if source == "param":
-            # The slots keep a spent gradient: nobody may read this copy until Adam rewrites it.
+            # The slots keep a spent gradient: this copy must not be read until Adam rewrites it.
             state.current.discard(HOST)
         there.update(arrived)
         arrived.clear()
         state.adding = False
 
     def add_on_gpu(self, chunk: int) -> None:
-        """grad32 += grad, both on the gpu."""
+        """Add grad to grad32, both on the gpu."""
         state = self.chunks[chunk]
         arrived, sums = state.where(GPU, "grad"), state.where(GPU, "grad32")
         pairs = [
@@ -171,7 +173,7 @@ class ChunkGradients:
         state.adding = False
 
     def forget(self) -> None:
-        """Drop every gradient: values that were overwritten come back from the master copy, grad lists become zero."""
+        """Drop every gradient. Overwritten values are restored from the master copy, and grad lists become zero."""
         for chunk in self.arena.layout.chunks:
             state = self.chunks[chunk.index]
             for (place, list_name), mine in state.gradients.items():

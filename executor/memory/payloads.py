@@ -1,4 +1,4 @@
-"""Payloads: the tensors of chunks' lists, on the gpu and on the host, whether they have memory or not."""
+"""Payloads: the tensors of chunks' lists, on the gpu and on the host, with or without memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pstar_sim.errors import DoesNotFit
 __all__ = ["DTYPES", "STATE_DTYPES", "GpuPayloads", "HostSlabs", "dtype_of"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by bytes per element
+STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # bytes per element -> dtype
 
 
 def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:
@@ -29,8 +29,8 @@ def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:
 
 
 class GpuPayloads:
-    """One storage for each (chunk, list), or on several ranks a pair of storages (`slices.py`). Takes and gives may
-    come from any thread.
+    """Payloads on the gpu: one storage for each (chunk, list), or on several ranks a pair of storages (`slices.py`).
+    Takes and gives may come from any thread.
 
     Attributes:
         peak_transient_bytes: [Note: what a slice moves through] in slices.py; 0 on one rank.
@@ -47,11 +47,11 @@ class GpuPayloads:
         self._flat: dict[tuple[int, str], torch.Tensor] = {}
         self._pairs: dict[tuple[int, str], GpuPayload] = {}
         self._moving = [Steady(backend) for _ in layout.chunks] if self.sliced else []
-        self._turn = threading.Lock()  # of payloads that change between slice and whole
+        self._turn = threading.Lock()  # held while a payload changes between slice and whole
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
         """Returns the payload as a flat tensor [numel], with or without memory. With several ranks it is this rank's
-        slice, wherever that is now."""
+        slice, in the storage where the slice is now."""
         if self.sliced and list_name in OTHERS_OF:
             return self._pair(chunk, list_name).own
         key = (chunk, list_name)
@@ -83,8 +83,8 @@ class GpuPayloads:
         return pair
 
     def steady(self, chunk: int) -> contextlib.AbstractContextManager[object]:
-        """The chunk's own slices stay where they are inside: a plan may let a copy of one run beside a
-        gather."""
+        """Returns a context in which the chunk's own slices stay where they are: a plan may let a copy of a slice run
+        beside a gather."""
         return self._moving[chunk] if self.sliced else contextlib.nullcontext()
 
     def _note_transient(self, change: int) -> None:
@@ -111,7 +111,7 @@ class GpuPayloads:
             self._pair(chunk, list_name).free_own()
 
     def recount(self) -> None:
-        """After an interruption inside `take` or `give`: count the bytes anew, where the backend counts bytes."""
+        """Count the bytes anew after an interruption inside `take` or `give`, where the backend counts bytes."""
         recount = getattr(self.backend, "recount", None)
         if recount is not None:
             recount(self._flat.values())
@@ -134,14 +134,14 @@ class HostSlabs:
         self._payloads: dict[tuple[int, str], torch.Tensor] = {}
 
     def allocate(self) -> None:
-        """Take all of it at once. Raises DoesNotFit where the system refuses some; what was taken is given back."""
+        """Allocate all slabs at once. Raises DoesNotFit if the system refuses some, and gives the others back."""
         slabs: list[torch.Tensor] = []
         try:
             for size in self.room.slab_bytes:
                 slabs.append(self.backend.host_slab(size))
         except (RuntimeError, MemoryError) as error:
             held, refused = sum(slab.numel() for slab in slabs), len(slabs) + 1
-            slabs.clear()  # the error may be kept, and its frames with it
+            slabs.clear()  # the caller may keep the error, and with it these frames
             raise DoesNotFit(
                 policy=self.plan.policy,
                 place="host",
@@ -153,7 +153,7 @@ class HostSlabs:
         self.slabs = slabs
 
     def at(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the payload as a flat tensor [numel]. A payload that the plan has no room for, off plan, gets memory
+        """Returns the payload as a flat tensor [numel]. Off the plan, a payload without room in the slabs gets memory
         of its own."""
         key = (chunk, list_name)
         payload = self._payloads.get(key)
@@ -169,7 +169,7 @@ class HostSlabs:
         return payload
 
     def first_bytes(self, key: tuple[int, str], size_bytes: int) -> torch.Tensor:
-        """Returns the first bytes of a room that is not a list of a chunk (`core.slabs.stash_key`)."""
+        """Returns the first bytes of a room that does not belong to a list of a chunk (`core.slabs.stash_key`)."""
         slab, offset = self.room.where[key]
         return self.slabs[slab][offset : offset + size_bytes]
 

@@ -1,8 +1,8 @@
-"""Shares: gradients tensor by tensor, which no step expresses: a step moves a list.
+"""Shares: moves gradients tensor by tensor. No step of a plan does so, because a step moves a list.
 
-Off the plan, one tensor's share of a gradient goes from where it was computed to the host, where it waits for the
-update. [Note: where a gradient is] in chunk_state.py holds here as well; a gradient that is in two lists for a while is
-marked (`ChunkState.adding`).
+Off the plan, one tensor's share of a gradient goes from the place where it was computed to the host, where it waits for
+the update. [Note: where a gradient is] in chunk_state.py holds here as well. A gradient that is in two lists for a
+while is marked (`ChunkState.adding`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Shares:
     contents: contents of the plan's chunks.
 
     Attributes:
-        kept: tensor -> its gradient, in host memory of its own: no list of its chunk there could take it.
+        kept: tensor -> its gradient, in host memory of its own, where no list of its chunk could take it.
     """
 
     def __init__(self, contents: Contents) -> None:
@@ -37,12 +37,12 @@ class Shares:
             return "grad32"
         if has(HOST, chunk, "grad"):
             return "grad"
-        # In place: the parameters can be had from the master copy again.
+        # In place: the master copy can restore the parameters.
         return "param" if has(HOST, chunk, "param") and has(HOST, chunk, "param32") else None
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Take a gradient (any shape) that left autograd. It is added to what the tensor has: in the sum on the gpu if
-        the chunk has its sum there, else on the host."""
+        """Take a gradient (any shape) that left autograd, and add it to the tensor's earlier gradients: in the sum on
+        the gpu if the chunk has its sum there, else on the host."""
         contents, flat = self.contents, gradient.reshape(-1)
         chunk = contents.slots.chunk_of(tensor)
         if contents.arena.has(GPU, chunk, "grad32"):
@@ -52,7 +52,7 @@ class Shares:
             self.to_host(tensor, flat)
 
     def to_host(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Copy a flat gradient to where it waits on the host, or add it to what is there."""
+        """Copy a flat gradient to its list on the host, or add it to the gradient that is there."""
         contents = self.contents
         chunk = contents.slots.chunk_of(tensor)
         list_name = self.waits_in(chunk)
@@ -74,8 +74,11 @@ class Shares:
         return arrived
 
     def leave_gpu(self, chunk: int, list_name: str, *, restored: bool) -> None:
-        """Move every gradient in the list on the gpu to the host. restored: whether each slot of a working list gets
-        its parameter back from the master copy at once; if not, the copy on the gpu is no longer current."""
+        """Move every gradient in the list on the gpu to the host.
+
+        restored: whether each slot of a working list gets its parameter back from the master copy at once; if not, the
+            copy on the gpu is no longer current.
+        """
         contents = self.contents
         state = contents.chunks[chunk]
         mine = state.where(GPU, list_name)
@@ -94,7 +97,7 @@ class Shares:
             contents.values.changed(chunk)
 
     def kept_to_host(self, chunk: int) -> None:
-        """Move kept gradients of the chunk into a list that the host has by now."""
+        """Move kept gradients of the chunk into a list on the host that has memory by now."""
         state = self.contents.chunks[chunk]
         for slot in self.contents.layout.chunks[chunk].slots:
             if slot.tensor in self.kept:
@@ -103,7 +106,7 @@ class Shares:
                 state.adding = False
 
     def kept_to_param(self, tensor: int, place: Place) -> None:
-        """Put a kept gradient into the working list at the place; the list is not read any more."""
+        """Put a kept gradient into the working list at the place. The list's parameters are not read any more."""
         contents = self.contents
         mine = contents.chunks[contents.slots.chunk_of(tensor)].where(place, "param")
         target = contents.slots.at(place, tensor, "param")

@@ -1,21 +1,21 @@
 """Slices: the part of a chunk that one of several ranks holds, and a gpu payload that is sometimes this slice and
 sometimes the whole chunk.
 
-With Layout.ranks = P a list of a chunk is cut into P equal slices, rank r having elements [r * S, (r + 1) * S)
-([Note: several ranks] in pstar_sim/core/step.py). A module reads, and a gradient arrives, whole: so the parameters are
-views of a storage of P * S elements that has memory only while the other ranks' slices are here ("remote",
-"grad_remote"). Alone, the own slice lives in a storage of its own.
+With Layout.ranks = P a list of a chunk is cut into P equal slices. Rank r has elements [r * S, (r + 1) * S) ([Note:
+several ranks] in pstar_sim/core/step.py). A module reads whole parameters, and whole gradients arrive. Therefore the
+parameters are views of a storage of P * S elements, which has memory only while the other ranks' slices are here
+("remote", "grad_remote"). At other times the own slice lives in a storage of its own.
 
-[Note: what a slice moves through] When the others' slices get memory the own one is copied into the whole storage and
-its own memory given back; when they go, the reverse. For the time of that copy of memory to memory both exist: one
-slice more than the plan counts, and never two, since one payload changes form at a time. A plan that drops "param"
-before "remote" likewise keeps its slice of the whole storage until the second drop. `GpuPayloads.peak_transient_bytes`
-measures it.
+[Note: what a slice moves through] When the others' slices get memory, the own slice is copied into the whole storage
+and its own memory is given back; when they are freed, the reverse happens. Both exist during that copy, which takes one
+slice more than the plan counts. It never takes two, because one payload changes form at a time. A plan that drops
+"param" before "remote" likewise keeps its slice of the whole storage until the second drop.
+`GpuPayloads.peak_transient_bytes` measures these bytes.
 
 [Note: slices on streams] No edge of a plan orders a gather and a write-back of the same chunk: both read the own slice,
-wherever it is. Where work is issued ahead, the write-back may still be reading the place that the gather takes it away
-from, or be issued to read the place that the slice has not reached yet. So all that touches the own slices of a chunk
-does it under the chunk's `Steady`: what one queue issues there happens after what the others issued there before it.
+wherever it is. Where work is issued ahead, the write-back may still read the memory that the gather moves the slice out
+of, or may be issued to read memory that the slice has not reached yet. Therefore all work on the own slices of a chunk
+is issued under the chunk's `Steady`: work that a queue issues there runs after all work issued there earlier.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OTHERS_OF = {"param": "remote", "grad": "grad_remote"}
 @dataclass(frozen=True, slots=True)
 class SlicePart:
     """The part of a tensor in a rank's slice: elements [offset, offset + numel) of the slice are elements [skip, skip +
-    numel) of the tensor. numel is 0 where it holds none."""
+    numel) of the tensor. numel is 0 where the slice has no element of the tensor."""
 
     offset: int
     numel: int
@@ -48,7 +48,7 @@ class SlicePart:
 
 
 def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> SlicePart:
-    """Returns the part of a tensor at [offset, offset + numel) of its chunk that is in rank's slice."""
+    """Returns the part in the rank's slice of a tensor that lies at [offset, offset + numel) of its chunk."""
     size = layout.slice_numel(chunk)
     begin = rank * size if layout.ranks > 1 else 0
     first, last = max(offset, begin), min(offset + numel, begin + size)
@@ -58,13 +58,13 @@ def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> S
 
 
 class Steady:
-    """A lock per chunk: inside, the chunk's own slices stay where they are, and what the queues issue follows in the
-    order in which they came here. See [Note: slices on streams]. May be entered again by the thread that is inside."""
+    """A lock per chunk. Inside, the chunk's own slices stay where they are, and the work that queues issue runs in the
+    order in which it was issued. See [Note: slices on streams]. The thread that holds the lock may enter it again."""
 
     def __init__(self, backend: Backend) -> None:
         self._lock = threading.RLock()
         self._streams = cast(StreamBackend, backend) if hasattr(backend, "record") else None
-        self._last: dict[Queue, Any] = {}  # queue -> event of what it issued here last
+        self._last: dict[Queue, Any] = {}  # queue -> event behind the work that it issued here last
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -93,11 +93,11 @@ class Steady:
 
 
 class GpuPayload:
-    """The own slice of one list of a chunk on the gpu, and the storage it shares with the others' slices.
+    """The own slice of one list of a chunk on the gpu, and the storage that it shares with the others' slices.
 
-    whole: flat [ranks * slice], valid as a tensor always, with memory only between `take_others` and `free_others`.
-    extra(change): called with the change of bytes that memory holds beside what was taken ([Note: what a slice moves
-    through]).
+    whole: flat [ranks * slice]; always valid as a tensor, with memory only between `take_others` and `free_others`.
+    extra(change): called when the bytes beside the taken memory change by `change` ([Note: what a slice moves
+        through]).
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class GpuPayload:
 
     @property
     def own(self) -> torch.Tensor:
-        """Flat [slice]: this rank's slice, in the storage where it is now."""
+        """This rank's slice, flat [slice], in the storage where it is now."""
         return self._inside if self._has_others else self._alone
 
     def take_own(self) -> None:
@@ -142,7 +142,7 @@ class GpuPayload:
     def free_own(self) -> None:
         with self._steady:
             if self._has_others:
-                self._extra(self._bytes)  # until the others' go
+                self._extra(self._bytes)  # until the others' slices are freed
             else:
                 self._backend.give(self._alone)
             self._has_own = False

@@ -1,4 +1,4 @@
-"""Slots: where each tensor lies in the lists of its chunk."""
+"""Slots: the position of each tensor in the lists of its chunk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GPU = Place.GPU
 
 
 class Slots:
-    """The places of tensors in the lists of their chunks.
+    """The positions of tensors in the lists of their chunks.
 
     arena: the arena of the chunks.
 
@@ -36,19 +36,20 @@ class Slots:
         return self._slot[tensor][0]
 
     def at(self, place: Place, tensor: int, list_name: str) -> torch.Tensor:
-        """Flat view of one tensor's part of a list of its chunk; on several ranks only the elements in this rank's
-        slice, which may be none."""
+        """Returns a flat view of one tensor's part of a list of its chunk. On several ranks the view has only the
+        elements in this rank's slice, possibly none."""
         chunk, part = self._slot[tensor][0], self.parts[tensor]
         return self.arena.at(place, chunk, list_name)[part.offset : part.offset + part.numel]
 
     def whole(self, tensor: int, list_name: str) -> torch.Tensor:
-        """Flat view of all of one tensor in "param" or "grad" on the gpu, where the other ranks' slices are there."""
+        """Returns a flat view of a whole tensor in "param" or "grad" on the gpu, where the other ranks' slices are
+        present."""
         chunk, offset, numel = self._slot[tensor]
         return self.arena.payloads.whole(chunk, list_name)[offset : offset + numel]
 
     def put(self, place: Place, tensor: int, list_name: str, value: torch.Tensor, first: int = 0) -> None:
-        """Write values (any shape) into a list from element `first` of the tensor on: this rank's part of them, and all
-        where all of the list is here."""
+        """Write values (any shape) into a list, from element `first` of the tensor on: all values where the whole list
+        is present, else those in this rank's slice."""
         part, flat = self.parts[tensor], value.reshape(-1)
         begin, end = max(first, part.skip), min(first + flat.numel(), part.skip + part.numel)
         if begin < end:
@@ -60,6 +61,6 @@ class Slots:
             self.whole(tensor, list_name)[first : first + flat.numel()].copy_(flat)
 
     def parts_of_ranks(self, tensor: int) -> list[int]:
-        """Returns the elements that each rank's slice holds of the tensor."""
+        """Returns the number of elements of the tensor in each rank's slice."""
         chunk, offset, numel = self._slot[tensor]
         return [part_of(self.layout, chunk, offset, numel, rank).numel for rank in range(self.layout.ranks)]

@@ -1,4 +1,4 @@
-"""Update: the values that the Adam steps of one iteration need, and the work of one such step."""
+"""Updates: the values that the Adam steps of one iteration need, and the work of such a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Norms", "Update", "Updating"]
 
 GPU, HOST = Place.GPU, Place.HOST
 Norms = Callable[[], Iterable[torch.Tensor]]
-"""Norms of all gradients of an iteration, asked by the first update that needs them."""
+"""Returns the norms of all gradients of an iteration; called by the first update that needs them."""
 
 
 @dataclass
@@ -36,12 +36,12 @@ class Update:
     unscale: factor of the gradients that undoes loss scaling.
     skip: whether a gradient overflowed, so that Adam steps leave values, states and step counts as they are and drop
         the gradients.
-    unused: tensors that no rank had a gradient of, where it was taken for zero; they are left as they are.
+    unused: tensors without a gradient on any rank, whose gradient was taken for zero; they are left as they are.
     agree: turns the norm of the gradients that this rank holds into the norm over all ranks; None where this rank holds
         all gradients.
     streams: the accelerator, if work is issued to it ahead of time; else None. With `streams`, a coefficient from a
-        host queue's thread is a number on the host, and code that copies one from the gpu waits for the event behind
-        it.
+        host queue's thread is a number on the host, and code that copies a coefficient from the gpu waits for the event
+        behind it.
     """
 
     hyper: list[Hyper]
@@ -54,12 +54,15 @@ class Update:
     agree: Callable[[torch.Tensor], torch.Tensor] | None = None
     streams: StreamBackend | None = None
     _coefficient: torch.Tensor | None = None
-    _ready: Any = None  # event behind it
+    _ready: Any = None  # event behind the work that makes the coefficient
     _on_host: torch.Tensor | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def coefficient(self, norms: Norms) -> torch.Tensor | None:
-        """Factor of every gradient, None without clipping and scaling. norms: called for the first caller."""
+        """Returns the factor of every gradient; None without clipping and scaling.
+
+        norms: called once, by the first caller.
+        """
         if self.max_grad_norm is None and self.unscale == 1.0:
             return None
         with self._lock:
@@ -75,7 +78,8 @@ class Update:
             return self._coefficient
 
     def _settle(self) -> None:
-        """Called in the thread that issued the coefficient: read it, or record the event behind it; see the class."""
+        """Read the coefficient, or record the event behind it (see the class). The thread that issued the coefficient
+        calls this."""
         if self.streams is None:
             return
         assert self.norm is not None and self._coefficient is not None
@@ -85,8 +89,8 @@ class Update:
             self._ready = self.streams.record(self.streams.queue)
 
     def coefficient_on(self, device: torch.device, norms: Norms) -> torch.Tensor | None:
-        """Returns the same for an update on that device. A scalar on the host goes along with a kernel; one on the gpu
-        comes to the host once, for the thread that updates there."""
+        """Returns the coefficient for an update on that device. A scalar on the host is an argument of the kernel. A
+        scalar on the gpu comes to the host once, for the thread that updates there."""
         scale = self.coefficient(norms)
         if scale is None or scale.device == device or scale.device.type == "cpu":
             return scale
@@ -98,7 +102,7 @@ class Update:
             return self._on_host
 
     def skip_all(self) -> None:
-        """No update in this iteration: a gradient is not finite."""
+        """Make no update in this iteration: a gradient is not finite."""
         self.skip = True
         self.norm = torch.tensor(torch.inf, dtype=torch.float32)
 
@@ -106,7 +110,7 @@ class Update:
 class Updating:
     """Updates of chunks.
 
-    steps_taken: tensor -> number of updates it has had; counted here.
+    steps_taken: tensor -> number of its updates, which this class counts.
     """
 
     def __init__(
@@ -129,15 +133,15 @@ class Updating:
         self._scratch = {HOST: Scratch(), GPU: Scratch(BLOCK if on_host else min(GPU_BLOCK, longest))}
 
     def adam(self, chunk: int, place: Place, update: Update, norms: Norms) -> None:
-        """One AdamW update of every parameter of the chunk that has a gradient; the working list there becomes
-        current. Raises PlanError where a list or a gradient of the chunk is elsewhere."""
+        """Run one AdamW update of every parameter of the chunk that has a gradient. The working list at the place
+        becomes current. Raises PlanError where a list or a gradient of the chunk is elsewhere."""
         state = self.chunks[chunk]
         self._require_all_here(chunk, place)
         if update.skip:
             self._drop_gradients(state, place)
         source = None if update.skip else self.gradients.fold(chunk, place)
         if source is not None and update.unused:
-            state.current.discard(place)  # a gradient of zero may lie in it
+            state.current.discard(place)  # its slot may hold a gradient of zero
             state.where(place, source).difference_update(update.unused)
             if not state.where(place, source):
                 source = None
@@ -158,12 +162,15 @@ class Updating:
             raise PlanError(f"Adam of chunk {chunk} on the {place.value}: gradients are still in {where}")
 
     def _drop_gradients(self, state: ChunkState, place: Place) -> None:
-        state.current.discard(place)  # a gradient may lie in it
+        state.current.discard(place)  # its slot may hold a gradient
         for mine in state.gradients.values():
             mine.clear()
 
     def _update(self, chunk: int, place: Place, source: str, update: Update, norms: Norms) -> None:
-        """Update the chunk. source: the list that holds all gradients of the chunk."""
+        """Update the chunk.
+
+        source: the list that holds all gradients of the chunk.
+        """
         arena, state, row = self.arena, self.chunks[chunk], self.arena.layout.chunks[chunk]
         master = arena.at(place, chunk, "param32")
         scale = update.coefficient_on(master.device, norms)

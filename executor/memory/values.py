@@ -1,4 +1,4 @@
-"""Values: where parameters can be read, and how a working list gets them back from the master copy."""
+"""Values: where parameters can be read, and how a working list is restored from the master copy."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ class Changed(Protocol):
 
 
 class ParameterValues:
-    """changed(chunk, tensors): called whenever these tensors of the gpu's working list of a chunk (None: all of them)
-    become, or cease to be, readable."""
+    """The places where parameter values are current.
+
+    changed(chunk, tensors): called whenever these tensors of the gpu's working list of a chunk (None: all of them)
+        become, or cease to be, readable.
+    """
 
     def __init__(self, arena: Arena, slots: Slots, chunks: Sequence[ChunkState], changed: Changed) -> None:
         self.arena = arena
@@ -33,7 +36,7 @@ class ParameterValues:
         self.changed = changed
 
     def holds(self, chunk: int) -> bool:
-        """Returns whether the gpu holds the current values of the chunk, all of them."""
+        """Returns whether the gpu holds all current values of the chunk."""
         return self.readable(chunk) and self.arena.has(GPU, chunk, "param")
 
     def readable(self, chunk: int) -> bool:
@@ -42,7 +45,7 @@ class ParameterValues:
         return GPU in state.current and (state.whole or not self.arena.sliced)
 
     def overwritten(self, chunk: int) -> Collection[int]:
-        """Returns the tensors of the chunk that have a gradient in place of their value on the gpu."""
+        """Returns the tensors of the chunk whose slot on the gpu holds a gradient in place of the value."""
         return self.chunks[chunk].gradients.get((GPU, "param"), ())
 
     def restore(self, place: Place, tensor: int) -> None:
@@ -57,7 +60,7 @@ class ParameterValues:
 
     def rewrite(self, place: Place, chunk: int) -> None:
         """Rewrite the working list at the place from the master copy, which may be at the other place. Raises PlanError
-        if there is none."""
+        if there is no master copy."""
         arena, state = self.arena, self.chunks[chunk]
         other = HOST if place is GPU else GPU
         target = arena.at(place, chunk, "param")

@@ -1,11 +1,10 @@
 """The catalog: reads TOML files into parts and machines, the shipped files first and a user's file over them.
 
 The shipped files are gpus.toml, links.toml, hosts.toml, disks.toml, frameworks.toml and machines.toml beside this
-module; the head of each file explains its fields. A user's file holds the same entries as [gpus.NAME],
-[links.NAME], [hosts.NAME], [disks.NAME], [frameworks.NAME] and [machines.NAME]. An entry with a new name extends the
-catalog and must be complete, except for source and checked, because the file is its own source. An entry with a known
-name overrides the fields that it gives. If a user's file has several machines, `machine = "NAME"` at its head chooses
-one of them.
+module; the head of each file explains its fields. A user's file holds the same entries as [gpus.NAME], [links.NAME],
+[hosts.NAME], [disks.NAME], [frameworks.NAME] and [machines.NAME]. An entry with a new name extends the catalog and must
+be complete, except for source and checked, because the file is its own source. An entry with a known name overrides the
+fields that it gives. If a user's file has several machines, `machine = "NAME"` at its head chooses one of them.
 
 [Note: which figure is used] Figures of an entry's `calibrated` table are preferred, field by field, and used as they
 are. A datasheet peak is multiplied by the entry's efficiency; if the entry gives none, by the efficiency of its
@@ -120,8 +119,7 @@ class Catalog:
 
     def _rates(self, e: Entry[GpuEntry], generation: Generation | None) -> dict[str, float]:
         """Returns the matrix rate by dtype, in flops/s. Raises CatalogError for a 16-bit peak without a known share
-        that products
-        reach.
+        that products reach.
         """
         card = e.values
         wide = _or(card.fp32_efficiency, self.efficiency.matmul)
@@ -257,8 +255,7 @@ class Catalog:
 
     def _shared_memory(self, e: Entry[MachineEntry], host: Host, node: Sequence[Rank]) -> Host:
         """Returns the host of a unified machine. Its memory is the part that the GPUs leave. Raises CatalogError where
-        they leave
-        nothing.
+        they leave nothing.
         """
         left = host.memory_bytes - sum(rank.gpu.usable_bytes for rank in node)
         if left <= host.reserved_bytes:
@@ -270,8 +267,7 @@ class Catalog:
     def _framework(self, e: Entry[MachineEntry], node: Sequence[Rank]) -> Framework | None:
         """Returns the framework that the machine's entry names, else the catalog's first framework for cards of a known
         generation. Returns None where a GPU's measured launches, or its rates of whole iterations, include the
-        framework's
-        Python.
+        framework's Python.
         """
         if e.values.framework is not None:
             return self.framework(e.known("framework", "framework", tuple(self.frameworks)))
@@ -323,8 +319,7 @@ def _groups(e: Entry[MachineEntry]) -> list[tuple[str, int, float]]:
 
 def with_nodes(machine: Machine, nodes: int) -> Machine:
     """Returns `machine` with `nodes` nodes like its first node. The price grows in proportion. Raises CatalogError for
-    several
-    nodes without a network between them.
+    several nodes without a network between them.
     """
     whole(f"machine {machine.name!r}: nodes", nodes, most=MOST_NODES_OF_A_MACHINE, error=CatalogError)
     if nodes > 1 and machine.network is None:
@@ -350,8 +345,7 @@ def _or(given: float | None, otherwise: float) -> float:
 
 def _launch_s(e: Entry[GpuEntry], efficiency: Efficiency) -> float | None:
     """Returns the seconds of the launches of a moment. Returns None where the rates are those of whole iterations;
-    raises
-    CatalogError if such a card also has products by shape.
+    raises CatalogError if such a card also has products by shape.
     """
     card, measured = e.values, e.values.calibrated
     launch = card.launch_us if measured is None or measured.launch_us is None else measured.launch_us
@@ -366,8 +360,7 @@ def _launch_s(e: Entry[GpuEntry], efficiency: Efficiency) -> float | None:
 
 def _products(e: Entry[GpuEntry], generation: Generation | None) -> ProductShape | None:
     """Returns products by shape: the card's own table, else its generation's figures. Returns None where a measured
-    curve by
-    flops replaces both. Raises CatalogError for a card that names a generation but not its SMs.
+    curve by flops replaces both. Raises CatalogError for a card that names a generation but not its SMs.
     """
     card = e.values
     given = card.products
@@ -390,8 +383,7 @@ def _products(e: Entry[GpuEntry], generation: Generation | None) -> ProductShape
 
 def _known(card: GpuEntry, generation: Generation | None) -> str:
     """Returns how the rate of large products is known. This rate moves the seconds of a moment most; operators' share
-    of the
-    bandwidth and launches are assumed for every card.
+    of the bandwidth and launches are assumed for every card.
     """
     if card.products is not None:
         return card.products.known
@@ -403,8 +395,7 @@ def _known(card: GpuEntry, generation: Generation | None) -> str:
 
 def _curve(e: Entry[GpuEntry] | Entry[LinkEntry], field: str, best: str, size_unit: float, rate_unit: float) -> Curve:
     """Returns the calibrated curve `field`; () if there is none. Raises CatalogError where the entry's field `best` is
-    above
-    the curve's best rate. `best` may be lower, as for a throttled link.
+    above the curve's best rate. `best` may be lower, as for a throttled link.
     """
     curve = scaled(getattr(e.values.calibrated, field, None), size_unit, rate_unit)
     if not curve:
@@ -419,8 +410,7 @@ def _curve(e: Entry[GpuEntry] | Entry[LinkEntry], field: str, best: str, size_un
 
 def _adam_curve(e: Entry[HostEntry]) -> Curve:
     """Returns Adam's rate by threads; () where it was not measured. Raises CatalogError where the entry's Adam rate is
-    not on
-    the curve.
+    not on the curve.
     """
     measured = e.values.calibrated
     if measured is None or measured.adam_table is None:
@@ -469,8 +459,7 @@ def _read(raws: Mapping[str, Mapping[str, tuple[str, object]]], table: str) -> d
 @cache
 def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
     """Returns the shipped entries: table -> name -> (file, raw table). Cached, because the files do not change while a
-    program
-    runs.
+    program runs.
     """
     here = files("pstar_sim.catalog")
     return {
@@ -484,8 +473,7 @@ def _shipped() -> dict[str, dict[str, tuple[str, object]]]:
 
 def _merged(file: str, known: object, given: object) -> object:
     """Returns a user's entry over the catalog's entry. Each given field replaces the entry's field and the calibrated
-    field of
-    the same name.
+    field of the same name.
     """
     if not isinstance(known, dict) or not isinstance(given, dict):
         return given

@@ -92,8 +92,7 @@ class Generation:
 
 def read_generations(file: str, text: str) -> dict[str, Generation]:
     """Returns the generations of a file like generations.toml, by name. Raises CatalogError for a field that is missing
-    or
-    wrong, and for a `like` that does not name a generation with figures of its own.
+    or wrong, and for a `like` that does not name a generation with figures of its own.
     """
     found: dict[str, Generation] = {}
     raws = parse_toml(file, text)

@@ -133,8 +133,7 @@ def _host(catalog: Catalog, root: Path, cores: int, notes: list[str]) -> Host:
 
 def read_memory(root: Path) -> tuple[int, int]:
     """Returns the bytes of memory that this process may use (RAM, or its cgroup's limit if lower), and the part of them
-    that
-    is available.
+    that is available.
 
     Raises CatalogError where /proc/meminfo cannot be read.
     """

@@ -1,6 +1,5 @@
 """Loading of machines: by name from the catalog, from a file, or the machine that this process runs on; with other
-sizes
-where they are given.
+sizes where they are given.
 
 catalog.py explains the files, and how a user's file goes over the shipped files.
 """
@@ -41,8 +40,7 @@ def load_machine(
     """Returns a machine.
 
     name: a name of the catalog; "here" for the machine that this process runs on; the path of a .toml file; or mixed
-        GPUs,
-        such as "a100-80x2+v100-32x2" (mixed.py).
+        GPUs, such as "a100-80x2+v100-32x2" (mixed.py).
     gpu_memory, host_memory: sizes ("8GB", or bytes) that replace those of the catalog (see `resize`).
     nodes: number of nodes (see `with_nodes`).
     gpus: number of GPUs per node.

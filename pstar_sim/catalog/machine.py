@@ -409,8 +409,7 @@ class Machine:
     @property
     def confidence_by_input(self) -> dict[str, str]:
         """How each input of a prediction is known: input -> "calibrated", or one of KNOWN. Parts that this machine
-        lacks are
-        left out. An input of several parts is known as well as the worst of them.
+        lacks are left out. An input of several parts is known as well as the worst of them.
         """
         found = {
             "compute": _worst((r.gpu.measured, r.gpu.known) for r in self.ranks),

@@ -234,8 +234,7 @@ def _entry(file: str, name: str, raw: object) -> ModelEntry:
 
 def _check_shape(e: Entry[ModelShape], m: ModelEntry) -> None:
     """Raise CatalogError, naming the field, for a shape that contradicts itself, or whose number of parameters is not
-    the
-    `params` that it states.
+    the `params` that it states.
     """
     if m.hidden % m.heads and not (m.own_head_dim or m.latent):
         raise e.refuse("heads", f"a divisor of hidden = {m.hidden}, where head_dim is not given")
@@ -282,8 +281,7 @@ def _check_image(e: Entry[ModelShape], m: ModelEntry) -> None:
 
 def read_models(file: str, text: str) -> dict[str, ModelEntry]:
     """Returns the models by name, in the order of the file. Raises CatalogError for an entry that is wrong, or for a
-    name that
-    is used twice.
+    name that is used twice.
     """
     models = {name: _entry(file, name, raw) for name, raw in parse_toml(file, text).items()}
     taken = set(models)

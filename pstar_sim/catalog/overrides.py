@@ -57,8 +57,7 @@ def override(machine: Machine, changes: Mapping[str, Value] | Iterable[str]) -> 
     """Returns the machine with these figures in place of its own: {"gpu.memory": "48GB"} or ["gpu.memory=48GB"].
 
     Raises CatalogError, naming path and value: for an unknown path; for a value that is not a quantity, is out of range
-    or
-    contradicts the rest of the machine; and for a figure of a part that the machine does not have.
+    or contradicts the rest of the machine; and for a figure of a part that the machine does not have.
     """
     given = dict(changes) if isinstance(changes, Mapping) else parse_settings(changes)
     given = {path: _plain(value) for path, value in given.items()}
@@ -99,8 +98,7 @@ def override_rows() -> list[tuple[str, str, str, str]]:
 
 def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
     """Returns ["gpu.memory=48GB", "nodes=2"] as a mapping. Raises CatalogError for a text that is not PATH=VALUE, and
-    for a
-    path that is given twice.
+    for a path that is given twice.
     """
     found: dict[str, Value] = {}
     for text in texts:
@@ -118,8 +116,7 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
 
 def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
     """Returns the paths in an order in which no intermediate machine contradicts itself: where a memory shrinks, the
-    figures
-    that are subtracted from it are set first.
+    figures that are subtracted from it are set first.
     """
     paths = sorted(given, key=_order)
     for memory, taken in (("gpu.memory", "gpu.context"), ("host.memory", "host.reserved")):
@@ -133,8 +130,7 @@ def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
 
 def _order(path: str) -> tuple[int, int]:
     """Returns the key to sort a path by: first counts (nodes and GPUs multiply the present parts), then the other paths
-    as
-    listed; cores come before Adam's own rate.
+    as listed; cores come before Adam's own rate.
     """
     first = ("nodes", "gpus")
     known = list(_PATHS)
@@ -465,8 +461,7 @@ def _check(machine: Machine, given: Mapping[str, Value]) -> None:
 
 def _named(was: Machine, machine: Machine, given: Mapping[str, Value]) -> Machine:
     """Returns `machine` with the changed figures in the `source` of their parts. A machine with another GPU speed gets
-    another
-    name, because recorded timings of the old machine do not hold for it.
+    another name, because recorded timings of the old machine do not hold for it.
     """
     note = "; by hand: " + ", ".join(f"{path} = {value}" for path, value in given.items())
 

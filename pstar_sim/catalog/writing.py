@@ -1,6 +1,5 @@
 """Writing of machines: a machine as a catalog file, which `load_machine` reads back. Sizes come back exactly, rates up
-to
-rounding.
+to rounding.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ __all__ = ["machine_toml", "save_machine"]
 
 def machine_toml(machine: Machine, *, checked: date) -> str:
     """Returns the text of the machine's catalog file. Raises CatalogError for a machine whose ranks differ, because one
-    entry
-    cannot describe them.
+    entry cannot describe them.
     """
     if machine.mixed:
         raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")

@@ -1,6 +1,5 @@
 """accelerate: reads and writes the YAML of `accelerate config` with FSDP 1 or 2. Other distributed types are only read:
-    a
-single process and DDP as everything on the GPU, DeepSpeed by the module deepspeed.py.
+a single process and DDP as everything on the GPU, DeepSpeed by the module deepspeed.py.
 """
 
 from __future__ import annotations
@@ -108,8 +107,7 @@ _TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 
 def read(content: object, file: str) -> Configuration:
     """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys`, and for a distributed type
-    or
-    strategy that is not known.
+    or strategy that is not known.
     """
     found = read_keys(KEYS, content, file, "an accelerate configuration")
     kind = str(found["type"]).upper()
@@ -164,8 +162,7 @@ def _details(found: Reading, details: dict[str, object]) -> tuple[tuple[str, obj
 
 def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
     """Returns whether parameters are given up after forward, and notes on what is not modelled. accelerate reads this
-    from
-    the sharding strategy (a word or its number) with FSDP 1, and from fsdp_reshard_after_forward with FSDP 2.
+    from the sharding strategy (a word or its number) with FSDP 1, and from fsdp_reshard_after_forward with FSDP 2.
     """
     one = found.usual("version", 1) == 1
     notes = []
@@ -192,8 +189,7 @@ def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
 
 def _as_deepspeed(found: Reading, file: str, notes: list[str]) -> Configuration:
     """Returns the configuration that DeepSpeed's own file would give. Raises PstarError where the configuration names
-    such a
-    file, and asks for that file instead.
+    such a file, and asks for that file instead.
     """
     if found.known("ds_file") is not None:
         raise PstarError(f"{file}: {_DS}.deepspeed_config_file = {found['ds_file']!r}: give that file to --like")

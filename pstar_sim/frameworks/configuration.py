@@ -22,8 +22,7 @@ class Configuration:
     framework: name of the target that reads and writes it (targets.py).
     policy: the policy that stands for the configuration, with its options.
     dtype, batch_per_gpu, micro_batches, clip, checkpointing, optimizer: facts of the job; None where the file leaves
-        the
-        fact to the script.
+        the fact to the script.
     train_batch: sequences per iteration on all GPUs; None where the file does not say.
     pinned: whether gradients and states that lie on the host for the copies are page-locked.
     pinned_params: the same for parameters.
@@ -65,8 +64,7 @@ class Configuration:
 
     def for_model(self, workload: Workload) -> Configuration:
         """Returns the configuration with its open options set as the HF Trainer sets them for this model: DeepSpeed's
-        buckets
-        follow the hidden size.
+        buckets follow the hidden size.
         """
         if not self.left_open:
             return self

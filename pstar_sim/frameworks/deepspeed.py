@@ -2,8 +2,7 @@
 
 A policy stands for each kind of configuration. Stage 3: zero3_offload with the optimizer on the CPU, zero_infinity with
 disks, zero3_resident without offloading. Stages 1 and 2: zero_offload with the optimizer on the CPU, else
-zero3_resident
-with reshard=False (parameters gathered in forward stay gathered). Stage 0: all_on_gpu.
+zero3_resident with reshard=False (parameters gathered in forward stay gathered). Stage 0: all_on_gpu.
 """
 
 from __future__ import annotations
@@ -212,8 +211,7 @@ _NVME_PATH = "/local_nvme"
 
 def read(content: object, file: str) -> Configuration:
     """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys`, and for values that
-    exclude each
-    other.
+    exclude each other.
     """
     found = read_keys(KEYS, content, file, "a DeepSpeed configuration")
     if found.known("bf16") and found.known("fp16"):
@@ -246,8 +244,7 @@ def read(content: object, file: str) -> Configuration:
 
 def _micro_batches(found: Reading) -> int | None:
     """Returns the number of micro-batches that the file says; None if it does not say. DeepSpeed runs a batch of an
-    iteration
-    that is given alone as one micro-batch.
+    iteration that is given alone as one micro-batch.
     """
     alone = found.known("train_batch") is not None and not {"batch_per_gpu", "micro_batches"} & found.named
     return 1 if alone else found.known("micro_batches")
@@ -442,8 +439,7 @@ def _stage3_allocations(configuration: Configuration, numels: list[int], moments
 
 def _parameters(configuration: Configuration, numels: list[int], width: int) -> list[Allocation]:
     """Returns the blocks of parameters that live off the GPU. DeepSpeed pins the parameters one by one, then moves them
-    into
-    one buffer. PyTorch keeps the small blocks that this frees.
+    into one buffer. PyTorch keeps the small blocks that this frees.
     """
     detail = configuration.detail
     if detail["params"] == "none":
@@ -536,8 +532,7 @@ def express(plan: Plan) -> Expressed:
 
 def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
     """Returns name and options of the DeepSpeed policy that is nearest to the plan, and notes on the parts of the plan
-    that
-    this policy cannot express.
+    that this policy cannot express.
     """
     known = options_of_plan(plan, *_OWN)
     cannot = common_limits(plan, DEEPSPEED, *_OWN)

@@ -1,6 +1,5 @@
 """Plans in the terms of a framework: the configuration nearest to a plan, the facts that it states, and the parts of
-the
-plan that the framework cannot express.
+the plan that the framework cannot express.
 """
 
 from __future__ import annotations

@@ -159,8 +159,7 @@ def rank_sizes(tensors: Iterable[Tensor], ranks: int) -> list[int]:
 
 def sub_groups(numels: Sequence[int], most: int) -> list[int]:
     """Returns the number of elements of each sub-group. Tensors are added in order; the tensor that reaches `most`
-    elements
-    closes its sub-group.
+    elements closes its sub-group.
     """
     groups: list[int] = []
     held = 0

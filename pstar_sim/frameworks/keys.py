@@ -88,8 +88,7 @@ class Reading:
 
     file: name of the file, for messages.
     values: name of a used key -> its value; AUTO where the file leaves the key to the script, the framework's default
-        where
-        the file does not name the key.
+        where the file does not name the key.
     named: names of the used keys that the file names.
     without_effect: paths of keys without an effect.
     notes: one line per key of the table that is not modelled.
@@ -121,8 +120,7 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Rea
     what: the kind of file, for messages.
 
     Raises PstarError, naming file and key, for a content that is not a table, an unknown key (with the nearest key),
-    and a
-    value of another type.
+    and a value of another type.
     """
     if not isinstance(content, dict):
         raise PstarError(f"{file}: is not {what}: it holds {brief(content)} where a table of keys is expected")
@@ -175,8 +173,7 @@ def _leaves(
 
 def _near(name: str, table: Mapping[str, Key], above: str) -> str:
     """Returns the known key that is most like an unknown key, else "". A key qualifies if it is in the same table of
-    the file,
-    or has the same name in another table.
+    the file, or has the same name in another table.
     """
     beside = {one.removeprefix(above).partition(".")[0] for one in table if one.startswith(above)}
     near = nearest(name, sorted(beside - {"*"}))
@@ -212,8 +209,7 @@ def _value(key: Key, value: object, file: str) -> object:
 
 def nested(keys: Sequence[Key], values: Mapping[str, object]) -> dict[str, Any]:
     """Returns the nested tables of a file with these values (name of a used key -> value), in the order of `keys`.
-    Values that
-    are None are left out.
+    Values that are None are left out.
     """
     content: dict[str, Any] = {}
     for key in keys:

@@ -20,8 +20,7 @@ _ENDINGS = {ending: target for target in TARGETS.values() for ending in target.e
 
 def load_configuration(path: str) -> Configuration:
     """Returns the configuration in a file. Raises PstarError, naming the file, for a file that cannot be read, is of no
-    known
-    kind, or has wrong content.
+    known kind, or has wrong content.
     """
     ending = Path(path).suffix.lower()
     if ending not in _ENDINGS:

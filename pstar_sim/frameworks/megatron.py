@@ -1,6 +1,5 @@
 """Megatron-LM: writes its flags. Its distributed optimizer slices the optimizer states. Parameters and their fp32
-gradients
-stay whole on every GPU. A share of the states may live on the host and is updated there.
+gradients stay whole on every GPU. A share of the states may live on the host and is updated there.
 """
 
 from __future__ import annotations

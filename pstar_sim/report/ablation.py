@@ -1,4 +1,4 @@
-"""Tables of an ablation: the ladder, and the policy with one idea taken out. Knows results, computes only wording."""
+"""Tables of an ablation: the ladder, and the policy without each of its ideas. Knows results, computes only wording."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ladder_cells(line: Line) -> tuple[str, ...]:
 
 
 def without_cells(line: Line) -> tuple[str, ...]:
-    """Returns a line of the second table: what doing without the idea costs."""
+    """Returns a line of the second table: the cost of leaving the idea out."""
     if not line.fits:
         return (line.change, "does not fit", *[""] * (len(WITHOUT) - 2))
     return (
@@ -55,8 +55,10 @@ def without_cells(line: Line) -> tuple[str, ...]:
 
 
 def ablation_text(ablation: Ablation, *, width: int | None = None) -> str:
-    """Heading, ladder, what the barrier is, the policy without each idea, and why some lines do not fit. width: by
-    default the terminal's."""
+    """Returns heading, ladder, the barrier of the setting, the policy without each idea, and why some lines do not fit.
+
+    width: of the terminal; None: as it is.
+    """
     width = terminal_width() if width is None else width
     ladder = f"from {ablation.lines[0].policy} to {ablation.policy}, one change at a time"
     lines = [*wrap(heading(ablation), width), ""]

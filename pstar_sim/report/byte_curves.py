@@ -1,4 +1,4 @@
-"""Curves: a timeline's byte samples as arrays over time or over moments; what the pictures and tables draw.
+"""Curves: a timeline's byte samples as arrays over time or over moments, for pictures and tables.
 
 Pure numbers, no matplotlib. Bytes in int64, seconds relative to the start of the steady iteration.
 """
@@ -37,7 +37,7 @@ class Curves:
 
     @property
     def model_data(self) -> IntArray:
-        """Everything but the tide."""
+        """The sum of all categories but the tide."""
         return sum((v for c, v in self.values.items() if c != "non-model"), np.zeros(len(self.edges) - 1, np.int64))
 
     @property
@@ -59,9 +59,10 @@ class PhaseBand:
 
 
 def steady_start_s(timeline: Timeline) -> float:
-    """When the steady iteration begins on the clock of the spans: where the compute queue ended the one before.
+    """Returns the time at which the steady iteration begins on the clock of the spans: the end of the compute queue's
+    work in the iteration before. A timeline of one iteration begins with its first moment.
 
-    A timeline of one iteration begins with its first moment. Raises PstarError for a timeline without compute spans.
+    Raises PstarError for a timeline without compute spans.
     """
     last = timeline.iterations - 1
     computes = [s for s in timeline.spans if s.queue is Queue.COMPUTE]
@@ -93,9 +94,10 @@ def moment_windows(timeline: Timeline) -> tuple[IntArray, FloatArray, FloatArray
 def byte_curves(timeline: Timeline, *, x: str = "time", place: str = "gpu") -> Curves:
     """Returns the curve of every category's bytes.
 
-    x = "time": all changes, in seconds. x = "moment": one value per moment: the value at the instant within the moment
-    (from its start until the next one's) at which the total is largest. Raises PstarError for another x and for a
-    timeline without samples of `place`.
+    x: "time": all changes, in seconds. "moment": one value per moment, that of the instant with the largest total
+        between the moment's start and the next moment's start.
+
+    Raises PstarError for another x and for a timeline without samples of `place`.
     """
     if x not in ("time", "moment"):
         raise PstarError(f'x must be "time" or "moment", not {x!r}')
@@ -104,7 +106,7 @@ def byte_curves(timeline: Timeline, *, x: str = "time", place: str = "gpu") -> C
         raise PstarError(f"the {timeline.source} timeline {timeline.label!r} has no byte samples of place {place!r}")
     times = np.unique(np.array([s.time_s for s in samples]))
     values: dict[str, IntArray] = {c: np.full(len(times), -1, np.int64) for c in CATEGORIES}
-    for sample in samples:  # in order of time; at equal times the later one holds
+    for sample in samples:  # in order of time; at equal times the later sample holds
         values.setdefault(sample.category, np.full(len(times), -1, np.int64))
         values[sample.category][np.searchsorted(times, sample.time_s)] = sample.bytes
     for category, column in values.items():
@@ -128,9 +130,8 @@ def _by_moment(timeline: Timeline, curves: Curves) -> Curves:
 
 
 def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]:
-    """FWD, BWD (recomputation inside it counted in) and ADAM as stretches of the x axis; empty if phases are not
-    known.
-    """
+    """Returns FWD, BWD (including recomputation inside it) and ADAM as stretches of the x axis. Empty if phases are not
+    known."""
     if not timeline.phases:
         return ()
     moments, start_s, end_s = moment_windows(timeline)

@@ -1,4 +1,4 @@
-"""Tables of the capacity answers: what fits, limits, offers, sensitivities. Knows results; computes only wording."""
+"""Tables of the capacity answers: fits, limits, offers, sensitivities. Knows results; computes only wording."""
 
 from __future__ import annotations
 
@@ -58,12 +58,13 @@ def _memory(machine: Machine) -> str:
 
 
 def _kernels(kernels: str) -> str:
-    """What follows in a heading; empty where the job names no kernels."""
+    """Returns the kernels for a heading; "" where the job names no kernels."""
     return f", {kernels_text(kernels)}" if kernels else ""
 
 
 def fits_text(answer: Fits, *, width: int | None = None) -> str:
-    """Yes or no, why, and the smallest change that would do; then a line per policy, and why the others do not fit."""
+    """Returns yes or no, why, and the smallest change that would make the job fit; then a line per policy, and why the
+    others do not fit."""
     width = terminal_width() if width is None else width
     w, m = answer.workload, answer.machine
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
@@ -97,7 +98,7 @@ def fits_text(answer: Fits, *, width: int | None = None) -> str:
 
 
 def _verdict(answer: Fits) -> list[str]:
-    """Sentences: yes or no, why, what would do."""
+    """Returns sentences: yes or no, why, and what would make the job fit."""
     return _yes(answer) if answer.any else _no(answer)
 
 
@@ -138,7 +139,7 @@ def _no(answer: Fits) -> list[str]:
 
 
 def _changes(answer: Fits) -> list[str]:
-    """What would make the job fit."""
+    """Returns sentences on the changes that would make the job fit."""
     said: list[str] = []
     change = answer.change
     if change is not None:
@@ -164,7 +165,8 @@ def _under(policies: Sequence[str]) -> str:
 
 
 def _lack(row: Fit, machine: Machine) -> str:
-    """What a policy needs of the place that is short, how much can be used, and how much is lacking."""
+    """Returns the bytes that a policy needs of the place that is short, the bytes that can be used, and the difference,
+    in words."""
     needed = {"gpu": row.gpu_needed_bytes, "host": row.host_needed_bytes}.get(row.short_of or "")
     if needed is None:
         return f"lacks {format_bytes(row.short_bytes or 0)} on {row.short_of}"
@@ -203,7 +205,7 @@ def _fit_cells(row: Fit) -> tuple[str, ...]:
 
 
 def limits_text(answer: Limits, *, width: int | None = None) -> str:
-    """One line per policy, published limits beside them where publications give any, and what the next size lacks."""
+    """Returns one line per policy, published limits beside them where there are any, and what the next size lacks."""
     width = terminal_width() if width is None else width
     m = answer.machine
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
@@ -228,7 +230,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
 
 
 def _depths(limits: Sequence[Limit], published: Sequence[PublishedLimit]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the deepest models; with a column of published limits where publications give any."""
+    """Returns columns and rows of the deepest models, with a column of published limits where there are any."""
     columns = ["policy", "layers", "parameters", "of the catalog", "then short of"]
     rows = [_depth_cells(row) for row in limits]
     if published:
@@ -253,7 +255,7 @@ def _tokens(count: float) -> str:
 
 
 def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
-    """Offers in time, cheapest first; then the others."""
+    """Returns the offers in time, cheapest first; then the others."""
     width = terminal_width() if width is None else width
     by = "" if answer.deadline_s is None else f" in {_deadline(answer.deadline_s)}"
     kernels = f" ({kernels_text(answer.kernels)})" if answer.kernels else ""
@@ -276,7 +278,7 @@ def cheapest_text(answer: Cheapest, *, width: int | None = None) -> str:
 
 
 def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
-    """Why the other machines are not offered, and what the columns mean."""
+    """Yields notes: why the other machines are not offered, and the meaning of the columns."""
     yield from (f"{_tried(row)}: {row.reason}" for row in answer.rows if row.reason is not None)
     if shown:
         prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
@@ -328,7 +330,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
 
 
 def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
-    """One line per part: what more of it changes."""
+    """Returns one line per part: the effect of a better part."""
     width = terminal_width() if width is None else width
     w = answer.workload
     by = f"{answer.by * 100:+g} %"
@@ -351,8 +353,8 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
 
 
 def _kept_text(row: PartEffect, now: PartEffect) -> str:
-    """Why the time is the time of the plan as it is: a plan made for the better part would be slower. Empty
-    otherwise."""
+    """Returns why the shown time is the time of the present plan: a plan made for the better part would be slower.
+    Empty otherwise."""
     from pstar_sim.planner.sensitivity import PLANNED, REPLAYED
 
     if row.how == PLANNED or now.iteration_s is None:

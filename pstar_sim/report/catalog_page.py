@@ -1,9 +1,9 @@
 """The catalog as pages: every figure of every entry, and whether it is measured, fitted, from a datasheet or assumed.
 
-[Note: how a figure is known] A figure in an entry's `calibrated` table was measured. Sizes, peaks and line rates are
-those of a datasheet; shares of them that are reached, latencies and what is set aside are assumed, and so is every
-figure of an entry whose source calls it an estimate or a placeholder. What is fitted to published runs stands in files
-of its own (efficiency.toml, frameworks.toml, generations.toml), which say how each figure is known.
+[Note: how a figure is known] A figure in an entry's `calibrated` table was measured. Sizes, peaks and line rates come
+from a datasheet. Shares of them that are reached, latencies and reserved memory are assumed, and so is every figure of
+an entry whose source calls it an estimate or a placeholder. Figures fitted to published runs are in files of their own
+(efficiency.toml, frameworks.toml, generations.toml), which say how each figure is known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GUESSED = ("an estimate", "placeholder", "from memory")
 def catalog_page(table: str) -> str:
     """Returns a table of the catalog in Markdown: a row per figure with its value, how it is known, and its source.
 
-    table: one of PAGES. Raises KeyError for another one.
+    table: one of PAGES. Raises KeyError for another name.
     """
     lines = ["| entry | figure | value | known | source |", "|---|---|---|---|---|"]
     for name, figures in known_figures(table).items():
@@ -43,7 +43,8 @@ def catalog_page(table: str) -> str:
 
 
 def known_figures(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
-    """Of each entry of a table: (figure, its value, one of KINDS, its source), by [Note: how a figure is known]."""
+    """Returns the figures of each entry of a table: (figure, its value, one of KINDS, its source), by [Note: how a
+    figure is known]."""
     if table == "generations":
         return {
             name: [(figure, _text(getattr(g, figure)), known, _cell(g.source)) for figure, known in g.known.items()]
@@ -71,7 +72,10 @@ def _of_entry(entry: Entry[Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _of_table(raw: Mapping[str, Any], prefix: str, known: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """Returns the rows of a table. known: how all its figures are known, where the table says so."""
+    """Yields the rows of a table.
+
+    known: how all its figures are known, where the table says so.
+    """
     source = str(raw.get("source", ""))
     for figure, value in raw.items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -28,8 +28,8 @@ _HEADS = (
 
 
 def predictions_text(predictions: Sequence[ConfigurationPrediction], *, width: int | None = None) -> str:
-    """Returns a table, and below it for each configuration: what takes the host's memory, why it does not fit, which
-    policy stands for it, what is not modelled."""
+    """Returns a table, and below it for each configuration: the parts of its host memory, why it does not fit, the
+    policy that stands for it, and the settings that are not modelled."""
     width = terminal_width() if width is None else width
     lines = [table_text(_HEADS, [_cells(p) for p in predictions], width=width).rstrip()]
     for p in predictions:
@@ -56,7 +56,7 @@ def _gb(size: int | None) -> str:
 
 
 def _said(p: ConfigurationPrediction) -> list[str]:
-    """Sentences about one configuration."""
+    """Returns sentences about one configuration."""
     said = [f"{p.label}: host memory per GPU: {', '.join(p.host.parts()) or 'none'}."]
     if p.reason is not None:
         said.append(f"{p.reason}.")
@@ -71,7 +71,8 @@ def _said(p: ConfigurationPrediction) -> list[str]:
 def export_text(
     path: str, expressed: Expressed, prediction: ConfigurationPrediction, *, width: int | None = None
 ) -> str:
-    """What a written file says of a plan and what it cannot say, then the prediction for the file."""
+    """Returns the parts of a plan that a written file states and those it cannot state, then the prediction for the
+    file."""
     width = terminal_width() if width is None else width
     texts = [
         f"{path}: {expressed.configuration.framework}: {'; '.join(expressed.says)}.",

@@ -1,7 +1,7 @@
 """The reference page of each file format, made from the types by which its files are read.
 
-The field of a type says what values its key takes, what the key means and what its default is; the unit follows from
-the key's name. The documentation puts `format_page(NAME)` where a page says `<!-- format: NAME -->`.
+The field of a type says which values its key takes, what the key means and what its default is. The unit follows from
+the key's name. A page of the documentation that says `<!-- format: NAME -->` gets `format_page(NAME)` there.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _UNITS = (
 class Format:
     """One kind of file.
 
-    what: what it is for, in one or two sentences.
-    version: what this package writes, and the newest that it reads.
+    what: the purpose of such a file, in one or two sentences.
+    version: the version that this package writes, and the newest that it reads.
     said: the place of the version in a file.
     tables: heading -> type of the keys below it.
-    more: what follows the tables, in Markdown.
+    more: the text behind the tables, in Markdown.
     """
 
     what: str
@@ -126,7 +126,7 @@ FORMATS = ("machine", "prices", "grid", "options", "plan", "timeline", "run", "t
 
 
 def format_page(name: str) -> str:
-    """Returns the reference of a format in Markdown: what it is for, its version, and a table of keys for each of its
+    """Returns the reference of a format in Markdown: its purpose, its version, and a table of keys for each of its
     tables.
 
     Raises KeyError for a name that is not in FORMATS.
@@ -141,7 +141,7 @@ def format_page(name: str) -> str:
 
 
 def _tables(title: str, table: type[Struct], shown: set[type[Struct]]) -> Iterator[tuple[str, type[Struct]]]:
-    """Returns the table and those below it, each once."""
+    """Yields the table and the tables below it, each once, with their titles."""
     if table in shown:
         return
     shown.add(table)
@@ -161,7 +161,7 @@ def _summary(table: type[Struct]) -> str:
 
 
 def _fields(table: type[Struct]) -> Iterator[tuple[str, ...]]:
-    """Returns the rows of the page: key, what it may be, unit, meaning, default."""
+    """Yields the rows of the page: key, possible values, unit, meaning, default."""
     said = _said(record_class(table))
     defaults = _defaults(record_class(table))
     for field in fields_of(table).values():
@@ -211,8 +211,8 @@ def _defaults(cls: Any) -> dict[str, object]:
 
 
 def _said(cls: Any) -> dict[str, str]:
-    """What the docstring of a dataclass says of its fields: lines "name: text" or "name, other: text", with what is
-    indented below them."""
+    """Returns the description of each field in the docstring of a dataclass: from lines "name: text" or "name, other:
+    text", with the indented lines below them."""
     known = {f.name for f in dataclasses.fields(cls)} if cls is not None else set()
     found: dict[str, str] = {}
     names: list[str] = []

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["comparison_html", "machine_html", "plan_html", "planned_html", "timeline_html", "workload_html"]
 
 WIDTH, HEIGHT = 640, 120
-POINTS = 320  # of a curve; each is the highest of its stretch
+POINTS = 320  # points of a curve; each is the highest instant of its stretch
 
 
 def machine_html(machine: Machine) -> str:
-    """Parts, memory and rates, and where the figures come from."""
+    """Returns parts, memory, rates and sources of a machine, as HTML."""
     m, count = machine, len(machine.ranks)
     rows = [
         ("GPU", m.gpu.name if count == 1 else f"{count} x {m.gpu.name} on {m.nodes} node{'s'[: m.nodes > 1]}"),
@@ -49,7 +49,7 @@ def machine_html(machine: Machine) -> str:
 
 
 def workload_html(workload: Workload) -> str:
-    """Sizes, and the tide over the moments of an iteration."""
+    """Returns the sizes of a workload, and the tide over the moments of an iteration, as HTML."""
     w = workload
     rows = [
         ("parameters", f"{w.params / 1e9:.3f} billion, {w.dtype}"),
@@ -67,7 +67,7 @@ def workload_html(workload: Workload) -> str:
 
 
 def plan_html(plan: Plan) -> str:
-    """What the plan is for, its chunks and steps, and where every byte lies between two iterations."""
+    """Returns the job of a plan, its chunks and steps, and its bytes in each place between two iterations, as HTML."""
     w = plan.workload
     modes = [f"{plan.modes.count(mode)} {mode}" for mode in MODES if mode in plan.modes]
     rows = [
@@ -87,7 +87,7 @@ def plan_html(plan: Plan) -> str:
 
 
 def comparison_html(comparison: Comparison) -> str:
-    """Heading, table, seconds as bars, reasons and notes."""
+    """Returns heading, table, seconds as bars, reasons and notes, as HTML."""
     rows = [cells(row) for row in comparison.rows]
     said = [*reasons(comparison), *(f"note: {note}" for note in comparison.notes)]
     notes = "".join(f"<p><small>{escape(text)}</small></p>" for text in said)
@@ -97,13 +97,14 @@ def comparison_html(comparison: Comparison) -> str:
 
 
 def planned_html(planned: Planned) -> str:
-    """Returns the line of the table, the number of the plan's steps by kind, and what fills the GPU."""
+    """Returns the line of the table, the number of the plan's steps by kind, and the picture of the bytes on the GPU,
+    as HTML."""
     steps = f"<p><small>{escape(_kinds(planned.plan))}</small></p>"
     return f"{_table(HEADS, [cells(planned.row)])}{steps}{_tide(planned.timeline)}"
 
 
 def timeline_html(timeline: Timeline) -> str:
-    """Iteration time, peaks, bytes moved and stalls, and what fills the GPU."""
+    """Returns iteration time, peaks, bytes moved, stalls, and the picture of the bytes on the GPU, as HTML."""
     rows = [("iteration", format_s(timeline.iteration_s))]
     rows += [(f"peak {place}", format_bytes(size)) for place, size in timeline.peak_bytes.items()]
     rows += [(direction, format_bytes(size)) for direction, size in timeline.moved_bytes.items()]
@@ -122,10 +123,10 @@ def _kinds(plan: Plan) -> str:
 
 
 def _tide(timeline: Timeline) -> str:
-    """Returns GPU memory over the iteration; nothing for a timeline without samples of it."""
+    """Returns the picture of GPU memory over the iteration; "" for a timeline without samples of it."""
     try:
         curves = byte_curves(timeline)
-    except PstarError:  # a timeline need not have samples, and its table stands without them
+    except PstarError:  # a timeline may have no samples; its table needs none
         return ""
     capacity = float(timeline.budget_bytes.get("gpu") or curves.total.max())
     return _stacked(curves.edges, curves.values, capacity, "GPU memory over the iteration", hanging="non-model")
@@ -134,9 +135,12 @@ def _tide(timeline: Timeline) -> str:
 def _stacked(
     edges: np.ndarray, values: Mapping[str, np.ndarray], top: float, says: str, *, hanging: str | None = None
 ) -> str:
-    """Areas on top of each other, those of `hanging` from the top, as an SVG with its legend.
+    """Returns areas on top of each other as an SVG with its legend. Areas of `hanging` start from the top.
 
-    edges: n + 1 positions. values: category -> n bytes. top: bytes at the top of the picture."""
+    edges: n + 1 positions.
+    values: category -> n bytes.
+    top: bytes at the top of the picture.
+    """
     at = np.searchsorted(edges, np.linspace(edges[0], edges[-1], POINTS + 1)[:-1], side="right") - 1
     ends = np.append(at[1:], len(edges) - 1)
     xs = np.repeat(np.linspace(0, WIDTH, POINTS + 1), 2)[1:-1]

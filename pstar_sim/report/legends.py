@@ -15,8 +15,11 @@ Handles = dict[str, Any]
 
 
 def shared_legend(ax: Axes, handles: Mapping[str, Any], kind: str, in_order: Callable[[Handles], list[str]]) -> None:
-    """The legend of a picture, right of its axes; that of an earlier picture of this kind in the figure becomes part of
-    it. in_order: the names in the order in which they are listed."""
+    """Draw the legend of a picture, right of its axes. The legend of an earlier picture of this kind in the figure is
+    merged into it.
+
+    in_order: puts the names into their order in the legend.
+    """
     figure = ax.get_figure(root=True)
     assert figure is not None
     if figure.get_layout_engine() is None:

@@ -19,14 +19,14 @@ __all__ = ["Listing", "machines", "models", "policies"]
 
 
 class Listing(Sequence[str]):
-    """Names, in the order of the catalog; it shows itself as a table.
+    """Names, in the order of the catalog, which print as a table.
 
-    rows: a mapping per name, its figures by column, of which the first is the name.
+    rows: one mapping per name: column -> figure; the first column is the name.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, object]], *, hidden: str = "") -> None:
         self.rows = tuple(rows)
-        self._hidden = hidden  # a column that is for programs
+        self._hidden = hidden  # a column for programs only
         self._names = tuple(str(next(iter(row.values()))) for row in self.rows)
 
     @overload
@@ -54,17 +54,17 @@ class Listing(Sequence[str]):
 
 
 def machines(user_file: str | Path | None = None) -> Listing:
-    """Returns the machines of the catalog, and of a user's file over it, by the names that `ps.machine` takes."""
+    """Returns the machines of the catalog, and of a user's file over it, with the names that `ps.machine` takes."""
     return Listing(list_machines(user_file))
 
 
 def models() -> Listing:
-    """Returns the models of the catalog, by the names that `ps.preset` takes."""
+    """Returns the models of the catalog, with the names that `ps.preset` takes."""
     return Listing(list_models())
 
 
 def policies() -> Listing:
-    """Returns all policies, by the names that `ps.compare` takes; each row has the policy's options."""
+    """Returns all policies, with the names that `ps.compare` takes; each row has the policy's options."""
     rows: list[dict[str, object]] = []
     for name, policy in all_policies().items():
         said = (policy.__doc__ or "").strip()

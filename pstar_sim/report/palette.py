@@ -1,5 +1,5 @@
-"""Colours of every picture and page: Okabe and Ito's palette and neighbours of it, told apart with every common colour
-blindness. Colours only; what is drawn with them stands in the pictures."""
+"""Colours of every picture and page: Okabe and Ito's palette and neighbours of it, which stay distinct under every
+common colour blindness. Colours only; the pictures say what is drawn with them."""
 
 from __future__ import annotations
 
@@ -70,5 +70,8 @@ SPARE = (VERMILION, YELLOW, "#000000", WINE, "#44AA99")
 
 
 def policy_colour(policy: str, number: int) -> str:
-    """Colour of a policy. number: its place among the policies that are drawn, for one without a colour of its own."""
+    """Returns the colour of a policy.
+
+    number: index of the policy in the picture, for a policy without a colour of its own.
+    """
     return POLICIES.get(policy, SPARE[number % len(SPARE)])

@@ -1,8 +1,9 @@
 """Chrome trace JSON of timelines, for ui.perfetto.dev: one lane per queue, counters of memory, flows from fetch to use.
 
-Format: the JSON that Perfetto documents as "other formats": complete events (ph X), counters (C), metadata (M) and
-flows (s, f); times in microseconds. All iterations of a timeline are shown; counters cover the steady one. Several
-timelines (a prediction and a run) are groups of lanes below each other, their steady iterations begin at one time.
+The format is the JSON that Perfetto documents under "other formats": complete events (ph X), counters (C), metadata (M)
+and flows (s, f); times in microseconds. The trace has all iterations of a timeline; counters cover the steady
+iteration. Several timelines (a prediction and a run) are groups of lanes below each other, whose steady iterations
+begin together.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ _LANES = {
 
 
 def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = None) -> dict[str, Any]:
-    """Returns the trace as an object ready for `json.dump`. With the plan, moments carry their names and fetches flow
-    to their use. Raises PstarError where one of several timelines has no compute spans.
+    """Returns the trace as an object ready for `json.dump`. Raises PstarError where one of several timelines has no
+    compute spans.
+
+    plan: the plan of the timelines; with it, moments carry their names and flows lead from fetches to their uses.
     """
     many = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     steady = [steady_start_s(t) for t in many] if len(many) > 1 else [0.0]
@@ -43,7 +46,7 @@ def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = No
 
 
 def _group(timeline: Timeline, plan: Plan | None, pid: int, shift_s: float) -> list[dict[str, Any]]:
-    """Events of one timeline, as process `pid`, later by `shift_s`."""
+    """Returns the events of one timeline, as process `pid`, shifted by `shift_s`."""
     name = f"{timeline.label or 'plan'} ({timeline.source})"
     events = [_meta("process_name", pid, 0, {"name": name}), _meta("process_sort_index", pid, 0, {"sort_index": pid})]
     lanes = {queue: number for number, queue in enumerate(_LANES, start=1)}
@@ -53,7 +56,7 @@ def _group(timeline: Timeline, plan: Plan | None, pid: int, shift_s: float) -> l
     computes = {(s.iteration, s.moment): s for s in timeline.spans if s.kind is Kind.COMPUTE}
     for number, span in enumerate(timeline.spans):
         if span.end_s <= span.start_s:
-            continue  # bookkeeping of no length (drop, alloc, free): the counters show it
+            continue  # bookkeeping that takes no time (drop, alloc, free): the counters show it
         where = (pid, lanes[span.queue], shift_s)
         if span.start_s > span.ready_s and span.queue is Queue.COMPUTE and span.cause:
             name = f"waits for {span.cause}"
@@ -87,7 +90,8 @@ def _about(timeline: Timeline) -> Mapping[str, Any]:
 
 
 def _counters(timeline: Timeline, pid: int, shift_s: float) -> list[dict[str, Any]]:
-    """One counter event for every change of a place, with all its categories (drawn stacked in chrome://tracing)."""
+    """Returns one counter event for every change of a place, with all its categories (drawn stacked in
+    chrome://tracing)."""
     origin = steady_start_s(timeline) + shift_s
     events: list[dict[str, Any]] = []
     for place in sorted({s.place for s in timeline.samples}):
@@ -114,7 +118,10 @@ def _name(span: Span, plan: Plan | None) -> str:
 def _slice(
     name: str, category: str, where: tuple[int, int, float], start_s: float, end_s: float, args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the event of a span. where: process, lane, and seconds by which the span is shifted."""
+    """Returns the event of a span.
+
+    where: process, lane, and seconds by which the span is shifted.
+    """
     pid, tid, shift_s = where
     begin = _us(start_s + shift_s)
     return {

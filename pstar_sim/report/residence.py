@@ -1,6 +1,7 @@
-"""Residence: what of each chunk lies on the GPU at every instant of the steady iteration; what the residency map draws.
+"""Residence: the data of each chunk on the GPU at every instant of the steady iteration, for the residency map.
 
-The steps of a timeline are booked in the order in which they began and ended, from the cut on, by the policies' ledger.
+The policies' ledger books the steps of a timeline in the order in which they began and ended, from the start of the
+iteration on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pstar_sim.report.byte_curves import steady_start_s
 __all__ = ["AWAY", "CONTENTS", "Residence", "residence"]
 
 CONTENTS = ("not on the GPU", "parameters", "gradients", "optimizer states")
-"""What a chunk has on the GPU. A chunk that has several counts as the last of them in this order."""
+"""Kinds of data that a chunk can have on the GPU. A chunk that has several counts as the last of them in this order."""
 AWAY, PARAM, GRAD, STATES = range(len(CONTENTS))
 _OF_CATEGORY = {"param": PARAM, "grad": GRAD, "states": STATES}
 
@@ -32,12 +33,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Residence:
-    """What chunks have on the GPU in bins of time of equal length.
+    """The data of chunks on the GPU, in bins of time of equal length.
 
     edges_s: n + 1 edges of the bins, seconds from the start of the steady iteration.
-    first_chunks: of each row of `contents`, its first chunk; a row goes to the chunk before the next row's.
+    first_chunks: first chunk of each row of `contents`; a row ends before the next row's first chunk.
     chunks: number of chunks.
-    contents: rows x n indices into CONTENTS: the one that most of the row's bytes have for most of the bin.
+    contents: rows x n indices into CONTENTS: the kind of data that most of the row's bytes have for most of the bin.
     """
 
     edges_s: NDArray[np.float64]
@@ -47,8 +48,13 @@ class Residence:
 
 
 def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 96) -> Residence:
-    """Returns the map of a plan whose steps ran as the timeline says. bins: of time. rows: most rows; where a plan has
-    more chunks, neighbours share a row. Raises PstarError for a timeline with steps that are not the plan's."""
+    """Returns the map of a plan whose steps ran as the timeline says.
+
+    bins: number of bins of time.
+    rows: most rows; where a plan has more chunks, neighbours share a row.
+
+    Raises PstarError for a timeline with steps that are not in the plan.
+    """
     count = len(plan.layout.chunks)
     per_row = max(1, -(-count // rows))
     first = tuple(range(0, count, per_row))
@@ -65,7 +71,8 @@ def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 96
 
 
 def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float, int]]]:
-    """Chunk -> (begin, end, index into CONTENTS) from the first iteration on, seconds from the steady one's start."""
+    """Returns chunk -> (begin, end, index into CONTENTS) from the first iteration on, in seconds from the start of the
+    steady iteration."""
     book = _Book(plan)
     known = {step.id: step for step in plan.steps}
     _check_of_plan(known, timeline)
@@ -101,7 +108,7 @@ def _check_of_plan(known: Mapping[int, Step], timeline: Timeline) -> None:
 
 
 class _Book:
-    """What each chunk has on the GPU while the steps of a plan begin and end."""
+    """The data of each chunk on the GPU, while the steps of a plan begin and end."""
 
     def __init__(self, plan: Plan) -> None:
         self._held = Holdings(plan.layout, plan.initial)
@@ -112,7 +119,7 @@ class _Book:
         self._overwritten: set[int] = set()  # chunks whose working list holds gradients
 
     def advance(self, step: Step, *, begins: bool) -> tuple[int, ...]:
-        """Book that a step begins or ends. Returns the chunks that it may have changed."""
+        """Book the begin or the end of a step. Returns the chunks that it may have changed."""
         if begins:
             self._held.begin(step)
         else:
@@ -128,7 +135,7 @@ class _Book:
         return (step.chunk,)
 
     def content(self, chunk: int) -> int:
-        """What the chunk has on the GPU, as an index into CONTENTS."""
+        """Returns the kind of the chunk's data on the GPU, as an index into CONTENTS."""
         found = [content for name, content in self._lists if self._held.holds(chunk, name, Place.GPU)]
         most = max(found, default=AWAY)
         return GRAD if most == PARAM and chunk in self._overwritten else most

@@ -1,4 +1,5 @@
-"""What a run showed beside what was predicted: figures, their table, and the JSON of both. Knows results only."""
+"""Measured figures of a run beside the predicted ones: the figures, their table, and the JSON of both. Knows results
+only."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ __all__ = ["Figure", "figures", "figures_text", "losses_text"]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One quantity, predicted and measured, in the unit's base ("B" or "s")."""
+    """A quantity, predicted and measured, in its base unit ("B" or "s")."""
 
     name: str
     unit: str
@@ -22,7 +23,7 @@ class Figure:
 
     @property
     def difference(self) -> float:
-        """(measured - predicted) / predicted; 0 where both are 0, infinite where only the prediction is."""
+        """(measured - predicted) / predicted; 0 where both are 0, infinite where only the prediction is 0."""
         if self.predicted == self.measured:
             return 0.0
         return (self.measured - self.predicted) / self.predicted if self.predicted else float("inf")
@@ -34,7 +35,7 @@ class Figure:
 
 
 def figures(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[Figure]:
-    """Returns the figures of the keys both have, in order: a key ends in "_s" (seconds) or "_bytes"."""
+    """Returns the figures of the keys that both have, in order. A key ends in "_s" (seconds) or "_bytes"."""
     rows = []
     for key, value in predicted.items():
         if key in measured:
@@ -48,9 +49,11 @@ def figures_text(rows: Sequence[Figure], *, width: int) -> str:
 
 
 def losses_text(columns: Mapping[str, Sequence[float]], *, width: int, first: int = 0, most: int | None = None) -> str:
-    """Losses per step, one column per run, and the largest relative difference to the first column in each row. first:
-    the number of the first step. most: number of rows; where there are more steps, the first and the last ones are
-    shown."""
+    """Returns losses per step, one column per run, and in each row the largest relative difference to the first column.
+
+    first: the number of the first step.
+    most: number of rows; if there are more steps, the first and the last steps are shown.
+    """
     heads = ["step", *columns, *(["relative difference"] if len(columns) > 1 else [])]
     rows = list(enumerate(zip(*columns.values()), start=first))
     if most is not None and len(rows) > most:

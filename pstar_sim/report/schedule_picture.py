@@ -1,9 +1,9 @@
-"""The schedule picture: what every queue does at every instant of an iteration.
+"""The schedule picture: the work of every queue at every instant of an iteration.
 
-[Note: reading a schedule picture] A row per queue, a bar per step, with the number of its chunk where there is room.
-Bars of compute are moments with their numbers, in the grey of their phase. A gap is time in which the queue waits. The
-picture shows the steady iteration: steps that the iteration before it has left running are at the left edge, and steps
-that run on into the next iteration are cut off at the right edge.
+[Note: reading a schedule picture] The picture has a row per queue and a bar per step, with the number of its chunk
+where there is room. Bars of compute are moments with their numbers, in the grey of their phase. A gap is time in which
+the queue waits. The picture shows the steady iteration: steps still running from the iteration before are at the left
+edge, and steps that run on into the next iteration are cut off at the right edge.
 
 Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and timelines; knows no policy.
 """
@@ -39,8 +39,11 @@ _ROWS = {
 def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
     """Draw the queues of one timeline over time. Returns the axes.
 
-    timeline: a timeline, or a plan of a comparison. ax: where to draw; None makes a figure. Raises PstarError for
-    anything else, and for a timeline without compute spans."""
+    timeline: a timeline, or a plan of a comparison.
+    ax: the axes to draw on; None makes a figure.
+
+    Raises PstarError for another value, and for a timeline without compute spans.
+    """
     if isinstance(timeline, Planned):
         timeline = timeline.timeline
     instance("timeline", timeline, Timeline, "a Timeline or a plan of a comparison")
@@ -69,7 +72,7 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
 def _draw_bars(
     ax: Any, timeline: Timeline, shown: list[tuple[Span, float, float]], rows: list[Queue]
 ) -> dict[str, Any]:
-    """Returns a bar per span in the row of its queue. Returns one bar per name."""
+    """Draw a bar per span in the row of its queue. Returns one bar per name, for the legend."""
     found: dict[str, Any] = {}
     for span, start_s, end_s in shown:
         row = rows.index(span.queue)
@@ -91,7 +94,8 @@ def _in_order(handles: Handles) -> list[str]:
 
 
 def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
-    """Spans that take time within the steady iteration, with their ends in it, relative to its start."""
+    """Returns the spans that take time within the steady iteration, each with its start and end in the iteration,
+    relative to the iteration's start."""
     origin = steady_start_s(timeline)
     found = []
     for span in timeline.spans:
@@ -102,7 +106,7 @@ def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
 
 
 def _style(timeline: Timeline, span: Span) -> tuple[str, str, str]:
-    """Returns the name in the legend, colour, and colour of the number."""
+    """Returns the span's name in the legend, its colour, and the colour of its number."""
     if span.kind is not Kind.COMPUTE:
         return STEPS.get(span.kind, (span.kind.value, "#CCCCCC", "black"))
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"

@@ -1,7 +1,7 @@
 """Pictures of capacity questions: the largest model by machine, time along one axis of a sweep, and maps of two axes.
 
-Each draws on the axes it is given (or on new ones), opens no window, calls no `show`. Frames are those of
-`Sweep.to_frame()`; what is drawn is what they hold, nothing is planned here. Knows matplotlib and frames.
+Each function draws on the axes it is given (or on new ones), opens no window, calls no `show`. Frames are those of
+`Sweep.to_frame()`; the pictures show their values, and nothing is planned here. Knows matplotlib and frames.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NOTHING = "#EEEEEE"
 
 
 def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
-    """Returns the largest model of each machine as bars, one per policy; billions of parameters, written beside each
-    bar.
+    """Draw the largest model of each machine as bars, one per policy, with billions of parameters beside each bar.
+    Returns the axes.
 
     Raises PstarError for no limits at all and for limits of batches.
     """
@@ -61,7 +61,7 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
 
 
 def _with_memory(limits: Limits) -> str:
-    """Returns the machine and what each of its GPUs has: machines of equal GPUs may differ in host memory."""
+    """Returns the machine's name and the memory per GPU: machines of equal GPUs may differ in host memory."""
     m = limits.machine
     each = "" if len(m.ranks) == 1 else " per GPU"
     return f"{m.name}\n{m.gpu_budget_bytes / GB:.0f} GB of GPU and\n{m.host_budget_bytes / GB:.0f} GB of RAM{each}"
@@ -70,7 +70,10 @@ def _with_memory(limits: Limits) -> str:
 def _bar(
     ax: Any, y: float, row: Limit, thick: float, widest: float, colour: str, *, machine: str, legend: bool
 ) -> None:
-    """One policy on one machine, its billions of parameters beside it. widest: length of the longest bar."""
+    """Draw one policy on one machine, with billions of parameters beside the bar.
+
+    widest: length of the longest bar.
+    """
     billions = (row.params or 0) / 1e9
     label = row.policy if legend else None
     ax.barh(y, billions, thick * 0.92, color=colour, label=label, gid=f"{machine} {row.policy}")
@@ -79,7 +82,8 @@ def _bar(
 
 
 def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound: bool = True) -> Any:
-    """Returns the seconds per iteration along the axis `x` of a sweep, one line per policy and the lower bound dashed.
+    """Draw the seconds per iteration along the axis `x` of a sweep, one line per policy and the lower bound dashed.
+    Returns the axes.
 
     A policy's line begins where it fits. Sizes as texts ("48GB") are drawn in GB. Raises PstarError for an axis that is
     not in the frame, and for a frame in which another axis varies, too.
@@ -89,7 +93,7 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
     for n, policy in enumerate(dict.fromkeys(frame["policy"])):
         mine = frame[(frame["policy"] == policy) & frame["iteration_s"].notna()].sort_values("at")
         marker = MARKERS[n % len(MARKERS)]
-        size = max(4.0, 11.0 - 1.8 * n)  # where policies are equally fast, the marker of each is seen
+        size = max(4.0, 11.0 - 1.8 * n)  # shows the markers of equally fast policies
         style: dict[str, Any] = {"ms": size, "lw": 1.4, "color": policy_colour(policy, n)}
         ax.plot(mine["at"], mine["iteration_s"], marker + "-", label=policy, **style)
     if bound and frame["lower_bound_s"].notna().any():
@@ -98,13 +102,14 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
     ax.set_xlabel(_axis_name(x, list(frame[x])), fontsize=9)
     ax.set_ylabel("seconds per iteration", fontsize=9)
     ax.set_ylim(0, None)
-    ax.legend(fontsize=8, facecolor="white", framealpha=1.0)  # its markers are no points of the lines behind it
+    ax.legend(fontsize=8, facecolor="white", framealpha=1.0)  # opaque: its markers are not points of the lines behind
     _plain(ax)
     return ax
 
 
 def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None) -> Any:
-    """What binds (`bound_by`) by two axes of a sweep of one policy, a coloured field each; "no" where it does not fit.
+    """Draw what binds (`bound_by`) over two axes of a sweep of one policy, as coloured fields; "no" where the job does
+    not fit.
 
     Raises PstarError as `plot_times`, and for more than one policy.
     """
@@ -125,10 +130,10 @@ def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None
 def plot_map(
     table: pandas.DataFrame, x: str, y: str, ax: Axes | None = None, *, unit: str = "", most: float | None = None
 ) -> Any:
-    """Returns a table of numbers (rows: axis `y`, columns: axis `x`) as fields, darker for more, with the numbers in
-    them.
+    """Draw a table of numbers (rows: axis `y`, columns: axis `x`) as fields, darker for larger numbers, with the
+    numbers in them. Returns the axes.
 
-    most: the number of the darkest field (default: the largest). Where two tables share it they can be compared.
+    most: the number of the darkest field (default: the largest). Tables with the same `most` can be compared.
     """
     from matplotlib import colormaps
 
@@ -147,7 +152,7 @@ def plot_map(
 
 
 def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFrame:
-    """Returns the rows by `y`, columns by `x`, in the order of the sweep."""
+    """Returns the column `value` of the frame as a table, rows by `y`, columns by `x`, in the order of the sweep."""
     frame = _over(frame, [x, y])
     if frame["policy"].nunique() != 1:
         raise PstarError(f"a map shows one policy, not {', '.join(frame['policy'].unique())}; choose one")
@@ -156,8 +161,8 @@ def _table(frame: pandas.DataFrame, x: str, y: str, value: str) -> pandas.DataFr
 
 
 def _over(frame: pandas.DataFrame, axes: Sequence[str]) -> pandas.DataFrame:
-    """Returns the frame with `at`, the first axis as numbers. Raises PstarError for what cannot be drawn over these
-    axes."""
+    """Returns the frame with the column `at`: the first axis as numbers. Raises PstarError for a frame that cannot be
+    drawn over these axes."""
     for name in (*axes, "policy", "iteration_s"):
         if name not in frame:
             raise PstarError(f"the frame has no column {name!r}, only {', '.join(map(str, frame.columns))}")
@@ -184,7 +189,7 @@ def _axis_name(x: str, values: Sequence[object]) -> str:
 
 
 def _label(ax: Axes, table: pandas.DataFrame, x: str, y: str) -> None:
-    """Names and values of the two axes around a map."""
+    """Write names and values of the two axes around a map."""
 
     def words(values: Sequence[object]) -> list[str]:
         return [f"{_number(v):g}" if isinstance(v, str) else str(v) for v in values]

@@ -37,7 +37,7 @@ BINDS_WORDS = BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the h
 
 
 class TableAnswer(Protocol):
-    """What every answer about one job on one machine carries."""
+    """The attributes that every answer about one job on one machine has."""
 
     @property
     def workload(self) -> Workload: ...
@@ -50,7 +50,8 @@ class TableAnswer(Protocol):
 
 
 def heading(answer: TableAnswer) -> str:
-    """What was asked about, under which setting and where; for "here" also what was found and what was assumed."""
+    """Returns job, setting and machine of the answer; for the machine "here" also what was found and what was
+    assumed."""
     w, m, s = answer.workload, answer.machine, answer.settings
     barrier = s.barrier(w.dtype)
     parts = [
@@ -104,7 +105,7 @@ HEADS = (
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Returns a row's figures in words, in the order of HEADS, empty where there are none."""
+    """Returns a row's figures in words, in the order of HEADS. A missing figure is empty."""
     if not row.fits:
         return (row.policy, "no", *[""] * 9)
 
@@ -132,17 +133,20 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def format_percent(share: float) -> str:
     """Returns a share as a percentage. Below 1 % it has two digits after the point."""
-    percent = round(share * 100, 9) + 0.0  # the rounding of a sum is no negative share
+    percent = round(share * 100, 9) + 0.0  # rounding of a sum must not show as a negative share
     return f"{percent:.2f} %" if abs(percent) < 0.995 else f"{percent:.1f} %"
 
 
 def reasons(comparison: Comparison) -> list[str]:
-    """One text for every policy that does not fit: why, by how much, and what would do."""
+    """Returns a text for every policy that does not fit: why, by how much, and what would make it fit."""
     return [row.reason or f"{row.policy} does not fit" for row in comparison.rows if not row.fits]
 
 
 def comparison_text(comparison: Comparison, *, width: int | None = None) -> str:
-    """Heading, table, the bound, and why the others do not fit. width: of the terminal, where none is given."""
+    """Returns heading, table, the bound, and why the other policies do not fit.
+
+    width: of the terminal; None: as it is.
+    """
     width = terminal_width() if width is None else width
     table = table_text(HEADS, [cells(row) for row in comparison.rows], width=width)
     lines = [*wrap(heading(comparison), width), "", table.rstrip()]
@@ -162,7 +166,10 @@ REFUSAL = ("policy", "short of", "needs", "has", "what would do", "what needs th
 
 
 def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
-    """Why no policy fits: one row per policy. width: of the terminal, where none is given."""
+    """Returns why no policy fits, one row per policy.
+
+    width: of the terminal; None: as it is.
+    """
     width = terminal_width() if width is None else width
     rows = [
         (
@@ -181,7 +188,10 @@ def refusal_text(comparison: Comparison, *, width: int | None = None) -> str:
 
 
 def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
-    """What is known of the errors of the times shown: (policy, label) of each; one line, none without times."""
+    """Returns a line on the known errors of the shown times; no line without times.
+
+    pairs: (policy, label of its error).
+    """
     by_label: dict[str, list[str]] = {}
     for policy, label in pairs:
         if label is not None:
@@ -194,7 +204,7 @@ def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
 
 
 def _bounds(rows: Sequence[Row]) -> list[str]:
-    """One text per bound that the rows are compared with. Where there are several, each says for which policies."""
+    """Returns a text per bound that the rows are compared with. Several bounds each name their policies."""
     policies: dict[tuple[float | None, str], list[str]] = {}
     for row in rows:
         policies.setdefault((row.lower_bound_s, _certificate(row)), []).append(row.policy)
@@ -210,7 +220,7 @@ def _bounds(rows: Sequence[Row]) -> list[str]:
 
 
 def _certificate(row: Row) -> str:
-    """Returns the kind of bound that a line is compared with, or why it has none."""
+    """Returns the kind of bound that a line is compared with, or why there is none."""
     said = row.certificate or {}
     if said.get("bound") is None:
         return str(said.get("reason", ""))

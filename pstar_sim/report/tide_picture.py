@@ -1,16 +1,16 @@
-"""The tide picture: what fills the GPU at every instant of an iteration.
+"""The tide picture: the bytes that fill the GPU at every instant of an iteration.
 
-[Note: reading a tide picture] Model data (optimizer states, parameters, gradients, buffers) stands on the floor;
-non-model data hangs from the capacity line, so its lower edge is the capacity that is left for chunks: the tide line.
-White between the two is free. A policy that does not look at the tide plans with one constant capacity, that of the
-tide's peak: everything between this constant (dotted) and the tide line is room it can never use (hatched).
+[Note: reading a tide picture] Model data (optimizer states, parameters, gradients, buffers) stands on the floor.
+Non-model data hangs from the capacity line; its lower edge, the tide line, is the capacity that is left for chunks.
+White between the two is free. A policy that ignores the tide plans with one constant capacity, that of the tide's peak:
+it can never use the room between this constant (dotted) and the tide line (hatched).
 
-A measured timeline is laid over the first prediction as lines: the tide line and the model data that were measured, the
-measured phases as a second strip. The hatching is left out then, and the time axis ends where the longer one ends. A
-whole figure lays one over the other by moment; by time it shows them below each other, on one axis of time.
+A measured timeline is laid over the first prediction as lines: the measured tide line and model data, and the measured
+phases as a second strip. The hatching is then left out, and the time axis ends where the longer timeline ends. In a
+whole figure, the picture by moment lays one timeline over the other; the picture by time shows them below each other.
 
-[Note: one axis of time] Timelines that are drawn together share the axis of time, so that the faster one is the shorter
-one.
+[Note: one axis of time] Timelines that are drawn together share the axis of time, so that the faster timeline is the
+shorter one.
 
 Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `curves`; knows no policy.
 """
@@ -63,10 +63,10 @@ def plot_tide(
     """Draw one timeline, or several with the same axes. Returns the axes (an array of them for several).
 
     timelines: a timeline or a plan of a comparison, a list of them, or a comparison, of which up to three plans are
-        drawn: the slowest, the one in the middle and the fastest.
+        drawn: the slowest, the median and the fastest.
     x: "time" (seconds) or "moment".
     measured: a recorded timeline drawn as lines over the first one.
-    ax: where to draw; as many axes as timelines; None makes a figure.
+    ax: the axes to draw on, one per timeline; None makes a figure.
 
     Raises PstarError for an unknown x, for a timeline without bytes to draw, and for a wrong number of axes.
     """
@@ -92,8 +92,10 @@ def _plot(
     *,
     hatch: bool = True,
 ) -> Handles:
-    """Draw each timeline on its axes, all with the same x and y axis. Returns what a legend shows. hatch: what a static
-    partition cannot reach."""
+    """Draw each timeline on its axes, all with the same x and y range. Returns the entries of a legend.
+
+    hatch: whether to hatch the room that a static partition cannot reach.
+    """
     top = max(_capacity(t, place) for t in many)
     unit, name = next((u for u in ((GB, "GB"), (MB, "MB"), (KB, "kB")) if top >= u[0]), (1, "B"))
     handles: Handles = {}
@@ -117,7 +119,9 @@ def _plot(
 class _Strip:
     """Strips above the capacity line that name phases, each tall enough for its letters.
 
-    start: where the first one begins, in the unit of the y axis. height: of each. end: end of the y axis.
+    start: where the first strip begins, in the unit of the y axis.
+    height: of each strip.
+    end: end of the y axis.
     """
 
     start: float
@@ -134,7 +138,7 @@ class _Strip:
 
 
 def _size_points(ax: Axes) -> tuple[float, float]:
-    """Width and height of the axes in points, as far as they are known before the layout."""
+    """Returns width and height of the axes in points, as far as they are known before the layout."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     box = ax.get_position()
@@ -143,7 +147,8 @@ def _size_points(ax: Axes) -> tuple[float, float]:
 
 
 def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
-    """Where to draw `count` timelines; None makes a figure. Raises PstarError for another number of axes."""
+    """Returns the axes to draw `count` timelines on; None makes a figure. Raises PstarError for another number of
+    axes."""
     if ax is None:
         from matplotlib import pyplot
 
@@ -170,11 +175,11 @@ def _timelines(given: object) -> list[Timeline]:
 
 
 def spread(comparison: Comparison) -> list[Planned]:
-    """Up to three plans of a comparison: the slowest, the one in the middle and the fastest."""
+    """Returns up to three plans of a comparison: the slowest, the median and the fastest."""
     fitting = [comparison[row.policy] for row in comparison.rows if row.fits]
     if not fitting:
         return []
-    best = comparison.best().policy  # the one to take of those that are as fast
+    best = comparison.best().policy  # of equally fast plans, the one to take
     fitting.sort(key=lambda planned: (-round(planned.row.iteration_s or 0.0, 9), planned.policy == best))
     count = len(fitting)
     return [fitting[n] for n in sorted({0, count // 2, count - 1})]
@@ -191,7 +196,7 @@ def tide_figure(
     Save it with `.savefig(file)`.
 
     measured: a run of the first timeline. By moment it is drawn over the prediction; by time the figure has a row for
-        each, on one axis of time. xs does not matter then.
+        prediction and run each, on one axis of time. `xs` is ignored then.
     """
     from matplotlib.figure import Figure
 
@@ -212,7 +217,7 @@ def tide_figure(
 
 
 def _measured_figure(predicted: Timeline, measured: Timeline, title: str) -> Figure:
-    """Returns the run over its prediction by moment; below it both by time."""
+    """Returns the figure of a run and its prediction: by moment the run over the prediction, below it both by time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 9.4), layout="constrained")
@@ -233,7 +238,7 @@ def _legend_below(figure: Figure, handles: Handles, title: str) -> None:
 
 
 def _capacity(timeline: Timeline, place: str) -> int:
-    """Returns the plan's budget; where the timeline carries none, its peak."""
+    """Returns the plan's budget of the place; for a timeline without a budget, the timeline's peak."""
     known = timeline.budget_bytes.get(place) or timeline.peak_bytes.get(place)
     return known if known else int(byte_curves(timeline, place=place).total.max())
 
@@ -266,7 +271,7 @@ def _draw(
         xs, tide_line, capacity / unit, color=COLOURS["non-model"], linewidth=0, alpha=0.85
     )
     constant = int(line.min())
-    # Only where no model data stands: what static leaves empty at low tide.
+    # Only above the model data: the room that a static partition leaves empty at low tide.
     reachable = np.maximum(floor, constant)
     _, low = _polyline(curves, reachable, unit)
     _, high = _polyline(curves, np.maximum(line, reachable), unit)
@@ -277,7 +282,7 @@ def _draw(
         handles["capacity of a static partition"] = ax.axhline(
             constant / unit, color="black", linestyle=":", linewidth=1.2, zorder=3
         )
-    fine = len(curves.edges) > 400  # a line as wide as a moment would hide the teeth it follows
+    fine = len(curves.edges) > 400  # a line as wide as a moment would hide the teeth of the curve
     ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.25 if fine else 0.9, zorder=3)
     handles["capacity (the plan's budget)"] = ax.axhline(
         capacity / unit, color="black", linestyle="--", linewidth=1.4, zorder=4
@@ -294,8 +299,8 @@ def _draw(
 
 
 def _phases(timeline: Timeline, ax: Axes, x: str, strip: _Strip, *, measured: bool = False) -> None:
-    """A strip above the capacity line, named where a name fits, and faint shading under it; the strip of a measured
-    timeline lies above that of its prediction and has no shading."""
+    """Draw a strip above the capacity line, with the names of phases that have room for a name, and faint shading under
+    it. The strip of a measured timeline lies above the strip of its prediction and has no shading."""
     bands = phase_bands(timeline, x=x)
     if not bands:
         return

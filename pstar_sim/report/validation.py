@@ -16,8 +16,11 @@ __all__ = ["validation_text"]
 
 
 def validation_text(validation: Validation, *, width: int | None = None, every_row: bool = False) -> str:
-    """Everything `pstar validate` prints. width: of the terminal, where none is given. every_row: also each row in
-    scope."""
+    """Returns everything that `pstar validate` prints.
+
+    width: of the terminal; None: as it is.
+    every_row: whether to add each row in scope.
+    """
     width = width or terminal_width()
     v = validation
 
@@ -73,7 +76,7 @@ _USES = {
 
 
 def summary_text(v: Validation, width: int) -> str:
-    """One line per machine and system: rows, and the absolute error of iteration times, phases and memory."""
+    """Returns one line per machine and system: rows, and the absolute error of iteration times, phases and memory."""
     heads = ("machine", "system", "use", "rows", "median", "90th", "time", "phases", "memory")
     lines: dict[tuple[str, str, str], list[Result]] = {}
     for r in v.results:
@@ -88,7 +91,7 @@ def summary_text(v: Validation, width: int) -> str:
 
 
 def files_text(v: Validation, width: int) -> str:
-    """One line per file of rows and use: errors, bias of the seconds, runs that do not fit, and orders kept."""
+    """Returns one line per file of rows and use: errors, bias of the seconds, runs that do not fit, and orders kept."""
     heads = ("rows of", "use", "rows", "median", "90th", "bias", "do not fit", "systems", "models")
     rows: list[tuple[str, ...]] = []
     for file in dict.fromkeys(r.file for r in v.results):
@@ -104,7 +107,7 @@ def files_text(v: Validation, width: int) -> str:
 
 
 def distance_text(v: Validation, width: int) -> str:
-    """One line per distance of tested times from the machines of the fitted rows."""
+    """Returns one line per distance of tested times from the machines of the fitted rows."""
     rows = [
         (name, str(e.rows), _share(e.median), _share(e.p90), "" if e.bias is None else f"{e.bias:+.1%}")
         for name, e in v.by_distance().items()
@@ -114,7 +117,8 @@ def distance_text(v: Validation, width: int) -> str:
 
 
 def _inside(v: Validation) -> list[str]:
-    """Returns a line on the rows that lie inside the bar which an answer would quote for them, and one per distance."""
+    """Returns a line on the share of rows that lie inside the bar that an answer would quote for them, then a line per
+    distance."""
     quoted, distance = quoted_bars(v.results), v.distances()
     groups: dict[str, list[bool]] = {}
     for r, bar in quoted:
@@ -194,13 +198,14 @@ def _rows_text(title: str, rows: Sequence[Result], width: int) -> str:
 
 
 def _family(system: str) -> str:
-    """Systems that differ in an option only (gap5, ratio0.8) are one line."""
+    """Returns the system's name without options: systems that differ in an option only (gap5, ratio0.8) share a
+    line."""
     words = [w for w in system.split(" ") if not w.startswith(("gap", "ratio"))]
     return " ".join(words)
 
 
 def _short(r: Result) -> str:
-    """Returns a label of the machine in at most 22 characters."""
+    """Returns a label of the machine with at most 22 characters."""
     if r.hardware.startswith("Polaris"):
         return f"Polaris, {r.nodes}x4 A100-40" if r.nodes > 1 else "Polaris, 1-4 A100-40"
     for text, short in (

@@ -1,5 +1,5 @@
-"""The waterfall of an ablation: seconds per iteration from the first line to the last, each change a
-floating bar, and beside it the bytes that each line copies.
+"""The waterfall of an ablation: seconds per iteration from the first line to the last. Each change is a floating bar. A
+second picture shows the bytes that each line copies.
 
 Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `Ablation`; plans nothing.
 """
@@ -24,13 +24,13 @@ __all__ = ["plot_waterfall", "waterfall_figure"]
 
 WHOLE, BETTER, WORSE, UP, DOWN = GREY, GREEN, VERMILION, BLUE, SKY
 NOTHING_S = 0.005  # a change that rounds to 0.00 s
-LEGIBLE = 0.004  # share of the width of the picture under which a change is a mark and not a bar
+LEGIBLE = 0.004  # a change below this share of the picture's width is a mark, not a bar
 
 
 def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) -> Any:
-    """Draw the ladder: one axes for seconds, or two (seconds, gigabytes). Returns the axes.
+    """Draw the ladder on one axes (seconds) or two (seconds, gigabytes). Returns the axes.
 
-    ax: where to draw; None makes a figure with both. Raises PstarError for another number of axes.
+    ax: the axes to draw on; None makes a figure with both. Raises PstarError for another number of axes.
     """
     instance("ablation", ablation, Ablation, "an Ablation, what ps.ablate answers")
     if ax is None:
@@ -65,7 +65,7 @@ def waterfall_figure(ablation: Ablation, *, pyplot: bool = False) -> Figure:
 
 
 def _seconds(ablation: Ablation, ax: Axes) -> None:
-    """A whole bar for the first line, a floating one for each change, a whole one for the last."""
+    """Draw a whole bar for the first line, a floating bar for each change, and a whole bar for the last line."""
     lines = ablation.lines
     fitting = [n for n, line in enumerate(lines) if line.fits]
     widest = max(lines[n].iteration_s or 0.0 for n in fitting)
@@ -116,7 +116,7 @@ def _change(line: Line) -> str:
 
 
 def _bytes(ablation: Ablation, ax: Axes) -> None:
-    """Gigabytes copied up and down, per line."""
+    """Draw the gigabytes that each line copies to and from the GPU."""
     lines = ablation.lines
     fitting = [n for n, line in enumerate(lines) if line.fits]
     rows = [*fitting, len(lines)]

@@ -1,6 +1,5 @@
 """Errors by class of machine. Validation keeps them, and answers show them with predicted times (planner/trust.py).
-Also
-counts the rows that lie inside the bar that an answer would have quoted for them.
+Also counts the rows that lie inside the bar that an answer would have quoted for them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ _Z90 = 1.645
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, float]]]:
     """Returns class -> policy (and "any policy") -> median, p90, bar and number of rows. It counts rows of whole
-    iterations to
-    which nothing is fitted. ANY_CLASS is for classes without rows.
+    iterations to which nothing is fitted. ANY_CLASS is for classes without rows.
     """
     groups = _groups(_judged(results))
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -52,8 +50,7 @@ def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, 
 
 def left_out_factor(groups: dict[str, dict[str, list[Result]]]) -> float:
     """Returns the factor by which the bar of a class exceeds the bar of the rows of all other classes: the 68th
-    percentile
-    over the classes with enough rows, at least 1.
+    percentile over the classes with enough rows, at least 1.
     """
     ratios = []
     for name, of_class in groups.items():
@@ -65,8 +62,7 @@ def left_out_factor(groups: dict[str, dict[str, list[Result]]]) -> float:
 
 def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
     """Returns the rows of whole iterations to which nothing is fitted. Each comes with the bar that an answer would
-    quote for
-    it without knowing the row itself: the bar of its class and policy, of its class, or of every class times
+    quote for it without knowing the row itself: the bar of its class and policy, of its class, or of every class times
     `left_out_factor`.
     """
     judged = _judged(results)
@@ -89,8 +85,7 @@ def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
 
 def binomial_interval(rows: int) -> tuple[int, int]:
     """Returns the least and the most rows, of `rows`, that lie inside their bars with 90 % probability, if each row
-    does so
-    with probability INSIDE (normal law).
+    does so with probability INSIDE (normal law).
     """
     middle, wide = rows * INSIDE, _Z90 * math.sqrt(rows * INSIDE * (1 - INSIDE))
     return max(0, math.floor(middle - wide)), min(rows, math.ceil(middle + wide))

@@ -70,8 +70,8 @@ def phases_of(plan: Plan, timeline: Timeline) -> Phases:
 
 def replay(experiment: Experiment) -> Prediction:
     """Plan and simulate the experiment. Of several batches, the batch with the most tokens per second counts; of
-    several
-    sizes, the largest that fits. The result of an experiment that does not fit has a reason instead of predictions.
+    several sizes, the largest that fits. The result of an experiment that does not fit has a reason instead of
+    predictions.
     """
     if len(experiment.sizes) > 1:
         return _largest(experiment)
@@ -114,8 +114,7 @@ def _check_host(experiment: Experiment, size: int) -> None:
 
 def _largest(experiment: Experiment) -> Prediction:
     """Returns the prediction for the largest size that fits, by bisection: here a larger model never fits where a
-    smaller
-    model does not.
+    smaller model does not.
     """
     low, high = -1, len(experiment.sizes)
     batch = experiment.batches[0]

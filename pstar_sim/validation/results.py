@@ -1,7 +1,7 @@
 """Results: predicted against published values, row by row, with their errors, orders and misses.
 
-An error is predicted / published - 1. A published run that does not fit here counts as an error of 100 %: it is a
-miss, not a row to leave out.
+An error is predicted / published - 1. A published run that does not fit here counts as an error of 100 %: it is a miss,
+not a row to leave out.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ DIFFERENT = 0.10
 _IN_SCOPE = ("fitted", "to fit", "tested")
 DISTANCES = ("same machine", "same generation", "new generation")
 """[Note: distance] A tested row is "same machine" where rows of that machine, with as many nodes, were fitted. It is
-"same
-generation" where rows of another machine with GPUs of that generation were fitted. Otherwise it is "new generation".
+"same generation" where rows of another machine with GPUs of that generation were fitted. Otherwise it is "new
+generation".
 """
 WHOLE = ("iter_ms", "iter_s", "total_TFLOPS_8N", "tokens_per_s_per_gpu")
 """Metrics of a whole iteration."""
@@ -103,8 +103,7 @@ class Result:
     @property
     def slower(self) -> float | None:
         """Predicted over published seconds - 1, below 0 where the prediction is too fast. None where nothing was
-        predicted, and
-        for bytes and sizes.
+        predicted, and for bytes and sizes.
         """
         if self.predicted is None or self.kind not in _SECONDS:
             return None
@@ -198,10 +197,8 @@ class Validation(Collection):
 
     def pairs(self) -> list[Pair]:
         """Returns the pairs of rows whose published values differ by more than 10 %. Pairs of kind "systems" are two
-        systems on one
-        machine, model and batch; pairs of kind "models" are two models of one system on one machine. At least one row
-        of a pair
-        is tested. The order is by the time of an iteration.
+        systems on one machine, model and batch; pairs of kind "models" are two models of one system on one machine. At
+        least one row of a pair is tested. The order is by the time of an iteration.
         """
         speeds = [r for r in self.results if r.metric in _SPEED]
         found: list[Pair] = []
@@ -231,8 +228,7 @@ class Validation(Collection):
 
     def by_distance(self) -> dict[str, Errors]:
         """Returns the errors of tested times by the distance of the run's machine from the machines of the fitted rows
-        ([Note:
-        distance]), the nearest first. Empty where no row is fitted.
+        ([Note: distance]), the nearest first. Empty where no row is fitted.
         """
         distance = self.distances()
         groups: dict[str, list[Result]] = {name: [] for name in DISTANCES}
@@ -321,8 +317,8 @@ def validate(
 ) -> Validation:
     """Replay the published runs in scope.
 
-    system, machine: only rows whose system or hardware (or the catalog machine of their replay) contains the text,
-        case aside.
+    system, machine: only rows whose system or hardware (or the catalog machine of their replay) contains the text, case
+        aside.
     efficiency: parameters to use instead of the shipped ones.
     progress: called with (runs done, runs in all).
 

@@ -102,8 +102,7 @@ _GPUS_PER_NODE = 8
 
 def _fsdp_step(file: str, line: int, raw: _Raw) -> PublishedRow:
     """Returns the row of one line in a file of whole steps of FSDP. Raises ValueError where the global batch is not
-    that of
-    all GPUs.
+    that of all GPUs.
     """
     each, times, gpus = int(raw["micro_batch"]), int(raw["grad_accum"]), int(raw["gpus"])
     if each * times * gpus != int(raw["global_batch"]):

@@ -1,7 +1,8 @@
-"""The app behind `pstar app`: the questions of the what-if page, answered by the planner while one moves a slider.
+"""The app behind `pstar app`: the questions of the what-if page, which the planner answers while the user moves
+sliders.
 
-Streamlit runs this file as a script, again whenever something is moved. Answers are kept, so that a figure that was
-there before is there at once. Plans nothing by itself and keeps nothing on disk.
+Streamlit runs this file as a script, again at every change of an input. Answers are kept in memory, so that an earlier
+choice is shown at once. Plans nothing by itself and keeps nothing on disk.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ __all__ = ["main"]
 
 MACHINE, MODEL, BATCH, SEQUENCE = "rtx4090-128gb", "4B", 8, 1024
 POLICIES = ("zero_offload", "tide")
-FASTER = 10  # per cent that a part is made better by
+FASTER = 10  # per cent by which a part is made faster
 
 Changes = tuple[tuple[str, str], ...]
 
 
 def main() -> None:
-    """The whole page, from the choices to the pictures."""
+    """Build the whole page, from the choices to the pictures."""
     st.set_page_config(page_title="What if?", layout="wide")
     st.title("What if?")
     st.caption("Every figure is planned and simulated now. ± is one standard deviation that validation found for "
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def _machine() -> tuple[str, Changes]:
-    """Returns the machine that is chosen, and what is changed of it."""
+    """Returns the chosen machine, and the chosen changes of its figures."""
     names = [str(row["machine"]) for row in list_machines()]
     side = st.sidebar
     name = side.selectbox("machine", names, index=names.index(MACHINE), key="machine")
@@ -79,7 +80,7 @@ def _machine() -> tuple[str, Changes]:
 
 
 def _job() -> tuple[str, int, int, tuple[str, ...]]:
-    """Model, batch, tokens per sequence and policies that are chosen."""
+    """Returns the chosen model, batch, tokens per sequence and policies."""
     side = st.sidebar
     names = list(model_names())
     model = side.selectbox("model", names, index=names.index(MODEL), key="model")
@@ -123,7 +124,7 @@ def _dollars(row: Row, price: Price | None, nodes: int) -> str:
 
 
 def _answer(found: Comparison) -> None:
-    """What fits, how fast, at which price and what binds."""
+    """Show whether the job fits, how fast it runs, its price and its bottleneck."""
     rows = [row for row in found.rows if row.fits]
     st.subheader("This job")
     if rows:
@@ -194,7 +195,7 @@ def _more(
     policies: tuple[str, ...],
     found: Comparison,
 ) -> None:
-    """What a link that is FASTER per cent faster brings, by policy."""
+    """Show the gain of a link that is FASTER per cent faster, by policy."""
     st.subheader(f"What {FASTER} % more link brings")
     factor = float(dict(changes).get("link.bandwidth", "x1")[1:]) * (1 + FASTER / 100)
     faster = (*(c for c in changes if c[0] != "link.bandwidth"), ("link.bandwidth", f"x{factor:.6g}"))
@@ -214,7 +215,7 @@ def _more(
 
 
 def _pictures(fitting: list[Planned]) -> None:
-    """The tide and the queues of each policy, on shared axes."""
+    """Draw the tide and the queues of each policy, on shared axes."""
     import plotly.graph_objects as go
 
     kind = getattr(getattr(st.context, "theme", None), "type", None) or "light"
@@ -236,7 +237,7 @@ def _pictures(fitting: list[Planned]) -> None:
 
 
 def _legend(chart: Chart, kind: str) -> str:
-    """Returns names beside their colours."""
+    """Returns a legend as HTML: names beside their colours."""
     items = (
         f'<span style="color:{themed(colour, kind)}">&#9632;</span> {escape(name)}'
         for name, colour in chart.legend.items()

@@ -1,11 +1,11 @@
-"""Charts: timelines as Plotly figures, written as plain values; what the report and the app draw.
+"""Charts: timelines as Plotly figures, written as plain values, for the report and the app.
 
 [Note: colours of the theme] A colour that depends on the theme is a word that begins with "@" (THEMES). The script of a
-page puts the theme's colour in its place when the page is shown and when the theme changes; `themed` does so here.
+page replaces the word by the theme's colour when the page is shown and when the theme changes; `themed` does so here.
 
-[Note: joined] A chart never draws more than a screen can show. What is joined is counted and said: where a curve has
-more corners than MOST_CORNERS, a point is the highest instant of its stretch; where a lane has bars shorter than
-1/RESOLUTION of the iteration, neighbours share a bar that lists them.
+[Note: joined] A chart never draws more than a screen can show. Joined elements are counted, and a note gives their
+number. Where a curve has more corners than MOST_CORNERS, a point is the highest instant of its stretch. Where a lane
+has bars shorter than 1/RESOLUTION of the iteration, neighbours share a bar that lists them.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ CONTENT_COLOURS = ("@faint", CATEGORIES["param"], CATEGORIES["grad"], CATEGORIES
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A figure, and what it says beside itself.
+    """A figure, with its legend and notes.
 
     figure: "data" and "layout" of a Plotly figure; colours as in [Note: colours of the theme].
-    legend: name -> colour, of what is drawn.
-    notes: what was joined to draw it.
+    legend: name of each drawn thing -> its colour.
+    notes: one line per kind of elements that were joined.
     """
 
     figure: Figure
@@ -83,7 +83,7 @@ class Chart:
 
 
 def themed(value: Any, theme: str = "light") -> Any:
-    """Returns a figure with the colours of a theme."""
+    """Returns the figure with the colours of a theme in place of the words for them."""
     if isinstance(value, dict):
         return {key: themed(one, theme) for key, one in value.items()}
     if isinstance(value, list):
@@ -92,7 +92,10 @@ def themed(value: Any, theme: str = "light") -> Any:
 
 
 def layout(*, height: int, **more: Any) -> Figure:
-    """Returns the layout that all charts share. more: keys of Plotly's layout."""
+    """Returns the layout that all charts share.
+
+    more: keys of Plotly's layout.
+    """
     shared: Figure = {
         "height": height,
         "margin": {"l": 64, "r": 12, "t": 12, "b": 46},
@@ -107,7 +110,10 @@ def layout(*, height: int, **more: Any) -> Figure:
 
 
 def axis(title: str, **more: Any) -> Figure:
-    """Returns an axis without a line at zero. more: keys of Plotly's axis."""
+    """Returns an axis without a line at zero.
+
+    more: keys of Plotly's axis.
+    """
     return {"title": {"text": title}, "gridcolor": "@grid", "linecolor": "@grid", "zeroline": False, **more}
 
 
@@ -117,12 +123,15 @@ def axis(title: str, **more: Any) -> Figure:
 def tide_chart(
     timeline: Timeline, *, x: str, right: float, top_bytes: float, measured: Timeline | None = None
 ) -> Chart:
-    """What fills the GPU over the iteration, against x = "time" or "moment": model data stands on the floor, non-model
-    data hangs from the capacity.
+    """Returns the chart of the bytes that fill the GPU over the iteration, against x = "time" or "moment": model data
+    stands on the floor, non-model data hangs from the capacity.
 
-    right: right end of the x axis. top_bytes: capacity that the y axis shows. measured: a run, drawn as lines.
+    right: right end of the x axis.
+    top_bytes: capacity that the y axis shows.
+    measured: a run, drawn as lines.
 
-    Raises PstarError for a timeline without samples of the GPU."""
+    Raises PstarError for a timeline without samples of the GPU.
+    """
     curves, note = _thinned(byte_curves(timeline, x=x))
     capacity = timeline.budget_bytes.get("gpu") or int(curves.total.max())
     xs = _numbers(curves.edges)
@@ -167,7 +176,7 @@ def _measured_lines(measured: Timeline, x: str, capacity: int) -> tuple[list[Fig
     xs = _numbers(curves.edges)
     model = _line(xs, curves.model_data, "@ink", 2.0)
     model["hovertemplate"] = "measured model data: %{y:.2f} GB<extra></extra>"
-    if not curves.tide.any():  # a run counts payloads; the tide is not always sampled
+    if not curves.tide.any():  # a run always counts payloads; its tide may not be sampled
         return [model], note
     tide = {**_line(xs, capacity - curves.tide, "#D55E00", 2.0), "customdata": _gigabytes(curves.tide),
             "hovertemplate": "measured tide: %{customdata:.2f} GB<extra></extra>"}  # fmt: skip
@@ -186,24 +195,24 @@ def _area(xs: list[float], top: Any, values: Any, name: str, colour: str) -> Fig
 
 
 def _line(xs: list[float], values: Any, colour: str, width: float) -> Figure:
-    """Returns a curve that is constant from each x to the next."""
+    """Returns the trace of a curve that is constant from each x to the next."""
     line = {"color": colour, "width": width, "shape": "hv"}
     return {"type": "scatter", "mode": "lines", "x": xs, "y": _gigabytes(values), "line": line}
 
 
 def _gigabytes(values: Any) -> list[float]:
-    """One for each edge; the last value holds to the end."""
+    """Returns one value per edge, in GB; the last value holds to the end."""
     return _numbers(np.append(values, values[-1]) / GB)
 
 
 def _numbers(values: Any) -> list[float]:
-    """Six digits are more than a screen shows."""
+    """Returns the values with six digits, more than a screen shows."""
     return [float(f"{v:.6g}") for v in np.asarray(values, np.float64).tolist()]
 
 
 def _thinned(curves: Curves) -> tuple[Curves, str]:
-    """Returns the curves with at most MOST_CORNERS points, each the instant of its stretch with the most bytes; and
-    what was joined, in words."""
+    """Returns the curves with at most MOST_CORNERS points, and a note on the joined points. A point is the instant of
+    its stretch with the most bytes."""
     count = len(curves.edges) - 1
     if count <= MOST_CORNERS:
         return curves, ""
@@ -216,8 +225,8 @@ def _thinned(curves: Curves) -> tuple[Curves, str]:
 
 
 def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
-    """Returns a strip above the capacity that names the phases where there is room for a name. A name carries its
-    stretch's share of the width, by which a narrow screen leaves out more of them."""
+    """Returns a strip above the capacity with the names of phases that have room for a name. Each name carries its
+    stretch's share of the width; by this share a narrow screen leaves out more names."""
     bands = phase_bands(timeline, x=x)
     shapes, names = [], []
     for band in bands:
@@ -239,7 +248,10 @@ def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
 
 @dataclass(slots=True)
 class _Bar:
-    """Steps of one lane that share a bar. busy_s: seconds by (name, colour)."""
+    """Steps of one lane that share a bar.
+
+    busy_s: seconds by (name, colour).
+    """
 
     start_s: float
     end_s: float
@@ -267,9 +279,12 @@ class _Bar:
 
 
 def lanes_chart(timeline: Timeline, *, right_s: float) -> Chart:
-    """What every queue does over the steady iteration, and what compute waits for. right_s: right end of the x axis.
+    """Returns the chart of the work of every queue over the steady iteration, and of what compute waits for.
 
-    Raises PstarError for a timeline without compute spans."""
+    right_s: right end of the x axis.
+
+    Raises PstarError for a timeline without compute spans.
+    """
     rows = _rows(timeline)
     lanes = [lane for lane in (QUEUE_NAMES[Queue.COMPUTE], WAITS, *list(QUEUE_NAMES.values())[1:]) if lane in rows]
     shortest = timeline.iteration_s / RESOLUTION
@@ -297,7 +312,7 @@ def lanes_chart(timeline: Timeline, *, right_s: float) -> Chart:
 
 
 def _rows(timeline: Timeline) -> dict[str, list[_Bar]]:
-    """Lane -> its bars of the steady iteration in order of time, each of one step or one wait."""
+    """Returns lane -> its bars of the steady iteration in order of time, each bar of one step or one wait."""
     origin = steady_start_s(timeline)
     rows: dict[str, list[_Bar]] = {}
     for span in sorted(timeline.spans, key=lambda s: (s.start_s, s.end_s)):
@@ -315,7 +330,10 @@ def _rows(timeline: Timeline) -> dict[str, list[_Bar]]:
 
 
 def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
-    """Returns a trace per name and colour. bars: each with its lane."""
+    """Returns a trace per name and colour.
+
+    bars: (lane, bar).
+    """
     data: list[Figure] = []
     for (name, colour), group in groupby(sorted(bars, key=lambda b: _most(b[1])), key=lambda b: _most(b[1])):
         mine = list(group)
@@ -349,7 +367,7 @@ def _most(bar: _Bar) -> tuple[str, str]:
 
 
 def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
-    """Returns the bars, of which neighbours share one as long as it stays shorter than shortest_s."""
+    """Returns the bars. Neighbours share a bar as long as it stays shorter than shortest_s."""
     drawn: list[_Bar] = []
     for bar in bars:
         if drawn and bar.end_s - drawn[-1].start_s <= shortest_s:
@@ -362,7 +380,7 @@ def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
 def _style(timeline: Timeline, span: Span) -> tuple[str, str]:
     if span.kind is not Kind.COMPUTE:
         name, colour, _ = STEPS.get(span.kind, (span.kind.value, "#999999", ""))
-        return name, "@deep" if span.kind is Kind.GPU_ADAM else colour  # dark on dark is not seen
+        return name, "@deep" if span.kind is Kind.GPU_ADAM else colour  # dark text on a dark bar cannot be read
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"
     return phase, PHASES.get(phase, "#CCCCCC")
 
@@ -377,8 +395,10 @@ def _about(span: Span) -> str:
 
 
 def residence_chart(found: Residence, *, right_s: float) -> Chart:
-    """Returns a row per chunk, or per few of them: what it has on the GPU over the iteration. right_s: right end of the
-    x axis."""
+    """Returns a chart with a row per chunk, or per few chunks: the chunk's data on the GPU over the iteration.
+
+    right_s: right end of the x axis.
+    """
     ends = [*found.first_chunks[1:], found.chunks]
     codes = range(len(CONTENTS))
     steps = [[edge / len(CONTENTS), CONTENT_COLOURS[c]] for c in codes for edge in (c, c + 1)]

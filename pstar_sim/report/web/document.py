@@ -1,6 +1,6 @@
-"""Document: one HTML file that holds everything that it shows and asks for nothing: style, script, Plotly and figures.
+"""Document: one HTML file that contains its style, script, Plotly and figures, and loads nothing else.
 
-A page has a content security policy under which a browser loads nothing but what stands in the file.
+The page has a content security policy, under which a browser loads only the content of the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["chart_place", "document", "legend_html", "plotly_script", "table_htm
 
 @cache
 def plotly_script() -> str:
-    """Plotly's script. Raises PstarError, saying what to install, where the package is not there."""
+    """Returns Plotly's script. Raises PstarError, saying what to install, if the package is missing."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -30,10 +30,14 @@ def plotly_script() -> str:
 
 
 def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> str:
-    """Returns the page. body: its HTML. data: what its script reads. script: name of the script's file beside this
-    module.
+    """Returns the page as HTML.
 
-    Raises PstarError where Plotly is not installed."""
+    body: its HTML.
+    data: the values that its script reads.
+    script: name of the script's file beside this module.
+
+    Raises PstarError where Plotly is not installed.
+    """
     plotly = plotly_script()
     here = files("pstar_sim.report.web")
     style = (here / "page.css").read_text(encoding="utf-8")
@@ -63,13 +67,15 @@ def document(title: str, body: str, data: Mapping[str, Any], *, script: str) -> 
 
 
 def chart_place(name: str, says: str) -> str:
-    """Returns the element in which the page draws the figure `name` of its data. says: the picture in words, for screen
-    readers."""
+    """Returns the element in which the page draws the figure `name` of its data.
+
+    says: the picture in words, for screen readers.
+    """
     return f'<div class="chart" role="img" aria-label="{escape(says)}" data-figure="{escape(name)}"></div>'
 
 
 def legend_html(legend: Mapping[str, str]) -> str:
-    """Returns names beside their colours, which may be those of the theme."""
+    """Returns a legend: names beside their colours. A colour may be one of the theme's."""
     items = (
         f'<li><span class="swatch" style="background:{_css(colour)}"></span>{escape(name)}</li>'
         for name, colour in legend.items()
@@ -82,7 +88,7 @@ def _css(colour: str) -> str:
 
 
 def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table whose first column names its rows; it scrolls by itself where the screen is narrow."""
+    """Returns a table whose first column names its rows. On a narrow screen the table scrolls by itself."""
     top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     lines = []
     for first, *others in rows:

@@ -1,5 +1,5 @@
 """The report of plans: pictures, table, certificate and explanation of one plan or several, or of a run beside its
-prediction, as one HTML file. It computes none of the planner's figures: the plans that it is given were examined."""
+prediction, as one HTML file. The report computes none of the planner's figures: its plans have been examined before."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _CATEGORIES = {**CATEGORY_NAMES, "non-model": "the tide"}
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a report shows in one column.
+    """One column of a report.
 
-    title: its name, different from those of the others.
-    timeline: when its steps ran: predicted, or measured.
-    examined: what examining its plan gave; None for a run, whose plan is another subject's.
+    title: its name, different from the other subjects' names.
+    timeline: times of its steps, predicted or measured.
+    examined: result of examining its plan; None for a run, whose plan is another subject's.
     """
 
     title: str
@@ -52,10 +52,12 @@ class Subject:
 
 
 def plan_report(subjects: Sequence[Subject]) -> str:
-    """Returns the report of these subjects, side by side, as HTML. A measured subject is also drawn over the one before
-    it.
+    """Returns the report of these subjects, side by side, as HTML. A measured subject is also drawn over the subject
+    before it.
 
-    Raises PstarError for no subject, for one whose timeline is not of its plan, and where Plotly is not installed."""
+    Raises PstarError for no subject, for a subject whose timeline does not belong to its plan, and where Plotly is not
+    installed.
+    """
     if not subjects:
         raise PstarError("a report needs at least one plan")
     page = _Page(subjects)
@@ -106,7 +108,7 @@ class _Page:
         )
 
     def _verdict(self) -> str:
-        """Returns the seconds of each subject beside those of the first, in a sentence."""
+        """Returns a sentence with the seconds of each subject, compared with the first."""
         first, *others = self.subjects
         base_s = first.timeline.iteration_s
         said = [f"{first.title}: {format_s(base_s)} per iteration{_error(first)}"]
@@ -143,7 +145,7 @@ class _Page:
         for n, subject in enumerate(self.subjects):
             after = self.subjects[n + 1 : n + 2]
             over = after[0].timeline if after and after[0].measured else None
-            alone = n > 0 and subject.measured  # by moment it lies over the one before it
+            alone = n > 0 and subject.measured  # by moment, a run lies over its prediction
             says = ""
             for x in XS[:1] if alone else XS:
                 chart = self._tide(n, x, over if x == "moment" else None)
@@ -162,7 +164,10 @@ class _Page:
         )
 
     def _tide(self, n: int, x: str, over: Timeline | None) -> Chart:
-        """Returns the chart of subject n, which is kept among the figures. over: a run, drawn as lines."""
+        """Returns the chart of subject n, and keeps it among the figures.
+
+        over: a run, drawn as lines.
+        """
         right = self.right_s if x == "time" else float(self.moments)
         timeline = self.subjects[n].timeline
         chart = tide_chart(timeline, x=x, right=right, top_bytes=self.top_bytes, measured=over)
@@ -170,7 +175,7 @@ class _Page:
         return chart
 
     def _hidden(self, x: str) -> str:
-        """Returns the attribute of what is shown with x alone."""
+        """Returns the HTML attribute of an element that is shown with this x only."""
         return "" if x == self.first_x else " hidden"
 
     def _lanes(self) -> str:
@@ -226,7 +231,7 @@ class _Page:
 
 
 def _error(subject: Subject) -> str:
-    """What validation found to be the error of predicted seconds."""
+    """Returns the error of predicted seconds that validation found, in words."""
     if subject.measured:
         return ""
     error = subject.plan.predictions.get("expected_error")
@@ -234,7 +239,7 @@ def _error(subject: Subject) -> str:
 
 
 def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Returns the rows of the table: name and value."""
+    """Yields the rows of the table: name and value."""
     plan, timeline, said = subject.plan, subject.timeline, subject.plan.predictions
     seconds = timeline.iteration_s
     yield "iteration", f"{format_s(seconds)}{_error(subject)}"
@@ -276,7 +281,7 @@ def _differences(predicted: Subject, measured: Subject) -> Iterator[Figure]:
 
 
 def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
-    """Returns the rows of the table of bytes, by place: each category, all, and the capacity."""
+    """Yields the rows of the table of bytes by place: each category, the sum, and the capacity."""
     cut = _between(subject.plan)
     sampled = set(subject.timeline.columns("samples")["place"])
     for place, name in _PLACES.items():
@@ -292,7 +297,7 @@ def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
         in_all = sum(size for (where, _), size in cut.items() if where == place)
         yield f"{name}: in all", format_bytes(in_all), format_bytes(sum(full.values()))
         most = subject.timeline.peak_bytes.get(place, 0)
-        if most > sum(full.values()):  # in an instant of no length, which no curve shows
+        if most > sum(full.values()):  # at an instant of length 0, which no curve shows
             yield f"{name}: at most, for an instant", "", format_bytes(most)
         budget = subject.timeline.budget_bytes.get(place)
         if budget:
@@ -300,7 +305,7 @@ def _places(subject: Subject) -> Iterator[tuple[str, str, str]]:
 
 
 def _between(plan: Plan) -> dict[tuple[str, str], int]:
-    """(place, category) -> bytes between two iterations."""
+    """Returns (place, category) -> bytes between two iterations."""
     held: dict[tuple[str, str], int] = {}
     buffers = {name for name, _, _ in plan.buffers}
     for (place, name), size in held_between(plan).items():

@@ -1,8 +1,10 @@
-"""The what-if page: the points of sweeps as one HTML file in which one chooses machine, model, batch and policy and
-reads what fits, how fast, at which price and what binds. Plans nothing: it shows what the sweeps have found.
+"""The what-if page: the points of sweeps as one HTML file. The reader chooses machine, model, batch and policy; the
+page says whether the job fits, how fast it runs, its price and its bottleneck. It plans nothing: it shows the sweeps'
+results.
 
-[Note: errors of a page] Seconds, and what is computed from them, have the error that validation found for the class of
-machine. The largest model lies between the largest one of the sweep that fits and the next one, which does not.
+[Note: errors of a page] Seconds, and figures computed from them, have the error that validation found for the class of
+machine. The largest model lies between the largest model of the sweep that fits and the next larger one, which does
+not.
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ _NAMES = {"seq": "tokens per sequence", "micro_batches": "micro-batches"}
 def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, prices: str | None = None) -> str:
     """Returns the page of these points as HTML.
 
-    points: rows of results files; of two for the same point the later one counts.
-    axes: their axes; a point without one of them has it as it is.
-    prices: a file of prices that come before the shipped ones.
+    points: rows of results files; of two rows for the same point the later one counts.
+    axes: the axes of the points; on an axis that a point lacks, the point has the unchanged figure.
+    prices: a file of prices that come before the shipped prices.
 
-    Raises PstarError for no points, for axes without a machine or a policy, and where Plotly is not installed."""
+    Raises PstarError for no points, for axes without a machine or a policy, and where Plotly is not installed.
+    """
     model = "model" if "model" in axes else "trace"
     if not points or not {"machine", "policy", model} <= {*axes}:
         raise PstarError("a page needs the points of a sweep, with machine, policy, and model or trace")
@@ -69,14 +72,14 @@ def _parts(axes: Sequence[str]) -> list[str]:
 
 
 def _in_order(axes: Sequence[str], model: str) -> list[str]:
-    """Returns the axes in the order in which one chooses: the machine and its parts, the model, the others, the
+    """Returns the axes in the order in which a reader chooses: the machine and its parts, the model, the others, the
     policy."""
     others = [axis for axis in axes if axis not in ("machine", model, "policy", *_parts(axes))]
     return ["machine", *_parts(axes), model, *others, "policy"]
 
 
 def _value(point: Mapping[str, object], axis: str) -> object:
-    """Returns the point's value of the axis; "x1" stands for a figure as it is."""
+    """Returns the point's value on the axis; "x1" stands for an unchanged figure."""
     value = point.get(axis)
     return "x1" if value is None and axis.startswith("set.") else "" if value is None else value
 
@@ -95,8 +98,8 @@ def _colours(policies: Sequence[str]) -> list[str]:
 
 
 def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices: str | None) -> dict[str, Any]:
-    """Returns the values of the axes that make a machine, joined by "|" -> [USD per hour, whose price it is], or
-    None."""
+    """Returns the values of the axes that make a machine, joined by "|" -> [USD per hour, source of the price], or None
+    where the price is not known."""
     known = load_prices(prices)
     found: dict[str, Any] = {}
     for point in points:
@@ -111,7 +114,7 @@ def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices:
             changes = tuple((a, v) for a, v in zip(parts, values) if a != "machine" and v != "x1")
             try:
                 machine = machine_of(name, changes)
-            except PstarError:  # a file of the user's that is not here: nodes are not known, and neither is the price
+            except PstarError:  # a user's machine file that is not here: neither its nodes nor its price is known
                 continue
             when = "" if price.as_of is None else f", {price.as_of}"
             usd = machine.price_usd_per_hour or price.usd_per_hour * machine.nodes
