@@ -303,7 +303,7 @@ def test_the_builder_refuses_what_does_not_come_back() -> None:
         return b.plan(predict=True)
 
     with pytest.raises(
-        ValueError, match=r"forgetful: .* is not at the end of the iteration as it was at its beginning"
+        ValueError, match=r"forgetful: .* is held at the beginning or at the end of the iteration, but not at both"
     ):
         w = chain_workload(2, MIB)
         forgetful(w, random_machine(random.Random(0), w), Settings())

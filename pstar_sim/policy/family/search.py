@@ -398,7 +398,7 @@ class Search:
         if self.reason is not None:
             return self.reason
         budget = self.job.machine.gpu_budget_bytes
-        what = "chunks used in the tightest moment, what visits the GPU beside them and its non-model data"
+        what = "chunks used in the tightest moment, lists that visit the GPU then, and the moment's non-model data"
         needed = budget + max(1, self.least_short_bytes)
         return DoesNotFit(policy=self.job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
 

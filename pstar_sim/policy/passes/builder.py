@@ -1,9 +1,9 @@
-"""Builder: steps into a plan.
+"""Builder: collects the steps of a plan.
 
-A policy calls `Builder.compute`, `fetch`, `writeback` ... in an order in which the steps could run one after the
-other; each returns its id for the `after` of later ones. `Builder.plan` leaves out the edges that others imply and
-freezes the result. `Builder.plan(predict=True)` also schedules the steps once (`choose`) and adds the memory edges, so
-that a policy of one's own only has to name its data edges.
+A policy calls `Builder.compute`, `fetch`, `writeback` and others in an order in which the steps could run one after the
+other. Each call returns the id of its step, for the `after` of later steps. `Builder.plan` removes the edges that other
+edges imply and returns the plan. `Builder.plan(predict=True)` also schedules the steps once (`choose`) and adds the
+memory edges, so that a user's policy only has to give its data edges.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Builder:
     A policy may fill in `modes` (per chunk), `initial`, `buffers`, `choices` and `predictions`. It may read `ranks`,
     `layout`, `uses` (Facts), `cost` (CostModel) and `whole` (lists of a chunk that is whole on a GPU).
 
-    layout: used instead of the layout that follows from the settings and the machine's ranks.
-    stashes: `compute` also writes the copies of the workload's stashes; False for a policy that places them itself;
-        their room on the host is among the buffers either way.
+    layout: the layout; None: the layout that follows from the settings and the machine's ranks.
+    stashes: whether `compute` also writes the copies of the workload's stashes. False for a policy that writes the
+        copies itself. The buffers contain the stashes' room on the host in both cases.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Builder:
         self.modes = ["frozen" if not self.uses.updated(c.index) else "cpu" for c in self.layout.chunks]
         self.initial: set[Resident] = set()
         self.buffers: list[tuple[str, Place, int]] = []
-        self.stash_bytes = sum(size for _, size in workload.stash_room)  # what the host holds for stashes
+        self.stash_bytes = sum(size for _, size in workload.stash_room)  # bytes that the host holds for stashes
         if self.stash_bytes:
             self.buffers.append((STASHES, Place.HOST, self.stash_bytes))
         self._stash_moves = StashMoves(workload) if stashes and workload.stashes else None
@@ -86,26 +86,26 @@ class Builder:
     # Residents at the cut.
 
     def resident(self, chunk: int, place: Place, *lists: str) -> None:
-        """Note that the chunk's lists are at `place` between two iterations."""
+        """Record that the chunk's lists are at `place` between two iterations."""
         self.initial.update(Resident(chunk, name, place) for name in lists)
 
     def live(self, chunk: int, place: Place) -> None:
-        """Give the chunk its home at `place`: the working list stays there all the time and, if the chunk is updated,
-        its states too (with several micro-batches also grad32). On the GPU its mode is "pin", or "frozen" if it has no
-        gradient."""
+        """Make `place` the chunk's home: the working list stays there all the time and, if the chunk is updated, its
+        states too (with several micro-batches also grad32). On the GPU the chunk's mode becomes "pin", or "frozen" if
+        it has no gradient."""
         self.resident(chunk, place, *self.uses.home_lists(chunk))
         if place is Place.GPU and self.uses.updated(chunk):
             self.modes[chunk] = "pin"
 
     def held_bytes(self, place: Place) -> int:
-        """Bytes that `initial` and `buffers` hold at a place, the tide left out."""
+        """Returns the bytes that `initial` and `buffers` hold at a place, without the tide."""
         held = sum(self.layout.payload_bytes(r.chunk, r.list) for r in self.initial if r.place is place)
         return held + sum(size for _, where, size in self.buffers if where is place)
 
     @property
     def holdings(self) -> Holdings:
-        """Which payloads are held once the steps so far have run one after the other; the tide is left out. `initial`
-        and `buffers` must be complete before the first call."""
+        """Returns the payloads that are held once the steps so far have run one after the other, without the tide.
+        `initial` and `buffers` must be complete before the first call."""
         if self._holdings is None:
             self._holdings = Holdings(self.layout, self.initial, self.buffers)
             for step in self._steps:
@@ -128,7 +128,7 @@ class Builder:
         via: str | None = None,
         stash: int | None = None,
     ) -> int:
-        """Add a step of any kind; returns its id. size_bytes: the step's bytes, where the table of core/step.py does
+        """Adds a step of any kind and returns its id. size_bytes: the step's bytes, if the table of core/step.py does
         not give them."""
         if size_bytes is None:
             size_bytes = step_bytes(self.cost, kind, chunk, list_name, stash)
@@ -141,7 +141,8 @@ class Builder:
         return number
 
     def compute(self, moment: int, after: After = ()) -> int:
-        """Add a moment, and the copies of stashes that begin when it ends."""
+        """Adds a moment, and the copies of stashes that begin when the moment ends. Returns the id of the moment's
+        step."""
         moves = self._stash_moves
         if moves is None:
             return self.add(Queue.COMPUTE, Kind.COMPUTE, moment=moment, after=after)
@@ -153,7 +154,7 @@ class Builder:
         return step
 
     def _stash(self, kind: Kind, stash: int, after: After) -> int:
-        """A stash of the workload, GPU to host (stash_out) or back (stash_in)."""
+        """Adds the copy of a stash from the GPU to the host (stash_out) or back (stash_in), and returns its id."""
         queue = Queue.D2H if kind is Kind.STASH_OUT else Queue.H2D
         return self.add(queue, kind, stash=stash, moment=moment_of(self.workload, kind, stash), after=after)
 
@@ -178,7 +179,7 @@ class Builder:
     def drop(
         self, queue: Queue, chunk: int, moment: int | None = None, after: After = (), list_name: str = "param"
     ) -> int:
-        """Give up the chunk's working list (or another list) on the GPU."""
+        """Adds a step that drops the chunk's working list (or another list) on the GPU, and returns its id."""
         return self.add(queue, Kind.DROP, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def fetch(
@@ -190,7 +191,8 @@ class Builder:
         list_name: str = "param",
         via: str | None = None,
     ) -> int:
-        """Working list (or another list), host to GPU, for its use in `moment`."""
+        """Adds a copy of the working list (or another list) from the host to the GPU, for its use in `moment`. Returns
+        the id."""
         return self.add(
             Queue.H2D,
             Kind.FETCH,
@@ -223,14 +225,15 @@ class Builder:
         )
 
     def gather(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
-        """Gather the other ranks' slices of the working list, for their use in `moment` (on a replicated layout: slices
-        of the sum of the gradient in `list_name`)."""
+        """Adds a gather of the other ranks' slices of the working list, for their use in `moment`, and returns its id.
+        On a replicated layout, gathers slices of the sum of the gradient in `list_name`."""
         name = list_name or ("remote" if self.layout.ranks > 1 else "param")
         return self._collective(Kind.GATHER, chunk, name, moment, after)
 
     def reduce_scatter(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
-        """Sum, over the ranks, the gradient that is complete after `moment`: "remote" (in place in the working list) or
-        "grad_remote" (in the grad list); on a replicated layout the list it lies in."""
+        """Adds a sum over the ranks of the gradient that is complete after `moment`, and returns its id. list_name:
+        "remote" (in place in the working list) or "grad_remote" (in the grad list); on a replicated layout, the list of
+        the gradient."""
         name = list_name or ("remote" if self.layout.ranks > 1 else "param")
         return self._collective(Kind.REDUCE_SCATTER, chunk, name, moment, after)
 
@@ -238,7 +241,8 @@ class Builder:
         return self.add(Queue.NET, kind, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def cpu_add(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
-        """grad32 += the gradient in `list_name` ("grad", which is then freed, or "param", in place) on the host."""
+        """Adds the step grad32 += the gradient in `list_name` on the host, and returns its id. list_name: "grad", which
+        is then freed, or "param", in place."""
         return self.add(Queue.ADAM, Kind.CPU_ADD, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def cpu_adam(self, chunk: int, after: After = ()) -> int:
@@ -250,7 +254,8 @@ class Builder:
         return self.add(Queue.COMPUTE, Kind.GPU_ADAM, chunk=chunk, moment=moment, after=after)
 
     def check_room(self, place: Place, needed_bytes: int, what: str) -> None:
-        """Raise DoesNotFit if `needed_bytes` are more than the place's budget. what: names what needs the bytes."""
+        """Raise DoesNotFit if `needed_bytes` exceed the place's budget. what: words for the things that need the
+        bytes."""
         missing = needed_bytes - budget_bytes(self.machine, place)
         if missing > 0:
             raise self._no_room(place, missing, what)
@@ -267,10 +272,15 @@ class Builder:
         return self._steps
 
     def plan(self, *, predict: bool = False, memory: Mapping[int, Sequence[Ref]] | None = None) -> Plan:
-        """The plan. memory: memory edges found by the policy. predict: find them here, by scheduling the steps in order
-        once within the budgets; raises DoesNotFit if they cannot run in them."""
+        """Returns the plan.
+
+        memory: memory edges found by the policy.
+        predict: find the memory edges here, by scheduling the steps in order once within the budgets. Raises DoesNotFit
+            if the steps cannot run within the budgets.
+        """
         if self.stash_bytes:
-            what = f"what lies there all the time, {format_bytes(self.stash_bytes)} of it for offloaded activations"
+            stashes = f"{format_bytes(self.stash_bytes)} of them for offloaded activations"
+            what = f"lists and buffers that are always there, {stashes}"
             self.check_room(Place.HOST, self.held_bytes(Place.HOST), what)
         if predict:
             memory = self._predicted_memory_edges()
@@ -292,7 +302,7 @@ class Builder:
         )
 
     def _nvme_budget_bytes(self) -> int:
-        """0 for a plan that leaves the disks alone."""
+        """Returns the budget of the disks in bytes; 0 for a plan that does not use the disks."""
         if not self.machine.nvme_budget_bytes:
             return 0
         used = any(s.queue is Queue.NVME for s in self._steps) or any(r.place is Place.NVME for r in self.initial)
@@ -308,12 +318,13 @@ class Builder:
         window = choose(Draft(rows=rows, gpu_free_bytes=free[0], host_free_bytes=free[1], rates=alone))
         if window.stuck is not None:
             stuck = self._steps[window.stuck[0]]
-            raise ValueError(f"{self.policy}: step {stuck.id} ({stuck.kind}) can never start, in the order given")
+            raise ValueError(f"{self.policy}: step {stuck.id} ({stuck.kind}) can never start in the given order")
         return memory_edges(self._steps, rows, [(i, i) for i in range(len(rows))], window)
 
     def _rows(self, holdings: Holdings) -> tuple[list[DraftRow], _Short]:
-        """The steps as a draft whose queues run in the order given, and the step that is shortest of room when all run
-        one after the other. holdings: those at the cut; they are advanced to the end of the iteration."""
+        """Returns the steps as a draft whose queues run in the given order, and the step that lacks most room when all
+        steps run one after the other. holdings: the holdings at the cut; they are advanced to the end of the
+        iteration."""
         rows: list[DraftRow] = []
         last_on: dict[Queue, int] = {}
         shortest = _Short(0, -1, Place.GPU)
@@ -343,20 +354,20 @@ class Builder:
             gpu, host = gpu_left, host_left
         if changed := holdings.changed:
             raise ValueError(
-                f"{self.policy}: {min(changed)} is not at the end of the iteration as it was at its beginning"
+                f"{self.policy}: {min(changed)} is held at the beginning or at the end of the iteration, but not at both"
             )
         return rows, shortest
 
     def _check_one_by_one(self, free: Iterable[int], shortest: _Short) -> None:
-        """Raise DoesNotFit where the residents are too much for GPU or host (free: bytes that they leave of each), or
-        else for the step that is shortest of room."""
+        """Raise DoesNotFit if the residents exceed the room of GPU or host, or else for the step that lacks most room.
+        free: bytes that the residents leave free on GPU and host."""
         for place, left in zip((Place.GPU, Place.HOST), free):
             if left < 0:
-                raise self._no_room(place, -left, "what is resident between iterations")
+                raise self._no_room(place, -left, "everything resident between iterations")
         if shortest.missing_bytes > 0:
             step = self._steps[shortest.step]
             at = "" if step.moment is None else f", {describe_moment(self.workload, step.moment)}"
-            what = f"what is held when step {step.id} ({step.kind.value}) runs{at}"
+            what = f"everything held when step {step.id} ({step.kind.value}) runs{at}"
             raise self._no_room(shortest.place, shortest.missing_bytes, what)
 
     def _no_room(self, place: Place, missing_bytes: int, what: str) -> DoesNotFit:
@@ -371,7 +382,7 @@ class Builder:
 
 
 class _Short(NamedTuple):
-    """A step that finds too little room when all run one after the other."""
+    """A step that finds too little room when all steps run one after the other."""
 
     missing_bytes: int
     step: int

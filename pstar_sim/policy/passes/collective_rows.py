@@ -16,13 +16,14 @@ from pstar_sim.policy.passes.floors import Floors
 
 __all__ = ["Collectives", "reduce", "room"]
 
-# How far a gather may run ahead of its use, in multiples of its own seconds. Without a limit whole chunks take
-# the room that states on their way need.
+# The earliest start of a gather before its use, in multiples of the gather's own seconds. Without a limit, whole chunks
+# take the room that states on their way need.
 GATHERS_AHEAD = 20
 
 
 def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[int]:
-    """Bytes of the others' slices at each of `count` positions; the slices of small chunks count at all positions."""
+    """Returns the bytes of the others' slices at each of `count` positions. The slices of small chunks count at all
+    positions."""
     held = [0] * count
     for c, stretches in whole.items():
         if c not in job.small:
@@ -33,18 +34,20 @@ def room(job: Job, whole: Mapping[int, Sequence[Stretch]], count: int) -> list[i
 
 
 def reduce(rows: DraftRows, c: int, list_name: str, moment: int, n: int, after: After) -> int:
-    """A gradient that is complete is summed over the ranks; the others' slices of it are gone then."""
+    """Write the sum of a complete gradient over the ranks, which frees the others' slices of the gradient. Returns its
+    row."""
     return rows.add(Queue.NET, Kind.REDUCE_SCATTER, c, list_name, moment, after=after, key=(float(n), -1.0))
 
 
 class Collectives:
-    """Gathers a chunk for each stretch in which it has to be whole, and sums its last gradient behind the last stretch.
-    Where gradients of all micro-batches add up on the GPU, gradient_rows.py sums the last one, too."""
+    """The pass that gathers a chunk for each stretch in which all its slices are needed, and sums its last gradient
+    behind the last stretch. If gradients of all micro-batches add up on the GPU, gradient_rows.py sums the last
+    gradient too."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows
         self._floors = floors
-        # chunk -> its first gather, and whether its own slice was fetched for that
+        # chunk -> its first gather, and whether this rank's slice was fetched for this gather
         self._first_gathers: dict[int, tuple[int, bool]] = {}
         self._ends_s = list(accumulate(position.seconds for position in rows.schedule.positions))
         self._earlier: list[tuple[int, int]] = []  # (gather, position of the previous iteration that it waits for)
@@ -61,12 +64,13 @@ class Collectives:
 
     def before(self, n: int) -> Sequence[int]:
         waits = [self._gather(c, n) for c in self._gathers_before.get(n, ())]
-        if n == self._rows.schedule.at[-1]:  # the step: gradients of all ranks are there
+        if n == self._rows.schedule.at[-1]:  # the optimizer step, by which the gradients of all ranks are summed
             waits += self._rows.sum_of.values()
         return waits
 
     def _gather(self, c: int, n: int) -> int:
-        """Gather the other ranks' slices for position n, behind this rank's own slice."""
+        """Write the gather of the other ranks' slices for position n, behind the fetch of this rank's own slice.
+        Returns its row."""
         rows = self._rows
         at, row = rows.fetch_of.get(c, (-1, -1))
         fetched = at == n
@@ -85,8 +89,8 @@ class Collectives:
         return gather
 
     def _ahead(self, c: int, n: int) -> int:
-        """The position that ends before the gather of chunk c for position n may start, so that the others' slices do
-        not take room for longer than they have to; negative in the previous iteration."""
+        """Returns the position that ends before the gather of chunk c for position n may start, so that the others'
+        slices take room only as long as they must. A negative position is in the previous iteration."""
         job, ends, count = self._rows.schedule.job, self._ends_s, len(self._ends_s)
         begin_s = (ends[n - 1] if n else 0.0) - GATHERS_AHEAD * job.cost.collective_s(job.whole_bytes(c))
         if begin_s >= 0:
@@ -103,8 +107,8 @@ class Collectives:
             rows.sum_of[c] = rows.others_release_of[c] = reduce(rows, c, "remote", moment, n, ((here, 0),))
 
     def close(self) -> None:
-        """Let a first gather wait until the slices of the previous iteration are gone, and for the update where no
-        fetch waits for it."""
+        """Let a first gather wait until the slices of the previous iteration are gone. Let it also wait for the update,
+        if no fetch does."""
         rows = self._rows
         for gather, floor in self._earlier:
             rows.wait(gather, (rows.last_rows[floor + len(rows.last_rows)], 1))

@@ -1,17 +1,17 @@
-"""Rows: the draft while the passes write it, and which rows later ones wait for.
+"""Rows: the draft while the passes write it, and the rows for which later rows wait.
 
 [Note: passes] A pass writes the rows of one concern of an iteration: working lists, collectives, stashes, gradients,
-updates. `before(n)` writes what has to be there for position n and returns the rows that the position waits for.
-`behind(n, here)` writes what follows the position, whose row is `here`. Where there are edges over the border of the
-iteration, `close()` adds them once all rows are there; Adam on the CPU is written there, too. A pass finds the rows of
-other passes by their meaning (`DraftRows`). The function `room` of a pass's module says how many bytes the pass needs
-beside the working lists (per block or position), so that these bytes are known before it is decided which chunks stay.
+updates. `before(n)` writes the rows that bring the lists for position n, and returns the rows for which the position
+waits. `behind(n, here)` writes the rows that follow the position, whose row is `here`. `close()` adds the edges over
+the border of the iteration once all rows are written; it also writes CPU Adam. A pass finds the rows of other passes by
+their meaning (`DraftRows`). The function `room` of a pass's module returns the bytes, per block or position, that the
+pass needs beside the working lists. So these bytes are known before a policy decides which chunks stay.
 
-[Note: keys] Among the rows of a queue that are ready the smallest key goes first. To the GPU: the position served, then
-the chunk. To the host: stashes on their way out (-1, since a forward pass waits for them) and drops (-2) before
-gradients of early micro-batches (0), these before last gradients and updated states (1, then the order of
-`Schedule.down`; by "adam" 0.5 for what CPU Adam waits for and 0.7 for parameters that leave), and parameters that stay
-(2) behind all states where `Schedule.states_first` says so.
+[Note: keys] Of the ready rows of a queue, the row with the smallest key goes first. To the GPU, keys are the position
+served, then the chunk. To the host, keys begin with: -2 for drops; -1 for stashes on their way out, because a forward
+pass waits for them; 0 for gradients of early micro-batches; 1 for last gradients and updated states, followed by the
+order of `Schedule.down`. With the order "adam", lists for which CPU Adam waits have 0.5 and parameters that leave have
+0.7. Parameters that stay have 2 if `Schedule.states_first`, which puts them behind all states.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pstar_sim.policy.kit.schedule import Schedule
 __all__ = ["After", "DraftRows", "Pass", "ends_of"]
 
 After = tuple[tuple[int, int], ...]
-"""(row, back) pairs to wait for."""
+"""(row, iterations back) pairs for which a row waits."""
 
 
 class Pass(Protocol):
@@ -38,7 +38,7 @@ class Pass(Protocol):
 
 
 class DraftRows:
-    """The rows written so far, and which of them later rows wait for.
+    """The rows written so far, and the rows for which later rows wait.
 
     end_of: position -> its row.
     last_rows: position -> the last row of the compute queue before the rows of the next position.
@@ -47,7 +47,7 @@ class DraftRows:
     others_release_of: chunk -> the row that last freed the others' slices.
     sum_of: chunk -> the row that sums its last gradient over the ranks.
     add_of: chunk -> the row that adds its latest gradient on the host, or copies its sum there.
-    last_adds: the rows in add_of that belong to last gradients, where the norm needs them.
+    last_adds: the rows in add_of that belong to last gradients, if clipping needs their norm.
     send_of: chunk that CPU Adam updates -> write-back of its last gradient.
     first_drop_of: streamed chunk that stays -> the row that drops its parameters, behind their copy down.
     gpu_update_of: chunk -> its GPU Adam.
@@ -90,7 +90,7 @@ class DraftRows:
         block: int = -1,
         stash: int = -1,
     ) -> int:
-        """Add a row; returns its index. charge: for a row without a list of a chunk."""
+        """Add a row and return its index. charge: the charge of a row that handles no list of a chunk."""
         here = len(self.rows)
         if charge is None:
             charge = self._charges.of(kind, chunk, list_name)
@@ -102,20 +102,21 @@ class DraftRows:
         return here
 
     def charge_of_update(self, kind: Kind, chunk: int) -> Charge:
-        """Charge of the update of a chunk that is not resident."""
+        """Returns the charge of the update of a chunk that is not resident."""
         return self._charges.of_update(kind, chunk, folds=self.schedule.folds(chunk))
 
     def writeback(
         self, chunk: int, list_name: str, moment: int, after: After, key: tuple[float, ...], drop: bool
     ) -> int:
-        """Write a list back to the host; with `drop`, also give it up on the GPU at once."""
+        """Write the copy of a list to the host. drop: whether the list is also dropped on the GPU at once. Returns the
+        copy's row."""
         down = self.add(Queue.D2H, Kind.WRITEBACK, chunk, list_name, moment, after=after, key=key)
         if drop:
             self.release_of[chunk, list_name] = self.add(Queue.D2H, Kind.DROP, chunk, list_name, moment, behind=down)
         return down
 
     def drop(self, chunk: int, list_name: str, moment: int) -> int:
-        """Let the compute queue give up a list, as soon as the row before is done."""
+        """Let the compute queue drop a list as soon as the row before has ended. Returns the row."""
         return self.add(Queue.COMPUTE, Kind.DROP, chunk, list_name, moment, behind=self._last_computed)
 
     def wait(self, row: int, *after: tuple[int, int]) -> None:
@@ -123,26 +124,26 @@ class DraftRows:
         self.rows[row].after += after
 
     def next_number(self) -> float:
-        """The next key for what is sent or added: a key per call, ascending, so that the order is the one of becoming
-        ready."""
+        """Returns the next key for a row that sends or adds. Each call returns a larger key, so these rows go in the
+        order in which they become ready."""
         self._number += 1
         return float(self._number)
 
     def end(self, here: int) -> None:
-        """Note `here` as the row of a position."""
+        """Record `here` as the row of a position."""
         self.end_of.append(here)
 
     def leave(self) -> None:
-        """Note that all rows of a position are written."""
+        """Record that all rows of a position are written."""
         self.last_rows.append(self._last_computed)
 
     def moment_of(self, n: int) -> int:
-        """The moment that a copy for position n serves."""
+        """Returns the moment that a copy for position n serves."""
         job, position = self.schedule.job, self.schedule.positions[n]
         return job.blocks[position.block].first if position.block >= 0 else job.uses.last_gradient(position.chunk)
 
     def down_key(self, chunk: int) -> tuple[float, ...]:
-        """Order of the copies of last gradients and updates to the host."""
+        """Returns the key of a copy of a last gradient or of updated lists to the host."""
         number, schedule = self.next_number(), self.schedule
         first_use = float(schedule.job.uses.first_use(chunk))
         if schedule.down == "adam":
@@ -151,5 +152,5 @@ class DraftRows:
 
 
 def ends_of(refs: Iterable[int]) -> After:
-    """The value of `after` that waits for the ends of these rows of the same iteration."""
+    """Returns the value of `after` that waits for the ends of these rows of the same iteration."""
     return tuple((row, 0) for row in refs)

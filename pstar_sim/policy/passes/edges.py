@@ -1,6 +1,6 @@
 """Edges of a plan: memory edges from the window of a draft, without edges that others imply.
 
-The last passes: they need the order of the steps.
+These passes are the last, because they need the order of the steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["memory_edges", "without_implied"]
 
 
 def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int]]:
-    """(step -> queue and position, steps on each queue)."""
+    """Returns (step -> queue and position, queue -> number of steps)."""
     slots: dict[int, QueueSlot] = {}
     lengths: Counter[str] = Counter()
     for step in steps:
@@ -29,8 +29,12 @@ def slots_of(steps: Sequence[Step]) -> tuple[dict[int, QueueSlot], dict[str, int
 def memory_edges(
     steps: Sequence[Step], rows: Sequence[DraftRow], ends: Sequence[tuple[int, int]], window: Window
 ) -> dict[int, list[Ref]]:
-    """Step -> the steps that it has to wait for, so that GPU and host keep their budgets in every legal interleaving.
-    ends: row -> the first and the last step that the row stands for. window: the predicted schedule of the rows."""
+    """Returns step -> the steps for which it has to wait, so that GPU and host keep their budgets in every legal
+    interleaving.
+
+    ends: row -> the first and the last step that the row stands for.
+    window: the predicted schedule of the rows.
+    """
     slots, lengths = slots_of(steps)
     edges: dict[int, list[Ref]] = {}
     for take, free, room in (
@@ -50,12 +54,13 @@ def memory_edges(
 
 
 def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tuple[Step, ...]:
-    """The steps with their data and memory edges, less the edges that are implied: by the order of a queue, or by an
-    earlier step of the same queue that waits for the same step or for a later one. A reference more than one iteration
-    back becomes a reference to the first step of that queue in the previous iteration, which comes after it."""
+    """Returns the steps with their data and memory edges, without implied edges. The order of a queue implies an edge.
+    So does an earlier step of the same queue that waits for the same step or for a later step of its queue. A reference
+    more than one iteration back becomes a reference to the first step of the referenced queue in the previous
+    iteration, which runs later."""
     queue_of = {step.id: step.queue for step in steps}
     position_of, lengths, first = _positions(queue_of)
-    # (queue, other queue) -> latest position waited for, in the previous iteration < 0
+    # (queue, other queue) -> latest position waited for; positions of the previous iteration are negative
     waited: dict[tuple[Queue, Queue], int] = {}
     out: list[Step] = []
     for step in steps:
@@ -84,7 +89,7 @@ def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) 
 
 
 def _waiting_for(step: Step, refs: list[Ref]) -> Step:
-    """The step with these references, in their order in a plan."""
+    """Returns the step with these references, in the order of a plan."""
     if len(refs) > 1:
         refs.sort(key=lambda ref: (ref.back, ref.id))
     after = tuple(refs)
@@ -92,7 +97,7 @@ def _waiting_for(step: Step, refs: list[Ref]) -> Step:
 
 
 def _positions(queue_of: Mapping[int, Queue]) -> tuple[dict[int, int], Counter[Queue], dict[Queue, int]]:
-    """(step -> its position on its queue, steps on each queue, first step of each queue)."""
+    """Returns (step -> its position on its queue, queue -> number of steps, queue -> first step)."""
     lengths: Counter[Queue] = Counter()
     position_of: dict[int, int] = {}
     first: dict[Queue, int] = {}

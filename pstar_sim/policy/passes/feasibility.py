@@ -1,5 +1,5 @@
-"""Whether a job fits at all: bytes that its tightest block needs with nothing pinned, and bytes that have to live on
-the host."""
+"""Whether a job fits at all: the bytes that its tightest block needs with nothing pinned, and the bytes that have to
+live on the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _own_bytes(job: Job, block: Block) -> int:
 
 
 def _parts(job: Job, worst: int) -> list[str]:
-    """What a block needs, in words."""
+    """Returns words for the things that a block needs."""
     block, lists = job.blocks[worst], gradient_rows.room(job, worst)
     moment = max(range(block.first, block.last + 1), key=lambda m: job.tide[m])
     highest = f"the tide's peak, {format_bytes(max(job.tide))}, at every moment"
@@ -50,15 +50,16 @@ def _parts(job: Job, worst: int) -> list[str]:
 
 
 def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, str]] = ()) -> int:
-    """Bytes that the host holds for ever, with these chunks pinned. never: (chunk, list) that is never there."""
+    """Returns the bytes that the host always holds with these chunks pinned. never: (chunk, list) pairs that are never
+    there."""
     absent = sum(job.layout.payload_bytes(c, name) for c, name in never)
     return job.stash_bytes + sum(job.permanent[c] for c in job.moving if c not in pinned) - absent
 
 
 def check_host(job: Job, modes: Modes) -> None:
-    """Raise DoesNotFit if the host has no room for what is not pinned and for one gradient that passes."""
+    """Raise DoesNotFit if the host has no room for the chunks that are not pinned and for one gradient that passes."""
     pinned = modes.pinned
-    # Where no sum spills and no sum waits for the barrier, those of streamed chunks are never there.
+    # If no sum spills and no sum waits for the barrier, the sums of streamed chunks are never on the host.
     never = frozenset[int]() if modes.spilt or job.barrier is not None else modes.summed & modes.streamed
     needed = held_on_host(job, pinned, ((c, "grad32") for c in never))
     if job.several and not job.sums_on_gpu:

@@ -10,12 +10,16 @@ __all__ = ["Floors", "fetch_floors"]
 
 
 def fetch_floors(prefetch: str | int, served: Sequence[int], count: int) -> list[int | None]:
-    """For each chunk that is fetched in an iteration, in the order of the positions `served`: the position that must
-    end before the chunk's copy may start, or None where only lack of room delays it.
+    """Returns, for each chunk that is fetched in an iteration, the position that must end before the chunk's copy may
+    start; None if only lack of room delays the copy.
 
-    "none" waits for the position before the one served, so that copies and computing alternate. A number k allows the
-    next k chunks: the copy waits for the position before the position of the k-th chunk before it, so 0 is "none".
-    Negative positions belong to the previous iteration, -1 is its last; count: positions of an iteration.
+    prefetch: "none" waits for the position before the position served, so that copies and computing alternate. A number
+        k allows the next k chunks: the copy waits for the position before that of the k-th chunk before it. So 0 is
+        "none".
+    served: the positions that the copies serve, in order.
+    count: positions of an iteration.
+
+    Negative positions belong to the previous iteration; -1 is its last position.
     """
     if prefetch == "edf":
         return [None] * len(served)
@@ -47,12 +51,12 @@ class Floors:
         self._earlier: list[tuple[int, int]] = []  # (row, position of the previous iteration that it waits for)
 
     def of(self, c: int, n: int) -> After:
-        """What a copy of chunk c for position n waits for."""
+        """Returns the rows for which a copy of chunk c for position n waits."""
         floor = self._floor_of[n, c]
         return ((self._rows.last_rows[floor], 0),) if floor is not None and floor >= 0 else ()
 
     def serve(self, c: int, n: int, row: int) -> None:
-        """Note that the copy is written."""
+        """Record that the copy is written."""
         floor = self._floor_of[n, c]
         if floor is not None and floor < 0:
             self._earlier.append((row, floor))

@@ -1,6 +1,6 @@
-"""Gradients. In all micro-batches but the last, a gradient has a list of its own, which opens, is summed over the
-ranks, goes down and is added. In the last micro-batch it overwrites the working list and goes down in it. In a
-layer-major workload, and where a mode says so (`Modes.summed`), one list takes the gradients of all micro-batches.
+"""Gradients. In all micro-batches but the last, a gradient has a list of its own. The list opens, is summed over the
+ranks, goes down and is added. In the last micro-batch the gradient overwrites the working list and goes down in it. In
+a layer-major workload, and if a mode says so (`Modes.summed`), one list takes the gradients of all micro-batches.
 Between two micro-batches this list may go down and come up again (`Schedule.sums`). In the end it goes down, or waits
 on the GPU for the update of a streamed chunk."""
 
@@ -22,15 +22,15 @@ __all__ = ["GradientRows", "adds_s", "held", "room"]
 
 
 def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
-    """Bytes of the gradient lists that a block needs. A chunk in `summed` (pinned, or with a sum on the GPU) adds its
-    gradients in place, unless they have to be summed over the ranks first."""
+    """Returns the bytes of the gradient lists that a block needs. summed: pinned chunks and chunks with a sum on the
+    GPU. They add their gradients in place, unless the gradients have to be summed over the ranks first."""
     lists = job.gradient_lists[block]
     return sum(size for c, size in lists if job.ranks > 1 or c not in summed) if lists else 0
 
 
 def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], count: int) -> list[int]:
-    """Bytes at each of `count` positions of the sums that modes ask for; on several ranks also of the lists in which
-    the last gradients arrive. at, sums: as in `Schedule`."""
+    """Returns the bytes, at each of `count` positions, of the sums that modes ask for; on several ranks also of the
+    lists in which the last gradients arrive. at, sums: as in `Schedule`."""
     change = [0] * (count + 1)
     for c, stretches in sums.items():
         if job.ranks > 1:
@@ -46,7 +46,7 @@ def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], cou
 
 
 def adds_s(job: Job, modes: Modes) -> list[float]:
-    """Block -> seconds in which gradients are added on the GPU to those of earlier micro-batches."""
+    """Returns block -> seconds in which gradients are added on the GPU to those of earlier micro-batches."""
     seconds = [0.0] * len(job.blocks)
     there = job.small | modes.pinned | modes.summed
     for (c, _), at in job.cost.gpu_adds.moments_s.items():
@@ -57,20 +57,20 @@ def adds_s(job: Job, modes: Modes) -> list[float]:
 
 
 class GradientRows:
-    """The pass that moves the gradients of all chunks that are updated, wherever Adam runs."""
+    """The pass that moves the gradients of all chunks that are updated, on the CPU or on the GPU."""
 
     def __init__(self, rows: DraftRows, working: WorkingLists) -> None:
         self._rows = rows
         self._working = working
         self._freed: dict[int, int] = {}  # chunk -> row that freed its gradient list on the GPU
-        self._opened: list[tuple[int, int]] = []  # (chunk, first row that opens a list of it), in order
+        self._opened: list[tuple[int, int]] = []  # (chunk, first row that opens one of its lists), in order
         self._opens: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # position -> (chunk, its micro-batch)
         self._closes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         self._comes_before: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks whose sum comes up
         self._goes_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks whose sum goes down
         self._sends_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks updated on the CPU
-        self._parks_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that wait on the host
-        self._adds_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed ones that stay
+        self._parks_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed chunks that wait on the host
+        self._adds_behind: defaultdict[int, list[int]] = defaultdict(list)  # streamed chunks that stay
         schedule = rows.schedule
         job = schedule.job
         uses, at = job.uses, schedule.at
@@ -83,7 +83,7 @@ class GradientRows:
                 self._parks_behind[stretches[-2].last].append(c)
             elif not schedule.sums_on_gpu(c) and job.add_last:
                 self._adds_behind[at[job.block_of[uses.last_gradient(c)]]].append(c)
-        for c in filter(uses.updated, schedule.whole):  # what is summed over the ranks arrives in a list of its own
+        for c in filter(uses.updated, schedule.whole):  # each gradient to sum over ranks has a list of its own
             if schedule.is_resident(c):
                 self._plan_lists(c)
 
@@ -91,7 +91,7 @@ class GradientRows:
         schedule = self._rows.schedule
         job, at = schedule.job, schedule.at
         for stretch, following in pairwise(schedule.sums.get(c, ())):
-            if following.first != schedule.updates.get(c):  # otherwise it comes with the states
+            if following.first != schedule.updates.get(c):  # otherwise the sum comes up with the states
                 self._goes_behind[stretch.last].append(c)
                 self._comes_before[following.first].append(c)
         for number, (first, last) in enumerate(self._lists_of(c)):
@@ -135,8 +135,8 @@ class GradientRows:
             self._send_last(c, here, drop=False)
 
     def _behind_older(self, c: int) -> After:
-        """What the next gradient list, which is one of chunk c, waits for where the number of lists on the GPU is
-        limited."""
+        """Returns the rows for which the next gradient list waits if the number of lists on the GPU is limited. c:
+        chunk of the next list."""
         job, most = self._rows.schedule.job, self._rows.schedule.lists_at_once
         if most is None or len(self._opened) < most:
             return ()
@@ -149,8 +149,8 @@ class GradientRows:
         return ((self._freed[older], 0),)
 
     def close(self) -> None:
-        """Where the number of lists on the GPU is limited, let the first lists of an iteration wait for the last lists
-        of the previous iteration."""
+        """If the number of lists on the GPU is limited, let the first lists of an iteration wait for the last lists of
+        the previous iteration."""
         most = self._rows.schedule.lists_at_once
         if most is None:
             return
@@ -160,14 +160,14 @@ class GradientRows:
                 self._rows.wait(row, (self._freed[self._opened[older][0]], 1))
 
     def _close_list(self, c: int, number: int, n: int, here: int) -> None:
-        """Write what follows the complete gradient of a micro-batch: the sum over the ranks, the way to the host, the
-        end of the list."""
+        """Write the rows that follow the complete gradient of a micro-batch: the sum over the ranks, the copy to the
+        host, the end of the list."""
         rows, job = self._rows, self._rows.schedule.job
         moment, done = self._lists_of(c)[number][1], here
         if job.ranks > 1:
             done = reduce(rows, c, "grad_remote", moment, n, ((here, 0),))
         if rows.schedule.is_resident(c):
-            # The sum is added where it is.
+            # The sum is added in place.
             self._freed[c] = rows.add(Queue.NET, Kind.FREE, c, "grad", moment, behind=done)
             return
         key = (0.0, rows.next_number())
@@ -177,8 +177,8 @@ class GradientRows:
         rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "grad", moment, after=((freed, 0),), key=key)
 
     def _add_up(self, c: int, number: int, n: int, here: int) -> int:
-        """Write what adds the complete gradient of a micro-batch to the sum on the GPU: on several ranks its sum over
-        the ranks, otherwise nothing. Returns the row behind which it is added."""
+        """Write the rows that add the complete gradient of a micro-batch to the sum on the GPU: on several ranks the
+        sum over the ranks, otherwise nothing. Returns the row after which the gradient is added."""
         rows, job = self._rows, self._rows.schedule.job
         if job.ranks == 1:
             return here
@@ -188,7 +188,7 @@ class GradientRows:
         return self._freed[c]
 
     def _send_sum(self, c: int, here: int) -> None:
-        """Send the complete sum of all micro-batches to the sum on the host."""
+        """Write the rows that send the complete sum of all micro-batches to the sum on the host."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
         rows.writeback(c, "grad32", moment, ((here, 0),), rows.down_key(c), drop=True)
@@ -197,8 +197,8 @@ class GradientRows:
             rows.last_adds.append(rows.add_of[c])
 
     def _leave(self, c: int, here: int) -> int:
-        """End the chunk's last visit before its update. Returns the row that brings its last gradient down, or where
-        its sum stays the row that drops its working list."""
+        """End the chunk's last visit before its update. Returns the row that copies its last gradient down; if its sum
+        stays, the row that drops its working list."""
         rows, schedule = self._rows, self._rows.schedule
         if not schedule.sums_on_gpu(c):
             return self._send_last(c, here)
@@ -206,15 +206,15 @@ class GradientRows:
         return rows.add_of.get(c, gone)
 
     def _send_last(self, c: int, here: int, *, drop: bool = True) -> int:
-        """The last gradient goes down in the working list that it has overwritten; where the norm is that of the sum,
-        the gradient is added there."""
+        """Send the last gradient down in the working list that it has overwritten. If clipping takes the norm of the
+        sum, add the gradient to the sum on the host. Returns the copy's row."""
         rows, job = self._rows, self._rows.schedule.job
         moment = job.uses.last_gradient(c)
         ready: After = ((rows.sum_of.get(c, here), 0),)
         down = rows.writeback(c, "param", moment, ready, rows.down_key(c), drop=drop)
         if job.add_last:
             key = (0.0, rows.next_number())
-            # Also behind the chunk's earlier gradients: one of them may still be on its way down.
+            # The add also waits for the chunk's earlier gradients, which may still be on their way down.
             after: After = ((down, 0), (rows.add_of[c], 0)) if c in rows.add_of else ((down, 0),)
             rows.add_of[c] = rows.add(Queue.ADAM, Kind.CPU_ADD, c, "param", moment, after=after, key=key)
             rows.last_adds.append(rows.add_of[c])

@@ -22,11 +22,11 @@ __all__ = ["draft_of"]
 
 
 def draft_of(schedule: Schedule) -> Draft:
-    """The rows of one iteration and their edges, in an order in which they could run one after the other.
+    """Returns the rows of one iteration and their edges, in an order in which the rows could run one after the other.
 
     The order of the passes is the order of their rows on the compute queue, and decides between equal deadlines. A last
-    gradient goes down once it is summed, so Collectives comes before Gradients; WorkingLists closes behind Updates,
-    whose CPU Adam the first fetches wait for.
+    gradient goes down once it is summed, so Collectives comes before Gradients. WorkingLists closes behind Updates,
+    because the first fetches wait for CPU Adam.
     """
     rows = DraftRows(schedule)
     floors = Floors(rows)
@@ -54,10 +54,10 @@ def draft_of(schedule: Schedule) -> Draft:
 
 
 def _moments(rows: DraftRows, n: int, waits: Sequence[int]) -> int:
-    """The moments of a block."""
+    """Write the row of the moments of a block. Returns the row."""
     job, position = rows.schedule.job, rows.schedule.positions[n]
     charge = job.block_charges[position.block]
-    if position.seconds != charge.seconds:  # gradients are added in it
+    if position.seconds != charge.seconds:  # the block includes adds of gradients
         charge = Charge(position.seconds, charge.gpu_take, charge.gpu_free)
     return rows.add(
         Queue.COMPUTE,
@@ -73,7 +73,7 @@ def _draft(rows: DraftRows) -> Draft:
     schedule = rows.schedule
     job, machine, modes = schedule.job, schedule.job.machine, schedule.modes
     gpu_free = machine.gpu_budget_bytes - schedule.resident_bytes - sum(job.sizes[c] for c in schedule.stays)
-    gpu_free += sum(job.remote[c] for c in job.small_visits)  # reckoned with throughout, absent at the cut
+    gpu_free += sum(job.remote[c] for c in job.small_visits)  # counted at every position, absent at the cut
     return Draft(
         rows=rows.rows,
         gpu_free_bytes=gpu_free - tide_at_cut([block.tide_bytes for block in job.blocks]),

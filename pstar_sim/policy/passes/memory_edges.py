@@ -1,14 +1,14 @@
-"""Memory edges: which step has to end before another one may take its bytes.
+"""Memory edges: which step has to end before another step may take its bytes.
 
-[Note: FIFO tokens] Think of every byte of a place as a token with one owner. Given one predicted schedule that keeps
-the budget and repeats for ever, put all takes in the order of their starts, all frees in the order of their ends, and
-hand the n-th byte taken to the step that frees byte n - F, where F bytes are free when counting begins. If every step
-waits for the steps that free its tokens, no byte ever has two owners, whatever the timing: the budget holds in every
-legal interleaving. And the predicted schedule loses nothing, because in it every byte is free before it is taken.
+[Note: FIFO tokens] Think of every byte of a place as a token with one owner. Take one predicted schedule that keeps the
+budget and repeats for ever. Put all takes in the order of their starts and all frees in the order of their ends. Let F
+bytes be free when counting begins, and hand the n-th byte taken to the step that frees byte n - F. If every step waits
+for the steps that free its tokens, no byte ever has two owners, whatever the timing: the budget holds in every legal
+interleaving. The predicted schedule loses no time, because in it every byte is free before it is taken.
 
 [Note: windows] Successive iterations overlap, so the schedule is written down as one window: from the first step of
-iteration w on the compute queue to that of w + 1. It contains every step once, some of iteration w, some of w - 1
-(late: Adam) and some of w + 1 (early: fetches for the next forward).
+iteration w on the compute queue to the first step of w + 1. The window contains every step once: some steps of
+iteration w, some of w - 1 (late steps: Adam) and some of w + 1 (early steps: fetches for the next forward).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["ByteMove", "QueueSlot", "fifo_edges"]
 
 
 class ByteMove(NamedTuple):
-    """One take or free in the window: step `step` of iteration w + `iteration` takes (take > 0) or frees (take < 0)
-    bytes."""
+    """A take or free in the window. Step `step` of iteration w + `iteration` takes `take` bytes, or frees -`take` bytes
+    if `take` is negative."""
 
     step: int
     iteration: int
@@ -33,7 +33,7 @@ class ByteMove(NamedTuple):
 
 
 class QueueSlot(NamedTuple):
-    """A step's queue, and its position there in one iteration."""
+    """A step's queue, and its position on the queue in one iteration."""
 
     queue: str
     position: int
@@ -42,15 +42,18 @@ class QueueSlot(NamedTuple):
 def fifo_edges(
     window: Sequence[ByteMove], free_bytes: int, slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]
 ) -> dict[int, list[Ref]]:
-    """Edges (step -> steps it has to wait for) that keep one place within its budget in every legal interleaving.
+    """Returns edges (step -> steps for which it has to wait) that keep one place within its budget in every legal
+    interleaving.
 
-    window: takes and frees in the order of the predicted schedule, each step's once (frees before takes where both
-        happen at once).
+    window: takes and frees in the order of the predicted schedule, each step's once. A free comes before a take at the
+        same time.
     free_bytes: bytes of the place that are free when the window opens.
-    lengths: steps on each queue in one iteration. Only the latest step of each queue is named: its queue is in order.
+    slots: step -> its queue and position.
+    lengths: number of steps on each queue in one iteration. Only the latest step of each queue is named, because a
+        queue runs in order.
 
-    Raises ValueError for a window that frees more or less than it takes, or in which bytes are taken before they are
-    free (it then does not repeat, or does not keep the budget).
+    Raises ValueError for a window that frees more or fewer bytes than it takes (such a window does not repeat), or that
+    takes bytes before they are free (such a window does not keep the budget).
     """
     takes = [e for e in window if e.take > 0]
     frees = _Frees(window, slots, lengths)
@@ -69,22 +72,22 @@ def fifo_edges(
 
 
 class _Frees:
-    """The frees of a window as tokens in the order in which they end.
+    """The frees of a window as tokens, in the order in which they end.
 
-    volume: bytes of one window.
+    volume: bytes that one window frees.
     """
 
     def __init__(self, window: Sequence[ByteMove], slots: Mapping[int, QueueSlot], lengths: Mapping[str, int]) -> None:
         self._slots, self._lengths = slots, lengths
         self._order = {id(e): n for n, e in enumerate(window)}
         self._events = [e for e in window if e.take < 0]
-        self._ends = list(accumulate(-e.take for e in self._events))  # byte ordinal behind each free
+        self._ends = list(accumulate(-e.take for e in self._events))  # number of bytes freed up to each free
         self.volume = self._ends[-1] if self._ends else 0
 
     def latest(self, take: ByteMove, low: int, high: int) -> list[Ref]:
-        """Per queue, the latest step that frees one of the bytes low .. high (ordinals), which `take` gets."""
+        """Returns, per queue, the latest step that frees one of the bytes low .. high (ordinals), which `take` gets."""
         found: dict[str, tuple[int, Ref]] = {}
-        # Frees of windows 0 (this one), 1 and 2 back; what was free before those never needs an edge.
+        # Frees of this window and of the two windows before it. Bytes that were free before these windows need no edge.
         for back in range(3):
             a, b = max(low + back * self.volume, 0), min(high + back * self.volume, self.volume)
             if a >= b:

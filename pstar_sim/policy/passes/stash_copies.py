@@ -1,4 +1,4 @@
-"""Stash copies: what a block's forward left behind goes to the host and comes back ([Note: stashes] in
+"""Stash copies: the stash of a block's forward goes to the host and comes back ([Note: stashes] in
 workload/workload.py)."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["StashCopies"]
 
 class StashCopies:
     """The pass that copies stashes out and in. A copy out goes first on its queue, because the forward pass of the
-    block after the next waits for it; a copy in has a deadline, as a fetch has."""
+    block after the next waits for it. A copy in has a deadline, as a fetch does."""
 
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows

@@ -17,20 +17,20 @@ __all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "room"]
 
 
 def room(job: Job, position: Position, modes: Modes) -> int:
-    """Bytes that come to the GPU for the update at a position, without a sum that a mode asks for."""
+    """Returns the bytes that come to the GPU for the update at a position, without a sum that a mode asks for."""
     c = position.chunk
     return job.visiting_bytes(c, held=c in modes.summed) if c >= 0 else 0
 
 
 def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
-    """Order among the updates on the CPU that are ready, smallest first."""
+    """Returns the key of an update on the CPU: of the updates that are ready, the smallest key goes first."""
     if adam == "fifo":
         return (1.0, float(uses.last_gradient(chunk)), float(uses.first_use(chunk)))
     return (1.0, float(uses.first_use(chunk)))
 
 
 def adam_waits_for_backward(adam: str) -> bool:
-    """Whether every CPU Adam waits for the end of the last moment, as it would behind a barrier."""
+    """Returns whether every CPU Adam waits for the end of the last moment, as it does behind a barrier."""
     return adam == "after-backward"
 
 
@@ -41,8 +41,8 @@ class UpdateRows:
         self._rows = rows
         self._working = working
         self._parameters_down: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
-        self._streamed = 0  # updates of streamed chunks so far
-        self._resident = 0  # updates of resident chunks behind the barrier so far
+        self._streamed = 0  # number of updates of streamed chunks written so far
+        self._resident = 0  # number of updates of resident chunks behind the barrier so far
         self._residents_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
         schedule = rows.schedule
         job = schedule.job
@@ -54,7 +54,7 @@ class UpdateRows:
                 self._residents_behind[schedule.at[job.update_block[c]]].append(c)
 
     def before(self, n: int) -> Sequence[int]:
-        """Fetch the states of a streamed chunk."""
+        """Fetch the states of a streamed chunk. Returns the rows for which the update waits."""
         rows, schedule = self._rows, self._rows.schedule
         job, c = schedule.job, schedule.positions[n].chunk
         if c < 0:
@@ -64,7 +64,7 @@ class UpdateRows:
         arriving = [self._working.fetch(c, n, name, added if name == "grad32" else ()) for name in lists]
         if (
             schedule.all_in_grad32(c) and schedule.visits[c][-1].first == n
-        ):  # its working list has left: only room is needed
+        ):  # the chunk's working list has left, so only room is needed
             gone: After = ((rows.release_of[c, "param"], 0),)
             rows.add(Queue.COMPUTE, Kind.ALLOC, c, "param", job.uses.last_gradient(c), after=gone)
         return arriving
@@ -94,8 +94,8 @@ class UpdateRows:
             self._residents_behind_barrier(len(self._residents))
 
     def _send_states(self, c: int, here: int) -> None:
-        """Write the copies of updated states down again, and of the parameters unless they never leave the GPU; the
-        list of accumulated gradients is given up."""
+        """Write the copies down of updated states, and of updated parameters unless they never leave the GPU. Drop the
+        list of accumulated gradients."""
         rows, schedule = self._rows, self._rows.schedule
         job = schedule.job
         moment = job.uses.last_gradient(c)
@@ -115,8 +115,9 @@ class UpdateRows:
         self._parameters_down[c] = rows.writeback(c, "param", moment, ready, order, drop=not stays)
 
     def _residents_behind_barrier(self, until: int) -> None:
-        """Write Adam of the resident chunks up to number `until`. It is called between the updates of streamed chunks,
-        whose states queue on the link: so their copies down begin at once, and room for copies up appears early."""
+        """Write Adam of the resident chunks up to number `until`. These updates run between the updates of streamed
+        chunks, whose states queue on the link. So the copies down of streamed chunks begin at once, and room for copies
+        up is free early."""
         for c in self._residents[self._resident : until]:
             self._update_resident(c, () if self._resident else ends_of(self._rows.last_adds))
             self._resident += 1

@@ -1,4 +1,4 @@
-"""Working lists: they come for their visits, and unchanged ones are dropped behind them."""
+"""Working lists: a working list is fetched for each visit, and dropped behind the visit if it is unchanged."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["WorkingLists"]
 
 
 class WorkingLists:
-    """Fetches a chunk for each visit, and drops a copy that equals the host's. Changed lists hold gradients
-    (gradient_rows.py) or updated parameters (update_rows.py)."""
+    """The pass that fetches a chunk for each visit, and drops a list that equals the host's copy. Changed lists hold
+    gradients (gradient_rows.py) or updated parameters (update_rows.py)."""
 
     def __init__(self, rows: DraftRows, floors: Floors) -> None:
         self._rows = rows
         self._floors = floors
-        self._first_fetches: list[tuple[int, str, int]] = []  # rows that take what the previous iteration left behind
+        self._first_fetches: list[tuple[int, str, int]] = []  # rows that take lists of the previous iteration
         self._fetches_before: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
         self._drops_behind: defaultdict[int, list[int]] = defaultdict(list)
         schedule = rows.schedule
         for c, stretches in schedule.visits.items():
             update = schedule.updates.get(c)
             for stretch in schedule.fetched(c):
-                # Where all of the gradient is in grad32, an update needs only room.
+                # If all of the gradient is in grad32, an update needs only room.
                 if not (stretch.first == update and schedule.all_in_grad32(c)):
                     self._fetches_before[stretch.first].append(c)
             for stretch, following in pairwise(stretches):
@@ -45,7 +45,8 @@ class WorkingLists:
         return fetched
 
     def fetch(self, c: int, n: int, list_name: str = "param", after: After = ()) -> int:
-        """Fetch a list to the GPU for position n, once the list that was there before is gone."""
+        """Fetch a list to the GPU for position n, once the list that was there before is gone. Returns the fetch's
+        row."""
         rows, key = self._rows, (c, list_name)
         after += self._floors.of(c, n)
         if key in rows.release_of:
@@ -59,8 +60,8 @@ class WorkingLists:
 
     def behind(self, n: int, here: int) -> None:
         """Drop the lists that are not needed behind position n. The list of a streamed chunk that stayed over the
-        border may still be on its way down: it is dropped behind that copy, for which the compute queue does not
-        wait."""
+        border may still be on its way down. Such a list is dropped behind its copy down, for which the compute queue
+        does not wait."""
         rows, schedule = self._rows, self._rows.schedule
         for c in self._drops_behind.get(n, ()):
             moment = schedule.job.blocks[schedule.positions[n].block].last
@@ -72,7 +73,8 @@ class WorkingLists:
             rows.release_of[c, "param"] = row
 
     def close(self) -> None:
-        """A first fetch waits for the update of the previous iteration, and for the list that was there to be gone."""
+        """Let a first fetch wait for the update of the previous iteration, and until the list that was there is
+        gone."""
         rows = self._rows
         for c, name, row in self._first_fetches:
             updated: After = ((rows.cpu_update_of[c], 1),) if c in rows.cpu_update_of else ()

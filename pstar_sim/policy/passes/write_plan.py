@@ -1,4 +1,5 @@
-"""The plan of a draft whose order was chosen: steps in the order of the window, and memory edges made from it."""
+"""The plan of a draft whose order was chosen: steps in the order of the window, and memory edges made from the
+window."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ __all__ = ["plan_of", "step_of"]
 
 
 def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[str, object] | None = None) -> Plan:
-    """The plan.
+    """Returns the plan.
 
     draft: draft of the schedule.
     window: the order that was chosen for the draft.
-    choices: what `explain` shows, beside the seconds per iteration that the window predicts.
+    choices: entries that `explain` shows, in addition to the seconds per iteration that the window predicts.
     """
     job = schedule.job
     b = Builder(job.name, job.workload, job.machine, job.settings, layout=job.layout, stashes=False)
@@ -33,11 +34,11 @@ def plan_of(schedule: Schedule, draft: Draft, window: Window, choices: Mapping[s
 
 
 def _residents(b: Builder, schedule: Schedule) -> None:
-    """Note in which place each chunk's lists are at the cut."""
+    """Record the place of each chunk's lists at the cut."""
     job, modes = schedule.job, schedule.modes
     for c in (*job.small, *modes.pinned):
         b.live(c, Place.GPU)
-        if job.ranks > 1 and c not in schedule.whole:  # a small one that never changes is whole for ever
+        if job.ranks > 1 and c not in schedule.whole:  # a small chunk that never changes is always whole
             b.resident(c, Place.GPU, "remote")
     for c in job.moving:
         if c in modes.pinned:
@@ -53,7 +54,7 @@ def _residents(b: Builder, schedule: Schedule) -> None:
 
 def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list[tuple[int, int]]:
     """Write the steps in the order of one iteration: first the window's steps of the next iteration, then its own, then
-    those of the previous iteration. Returns for each row the first and the last step that it became."""
+    those of the previous iteration. Returns for each row the first and the last step that the row became."""
     rows, blocks = draft.rows, schedule.job.blocks
     started = [(i, k) for i, k, done in window.events if not done]
     order = [i for early in (1, 0, -1) for i, k in started if k == early]
@@ -76,7 +77,7 @@ def _steps(b: Builder, schedule: Schedule, draft: Draft, window: Window) -> list
 
 
 def step_of(b: Builder, row: DraftRow, after: After) -> int:
-    """Write the step that a row stands for, which is not a block of moments; returns the step's id."""
+    """Write the step of a row that is not a block of moments. Returns the step's id."""
     if row.stash >= 0:
         moment = moment_of(b.workload, row.kind, row.stash)
         return b.add(row.queue, row.kind, stash=row.stash, moment=moment, after=after)

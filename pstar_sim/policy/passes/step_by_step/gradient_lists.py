@@ -1,9 +1,8 @@
 """Gradient lists.
 
 A gradient that has a list of its own opens the list in the moment in which its first part arrives. Once the gradient is
-complete it is summed over the ranks. It goes to the host, where the gradients of several micro-batches are added, or
-stays on the GPU, where the sum over the ranks is added. passes/gradient_rows.py does the same for the
-asynchronous family.
+complete, it is summed over the ranks. It then goes to the host, where the gradients of several micro-batches are added,
+or is added on the GPU. passes/gradient_rows.py does the same for the asynchronous family.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ __all__ = ["GradientLists", "arrivals"]
 def arrivals(
     uses: Facts, chunks: Iterable[int], *, last: bool = True
 ) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
-    """(moment -> chunks whose gradient begins to arrive in it, moment -> chunks whose gradient is complete after it).
-    last: False leaves out each chunk's last gradient."""
+    """Returns (moment -> chunks whose gradient begins to arrive in it, moment -> chunks whose gradient is complete
+    after it). last: False leaves out each chunk's last gradient."""
     opens: dict[int, list[int]] = {}
     closes: dict[int, list[int]] = {}
     for c in chunks:
@@ -35,20 +34,19 @@ def arrivals(
 class GradientLists:
     """Writes the steps of the gradients of `chunks` into `b`.
 
-    last: whether the last gradient of a chunk has a list too; otherwise it overwrites the working list.
-    stay: chunks whose gradients stay on the GPU. On one rank these have no lists: they are added in place.
-    one_by_one: whether each step of the policy waits for the step before it, and for nothing else.
-
-    Raises CannotPlan for a layer-major workload, in which the lists of a chunk's micro-batches would overlap.
-
     chunks: chunks whose gradients have lists.
-    add_last: whether a last gradient without a list is added to the others before any update, because the norm is taken
-        of their sum (`add_last_of`).
+    last: whether the last gradient of a chunk has a list too. Otherwise the last gradient overwrites the working list.
+    stay: chunks whose gradients stay on the GPU. On one rank these have no lists: their gradients are added in place.
+    one_by_one: whether each step of the policy waits for the step before it, and for no other step.
+    add_last: whether a last gradient without a list is added to the others before any update, because clipping takes
+        the norm of their sum (`add_last_of`).
     opens: moment -> chunks whose lists open in it.
     closes: moment -> chunks whose gradient in a list is complete after it.
     host_list: list in which Adam on the host finds a gradient.
     freed: chunk -> step that last freed the chunk's lists on the GPU.
     added: chunk -> step after which its sum on the host is up to date.
+
+    Raises CannotPlan for a layer-major workload, in which the lists of a chunk's micro-batches would overlap.
     """
 
     def __init__(
@@ -77,16 +75,16 @@ class GradientLists:
         self.host_list = "grad32" if self._several else "grad"
         self.freed: dict[int, int] = {}
         self.added: dict[int, int] = {}
-        self._latest_sums: dict[str, int] = {}  # "ranks", "host" -> the latest sum there
+        self._latest_sums: dict[str, int] = {}  # "ranks" or "host" -> the latest sum there
 
     # Bytes.
 
     def bytes_of(self, c: int) -> int:
-        """Bytes on the GPU of the chunk's lists while they are open."""
+        """Returns the bytes on the GPU of the chunk's lists while they are open."""
         return sum(self._b.layout.payload_bytes(c, name) for name in self._names)
 
     def passing_bytes(self, c: int) -> int:
-        """Bytes on the host of a gradient that waits there to be added; 0 where none does."""
+        """Returns the bytes on the host of a gradient that waits there to be added; 0 if no gradient waits."""
         return self._b.layout.payload_bytes(c, "grad") if self._several and c not in self._stay else 0
 
     @property
@@ -97,13 +95,13 @@ class GradientLists:
     # Steps.
 
     def open(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """Open the lists whose time begins in moment `m`. Returns the step that opens the last of them."""
+        """Open the gradient lists of the chunk in moment `m`. Returns the step that opens the last of them."""
         waits = [*after, *self._earlier(self.freed, c)]
         return [self._b.alloc(Queue.COMPUTE, c, name, Place.GPU, m, after=waits) for name in self._names][-1]
 
     def close(self, c: int, m: int, after: Sequence[int]) -> int:
         """Move the gradient that is complete after moment `m` to the place of its update. Returns the step after which
-        it is there and its lists are free."""
+        the gradient is there and its lists are free."""
         summed = self.sum(c, m, after)
         if c in self._stay:
             return self.keep(c, m, summed)
@@ -111,7 +109,7 @@ class GradientLists:
         return self.add(c, m)
 
     def sum(self, c: int, m: int, after: Sequence[int], list_name: str = "grad_remote") -> Sequence[int]:
-        """Sum a gradient over the ranks; returns the steps after which the sum is there (with one rank: `after`).
+        """Sum a gradient over the ranks. Returns the steps after which the sum is complete (with one rank: `after`).
         list_name: "remote" for a gradient that lies in the working list."""
         if self._b.layout.ranks == 1:
             return after
@@ -119,7 +117,7 @@ class GradientLists:
         return [step]
 
     def keep(self, c: int, m: int, after: Iterable[int]) -> int:
-        """Free the list of a gradient whose sum is on the GPU, once it has been added there. Returns the step that
+        """Free the list of a gradient once the gradient has been added to its sum on the GPU. Returns the step that
         frees the list."""
         self.freed[c] = self._b.free(Queue.NET, c, "grad", Place.GPU, m, after)
         return self.freed[c]
@@ -135,8 +133,8 @@ class GradientLists:
         return down
 
     def add(self, c: int, m: int, after: Iterable[int] = ()) -> int:
-        """Add the gradient to those of earlier micro-batches, on the host. Returns the step after which Adam there may
-        take the gradient (with one micro-batch: its arrival)."""
+        """Add the gradient to those of earlier micro-batches, on the host. Returns the step after which Adam on the
+        host may take the gradient (with one micro-batch: its arrival)."""
         if not self._several:
             return self.freed[c]
         step = self._b.cpu_add(c, "grad", m, after=[self.freed[c], *after])
@@ -144,14 +142,14 @@ class GradientLists:
         return step
 
     def add_last_of(self, c: int, after: Iterable[int]) -> int:
-        """Add the last gradient to the others on the host, where it has come in the working list."""
+        """Add the last gradient, which came in the working list, to the others on the host. Returns the step."""
         return self._b.cpu_add(c, "param", self._b.uses.last_gradient(c), after)
 
     def _earlier(self, steps: Mapping[int, int], c: int) -> list[int]:
         return [steps[c]] if c in steps and not self._one_by_one else []
 
     def all_there(self) -> list[int]:
-        """Steps that every update waits for, once all moments are written: the latest sum on the host, and under
-        clipping the latest one over the ranks, since the norm is that of all gradients."""
+        """Returns the steps for which every update waits, once all moments are written: the latest sum on the host.
+        With clipping, also the latest sum over the ranks, because the norm is that of all gradients."""
         wanted = ("host", "ranks") if self._b.settings.clip else ("host",)
         return [self._latest_sums[name] for name in wanted if name in self._latest_sums]

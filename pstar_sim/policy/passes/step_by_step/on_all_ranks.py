@@ -1,5 +1,5 @@
-"""Whole chunks and all-reduced gradients, which are the same on every GPU. On one rank there is nothing to do for
-either."""
+"""Whole chunks and all-reduced gradients, which are the same on every GPU. On one rank these functions write no
+step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["all_reduced", "gathered"]
 
 
 def gathered(b: Builder, c: int, moment: int, own: int, after: Iterable[int] = ()) -> int:
-    """The step after which the chunk is whole on this GPU: `own`, which brings this rank's slice, and on several ranks
-    the gather of the others' behind it and `after`."""
+    """Returns the step after which the chunk is whole on this GPU: on several ranks a gather of the others' slices,
+    behind `own` and `after`; on one rank `own`. own: the step that brings this rank's slice."""
     return b.gather(c, moment, [own, *after]) if b.layout.ranks > 1 else own
 
 
 def all_reduced(b: Builder, c: int, moment: int, after: Sequence[int]) -> Sequence[int]:
-    """The steps after which the gradient of a chunk that lives on every GPU (a replicated layout) is the sum over the
-    ranks on each of them. It is complete after `after`, in the list in which it is accumulated."""
+    """Returns the steps after which the gradient is the sum over the ranks on each of them, for a chunk that lives on
+    every GPU (a replicated layout). The gradient is complete after `after`, in the list in which it is accumulated."""
     if b.ranks == 1:
         return after
     list_name = "grad32" if b.workload.micro_batches > 1 else "param"
