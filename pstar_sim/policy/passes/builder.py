@@ -354,7 +354,8 @@ class Builder:
             gpu, host = gpu_left, host_left
         if changed := holdings.changed:
             raise ValueError(
-                f"{self.policy}: {min(changed)} is held at the beginning or at the end of the iteration, but not at both"
+                f"{self.policy}: {min(changed)} is held at the beginning or at the end of the iteration, "
+                "but not at both"
             )
         return rows, shortest
 
