@@ -101,13 +101,11 @@ CHANGES: tuple[Change, ...] = (
              a_lead_of_3_chunks=Knobs(lead_chunks=3), nothing_stays=Knobs(stay=0.0), short_stays=Knobs(stay=0.25)),
     *instead("search, sums, large chunks", "policy.family.search.FIRST_STRIDE", 32, 10**6),
     *instead("search, sums, large chunks", "policy.family.search.NEXT_STRIDE", 6, 10**6),
-    *instead("search", "policy.family.search.FEWER_PINS", (0.85,), none=()),
-    *instead("sums", "policy.family.search.ALL_AT_ONCE", as_usual=Knobs()),
+    *instead("search", "policy.family.search.FEWER_PINS", 0.7, 1.0),
     *instead("many chunks", "policy.family.search.MOST_PAIRS", 2_500),
     *instead("sums", "policy.family.search.POINTS", 11),
     *instead("sums", "policy.family.search.SUMS", 5),
     *instead("sums", "policy.family.search.SPILLS", (0.0, 1.0)),
-    *instead("sums", "policy.family.search.FEWER_SPILLS", 1.0),
     *instead("sums", "policy.family.search.CLOSER", 0),
     *instead("sums", "policy.family.search.NEAR", 5),
     *instead("sums", "policy.family.search.SUMS_TURNS", nothing_spills=((-1, 0), (1, 0))),
@@ -117,7 +115,6 @@ CHANGES: tuple[Change, ...] = (
     *instead("search", "policy.family.searched.FIRST_OPS", 25_000),
     *instead("search", "policy.family.searched.OTHER_OPS", 15_000),
     *instead("search", "policy.family.searched.NEXT_OPS", 20_000, 80_000),
-    *instead("sums", "policy.family.searched.SECOND", 0, 1),
     *instead("search", "policy.family.searched.OPS_OF_FEW", 185_000, 740_000),
     *instead("many chunks", "policy.family.searched.OPS", 145_000, 580_000),
     *instead("one size", "policy.family.searched.ALONE", 0.33, 1.0),
@@ -219,10 +216,13 @@ def of_many_chunks() -> dict[str, Job]:
 
 
 def of_large_chunks() -> dict[str, Job]:
-    """Vocabulary matrices much larger than the usual chunk."""
+    """Vocabulary matrices much larger than the usual chunk, above all those of Qwen."""
     return {
+        f"qwen2.5-7b, {machine}": (gpt("qwen2.5-7b", 1), ps.machine(machine), BARRIER)
+        for machine in ("v100-32", "a100-80", "rtx4090", "h100-80")
+    } | {
         "llama-3-8b, h100-80, eager": (gpt("llama-3-8b", 1), ps.machine("h100-80"), EAGER),
-        "qwen2.5-7b, h100-80": (gpt("qwen2.5-7b", 2), ps.machine("h100-80"), BARRIER),
+        "qwen2.5-7b, h100-80, batch 2": (gpt("qwen2.5-7b", 2), ps.machine("h100-80"), BARRIER),
         "4B, rtx4090": (gpt("4B", 1), ps.machine("rtx4090"), BARRIER),
         "llama-30b, h100-80": (gpt("llama-30b", 4), ps.machine("h100-80"), BARRIER),
     }

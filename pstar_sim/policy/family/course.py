@@ -30,8 +30,7 @@ class Knobs:
     linger: whether the course leaves room for gradients on their way down. This pays unless memory is very tight.
     lead_chunks: room, in chunks, that early fetches leave free for urgent fetches.
     down: order of the copies to the host. "edf": as the next forward needs the chunks. "fifo": in the order the copies
-        become ready. "adam": first the lists that CPU Adam waits for, then parameters that leave, then states; "edf"
-        within each group.
+        become ready.
     stay: largest share of the positions over which streamed parameters may stay on the GPU between two iterations.
     states_first: whether states go down before the parameters that stay, because states take room. The parameters are
         then given up later.

@@ -36,7 +36,6 @@ __all__ = ["SearchResult", "own_plans", "searched"]
 MOST_CHUNKS = 400  # largest number of chunks of the other chunk sizes that are tried: many chunks make a search long
 FACTORS = (2.0, 0.5)  # other chunk sizes, as multiples of the usual size, if chunks are many
 FACTORS_OF_FEW = (0.5, 0.25, 0.125)  # the same if chunks are few
-SECOND = 2  # number of searches that continue after the first look
 COARSE = 100  # up to this number of chunks, chunks count as few
 # Effort for `Settings.effort` 1, in scheduled steps: in total, and in total if chunks are few. ALONE: the share of this
 # effort if only one chunk size is searched.
@@ -50,11 +49,7 @@ WORTH_A_SIZE = 2e-2  # relative distance from the floor above which other sizes 
 WORTH_A_SIZE_OF_FEW = 5e-3  # the same if chunks are few
 
 
-COPIES_DOWN = {
-    "edf": "as the next forward needs them",
-    "fifo": "in the order they come",
-    "adam": "what CPU Adam waits for, parameters that leave, states; each as the next forward needs them",
-}
+COPIES_DOWN = {"edf": "as the next forward needs them", "fifo": "in the order they come"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +141,6 @@ class _Sizes:
         if not self.searches:
             assert self._reason is not None
             raise self._reason
-        for search in self._by_seconds()[:SECOND]:
-            self._go_on(search, NEXT_OPS)
         while self.left_ops > 0 and not self.best().good_enough:
             if (search_left := self._promising()) is not None:
                 self._go_on(search_left, NEXT_OPS)

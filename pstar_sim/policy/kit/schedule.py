@@ -71,7 +71,7 @@ class Schedule:
     lead_bytes: room that early fetches leave free for urgent fetches.
     prefetch: how far ahead copies may go: "none", a number of chunks, or "edf".
     adam: order of CPU Adam: "after-backward", "fifo" or "edf".
-    down: order of the copies to the host: "edf", "fifo" or "adam", as in `Knobs.down`.
+    down: order of the copies to the host: "edf" or "fifo", as in `Knobs.down`.
     states_first: whether states of streamed chunks go down before parameters that stay.
     lists_at_once: the largest number of gradient lists on the GPU at a time; None: as many as there is room for.
     """

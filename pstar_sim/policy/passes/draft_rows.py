@@ -10,8 +10,7 @@ pass needs beside the working lists. So these bytes are known before a policy de
 [Note: keys] Of the ready rows of a queue, the row with the smallest key goes first. To the GPU, keys are the position
 served, then the chunk. To the host, keys begin with: -2 for drops; -1 for stashes on their way out, because a forward
 pass waits for them; 0 for gradients of early micro-batches; 1 for last gradients and updated states, followed by the
-order of `Schedule.down`. With the order "adam", lists for which CPU Adam waits have 0.5 and parameters that leave have
-0.7. Parameters that stay have 2 if `Schedule.states_first`, which puts them behind all states.
+order of `Schedule.down`. Parameters that stay have 2 if `Schedule.states_first`, which puts them behind all states.
 """
 
 from __future__ import annotations
@@ -145,10 +144,7 @@ class DraftRows:
     def down_key(self, chunk: int) -> tuple[float, ...]:
         """Returns the key of a copy of a last gradient or of updated lists to the host."""
         number, schedule = self.next_number(), self.schedule
-        first_use = float(schedule.job.uses.first_use(chunk))
-        if schedule.down == "adam":
-            return (1.0 if chunk in schedule.modes.streamed else 0.5, first_use)
-        return (1.0, first_use if schedule.down == "edf" else number)
+        return (1.0, float(schedule.job.uses.first_use(chunk)) if schedule.down == "edf" else number)
 
 
 def ends_of(refs: Iterable[int]) -> After:

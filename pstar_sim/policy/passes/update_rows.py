@@ -107,11 +107,7 @@ class UpdateRows:
         if schedule.never_leaves(c):
             return
         stays = c in schedule.stays
-        late = stays and schedule.states_first
-        first_use = float(job.uses.first_use(c))
-        order = (2.0, first_use) if late else (*key, 0.0)
-        if schedule.down == "adam" and not stays:
-            order = (0.7, first_use)
+        order = (2.0, float(job.uses.first_use(c))) if stays and schedule.states_first else (*key, 0.0)
         self._parameters_down[c] = rows.writeback(c, "param", moment, ready, order, drop=not stays)
 
     def _residents_behind_barrier(self, until: int) -> None:
