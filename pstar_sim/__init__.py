@@ -126,7 +126,7 @@ _WHERE = {
     "validate": "validation.results:validate",
 }
 
-# Class of an answer -> form in which it is shown -> what draws it.
+# Class of an answer -> form in which it is shown -> function that draws it.
 _RENDERERS = {
     "Ablation": {"text": "report.ablation:ablation_text", "html": "report.ablation:ablation_html"},
     "Cheapest": {"text": "report.capacity_tables:cheapest_text"},

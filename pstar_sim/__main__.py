@@ -1,4 +1,4 @@
-"""`python -m pstar_sim ...` is `pstar ...`; `python -m executor ...`, which torchrun starts, comes in here too."""
+"""`python -m pstar_sim ...` is `pstar ...`. `python -m executor ...`, which torchrun starts, uses this module too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Arguments of the public functions: one clear error for a value of the wrong kind, where it is given.
+"""Arguments of the public functions: each value of a wrong kind gets one clear error.
 
-Each function returns the value it was given, numbers as Python's own, and raises PstarError naming the argument, the
-value and what would do. Sizes and rates given as words ("8GB", "2GB/s") are read here too. Knows no workload and no
-machine.
+Each function returns the given value, numbers as Python's own. It raises PstarError naming the argument, the value and
+what would do. Sizes and rates given as words ("8GB", "2GB/s") are read here too. Knows no workload and no machine.
 """
 
 from __future__ import annotations
@@ -39,29 +38,30 @@ _LARGEST = 1e18
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?i?b)?\s*", re.IGNORECASE)
 
 MOST = 10**9
-"""A count above it is a mistake: refused before anything of that length is made."""
+"""The largest count that is accepted: a larger count is a mistake, and is refused before anything of that length is
+made."""
 BARE = 10**4
-"""A number below it that has no unit is not meant as bytes."""
+"""The smallest number that may stand for bytes without a unit."""
 
 
 def refused(name: str, value: object, want: str, error: type[PstarError] = PstarError) -> PstarError:
     try:
         shown = repr(value)
-    except ValueError:  # Python refuses to write a number of thousands of digits
+    except ValueError:  # Python refuses to print a number with thousands of digits
         shown = "a number of thousands of digits"
     return error(f"{name} = {shown if len(shown) <= 60 else shown[:57] + '...'}: it must be {want}")
 
 
 def spelled(name: str, known: Iterable[str]) -> str:
-    """Returns the known name that differs from `name` at most in upper and lower case; `name` itself if there is none,
-    or more than one."""
+    """Returns the known name that equals `name` in all but upper and lower case. Returns `name` itself if there is
+    none, or more than one."""
     names_ = list(known)
     alike = [other for other in names_ if other.lower() == name.lower()]
     return alike[0] if len(alike) == 1 and name not in names_ else name
 
 
 def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: type[PstarError] = PstarError) -> int:
-    """Returns the number as a plain int, which a numpy integer is not."""
+    """Returns the number as a plain int; `value` may be a numpy integer."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise refused(name, value, f"a whole number of at least {least}", error)
     found = int(value)
@@ -73,8 +73,10 @@ def whole(name: str, value: object, *, least: int = 1, most: int = MOST, error: 
 def number(
     name: str, value: object, *, above: float = 0.0, also: bool = False, error: type[PstarError] = PstarError
 ) -> float:
-    """Returns a finite number above `above`; with `also`, equal to it, too. Numbers whose sums or quotients could
-    overflow are refused."""
+    """Returns a finite number above `above`. Numbers whose sums or quotients could overflow are refused.
+
+    also: whether `above` itself is accepted, too.
+    """
     want = f"a finite number {'of at least' if also else 'above'} {above:g}"
     found = real(value)
     if not (found >= above if also else found > above):
@@ -85,7 +87,7 @@ def number(
 
 
 def real(value: object) -> float:
-    """NaN for what is not a number."""
+    """Returns the value as a float; NaN if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:
@@ -113,8 +115,8 @@ def choice(name: str, value: object, known: Collection[str], *, error: type[Psta
 
 
 def parse_bytes(text: str, *, bare: int = BARE) -> int:
-    """Returns the bytes of "8GB", "512 MiB" or "1e9". Raises PstarError for anything else, zero and negative sizes, and
-    for a number below `bare` without a unit."""
+    """Returns the bytes of "8GB", "512 MiB" or "1e9". Raises PstarError for any other text, for zero and negative
+    sizes, and for a number below `bare` without a unit."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise PstarError(f"{text!r} is not a size; write a positive number and a unit, such as 8GB or 512MiB")
@@ -140,7 +142,7 @@ def parse_bytes_per_s(text: str) -> float:
 
 
 def size_bytes(name: str, value: object, *, error: type[PstarError] = PstarError) -> int:
-    """Returns the bytes of a whole number of them, or of a text such as "128MiB"."""
+    """Returns a number of bytes, given as a whole number or as a text such as "128MiB"."""
     if isinstance(value, str):
         try:
             return parse_bytes(value)
@@ -161,7 +163,7 @@ def file_path(
 
 
 def names(name: str, value: object, want: str) -> list[object]:
-    """Returns the elements of a list; a single text stands for a list of it."""
+    """Returns the elements of a list; a single text counts as a list of one text."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, Iterable) or isinstance(value, Mapping):
@@ -170,7 +172,7 @@ def names(name: str, value: object, want: str) -> list[object]:
 
 
 def function(name: str, value: object) -> None:
-    """A function. The caller handles None for an optional function."""
+    """Raise PstarError unless the value is a function. The caller handles None for an optional function."""
     if not callable(value):
         raise refused(name, value, "a function")
 

@@ -1,8 +1,8 @@
-"""Collector: planning and proving without Python's cycle collector.
+"""Collector: switches Python's cycle collector off while plans are made and proved.
 
-The attempts of a search, plans, timelines and proofs are hundreds of thousands of small objects, few of which refer to
-each other in circles. The cycle collector visits them again and again, for a third of the CPU time, and finds next to
-nothing. Reference counts still free all objects that are not in circles.
+The attempts of a search, plans, timelines and proofs are hundreds of thousands of small objects, with few reference
+cycles. The cycle collector visits them again and again, for a third of the CPU time, and frees next to nothing.
+Reference counts still free all objects that are not in cycles.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ __all__ = ["without_garbage_collection"]
 
 
 _lock = threading.Lock()
-_inside = 0  # who plans or proves now, in all threads
-_was_enabled = False  # before the first of them
+_inside = 0  # number of threads that plan or prove now
+_was_enabled = False  # whether the collector was on before the first of them
 
 
 @contextlib.contextmanager

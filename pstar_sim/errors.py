@@ -1,8 +1,8 @@
-"""What can go wrong, by name.
+"""Errors, each class with its meaning.
 
-Every error a user can cause derives from `PstarError`; the command line prints its text as one line and exits with
+Every error that a user can cause derives from `PstarError`. The command line prints its text as one line and exits with
 status 2, or 3 where the error is an answer (`DoesNotFit`, `NothingFits`). The text names the thing, the value, and what
-would do. `assert` is for what cannot happen.
+would do. `assert` is for conditions that cannot fail.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 
 
 class PstarError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base of every error that a user can cause and correct."""
 
 
 class CannotPlan(PstarError):
-    """A policy has no plan for this kind of machine or job, however much memory it has; the text names the policy and
-    says why."""
+    """A policy has no plan for this kind of machine or job, whatever its memory. The text names the policy and the
+    reason."""
 
 
 class CatalogError(PstarError):
@@ -51,9 +51,9 @@ class PlanError(PstarError):
 
 
 class FalseFigures(PlanError):
-    """A plan whose steps are right, and which states figures that are not.
+    """A plan whose steps are right but which states false figures.
 
-    false: a sentence for each of them.
+    false: a sentence for each false figure.
     """
 
     def __init__(self, false: tuple[str, ...]) -> None:
@@ -62,7 +62,7 @@ class FalseFigures(PlanError):
 
 
 class NothingFits(PlanError):
-    """None of the policies, machines or variants asked about fits; the text says why for each."""
+    """None of the policies, machines or variants in question fits. The text gives each one's reason."""
 
 
 class ModelError(PstarError):
@@ -70,15 +70,15 @@ class ModelError(PstarError):
 
 
 class ContractError(PstarError):
-    """A training loop did something an offloaded optimizer cannot honour; the text names the replacement."""
+    """A training loop did something that an offloaded optimizer cannot support; the text names the replacement."""
 
 
 class WeightsError(PstarError):
-    """A file or folder of weights that is truncated, corrupt, or not of this model; the text names file and tensor."""
+    """A file or folder of weights that is truncated, corrupt, or for another model; the text names file and tensor."""
 
 
 class CheckpointError(PstarError):
-    """A checkpoint that is partial, of another model, from a newer version, or that could not be written."""
+    """A checkpoint that is incomplete, for another model, from a newer version, or that could not be written."""
 
 
 class Interrupted(PstarError):
@@ -87,12 +87,14 @@ class Interrupted(PstarError):
 
 
 class OutOfMemory(PstarError):
-    """An accelerator refused memory while a plan ran, as torch.OutOfMemoryError does where CUDA refuses it.
+    """An accelerator refused memory while a plan ran; torch.OutOfMemoryError is the same for CUDA.
 
-    asked_bytes: bytes that were asked for.
+    asked_bytes: bytes that were requested.
     payload_bytes, other_bytes: bytes of chunks and of everything else on the device.
-    limit_bytes: bytes that the device has (None where it does not say). The executor catches the error and climbs its
-        ladder (executor/off_plan/ladder.py); a user's loop sees the error only where no rung helps.
+    limit_bytes: bytes that the device has (None where it does not say).
+
+    The executor catches the error and climbs its ladder (executor/off_plan/ladder.py). A user's loop sees the error
+    only if no rung helps.
     """
 
     def __init__(
@@ -113,7 +115,8 @@ class OutOfMemory(PstarError):
 
 
 class RankLost(PstarError):
-    """Another process of a run on several ranks is gone, or cannot follow; the text names it and what it said."""
+    """Another process of a run on several ranks has ended or cannot follow; the text names the process and its last
+    words."""
 
 
 class UnknownName(PstarError):
@@ -160,7 +163,7 @@ class DoesNotFit(PstarError):
     def restated(
         self, *, policy: str | None = None, available_bytes: int | None = None, what: str | None = None
     ) -> DoesNotFit:
-        """Returns the same refusal under another policy's name, for other available bytes or in other words."""
+        """Returns the same refusal with another policy's name, other available bytes or another reason."""
         return DoesNotFit(
             policy=self.policy if policy is None else policy,
             place=self.place,

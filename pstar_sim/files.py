@@ -1,8 +1,8 @@
-"""Files written atomically: every kind of file here is written by these functions. Knows no format.
+"""Atomic writing of files: these functions write every kind of file. Knows no format.
 
-[Note: what is written over] A new file, or a regular one, which keeps its permissions; of a symbolic link, the file
-that it leads to. Folders, devices, pipes and sockets are refused, /dev/stdout among them: a file that is replaced as a
-whole cannot be sent through them.
+[Note: what is written over] A regular file is replaced and keeps its permissions; a missing file is made. Of a symbolic
+link, the file that it leads to is replaced. Folders, devices, pipes and sockets are refused, /dev/stdout among them: a
+file that is replaced as a whole cannot be sent through them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pstar_sim.errors import PstarError
 
 __all__ = ["check_writable", "replaced_atomically", "write_atomically"]
 
-_LINKS = 40  # as many as Linux follows
+_LINKS = 40  # links in a row: as many as Linux follows
 
 
 def write_atomically(path: Path, text: str, *, error: type[PstarError] = PstarError) -> None:
-    """Write a file that is always either the old one or the new one, never half of it. Raises `error` as
+    """Write a file atomically: at any time it has either the old content or the new. Raises `error` as
     `replaced_atomically` does."""
     with replaced_atomically(path, error=error) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
-    """Returns the file that writing to `path` replaces or makes ([Note: what is written over]), for a caller that has
-    work to do before it writes. Raises `error`, naming `path`, where it cannot be written."""
+    """Returns the file that writing to `path` would replace or make ([Note: what is written over]). For callers that
+    have work to do before they write. Raises `error`, naming `path`, where it cannot be written."""
     try:
         target = _target(path, error)
         with tempfile.TemporaryFile(dir=target.parent):
@@ -42,10 +42,10 @@ def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
 
 @contextlib.contextmanager
 def replaced_atomically(path: Path, *, error: type[PstarError] = PstarError) -> Iterator[Path]:
-    """Open a new file beside `path`. It takes the place of `path` at the end, and is removed if anything is raised.
+    """Yields a new file beside `path`. The new file replaces `path` at the end, and is removed if anything is raised.
 
     Raises `error`, naming `path`, where it cannot be written ([Note: what is written over]): its folder is missing or
-    closed to us, the disk is full.
+    closed to this process, or the disk is full.
     """
     temporary: Path | None = None
     try:
@@ -54,7 +54,7 @@ def replaced_atomically(path: Path, *, error: type[PstarError] = PstarError) -> 
         os.close(handle)
         temporary = Path(name)
         yield temporary
-        temporary.chmod(_mode(target))  # mkstemp makes files private
+        temporary.chmod(_mode(target))  # mkstemp makes files that only their owner can read
         temporary.replace(target)
         temporary = None
     except OSError as reason:
@@ -75,7 +75,7 @@ def _target(path: Path, error: type[PstarError]) -> Path:
         if not target.is_symlink():
             break
         target = target.parent / target.readlink()
-        if target.is_relative_to("/proc"):  # /dev/stdout and its like: whatever it is now, it is not ours to replace
+        if target.is_relative_to("/proc"):  # /dev/stdout and its like must not be replaced, whatever they lead to
             raise error(f"{path} is an open stream of a process; name a file")
     else:
         raise error(f"{path}: its symbolic links lead in a circle; name a file")
@@ -103,7 +103,7 @@ _KINDS = (
 
 
 def _mode(target: Path) -> int:
-    """Permissions of the file that is replaced; for a new file, the permissions that any new file gets."""
+    """Returns the permissions of the file that is replaced; for a new file, the permissions of any new file."""
     try:
         return stat.S_IMODE(target.stat().st_mode)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What Python 3.10 lacks: StrEnum, a TOML reader, notes on errors. From 3.11 on these are Python's own."""
+"""Features that Python 3.10 lacks: StrEnum, a TOML reader, notes on errors. From 3.11 on these are Python's own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ else:
     import tomli
 
     class StrEnum(str, Enum):
-        """Members are their text, also when printed or formatted."""
+        """An enum whose members are their text, also when printed or formatted."""
 
         __str__ = str.__str__
         __format__ = str.__format__
@@ -32,6 +32,6 @@ else:
     toml_loads: Callable[[str], dict[str, Any]] = tomli.loads
 
     def add_note(error: BaseException, note: str) -> None:
-        """The note is kept where 3.11 keeps it; a traceback of 3.10 does not print it."""
+        """Add a note to an error, in the attribute that Python 3.11 uses. A traceback of 3.10 does not print it."""
         notes: list[str] = getattr(error, "__notes__", [])
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
-"""Renderers: an answer is shown as text, HTML or a picture by the renderer registered for it, which is looked up when
-it is shown.
+"""Renderers: functions that show an answer as text, HTML or a picture. The renderer registered for an answer is looked
+up when the answer is shown.
 
-A plan's form "proof" is what the checker finds: a plan can check itself and does not know its checker.
+The form "proof" of a plan is the checker's report: a plan can check itself without knowing its checker.
 
-An answer knows the name of a form, not its renderer. Renderers are registered at the package's front door
-(`pstar_sim/__init__.py`), which every import of a module of the package passes.
+An answer knows the name of a form, not its renderer. The package's front door (`pstar_sim/__init__.py`), which every
+import of a module of the package passes, registers the renderers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from typing import Any
 __all__ = ["register", "render", "render_html", "render_text"]
 
 Renderer = Callable[..., Any]
-"""Takes the answer, then what the form has as options."""
+"""Takes the answer, then the options of the form."""
 
 _FINDERS: dict[tuple[str, str], Callable[[], Renderer]] = {}
 
 
 def register(answer: str, form: str, find: Callable[[], Renderer]) -> None:
-    """Register a renderer. answer: name of the class of answers. find: gives the renderer, called when an answer is
-    shown."""
+    """Register a renderer.
+
+    answer: name of the class of answers.
+    find: returns the renderer; called when an answer is shown.
+    """
     _FINDERS[answer, form] = find
 
 

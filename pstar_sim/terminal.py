@@ -1,11 +1,11 @@
-"""Text for a terminal of a given width: prose and tables that never cut a number. Every table of the project is
-printed by `table_text`.
+"""Text for a terminal of a given width: prose and tables that never cut a number. `table_text` prints every table of
+the project.
 
 [Note: narrow terminals] A table that is too wide is made narrower in this order: heads fold at spaces; long texts fold
-at spaces, the longest first; names fold behind - _ : , = and /; columns for which there is still no room go to a second
-table below the first, with the first column repeated, and a line between the two says how wide a terminal has to be for
-one table. Nothing is dropped, no number is parted from its unit, and no figure is cut: a line with a figure wider than
-the terminal is longer than the terminal.
+at spaces, the longest first; names fold behind - _ : , = and /; columns without room go to a second table below the
+first, which repeats the first column. A line between the two tables says how wide a terminal has to be for a single
+table. Nothing is dropped, no number is parted from its unit, and no figure is cut: a line with a figure wider than the
+terminal is longer than the terminal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from itertools import zip_longest
 
 __all__ = ["narrow_encoding", "table_text", "terminal_width", "wrap"]
 
-NO_TERMINAL = 120  # columns where nobody says how many there are
-LEAST = 24  # columns; a narrower terminal counts as one of these
+NO_TERMINAL = 120  # columns of a terminal of unknown width
+LEAST = 24  # least columns; a narrower terminal counts as this wide
 GAP = "  "
 PROSE = 40  # a longer cell is a sentence, which folds into a column of COMFORTABLE
 COMFORTABLE = 24
-FIGURELESS = frozenset(("", "-", "?", "none", "equal", "nothing", "does not fit"))  # what stands in a column of figures
+FIGURELESS = frozenset(("", "-", "?", "none", "equal", "nothing", "does not fit"))  # beside figures in a column
 _UNIT = r"%|[kKMGT]?i?B(?:/s)?|[num]?s|[TG]FLOP(?:/s)?|days?|h"
 _GLUED = re.compile(rf"(?<=<=) (?=\d)|(?<=±) (?=\d)|(?<=\d) (?=(?:{_UNIT})(?![A-Za-z]))")
 _FIGURE = re.compile(r"(?:<= )?[-+±]?\s?\.?\d")
@@ -34,7 +34,7 @@ _BEHIND = re.compile(r"(?<=[-_:,=/])(?=\w)")
 
 
 def terminal_width() -> int:
-    """Columns that stdout has: COLUMNS where it is set, else the terminal's, else 120."""
+    """Returns the columns of stdout: COLUMNS where it is set, else the terminal's columns, else 120."""
     asked = os.environ.get("COLUMNS", "")
     if asked.isdecimal() and int(asked) > 0:
         return max(LEAST, int(asked))
@@ -44,7 +44,7 @@ def terminal_width() -> int:
 
 
 def narrow_encoding(text: str, encoding: str | None) -> str:
-    """Returns the text in characters that the encoding has."""
+    """Returns the text with characters that the encoding lacks replaced."""
     for character, plain in (("─", "-"), ("±", "+-")):
         text = text if _has(encoding, character) else text.replace(character, plain)
     encoding = encoding or "utf-8"
@@ -60,8 +60,8 @@ def _has(encoding: str | None, character: str) -> bool:
 
 
 def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> list[str]:
-    """Returns the lines of prose no longer than `width`, where words allow it; each line of the text begins anew, with
-    the spaces it has and `indent` before them."""
+    """Returns the lines of prose, no longer than `width` where words allow it. Each line of the text begins a new line,
+    with its own leading spaces and `indent` before it."""
     lines: list[str] = []
     for line in text.split("\n"):
         own = indent + line[: len(line) - len(line.lstrip())]
@@ -79,8 +79,11 @@ def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> lis
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """widest, natural, spaced, least: characters that the column takes unfolded, then with a folded head, then with
-    texts folded at spaces as well, then with names folded as well."""
+    """A column of a table.
+
+    widest, natural, spaced, least: characters that the column takes unfolded; with a folded head; with texts folded at
+        spaces as well; with names folded as well.
+    """
 
     head: str
     cells: tuple[str, ...]
@@ -103,11 +106,11 @@ def table_text(
     keys: int = 1,
     rule_before: int | None = None,
 ) -> str:
-    """Returns the table as lines that end in a newline, by [Note: narrow terminals]. Columns of figures are set to the
+    """Returns the table as lines that end in a newline, by [Note: narrow terminals]. Columns of figures are aligned
     right.
 
-    keys: number of the first columns, which are repeated where the others need a second table. rule_before: number of
-        the row above which a rule is drawn, as above a sum.
+    keys: number of the first columns that a second table repeats.
+    rule_before: number of the row above which a rule is drawn, as above a sum.
     """
     columns = [_column(head.strip(), tuple(row[i] for row in rows)) for i, head in enumerate(heads)]
     lines = wrap(title, width) if title else []
@@ -137,8 +140,8 @@ def _words(cell: str) -> list[str]:
 
 
 def _name_pieces(word: str) -> list[str]:
-    """Pieces of a name, between which it may fold. A word that begins with a digit or a sign is a figure, which does
-    not fold."""
+    """Returns the pieces of a name, between which it may fold. A word that begins with a digit or a sign is a figure,
+    which does not fold."""
     return [word] if _FIGURE.match(word) else _BEHIND.split(word)
 
 
@@ -180,7 +183,7 @@ def _taken(columns: Sequence[_Column]) -> int:
 def _block(columns: Sequence[_Column], width: int, rule_before: int | None) -> list[str]:
     widths = _widths(columns, width)
     folded = [column.folded(size) for column, size in zip(columns, widths)]
-    # Of folded heads the last lines stand side by side, of folded cells the first.
+    # Folded heads are aligned at their last lines, folded cells at their first.
     tall = max((len(head) for head, _ in folded), default=0)
     lines = _row(columns, widths, [[""] * (tall - len(head)) + head for head, _ in folded])
     rule = "─" * (sum(widths) + len(GAP) * (len(widths) - 1))
@@ -193,8 +196,8 @@ def _block(columns: Sequence[_Column], width: int, rule_before: int | None) -> l
 
 
 def _widths(columns: Sequence[_Column], width: int) -> list[int]:
-    """Widths of the columns, folded as little as the width allows. Heads fold first, then texts, then names; among
-    each, the widest folds first."""
+    """Returns the widths of the columns, folded as little as the width allows. Heads fold first, then texts, then
+    names. Of each kind, the widest folds first."""
     widths = [column.widest for column in columns]
     over = sum(widths) + len(GAP) * (len(widths) - 1) - width
     for limits in zip(*((column.natural, column.spaced, column.least) for column in columns)):
@@ -204,7 +207,7 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
                 break
             widths[max(able, key=lambda i: widths[i])] -= 1
             over -= 1
-    # What a folded column does not use, no other needs either.
+    # No other column needs the room that a folded column leaves.
     for i, column in enumerate(columns):
         head, cells = column.folded(widths[i])
         widths[i] = max(len(line) for part in (head, *cells) for line in part)

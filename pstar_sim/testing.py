@@ -1,8 +1,8 @@
-"""Workloads and machines for tests: random ones that are small but varied, and ones whose figures can be worked out by
-hand. `check_policy` tries a policy of one's own on random jobs, with the checker and the simulator.
+"""Workloads and machines for tests: random ones, small but varied, and ones with figures that can be worked out by
+hand. `check_policy` tries a user's policy on random jobs, with the checker and the simulator.
 
-For the tests of this project and of anybody's own policy. Needs neither torch nor hypothesis: all chance comes from
-the `random.Random` that is passed in.
+For the tests of this project and of any policy. Needs neither torch nor hypothesis: all randomness comes from the
+`random.Random` that the caller passes in.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def chain_workload(
     dtype: str = "bf16",
     forward_s: float | None = None,
 ) -> Workload:
-    """Returns a chain of equal layers: each has one FWD and one BWD moment (with checkpointing a RECOMPUTE moment
-    before it); the optimizer step is last.
+    """Returns a chain of equal layers. Each layer has one FWD and one BWD moment (with checkpointing a RECOMPUTE moment
+    before BWD); the optimizer step is last.
 
-    params_per_layer is spread over `tensors_per_layer` equal tensors of shape (n,), all read in each moment of their
-    layer; every gradient arrives in the layer's BWD moment.
+    params_per_layer is divided into `tensors_per_layer` equal tensors of shape (n,). Each moment of a layer reads all
+    its tensors; every gradient arrives in the layer's BWD moment.
 
     flops: flops of one FWD or RECOMPUTE moment (BWD twice that, the optimizer step none).
-    forward_s: the same for measured seconds; the workload then counts as recorded (on "virtual").
+    forward_s: seconds of the same, as measured; the workload then counts as recorded (on "virtual").
     tide_bytes: non-model peak of every moment, or one figure per moment of one micro-batch and a last one for the
         optimizer step (2 layers + 1 figures, with checkpointing 3 layers + 1).
 
@@ -152,10 +152,11 @@ def round_machine(
     measured: bool = True,
     name: str = "virtual",
 ) -> Machine:
-    """Returns a machine on which the seconds of a chain of MIB bf16 parameters per layer are round.
+    """Returns a machine on which a chain with 2**20 bf16 parameters per layer has round seconds.
 
-    Of such a layer (2 MiB) a copy takes 2 s either way, and Adam 1 s on the CPU as well as on the GPU. DRAM and compute
-    are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole number of seconds.
+    A copy of such a layer (2 MiB) takes 2 s either way, and its Adam 1 s on the CPU as well as on the GPU. DRAM and
+    compute are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole number of
+    seconds.
 
     gpu_memory_bytes: per GPU, all of it usable.
     host_memory_bytes, dram_bytes_per_s, adam_params_per_s: figures of the node.
@@ -163,7 +164,7 @@ def round_machine(
     flops_per_s: per dtype, or one figure for bf16, fp16 and fp32.
     ranks: number of GPUs; each has an equal share of the batch.
     peer_bytes_per_s: rate of the link between the GPUs; None: there is no such link.
-    nvme_memory_bytes: what the disks of the node hold; None: there are none. Their rates are figures of the node.
+    nvme_memory_bytes: bytes of the disks of the node; None: no disks. Their rates are figures of the node.
     """
     rates = flops_per_s if isinstance(flops_per_s, Mapping) else dict.fromkeys(("bf16", "fp16", "fp32"), flops_per_s)
     gpu = Gpu(
@@ -217,7 +218,7 @@ def round_machine(
 
 
 def _opened(layers: int, checkpointing: bool) -> list[tuple[str, Phase, int]]:
-    """What opens each moment of a chain but the optimizer step: (event, phase, layer)."""
+    """Returns the event that opens each moment of a chain, without the optimizer step: (event, phase, layer)."""
     opened: list[tuple[str, Phase, int]] = [("begin", Phase.FWD, i) for i in range(layers)]
     for i in reversed(range(layers)):
         if checkpointing:
@@ -239,11 +240,12 @@ def random_workload(
 ) -> Workload:
     """Returns a small model of random shape (1-8 layers, 1-4 micro-batches); the same seed gives the same workload.
 
-    An embedding, layers of one to three matrices with small tensors beside them, a head (sometimes tied to the
-    embedding, which is then read at both ends), sometimes a tensor much larger than the rest, frozen layers, two
-    optimizer groups, a layer used in two places (its gradients fire twice) and a tensor that nothing reads. Something
-    is always trainable. Most matrices have 0.25 to 8 MiB. The tide rises over FWD and falls over BWD, with spikes.
-    A setting that is None is chosen at random. `unused=False` and the like leave the oddity out.
+    The model has an embedding, layers of one to three matrices with small tensors beside them, and a head. Sometimes
+    the head is tied to the embedding, which is then read at both ends. Sometimes there is a tensor much larger than the
+    rest, a frozen layer, two optimizer groups, a layer used in two places (its gradients fire twice) or a tensor that
+    nothing reads. At least one tensor is trainable. Most matrices have 0.25 to 8 MiB. The tide rises over FWD and falls
+    over BWD, with spikes. A setting that is None is chosen at random; `unused=False` and the like leave the feature
+    out.
     """
     rng = seed if isinstance(seed, random.Random) else random.Random(seed)
 
@@ -299,7 +301,7 @@ class _Drawn:
     """Tensors of a random model, each drawn when it is added.
 
     uniform: whether all matrices are alike, as in a real transformer.
-    unit: elements of a matrix, on average.
+    unit: average number of elements of a matrix.
     two_groups: whether biases have an optimizer group of their own.
     """
 
@@ -311,11 +313,11 @@ class _Drawn:
     tensors: list[Tensor] = field(default_factory=list)
 
     def matrix(self, scale: float = 1.0) -> int:
-        """Returns the elements of another matrix."""
+        """Returns the number of elements of another matrix."""
         return max(1, round((self.unit if self.uniform else self.unit * self.rng.uniform(0.5, 2.0)) * scale))
 
     def add(self, name: str, numel: int, *, is_frozen: bool = False, tied_to: int | None = None) -> int:
-        """Returns the number of a new tensor."""
+        """Add a tensor. Returns its index."""
         rows = next(r for r in (64, 16, 4, 1) if numel % r == 0)
         group = 1 if self.two_groups and name.endswith("bias") else 0
         shape = (rows, numel // rows) if rows > 1 else (numel,)
@@ -326,7 +328,7 @@ class _Drawn:
         return len(self.tensors) - 1
 
     def layer(self, i: int, *, is_frozen: bool) -> list[int]:
-        """Returns the tensors of a layer: one to three matrices, with small tensors beside them."""
+        """Add the tensors of a layer: one to three matrices, with small tensors beside them. Returns their indices."""
         rng, name = self.rng, f"layers.{i}"
         row: list[int] = []
         if rng.random() < 0.5:
@@ -341,7 +343,8 @@ class _Drawn:
 
 
 class _Opened(NamedTuple):
-    """A moment of a random workload: what opens it, tensors read, tensors whose gradient arrives, relative work."""
+    """A moment of a random workload: the event that opens it, tensors read, tensors whose gradient arrives, relative
+    work."""
 
     event: str
     module: str
@@ -354,7 +357,11 @@ class _Opened(NamedTuple):
 def _random_table(
     rng: random.Random, embedding: int, rows: Sequence[list[int]], head: int, *, checkpointing: bool
 ) -> list[_Opened]:
-    """Returns the moments of one micro-batch. rows: tensors of each layer. head: the embedding where it is tied."""
+    """Returns the moments of one micro-batch.
+
+    rows: tensors of each layer.
+    head: tensor of the head; the embedding where it is tied.
+    """
     table = [
         _Opened("begin", "<root>", Phase.FWD, [], [], 0),
         _Opened("begin", "embed", Phase.FWD, [embedding], [], 0),
@@ -380,7 +387,7 @@ def _random_table(
 def _random_moments(
     rng: random.Random, table: Sequence[_Opened], tensors: Sequence[Tensor]
 ) -> tuple[list[Moment], list[Use]]:
-    """Returns the moments, the optimizer step among them, and their uses. The tide rises over FWD and falls over BWD,
+    """Returns the moments, including the optimizer step, and their uses. The tide rises over FWD and falls over BWD,
     with spikes."""
     base = rng.choice((0, rng.randint(0, MIB)))
     per_layer = rng.randint(0, 4 * MIB) if rng.random() < 0.8 else rng.randint(0, 32 * MIB)
@@ -418,7 +425,7 @@ def _random_moments(
 
 
 def _uses(moment: int, reads: Iterable[int], gradients: Iterable[int]) -> list[Use]:
-    """Returns the tensors read in the moment, and the tensors whose gradient arrives in it."""
+    """Returns the uses of a moment: of the tensors that it reads, and of the tensors whose gradient arrives in it."""
     read = [Use(moment=moment, tensor=t, kind=UseKind.READ) for t in reads]
     return read + [Use(moment=moment, tensor=t, kind=UseKind.GRADIENT) for t in gradients]
 
@@ -441,8 +448,9 @@ def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: floa
 
 
 def random_machine(rng: random.Random, workload: Workload) -> Machine:
-    """One GPU and a host around what the workload needs: from less GPU memory than its worst moment to room for
-    everything, mostly in between; a host that is now and then too small; rates that let each resource bind in turn."""
+    """Returns one GPU and a host around the needs of the workload. GPU memory is from less than the worst moment needs
+    to room for everything, mostly in between. The host is sometimes too small. The rates let each resource bind in
+    turn."""
     width = DTYPE_BYTES[workload.dtype]
     share = rng.choice((0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0)) * rng.uniform(0.8, 1.2)
     gpu_bytes = workload.peak_non_model_bytes + int(share * workload.params * width)
@@ -481,8 +489,8 @@ def random_machine(rng: random.Random, workload: Workload) -> Machine:
 
 
 def random_ranks(rng: random.Random, machine: Machine, count: int) -> Machine:
-    """`count` such GPUs, on a host larger by the same factor; with or without PCIe switches and a peer link, on one
-    node or two."""
+    """Returns a machine with `count` of the machine's GPU, on a host larger by the same factor; with or without PCIe
+    switches and a peer link, on one node or two."""
     if count == 1:
         return machine
     rank = machine.ranks[0]
@@ -505,7 +513,8 @@ def random_ranks(rng: random.Random, machine: Machine, count: int) -> Machine:
 
 
 def random_settings(rng: random.Random) -> Settings:
-    """Update step or eager, clipping or not, the chunk size searched or (one time in three) given."""
+    """Returns settings with update step or eager, clipping or not, the chunk size searched or (one time in three)
+    given."""
     return Settings(
         update=rng.choice(("step", "eager")),
         clip=rng.random() < 0.4,
@@ -514,7 +523,8 @@ def random_settings(rng: random.Random) -> Settings:
 
 
 def random_jitter(rng: random.Random, plan: Plan) -> Jitter:
-    """For `play`: each queue slower or faster than predicted by a factor of up to 10, each step by up to 4 on top."""
+    """Returns factors for `play`: each queue is slower or faster than predicted by a factor of up to 10, each step by a
+    further factor of up to 4."""
     pace = {queue: 10 ** rng.uniform(-1, 1) for queue in sorted({step.queue for step in plan.steps})}
     queue_of = {step.id: step.queue for step in plan.steps}
     return lambda step, iteration: pace[queue_of[step]] * 4 ** rng.uniform(-1, 1)
@@ -542,12 +552,12 @@ def check_policy(
 ) -> PolicyReport:
     """Put a policy through the checker and the simulator on `examples` random workloads, machines and settings.
 
-    Each plan has to be for what was asked, the same when asked for twice, proved by `check_plan` (every legal
-    interleaving computes the right thing within the budgets), and within the budgets when played, with the durations
-    the cost model gives and with random ones. DoesNotFit is an answer; it has to name more bytes than there are.
+    Each plan has to be for the given job, be the same when the policy is called twice, be proved by `check_plan` (every
+    legal interleaving computes the right result within the budgets), and stay within the budgets when played with the
+    cost model's durations and with random ones. DoesNotFit is an answer; it has to name more bytes than are available.
 
-    Raises PstarError with the seed of the example and what is wrong; `check_policy(policy, examples=1, seed=SEED)`
-    shows it again.
+    Raises PstarError with the seed of the example and its fault; `check_policy(policy, examples=1, seed=SEED)` repeats
+    the example.
     """
     name = getattr(policy, "__name__", None) or repr(policy)
     fitted = 0
@@ -573,8 +583,10 @@ def check_once(
 ) -> bool:
     """Check the policy on one job, as `check_policy` does. Returns whether the policy made a plan for it.
 
-    For a property-based test, whose strategies draw the job and shrink what fails. rng: for the random durations.
-    Raises PlanError if anything is wrong, or what the policy raises.
+    For property-based tests, whose strategies draw the job and shrink failures. Raises PlanError if anything is wrong;
+    errors of the policy pass through.
+
+    rng: for the random durations.
     """
     try:
         plan = policy(workload, machine, settings)

@@ -1,7 +1,7 @@
 """`pstar ...`: the command line, and the one place that joins pstar_sim and executor (both imported only when needed).
 
-`app.app` declares the commands. A user's mistake is one line on stderr and exit status 2, "it does not fit" is an
-answer and 3; Ctrl-C is one line and 130. JSON goes to stdout alone.
+`app.app` declares the commands. A user's mistake is one line on stderr and exit status 2. "It does not fit" is an
+answer with exit status 3. Ctrl-C is one line and 130. JSON is the only output on stdout.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status (`status.HELP`)."""
+    """Run one command and return its exit status (`exit_status.HELP`)."""
     from pstar_sim.cli.exit_status import INTERRUPTED, MISTAKE, status_of
 
     _open_streams()
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from pstar_sim.cli.app import app
         from pstar_sim.cli.usage import run_app
 
-        if "_PSTAR_COMPLETE" in os.environ:  # a shell asks what could be written next
+        if "_PSTAR_COMPLETE" in os.environ:  # a shell asks for completions
             app(prog_name="pstar")
         status = run_app(app, "pstar", sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(str(error), status_of(error))
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
-    except BrokenPipeError:  # the reader of a pipe left, as `pstar ... | head` does
+    except BrokenPipeError:  # the reader of the pipe has ended, as in `pstar ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Python has None for a stream that was closed before it started, as by `pstar ... >&-`: text for such a stream is
-    dropped, files are still written."""
+    """Open streams that are None: Python has None for a stream that was closed before it started (`pstar ... >&-`).
+    Text for such a stream is dropped; files are still written."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open to the end)

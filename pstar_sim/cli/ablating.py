@@ -1,4 +1,4 @@
-"""`pstar ablate`: what each idea is worth."""
+"""`pstar ablate`: the worth of each idea."""
 
 from __future__ import annotations
 

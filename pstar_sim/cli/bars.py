@@ -1,5 +1,5 @@
-"""The progress bar of a command that takes a while: on stderr, on a terminal only; none if quiet. `progress` shows the
-progress of a run."""
+"""The progress bar of a long command: on stderr, on a terminal only; none if quiet. `progress` shows the progress of a
+run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ __all__ = ["bar", "parts"]
 
 @contextmanager
 def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar that goes away at the end; it yields the `planner.asked.OnPart` that moves the bar. first: the
-    text until the first call. alike: all parts take about the same time, so the bar shows the time left instead of the
-    time spent."""
+    """Show a progress bar that goes away at the end. Yields the function that moves the bar (`planner.asked.OnPart`).
+
+    first: the text until the first call.
+    alike: whether all parts take about the same time, so that the bar shows the time left instead of the time spent.
+    """
     if quiet or not sys.stderr.isatty():
         yield lambda name, number, count: None
         return
@@ -32,8 +34,8 @@ def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[s
 
 
 def parts(time: type[ProgressColumn]) -> tuple[ProgressColumn, ...]:
-    """What a bar's line consists of. On a narrow terminal the description folds; rich cuts what may not fold, figures
-    too, only where there is no room for the rest (32 columns for thousands of parts)."""
+    """Returns the columns of a bar's line. On a narrow terminal the description folds. rich cuts columns that may not
+    fold, figures too, only where there is no room for the rest (32 columns for thousands of parts)."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.table import Column
 

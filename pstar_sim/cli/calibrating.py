@@ -1,4 +1,4 @@
-"""`pstar calibrate`. The executor, which needs torch, is imported when it runs."""
+"""`pstar calibrate`: measures the machine. It imports the executor, which needs torch, when it runs."""
 
 from __future__ import annotations
 

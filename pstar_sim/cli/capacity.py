@@ -40,7 +40,7 @@ LOADINGS = Literal["whole", "in-place"]
 
 @dataclass(frozen=True, kw_only=True)
 class AskedFlags:
-    """What is asked about, and how the answer is printed."""
+    """Questions about one job on one machine, and the form of the answer."""
 
     policy: Annotated[list[str] | None, policies("ask about", "all policies")] = None
     loading: Annotated[
@@ -148,7 +148,10 @@ def max_model(
 
 
 def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: str) -> int:
-    """Print the largest sizes. smallest: what does not fit where no policy has a size."""
+    """Print the largest sizes. Returns the exit status.
+
+    smallest: the size that does not fit where no policy has a size, in words.
+    """
     from pstar_sim.report.capacity_tables import limits_text
 
     if asked.json:

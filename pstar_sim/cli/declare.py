@@ -1,5 +1,6 @@
-"""How a command is declared: a function whose parameters are its flags, whose docstring is its help, and which returns
-the exit status. What several commands take is a frozen dataclass of flags; a parameter of that type stands for all."""
+"""Declaration of a command: a function whose parameters are its flags, whose docstring is its help, and which returns
+the exit status. Flags that several commands take form a frozen dataclass; a parameter of that type stands for all of
+them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ Function = Callable[..., int]
 
 
 def command(app: typer.Typer, example: str, *, name: str | None = None) -> Callable[[Function], Function]:
-    """Adds the function below as a command. example: a command line, shown below the help. name: name of the
-    command, by default the function's."""
+    """Returns a decorator that adds a function as a command.
+
+    example: a command line, shown below the help.
+    name: name of the command, by default the function's.
+    """
 
     def declare(function: Function) -> Function:
         app.command(name, cls=Command, epilog=f"example: {example}")(flat(function))
@@ -30,9 +34,9 @@ def command(app: typer.Typer, example: str, *, name: str | None = None) -> Calla
 
 
 def flat(function: Function) -> Function:
-    """Returns the function as typer takes it: the flags of a dataclass in place of each parameter that is one. The
-    dataclass may have a SECTION, the heading of its flags in the help, and raises typer.BadParameter for flags that
-    exclude each other."""
+    """Returns the function in the form that typer takes: a parameter whose type is a dataclass of flags is replaced by
+    these flags. The dataclass may have a SECTION, the heading of its flags in the help. It raises typer.BadParameter
+    for flags that exclude each other."""
     groups: dict[str, Any] = {}
     taken: list[inspect.Parameter] = []
     for parameter in inspect.signature(function, eval_str=True).parameters.values():

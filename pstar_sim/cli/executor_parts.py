@@ -1,4 +1,4 @@
-"""Parts of the executor, imported when a command needs them: they need torch."""
+"""Parts of the executor, which need torch. They are imported when a command needs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ __all__ = ["executor_module"]
 
 
 def executor_module(name: str) -> ModuleType:
-    """executor.NAME. Raises ModelError where torch or transformers is missing, naming the extra that brings it."""
+    """Returns the module executor.NAME. Raises ModelError where torch or transformers is missing, naming the extra to
+    install."""
     try:
         return importlib.import_module(f"executor.{name}")
     except ModuleNotFoundError as error:

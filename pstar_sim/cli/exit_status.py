@@ -1,4 +1,4 @@
-"""Exit status: what a script learns from a command without reading its output."""
+"""Exit status: tells a script the result of a command without reading its output."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ HELP = (
 
 
 def status_of(error: PstarError) -> int:
-    """NO for an answer, MISTAKE for everything else."""
+    """Returns NO for an error that is an answer, MISTAKE for every other error."""
     return NO if isinstance(error, DoesNotFit | NothingFits) else MISTAKE

@@ -1,4 +1,4 @@
-"""The command export: a plan for other tools."""
+"""The command export: writes a plan for other tools."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Targets:
 
     @property
     def files(self) -> dict[str, str]:
-        """Flag -> file to write, of the frameworks asked for."""
+        """Flag -> file to write, for the given flags of frameworks."""
         return {name: path for name in _FRAMEWORKS if (path := getattr(self, name)) is not None}
 
 

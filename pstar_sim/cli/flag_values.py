@@ -1,5 +1,5 @@
-"""Values of flags: each text is turned into a value, and a shell completes the names. An error names the value and what
-would do; `usage.run_app` adds the flag."""
+"""Values of flags: parsers of texts, and completion of names for shells. An error names the value and what would do;
+`usage.run_app` adds the flag."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ T = TypeVar("T")
 
 
 def _value(parse: Callable[[str], T]) -> Callable[[Any], T]:
-    """Typer hands defaults to a parser, too; defaults are values already."""
+    """Returns a parser that leaves defaults alone: typer hands a default, which is a value already, to the parser
+    too."""
 
     @functools.wraps(parse)
     def parse_text(given: Any) -> T:
@@ -81,7 +82,7 @@ def learning_rate(text: str) -> float:
 
 @_value
 def new_file(text: str) -> str:
-    """Returns a file that can be written, tried before any work is done for it."""
+    """Returns the name of a file that can be written. This is tried before any work is done for the file."""
     try:
         check_writable(Path(text))
     except PstarError as error:
@@ -91,7 +92,7 @@ def new_file(text: str) -> str:
 
 @_value
 def count(text: str) -> float:
-    """ "300e9", "3.5B", "2T"."""
+    """Returns the number of "300e9", "3.5B" or "2T"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kMBGT]?)", text)
     value = 0.0
     if match is not None:
@@ -106,7 +107,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 
 
 @_value
 def duration_s(text: str) -> float:
-    """ "14d", "36h"."""
+    """Returns the seconds of "14d" or "36h"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*(s|min|m|h|d|w)", text)
     if match is None or float(match[1]) <= 0:
         raise typer.BadParameter(f"must be a positive time such as 14d, 36h or 2w, not {text!r}")
@@ -115,7 +116,7 @@ def duration_s(text: str) -> float:
 
 @_value
 def share(text: str) -> float:
-    """ "10%", "0.1"."""
+    """Returns the share of "10%" or "0.1"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*(%?)", text)
     value = 0.0 if match is None else float(match[1]) / (100 if match[2] else 1)
     if not 0 < value <= 10:
@@ -125,7 +126,7 @@ def share(text: str) -> float:
 
 @_value
 def factor(text: str) -> float:
-    """ "4", "0.25"."""
+    """Returns the number of "4" or "0.25"."""
     match = re.fullmatch(r"[0-9]+(?:\.[0-9]*)?(?:e-?[0-9]+)?", text)
     value = 0.0 if match is None else float(text)
     if not 1e-9 <= value <= 1e9:
@@ -134,14 +135,14 @@ def factor(text: str) -> float:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """Returns the known names that begin like it, or else those that resemble it; "" where none does."""
+    """Returns a hint with the known names that begin with `name`, or else resemble it; "" if there are none."""
     begin = [one for one in known if len(name) > 2 and one.startswith(name)]
     near = begin or difflib.get_close_matches(name, list(known), n=3, cutoff=0.65)
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def one_of(choices: Any) -> Callable[[Any], str]:
-    """One of the texts of a Literal."""
+    """Returns a parser that accepts the texts of a Literal."""
     names = get_args(choices)
 
     def parse(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Flags that several commands take, each declared once: a type for one flag, a dataclass for flags that go together."""
+"""Flags that several commands take, each declared once: a type for a single flag, a dataclass for flags that go
+together."""
 
 from __future__ import annotations
 
@@ -89,13 +90,13 @@ def certify(what: str) -> Any:
 
 
 def output(what: str) -> Any:
-    """Returns the flag -o FILE. Whether the file can be written is checked before the work begins."""
+    """Returns the flag -o FILE. The flag's parser checks that the file can be written before the work begins."""
     return typer.Option("-o", "--output", parser=new_file, metavar="FILE", help=what)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalWorkloadFlags:
-    """What each iteration computes, or nothing."""
+    """The work of each iteration, or nothing."""
 
     SECTION = "workload"
 
@@ -136,7 +137,7 @@ class OptionalWorkloadFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadFlags(OptionalWorkloadFlags):
-    """What each iteration computes."""
+    """The work of each iteration."""
 
     SECTION = "workload (--trace or --model is needed)"
 
@@ -148,7 +149,7 @@ class WorkloadFlags(OptionalWorkloadFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class JobFlags:
-    """What each iteration of a preset computes, without its batch."""
+    """The work of each iteration of a preset, without its batch."""
 
     SECTION = "workload"
 
@@ -203,17 +204,17 @@ class _OptionalMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFlags(_MachineChanges, _Machine):
-    """The machine asked about. Fields of the last base come first."""
+    """The machine that the command is about. Fields of the last base come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalMachineFlags(_MachineChanges, _OptionalMachine):
-    """The machine asked about, or none."""
+    """The machine that the command is about, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingFlags:
-    """How the job trains."""
+    """The settings of the training."""
 
     SECTION = "setting"
 

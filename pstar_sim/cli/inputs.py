@@ -1,4 +1,4 @@
-"""From flags to values: the machine, the workload, the settings and the policies a command was asked about."""
+"""From flags to values: the machine, the workload, the settings and the policies of a command."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["cut_of", "lora_of", "machine_of", "settings_of", "variants_of", "workload_of", "workloads_of"]
 
-SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of micro-batches of a preset that a global batch may be cut in
-MOST_SPLITS, LARGE_BATCH = 5, 64  # of them that are tried; larger micro-batches only where no other split does
+SPLITS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # micro-batches that a preset's global batch may be cut into
+MOST_SPLITS, LARGE_BATCH = 5, 64  # splits to try at most; larger micro-batches only if none else is possible
 
 
 def machine_of(flags: MachineFlags | OptionalMachineFlags) -> Machine:
-    """Returns the machine named by --machine, with --nodes, --gpus, --gpu-memory, --host-memory and every --set over
-    it."""
+    """Returns the machine named by --machine, with the changes of --nodes, --gpus, --gpu-memory, --host-memory and
+    --set."""
     if flags.machine is None:
         raise PstarError("--machine is needed (see `pstar machines`)")
     return load_machine(
@@ -59,7 +59,7 @@ def settings_of(flags: SettingFlags) -> Settings:
 
 
 def lora_of(text: str | None) -> Adapter | None:
-    """Returns the adapter of --lora: "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for anything else."""
+    """Returns the adapter of --lora: "r=16", "16", "r=8,targets=q_proj+v_proj". Raises PstarError for another text."""
     if text is None:
         return None
     try:
@@ -69,17 +69,17 @@ def lora_of(text: str | None) -> Adapter | None:
 
 
 def workload_of(job: OptionalWorkloadFlags, machine: Machine) -> Workload:
-    """One rank's job: see `workloads_of`; where ranks take different shares, a workload as hard as the hardest
-    rank's."""
+    """Returns one rank's job: see `workloads_of`. Where ranks take different shares, the workload is as hard as the
+    hardest rank's."""
     return share_out(workloads_of(job, machine), machine).workload
 
 
 def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
-    """What each rank does: the variant of --trace that agrees with the flags given, or the preset --model with --batch
-    and --seq. --batch is the batch of all GPUs together, and each GPU gets its share; a trace whose batch is not named
-    is what one GPU does.
+    """Returns the job of each rank: the variant of --trace that agrees with the given flags, or the preset --model with
+    --batch and --seq. --batch is the batch of all GPUs together, and each GPU gets its share. Without --batch, the
+    batch of a trace is the batch of one GPU.
 
-    nearly: of a batch that the ranks cannot share, all take equally many sequences, or one more.
+    nearly: whether ranks may take one sequence more than others, for a batch that they cannot share equally.
 
     Raises PstarError for flags that name no variant of the trace or more than one, for flags that are missing, and for
     a batch that the ranks cannot share.
@@ -92,16 +92,16 @@ def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool =
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:
-    """Returns a function from a number of sequences per micro-batch to the job of a GPU, among the variants of --trace;
-    None for a preset."""
+    """Returns a function from sequences per micro-batch to the job of a GPU, among the variants of --trace; None for a
+    preset."""
     return None if job.trace is None else partial(_one_workload, job, machine)
 
 
 def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine) -> tuple[Way, ...]:
-    """Returns the ways of one rank to run --global-batch that --trace holds and the other flags allow, or that the
-    preset --model gives in SPLITS micro-batches.
+    """Returns the ways in which one rank can run --global-batch: the variants of --trace that the other flags allow, or
+    the preset --model in SPLITS micro-batches.
 
-    Raises PstarError for flags that leave none, and for ranks that take different shares.
+    Raises PstarError for flags that leave no way, and for ranks that take different shares.
     """
     if job.batch is not None or job.micro_batches is not None:
         raise PstarError("--global-batch chooses --batch and --micro-batches: give either it or them")
@@ -121,8 +121,8 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
 
 
 def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
-    """Returns whether a variant of a trace is what --seq, --checkpointing and --dtype ask for; bf16 and fp16 count as
-    one."""
+    """Returns whether a variant of a trace agrees with --seq, --checkpointing and --dtype. bf16 and fp16 count as
+    equal."""
     if job.seq is not None and w.sequence != job.seq:
         return False
     if job.checkpointing is not None and w.checkpointing != job.checkpointing:
@@ -132,7 +132,7 @@ def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
 
 def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Way, ...]:
     """Returns the preset in some of SPLITS micro-batches, with and without recomputation (unless --checkpointing says),
-    and what becomes of these block by block."""
+    and the mixes of these block by block."""
     choices = (True, False) if job.checkpointing is None else (job.checkpointing,)
     possible = [split for split in SPLITS if share % split == 0]
     splits = [split for split in possible if share // split <= LARGE_BATCH] or possible[-1:]

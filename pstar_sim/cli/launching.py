@@ -1,4 +1,5 @@
-"""pstar launch: an unchanged script whose transformers.Trainer runs by a plan, in this process, as `python SCRIPT`."""
+"""pstar launch: runs an unchanged script whose transformers.Trainer trains by a plan, in this process, as `python
+SCRIPT`."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ class _LaunchFlags:
 
 @command(commands, "pstar launch train.py --gpu-memory 24GB -- --epochs 3")
 def launch(*, asked: _LaunchFlags) -> int:
-    """Run an unchanged script of a transformers.Trainer (TRL's included) by a plan for this machine: first what it will
-    do and what that is predicted to take, afterwards what was measured. With several GPUs: torchrun
+    """Run an unchanged script of a transformers.Trainer (TRL's included) by a plan for this machine. Prints the plan
+    and its prediction before training, and the measured figures afterwards. With several GPUs: torchrun
     --nproc-per-node 2 -m pstar_sim launch SCRIPT. The exit status of a script that fails is its own."""
     script = Path(asked.script)
     if not script.is_file():
@@ -106,7 +107,8 @@ def _check_flags(asked: _LaunchFlags) -> None:
 
 
 def _run(script: Path, arguments: Sequence[str]) -> int:
-    """Run the script as Python would; its exit status. What it raises is printed as Python prints it, with 1."""
+    """Run the script as Python would. Returns its exit status. An exception of the script is printed as Python prints
+    it, and the status is 1."""
     with _as_main(script, arguments):
         try:
             runpy.run_path(str(script), run_name="__main__")
@@ -125,7 +127,7 @@ def _run(script: Path, arguments: Sequence[str]) -> int:
 
 @contextmanager
 def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Inside, arguments and the first place to import from are the script's."""
+    """Inside this context, sys.argv and the first entry of sys.path are the script's."""
     before = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -136,7 +138,7 @@ def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _print_own(error: Exception, script: Path) -> None:
-    """The traceback, from the script's own first frame on."""
+    """Print the traceback, from the script's own first frame on."""
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename != str(script):
         tb = tb.tb_next
@@ -144,14 +146,17 @@ def _print_own(error: Exception, script: Path) -> None:
 
 
 class _Report:
-    """Says what a run will do, and what it did. quiet: nothing is said."""
+    """Prints the plan of a run before it, and the results after it.
+
+    quiet: whether nothing is printed.
+    """
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet = quiet
         self._predicted: tuple[Plan, Machine, Timeline] | None = None
 
     def announce(self, plan: Plan) -> None:
-        """Say what the run will do, with what it is predicted to take on this machine."""
+        """Print the plan, with the seconds and bytes that it is predicted to take on this machine."""
         if self.quiet:
             return
         from pstar_sim.cli.run_report import predicted_from
@@ -182,7 +187,7 @@ class _Report:
         return self._predicted[1:]
 
     def compare(self, session: Any) -> None:
-        """Say what was measured, beside what was predicted."""
+        """Print the measured figures beside the predicted ones."""
         if self.quiet:
             return
         from pstar_sim.report.run_figures import figures, figures_text

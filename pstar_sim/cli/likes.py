@@ -1,4 +1,4 @@
-"""The flag --like: configurations of other frameworks, and the flags that they answer."""
+"""The flag --like: configurations of other frameworks, and the flags for which they give values."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ OURS = ("optimal",)
 
 @dataclass(frozen=True, kw_only=True)
 class Likes:
-    """The configurations asked about: (label, configuration) of each."""
+    """The configurations that --like names: (label, configuration)."""
 
     configurations: tuple[tuple[str, Configuration], ...]
 
     def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
-        """Returns the flags; those that are left out have the values of the configurations. Raises PstarError if two
+        """Returns the flags, with the configurations' values for flags that are not given. Raises PstarError if two
         configurations, or a configuration and a flag, contradict each other."""
         ranks = len(machine.ranks)
         given = {name: getattr(job, name) for name in _JOB}
@@ -72,8 +72,8 @@ class Likes:
     def predict(
         self, workloads: Sequence[Workload], machine: Machine, setting: SettingFlags
     ) -> tuple[ConfigurationPrediction, ...]:
-        """Returns the configurations on the machine. Raises PstarError, naming the file, for one that the machine
-        cannot run at all, such as one that needs disks."""
+        """Returns the predictions for the configurations on the machine. Raises PstarError, naming the file, for a
+        configuration that the machine cannot run at all, for example because it needs disks."""
         from pstar_sim.cli.inputs import settings_of
         from pstar_sim.frameworks.prediction import predict
 
@@ -147,7 +147,7 @@ def _flag(name: str, value: Any) -> str:
 
 
 def read_likes(paths: Sequence[str] | None) -> Likes | None:
-    """Returns the configurations in the files; None without any. Raises PstarError as `load_configuration` does, and
+    """Returns the configurations in the files; None for no files. Raises PstarError as `load_configuration` does, and
     for a file that is given twice."""
     if not paths:
         return None

@@ -1,4 +1,4 @@
-"""What commands print: the one way to write text, a table, JSON, a note on stderr, a picture."""
+"""Output of commands: the one way to write text, a table, JSON, a note on stderr, a picture."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def say(text: str) -> None:
-    """Write text that is laid out already."""
+    """Write text that is already laid out."""
     sys.stdout.write(narrow_encoding(text if text.endswith("\n") else text + "\n", sys.stdout.encoding))
 
 
@@ -46,17 +46,17 @@ def say_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def say_json(value: object) -> None:
-    """Strict JSON: no NaN, no Infinity."""
+    """Write strict JSON: no NaN, no Infinity."""
     say(json.dumps(value, indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:
-    """One line on stderr, beside the answer on stdout."""
+    """Write one line on stderr, beside the answer on stdout."""
     sys.stderr.write(f"pstar: {text}\n")
 
 
 def check_apart(read: Sequence[str], written: Sequence[str]) -> None:
-    """Raise PstarError for a file that a command would write twice, or over one that it reads."""
+    """Raise PstarError for a file that a command would write twice, or that it also reads."""
     used = {Path(path).resolve() for path in read}
     for path in written:
         if Path(path).resolve() in used:
@@ -65,7 +65,7 @@ def check_apart(read: Sequence[str], written: Sequence[str]) -> None:
 
 
 def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
-    """Write a picture, atomically; its kind is the file's ending, PNG where there is none.
+    """Write a picture, atomically. The ending of the file is the kind of picture; without an ending it is PNG.
 
     Raises PstarError for an ending that matplotlib does not know and for a file that cannot be written.
     """
@@ -77,7 +77,7 @@ def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
 
 
 def picture_kind(path: Path) -> str:
-    """Returns the kind of picture that `save_picture` will write there. Raises PstarError for an ending that matplotlib
+    """Returns the kind of picture that `save_picture` writes to `path`. Raises PstarError for an ending that matplotlib
     does not know."""
     from matplotlib.backend_bases import FigureCanvasBase
 

@@ -50,7 +50,7 @@ def report(
     from pstar_sim.report.web.plan_report import plan_report
 
     check_apart(paths, [path])
-    plotly_script()  # says what to install before plans are examined
+    plotly_script()  # raises now, not after the plans were examined
     with bar("reading", quiet=quiet) as on_part:
         subjects = _subjects(paths, on_part)
     text = plan_report(subjects)
@@ -121,7 +121,7 @@ def app(
 
 
 def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
-    """What the files hold, in order; a run follows its plan. Raises PstarError for a run that follows none."""
+    """Returns the content of the files, in order. Raises PstarError for a run that does not follow its plan."""
     from pstar_sim.core.plan import load_plan
     from pstar_sim.core.run_file import load_timelines
     from pstar_sim.planner.stated import examine
@@ -142,8 +142,8 @@ def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
 
 
 def _is_plan(path: str) -> bool:
-    """Returns whether a file is a plan. A file that cannot be read counts as one, so that the reader of plans says what
-    is wrong."""
+    """Returns whether a file is a plan. A file that cannot be read counts as a plan, so that the reader of plans
+    reports the error."""
     from pstar_sim.core import run_file, timeline
     from pstar_sim.core.timeline import read_values
     from pstar_sim.errors import TraceError
@@ -155,7 +155,7 @@ def _is_plan(path: str) -> bool:
 
 
 def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list[Subject]:
-    """Two subjects: the plan with the prediction that was made for the run, and the run."""
+    """Returns two subjects: the plan with the prediction that was made for the run, and the run."""
     from dataclasses import replace
 
     from pstar_sim.errors import TraceError
@@ -168,7 +168,7 @@ def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list
 
 
 def told_apart(subjects: Sequence[Subject], paths: Sequence[str]) -> list[Subject]:
-    """Returns the subjects, one per file; where two have the same name, with the names of their files, or with
+    """Returns the subjects, one per file, with different titles. Equal titles get the names of their files, or
     numbers."""
     from dataclasses import replace
 

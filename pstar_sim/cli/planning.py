@@ -113,8 +113,7 @@ def compare(
 def _beside(
     asked: _Question, likes: Likes, policies: Sequence[str] | None
 ) -> tuple[_Question, list[str], tuple[ConfigurationPrediction, ...]]:
-    """Returns the question with what the configurations say of it, the policies to set beside them, and their
-    predictions."""
+    """Returns the question completed by the configurations, the policies to set beside them, and their predictions."""
     from pstar_sim.cli.inputs import machine_of, workloads_of
 
     if asked.global_batch is not None:
@@ -127,7 +126,7 @@ def _beside(
 
 
 def _fits_or_says_why(result: Comparison) -> int:
-    """Returns the exit status; where no policy fits, a line on stderr that points to the answer on stdout."""
+    """Returns the exit status. If no policy fits, it prints a line on stderr that points to the answer on stdout."""
     if any(row.fits for row in result.rows):
         return 0
     what = "no policy fits" if len(result.rows) > 1 else f"{result.rows[0].policy} does not fit"
@@ -194,21 +193,21 @@ def plan(
 
 
 def say_notes(result: Comparison) -> None:
-    """Print on stderr, one line each, what went wrong while the bound was computed."""
+    """Print one line on stderr for each problem in the computation of the bound."""
     notes = {str(row.certificate["note"]) for row in result.rows if row.certificate and "note" in row.certificate}
     for one in sorted(notes):
         note(one)
 
 
 def say_left_out(result: Comparison) -> None:
-    """Print on stderr what an answer for several GPUs leaves out, where the answer itself has no place for it."""
+    """Print on stderr what an answer for several GPUs does not model, if the answer itself has no place for it."""
     for one in result.notes:
         note(f"note: {one}")
 
 
 def checked_plan(path: str) -> tuple[Plan, CheckReport]:
-    """Returns a plan file and what the checker proved of it: its steps and bytes, which are what a run needs. Raises
-    PlanError, naming the file, if it is unreadable or wrong."""
+    """Returns a plan file and the checker's report on it. A run needs the steps and bytes that the checker has proved.
+    Raises PlanError, naming the file, if it is unreadable or wrong."""
     from pstar_sim.core.plan import load_plan
 
     plan = load_plan(path)
@@ -335,7 +334,7 @@ commands.add_typer(plot, name="plot")
 
 
 def measured_of(path: str) -> Timeline:
-    """Returns the measured timeline in a file. Raises TraceError, naming it, if it has none."""
+    """Returns the measured timeline in a file. Raises TraceError, naming the file, if it has none."""
     from pstar_sim.core.run_file import load_timelines
     from pstar_sim.errors import TraceError
 
@@ -352,7 +351,10 @@ def _compared(
     only_best: bool = False,
     likes: Sequence[ConfigurationPrediction] = (),
 ) -> Comparison:
-    """likes: configurations that stand above the policies in the table."""
+    """Returns the comparison of the policies for the question.
+
+    likes: predictions for configurations, which stand above the policies in the table.
+    """
     from pstar_sim.cli.inputs import cut_of, machine_of, settings_of, workloads_of
     from pstar_sim.planner.asked import asked_policies
     from pstar_sim.planner.balance import all_balance
@@ -386,7 +388,7 @@ def _among_variants(
     *,
     only_best: bool,
 ) -> Comparison:
-    """Returns the comparison on the variant that is fastest by the one policy asked for, or by `optimal`."""
+    """Returns the comparison on the fastest variant, by the only named policy or by `optimal`."""
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask
@@ -435,7 +437,7 @@ def _among_variants(
 
 
 def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
-    """Timelines of plan files, and a title for them."""
+    """Returns the timelines of plan files, and a title for them."""
     from pstar_sim.planner.compare import play_plan
 
     loaded = [checked_plan(path)[0] for path in plans]
@@ -446,7 +448,7 @@ def _timelines_of(plans: Sequence[str]) -> tuple[list[Timeline], str]:
 def _planned_timelines(
     job: OptionalWorkloadFlags, on: OptionalMachineFlags, setting: SettingFlags, policies: Sequence[str] | None
 ) -> tuple[list[Timeline], str]:
-    """Timelines of plans that are made now, and a title for them."""
+    """Makes plans. Returns their timelines, and a title for them."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.compare import compare as ask
 

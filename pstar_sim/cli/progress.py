@@ -1,6 +1,6 @@
 """Progress of a run on stderr: live lines on a terminal, plain lines elsewhere, nothing if quiet.
 
-The run calls it after each step with `session.status()`; it never asks the run for anything.
+The run calls it after each step with `session.status()`. It never calls the run.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def progress(
     file: IO[str] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[OnStep | None]:
-    """The function to call after each step. file: where to write (stderr); live lines if it is a terminal, else one
-    line per step, no more than one per second (and the last)."""
+    """Yields the function to call after each step; None if quiet.
+
+    file: where to write (stderr). On a terminal it gets live lines. Other files get one line per step, at most one per
+        second, and the last.
+    """
     if quiet:
         yield None
         return
@@ -55,9 +58,9 @@ def progress(
 
         def on_step(report: StepReport, status: Status) -> None:
             bar.update(task, completed=report.step + 1)
-            # Lines of their own: rich would cut what has no room beside the bar.
+            # On lines of their own: rich would cut text that has no room beside the bar.
             live.update(Group(bar, *(Text(f"  {line}") for line in words(plan, report, status))))
-            if not live.is_started:  # from the first step on: what fails before it leaves one line, which says why
+            if not live.is_started:  # from the first step on: a failure before it prints one line only, its reason
                 live.start()
 
         yield on_step
@@ -88,10 +91,10 @@ def plain_line(steps: int, plan: Plan, report: StepReport, status: Status) -> st
 
 
 def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
-    """Three lines: how training goes and whether it follows the plan; what is held where; the link in both
+    """Returns three lines: loss, speed and deviations from the plan; bytes held in each place; the link in both
     directions."""
     shares = [rank.batch_share for rank in plan.machine.ranks]
-    tokens = plan.workload.tokens * sum(shares) / max(shares)  # of all ranks; a plan is made for the largest share
+    tokens = plan.workload.tokens * sum(shares) / max(shares)  # of all ranks; the plan's are the largest rank's
     rate = tokens / report.time_s if report.time_s > 0 else 0.0
     held = (
         f"GPU {format_bytes(status.gpu_peak_bytes)} at most of {format_bytes(status.gpu_budget_bytes)}, "

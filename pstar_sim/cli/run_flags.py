@@ -1,4 +1,4 @@
-"""The flags of a run, in one process or in one of several."""
+"""The flags of a run, in one process or on several ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["RunFlags"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Flags of `pstar run` and of `torchrun -m executor`. Files that a run writes are tried by the rank that will write
-    them."""
+    """Flags of `pstar run` and of `torchrun -m executor`. The rank that will write a file checks that it can be
+    written."""
 
     plan: Annotated[
         str, typer.Argument(metavar="PLAN", help="a plan file; with torchrun, made for a machine of N GPUs")

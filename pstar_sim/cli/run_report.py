@@ -1,5 +1,5 @@
-"""What a run leaves behind: files, figures beside their predictions, and the words that explain both. Shared by
-`pstar run`, `pstar demo` and `torchrun -m executor`."""
+"""Results of a run: files, figures beside their predictions, and the words that explain both. Shared by `pstar run`,
+`pstar demo` and `torchrun -m executor`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ OUTPUTS = ("record", "timeline", "perfetto", "plot")
 
 
 def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
-    """Predicts plans on `machine`, each once: a run may end with another plan than it began with."""
+    """Returns a function that predicts plans on `machine`, each plan once: a run may end with another plan than it
+    began with."""
     from pstar_sim.planner.compare import play_plan
 
     known: dict[int, tuple[Plan, Timeline]] = {}
@@ -59,21 +60,23 @@ def predictor(machine: Machine) -> Callable[[Plan], Timeline]:
 
 
 def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -> Machine:
-    """Returns the machine that a run of the plan is predicted for. bandwidth: bytes per second of the virtual link, (to
-    the gpu, to the host)."""
+    """Returns the machine for which a run of the plan is predicted.
+
+    bandwidth: bytes per second of the virtual link, (to the gpu, to the host).
+    """
     if not virtual:
         return plan.machine
     rates = executor_module("measuring.rates")
     found: Machine
     if plan.machine.gpu.launch_s is not None and plan.machine.confidence == "calibrated":
-        found = rates.throttled(plan.machine, *bandwidth)  # the plan's own prediction stands
+        found = rates.throttled(plan.machine, *bandwidth)  # keeps the plan's own prediction
     else:
         found = rates.measure_virtual_machine(plan.machine, h2d_bytes_per_s=bandwidth[0], d2h_bytes_per_s=bandwidth[1])
     return found
 
 
 def save_recording(recorded: Workload, machine: Machine, path: str, *, quiet: bool) -> None:
-    """What --record keeps: the trace, and the rates measured here as a machine file of the same name."""
+    """Write the files of --record: the trace, and the rates measured here as a machine file of the same name."""
     from pstar_sim.catalog.writing import save_machine
     from pstar_sim.workload.trace import save_trace
 
@@ -85,8 +88,8 @@ def save_recording(recorded: Workload, machine: Machine, path: str, *, quiet: bo
 
 
 def check_outputs(flags: RunFlags) -> None:
-    """Raise PstarError where two flags name one file (the second would take the place of the first), and where --plot
-    names no kind of picture."""
+    """Raise PstarError where two flags name one file (the second would replace the first), and where --plot has an
+    ending that is not a kind of picture."""
     named: dict[Path, str] = {}
     for flag in OUTPUTS:
         name = getattr(flags, flag)
@@ -105,7 +108,7 @@ def check_outputs(flags: RunFlags) -> None:
 
 
 def try_outputs(flags: RunFlags) -> None:
-    """Raise PstarError, naming the flag, for a file that cannot be written, before any work is done for it."""
+    """Raise PstarError, naming the flag, for a file that cannot be written. Called before any work for the file."""
     for flag in OUTPUTS:
         name = getattr(flags, flag)
         if name is not None:
@@ -116,7 +119,7 @@ def try_outputs(flags: RunFlags) -> None:
 
 
 def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: RunResult) -> None:
-    """Write the files asked for that show the measured timeline beside the predicted one."""
+    """Write the requested files that show the measured timeline beside the predicted one."""
     asked = [name for name in (flags.timeline, flags.perfetto, flags.plot) if name is not None]
     if result.timeline is None:
         for name in asked:
@@ -138,7 +141,8 @@ def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: Ru
 
 
 def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list[Figure]:
-    """Predicted beside measured: seconds are the median step after the first, bytes those of the measured iteration.
+    """Returns predicted beside measured figures: seconds of the median step after the first, bytes of the measured
+    iteration.
 
     "re-timed" is the same plan, simulated with the seconds that its steps took in the run (sim/retime.py).
     """
@@ -158,8 +162,8 @@ def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list
 
 
 def retimed_s(plan: Plan, measured: Timeline) -> float | None:
-    """Returns the seconds of the re-timed iteration; None for ranks that differ, whose plan is simulated with seconds
-    of their own."""
+    """Returns the seconds of the re-timed iteration. Returns None for ranks that differ, which are simulated with
+    seconds of their own."""
     from pstar_sim.sim.retime import retime
     from pstar_sim.sim.several_ranks import classes_of
 
@@ -169,7 +173,11 @@ def retimed_s(plan: Plan, measured: Timeline) -> float | None:
 def result_as_json(
     plan: Plan, machine: Machine, result: RunResult, rows: Sequence[Figure], *, steps: int
 ) -> dict[str, object]:
-    """What `pstar run --json` prints. machine: the one that the run was predicted for. steps: as asked for."""
+    """Returns the object that `pstar run --json` prints.
+
+    machine: the machine for which the run was predicted.
+    steps: the requested number of steps.
+    """
     return {
         "policy": plan.policy,
         "model": plan.workload.model,
@@ -191,7 +199,8 @@ def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:
 
 
 def predicted_from(plan: Plan, machine: Machine) -> str:
-    """What the predicted seconds of a run of the plan on `machine` (see `machine_here`) rest on."""
+    """Returns the sources of the predicted seconds, in words, for a run of the plan on `machine` (see
+    `machine_here`)."""
     w = plan.workload
     if w.recorded_on is not None and w.recorded_on == machine.name:
         compute = "compute as recorded in a warm-up"
@@ -205,8 +214,11 @@ def predicted_from(plan: Plan, machine: Machine) -> str:
 
 
 def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:
-    """Returns lines below the table: what the figures are, what the prediction rests on, whether other programs
-    disturbed the run, and how the run left the plan if it did. machine: the one that the run was predicted for."""
+    """Returns lines below the table: the meaning of the figures, the sources of the prediction, whether other programs
+    disturbed the run, and how the run left the plan if it did.
+
+    machine: the machine for which the run was predicted.
+    """
     steps = len(result.reports)
     counted = f"median of steps 2 to {steps}" if steps > 2 else "of the last step" if steps == 2 else "of the one step"
     lines = [

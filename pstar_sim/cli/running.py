@@ -1,4 +1,4 @@
-"""Commands that need torch: trace and run. The executor is imported when they run, never before."""
+"""Commands that need torch: trace and run. They import the executor when they run, never before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KERNELS = Literal["flash", "efficient", "math"]
 
 @dataclass(frozen=True, kw_only=True)
 class _TraceFlags:
-    """The model and the iteration that is traced."""
+    """The model and the iteration to trace."""
 
     model: Annotated[
         str,
@@ -134,7 +134,7 @@ def trace(
 
 
 def _note_own_shape(w: Workload, asked: _TraceFlags) -> None:
-    """Say on stderr where a factory's own batch was traced, not the one asked for."""
+    """Say on stderr if a factory's own batch was traced instead of the requested batch."""
     if not asked.model.startswith("py:"):
         return
     for name, flag, own, wanted in (
@@ -175,7 +175,7 @@ def _variant_words(w: Workload) -> str:
 
 
 def record_on_device(asked: _TraceFlags) -> Workload:
-    """What `pstar trace --device` does: one real iteration, counted and timed."""
+    """Record one real iteration, counted and timed, for `pstar trace --device`."""
     from pstar_sim.arguments import parse_bytes
     from pstar_sim.catalog.loader import load_machine
 
@@ -198,7 +198,7 @@ def record_on_device(asked: _TraceFlags) -> Workload:
 
 @command(commands, "pstar run plan.json --model hf:gpt2 --steps 20 --bandwidth 2GB/s")
 def run(*, flags: RunFlags) -> int:
-    """Train a real model by a plan, and compare what was predicted with what is measured."""
+    """Train a real model by a plan, and compare predicted with measured figures."""
     from pstar_sim.arguments import parse_bytes, parse_bytes_per_s
     from pstar_sim.cli import run_report
     from pstar_sim.cli.planning import checked_plan

@@ -1,7 +1,8 @@
-"""`torchrun --nproc-per-node N -m executor PLAN --model MODEL`: train a model by name on several ranks.
+"""`torchrun --nproc-per-node N -m executor PLAN --model MODEL`: trains a model by name on several ranks.
 
-What `pstar run` does in one process, with its flags. The first rank prints and writes; where a file's name has {rank}
-in it, each rank writes its own. Every process of torchrun runs `main`; torch is imported with this module.
+The command does on several ranks what `pstar run` does in one process, with the same flags. The first rank prints and
+writes. If a file's name contains {rank}, each rank writes its own file. Every process of torchrun runs `main`; torch is
+imported with this module.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from pstar_sim.units import format_bytes, format_s
 
 __all__ = ["main"]
 
-RANK = "{rank}"  # in a file's name
+RANK = "{rank}"  # in a file's name: replaced by the number of the rank
 
 
 app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0; after an error 2 or 3 (`pstar_sim.cli.exit_status`). An error is one line on
-    stderr."""
+    """Run the command line of one rank. Returns the exit status: 0; after an error, which is one line on stderr, 2 or 3
+    (`pstar_sim.cli.exit_status`)."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         return run_app(app, "torchrun --nproc-per-node N -m executor", sys.argv[1:] if arguments is None else arguments)
@@ -85,7 +86,7 @@ def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
     memory = parse_bytes(flags.gpu_memory) if flags.gpu_memory is not None else None
     link = plan.machine.link
     bandwidth = (rate or link.h2d_bytes_per_s, rate or link.d2h_bytes_per_s)
-    # All at the same time, as they will run; and one of them for all: see `predicted`.
+    # All ranks measure at the same time, as they will run. One prediction is used for all: see `predicted`.
     here = processes.of_first(machine_here(plan, bandwidth, virtual=virtual))
     if (recording := flags.record) is not None:
         alone = processes.group_of_first()
@@ -98,7 +99,7 @@ def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
                 )
 
         processes.on_all(record)
-    # The order of the measured iteration, which has to be the same on every rank: they wait for each other in it.
+    # The order of the measured iteration has to be the same on every rank: the ranks wait for each other in it.
     predict = predictor(here)
     predict(plan)
     with progress(flags.steps, plan, quiet=flags.json or flags.quiet or rank > 0) as on_step:
@@ -120,7 +121,7 @@ def _run(flags: RunFlags, plan: Plan, processes: Processes) -> None:
 
 def _files_of(flags: RunFlags, rank: int) -> RunFlags:
     """Returns the flags with the names of the files that this rank writes; None for files of other ranks. Raises
-    PstarError for one that cannot be written."""
+    PstarError for a file that cannot be written."""
     names: dict[str, str | None] = {}
     for flag in OUTPUTS:
         name = getattr(flags, flag)
@@ -139,7 +140,7 @@ def _first_rank_of(machine: Machine) -> Machine:
 
 
 def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *, as_json: bool) -> None:
-    """What the run did, beside what was predicted of it for `machine`."""
+    """Print the results of the run, beside its prediction for `machine`."""
     said = _Said(plan=plan, machine=machine, predicted=predicted, result=result)
     if as_json:
         sys.stdout.write(json.dumps(said.figures()) + "\n")
@@ -156,7 +157,7 @@ def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *
 
 @dataclass(frozen=True, kw_only=True)
 class _Said:
-    """The figures of a run of several ranks, as one of the ranks sees them."""
+    """The figures of a run of several ranks, from the view of one rank."""
 
     plan: Plan
     machine: Machine
@@ -174,7 +175,7 @@ class _Said:
 
     @cached_property
     def step_s(self) -> float:
-        """Median seconds per step, of the steps after the first if there are any."""
+        """Median seconds per step, without the first step if there are others."""
         return statistics.median(self.times[1:] or self.times)
 
     @cached_property
@@ -190,7 +191,7 @@ class _Said:
 
     @cached_property
     def again_s(self) -> float | None:
-        """Seconds of the plan simulated with the seconds that this rank's steps took."""
+        """Seconds of the plan, simulated with the measured seconds of this rank's steps."""
         return None if self.result.timeline is None else retimed_s(self.plan, self.result.timeline)
 
     @cached_property
@@ -199,13 +200,13 @@ class _Said:
 
     @cached_property
     def moved(self) -> dict[str, int]:
-        """Bytes by lane, measured."""
+        """Measured bytes by lane."""
         here, shared = self.result.measured, self.result.shared
         return {**(here.moved_bytes if here is not None else {}), **({"net": shared.sent_bytes} if shared else {})}
 
     @cached_property
     def peaks(self) -> list[int]:
-        """GPU peaks in bytes, of the ranks that reported theirs."""
+        """GPU peaks in bytes, of the ranks that reported a peak."""
         here, shared = self.result.measured, self.result.shared
         if shared is not None:
             return list(shared.peak_gpu_bytes)
@@ -231,7 +232,7 @@ class _Said:
         }  # fmt: skip
 
     def step_rows(self) -> list[tuple[str, str, str, str]]:
-        """Returns the first step and the last ones."""
+        """Returns the rows of the first step and the last steps."""
         first, count = self.result.reports[0].step, len(self.losses)
         from_ = count - 5 if count > 6 else 0
         return [
@@ -241,7 +242,7 @@ class _Said:
         ]
 
     def predicted_rows(self) -> list[tuple[str, str, str]]:
-        """What was predicted, beside what was measured."""
+        """Returns the predicted figures beside the measured ones."""
         wanted, moved = self.plan.moved_bytes, self.moved
         rows = [("iteration", format_s(self.predicted.iteration_s), format_s(self.step_s))]
         if self.again_s is not None:

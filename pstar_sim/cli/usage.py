@@ -1,5 +1,5 @@
-"""What click does below typer, in this project's words: which flags there are and what is wrong with those given (one
-line that names the thing, the value and what would do), and help in sections."""
+"""Usage of commands in this project's words, in place of click's below typer: checks the flags, reports a mistake in
+one line that names the thing, the value and what would do, and prints help in sections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["Command", "CommandGroup", "run_app"]
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
-    """Returns the exit status of a command line. Raises PstarError for one that is wrong, SystemExit after help."""
+    """Run a command line. Returns the exit status. Raises PstarError for a command line with a mistake, SystemExit
+    after help."""
     command: Any = get_command(app)
     try:
         with command.make_context(program, list(arguments), terminal_width=terminal_width()) as context:
@@ -31,7 +32,7 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
 
 
 def _words(error: typer.TyperException) -> str:
-    """Returns a wrong value: the flag, what is wrong with its value, and where the flags are listed."""
+    """Returns a message for a wrong value: the flag, the fault of its value, and the command that lists the flags."""
     text, context = error.message.rstrip("."), getattr(error, "ctx", None)
     if (parameter := getattr(error, "param", None)) is not None:
         text = f"argument {_name(parameter)}: {text}"
@@ -47,8 +48,11 @@ def _name(parameter: Any) -> str:
 
 
 def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], *, until_word: bool) -> None:
-    """Refuse flags that are not known or have no value, and arguments that are missing or too many: click would take
-    the next flag for a value, and names one missing flag at a time. until_word: a command follows."""
+    """Refuse flags that are not known or have no value, and arguments that are missing or too many. click itself would
+    take the next flag for a value, and names one missing flag at a time.
+
+    until_word: whether to stop at the first argument, because a command follows.
+    """
     flags = {name: p for p in parameters for name in (*p.opts, *p.secondary_opts) if p.param_type_name == "option"}
     places = [p for p in parameters if p.param_type_name == "argument"]
     left, given, arguments = list(words), set(), 0
@@ -73,7 +77,7 @@ def _check_words(context: Any, parameters: Sequence[Any], words: Sequence[str], 
 
 
 def _is_flag(word: str) -> bool:
-    """Returns whether a word begins as a flag does; "-" alone stands for a file."""
+    """Returns whether a word begins like a flag. "-" alone stands for a file."""
     return word.startswith("-") and word != "-"
 
 
@@ -99,13 +103,15 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
 
 
 def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:
-    """Take the value of a flag from the words behind it, unless the flag's own word has it (--flag=value). left: the
-    words behind it."""
+    """Take the value of a flag from the words behind it, unless the value is in the flag's own word (--flag=value).
+
+    left: the words behind the flag.
+    """
     name, equals, value = word.partition("=")
     if flag.is_flag:
         if equals:
             raise PstarError(_see(context, f"argument {name}: takes no value, not {value!r}"))
-    elif not equals and name in flags:  # -oFILE is not a name
+    elif not equals and name in flags:  # -oFILE: only -o is the flag's name
         if not left or left[0].partition("=")[0] in flags:
             wanted = f", {flag.metavar}" if flag.metavar else ""
             raise PstarError(_see(context, f"argument {_name(flag)}: needs a value{wanted}"))
@@ -113,8 +119,8 @@ def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Coll
 
 
 class _OwnParser:
-    """How the value of a flag is read: by the flag's parser, or as it is. Typer's own way gives the same values, but
-    imports pydantic: a tenth of a second of CPU time per command."""
+    """Reads the value of a flag by the flag's parser, or leaves the text as it is. Typer's own parser gives the same
+    values, but imports pydantic, which takes a tenth of a second of CPU time per command."""
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         read = param.type_descriptor.parameter_info.parser or (lambda text: text)
@@ -129,7 +135,7 @@ def _read_values(parameters: Sequence[Any]) -> None:
 
 
 def _write_options(command: Any, context: Any, formatter: Any) -> None:
-    """Arguments, then flags by section; flags without a section come last."""
+    """Write arguments, then flags by section; flags without a section come last."""
     sections: dict[str, list[tuple[str, str]]] = {"arguments": []}
     others: list[tuple[str, str]] = []
     for parameter in command.get_params(context):
@@ -154,12 +160,12 @@ def _argument_name(parameter: Any) -> str:
 
 
 def _column(width: int) -> int:
-    """Width of the column of names; the column beside it says what they mean."""
+    """Returns the width of the column of names. The column beside it has their meanings."""
     return min(26, width // 3)
 
 
 def _write_epilog(command: Any, formatter: Any) -> None:
-    """Examples as they are, to be copied; other lines folded."""
+    """Write examples unchanged, so that they can be copied; fold other lines."""
     for line in (command.epilog or "").splitlines():
         formatter.write("\n")
         formatter.write(f"{line}\n") if line.startswith("example") else formatter.write_text(line)
@@ -185,7 +191,7 @@ class Command(TyperCommand):
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands. Its metavar, such as COMMAND, is the word for one of them."""
+    """A group of commands. Its metavar, such as COMMAND, is the word for a command of the group."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "rich_markup_mode": None})

@@ -1,4 +1,4 @@
-"""`pstar validate`: predicted against published."""
+"""`pstar validate`: compares predicted with published figures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a field may be, declared at the field, and the words for it: in an error and on the page of a format.
+"""The values that a field may have, declared at the field, and the words for them: in an error and on the page of a
+format.
 
-    class Host(Table, frozen=True, kw_only=True):
-        memory_gb: Annotated[float, between(0.001, 1e5), says("DRAM")]
+class Host(Table, frozen=True, kw_only=True):
+    memory_gb: Annotated[float, between(0.001, 1e5), says("DRAM")]
 
 A bound, a choice or a `Rule` is checked when the field is read; `want` puts it into words.
 """
@@ -50,9 +51,9 @@ class Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on a value of the right type that no bound expresses.
+    """A condition, beyond bounds, on a value of the right type.
 
-    want: what the value must be, in words.
+    want: the values that meet the condition, in words.
     """
 
     test: Callable[[Any], bool]
@@ -60,12 +61,12 @@ class Rule:
 
 
 def says(meaning: str) -> Meta:
-    """Returns the meaning of a field, for its page."""
+    """Returns the note that gives a field its meaning, for the field's page."""
     return Meta(description=meaning)
 
 
 def between(low: float, high: float) -> Meta:
-    """Returns a number from `low` to `high`, both included; not a number (NaN) is outside."""
+    """Returns the note for a number from `low` to `high`, both included. NaN is outside."""
     return Meta(ge=low, le=high)
 
 
@@ -74,12 +75,12 @@ def least(low: float) -> Meta:
 
 
 def filled() -> Meta:
-    """Returns a list that is not empty."""
+    """Returns the note for a list that is not empty."""
     return Meta(min_length=1)
 
 
 def choice(words: Iterable[str]) -> Meta:
-    """One of these words, which are listed elsewhere."""
+    """Returns the note for a text that must be one of these words."""
     known = tuple(words)
     return Meta(extra={"rule": Rule(known.__contains__, f"one of {', '.join(known)}")})
 
@@ -107,14 +108,17 @@ Curve = tuple[tuple[Positive, Positive], ...]
 
 
 def curve(size: str, rate: str) -> Meta:
-    """Returns the words for a field that is a `Curve`. size, rate: meaning and unit of the two numbers of a pair."""
+    """Returns the note with the words for a field that is a `Curve`.
+
+    size, rate: meaning and unit of the two numbers of a pair.
+    """
     words = f"a list of [{size}, {rate}] pairs of positive numbers, sizes ascending"
     return Meta(extra={"rule": Rule(_ascending, words)})
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a table: its type as declared, whether it has to be given, and its default where it need not be."""
+    """A field of a table: its declared type, whether it is required, and its default otherwise."""
 
     name: str
     kind: Any
@@ -124,7 +128,7 @@ class Field:
 
 @cache
 def fields_of(table: type[Struct]) -> dict[str, Field]:
-    """Returns the fields of a table by name, in the order in which they are declared; fields of its base come last."""
+    """Returns the fields of a table by name, in the order of declaration; fields of its base come last."""
     base = getattr(table.__base__, "__struct_fields__", ())
     hints = typing.get_type_hints(table, include_extras=True)
     found = {}
@@ -136,7 +140,7 @@ def fields_of(table: type[Struct]) -> dict[str, Field]:
 
 
 def split(kind: Any) -> tuple[Any, tuple[Any, ...], tuple[Meta, ...]]:
-    """(what the type is, its arguments, the bounds and words declared with it). For "X or nothing": the same of X."""
+    """Returns (base type, its arguments, the bounds and words declared with it). For "X or nothing", those of X."""
     metas: tuple[Meta, ...] = ()
     while True:
         if typing.get_origin(kind) is Annotated:
@@ -156,7 +160,7 @@ def is_table(kind: Any) -> bool:
 
 
 def meaning(kind: Any) -> str:
-    """Returns the words that `says` gave a field; "" without them."""
+    """Returns the meaning that `says` gave a field; "" without one."""
     return next((m.description for m in split(kind)[2] if m.description), "")
 
 
@@ -166,7 +170,10 @@ def rule_of(kind: Any) -> Rule | None:
 
 
 def want(kind: Any, table: str = "an object") -> str:
-    """What a value of this type must be, in words. table: the word for a table in this kind of file."""
+    """Returns the values that the type accepts, in words.
+
+    table: the word for a table in this kind of file.
+    """
     rule = rule_of(kind)
     if rule is not None:
         return rule.want
@@ -191,7 +198,8 @@ def want(kind: Any, table: str = "an object") -> str:
 
 
 def _entries(args: tuple[object, ...]) -> str:
-    """What the entries of a list are: "texts", "tables", "numbers", of a tuple of fixed length "2 whole numbers"."""
+    """Returns the word for the entries of a list: "texts", "tables", "numbers"; for a tuple of fixed length "2 whole
+    numbers"."""
     base = split(args[0])[0]
     words = "tables" if is_table(base) else {int: "whole numbers", float: "numbers"}.get(base, "texts")
     return words if len(args) == 1 or args[-1] is Ellipsis else f"{len(args)} {words}"

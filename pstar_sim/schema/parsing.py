@@ -21,15 +21,16 @@ def parse_toml(file: str, text: str) -> dict[str, object]:
         raise CatalogError(f"{file}: not a TOML file: {error}") from None
     except RecursionError:
         raise CatalogError(f"{file}: its lists or tables are nested too deeply") from None
-    except ValueError as error:  # Python refuses to read a number of thousands of digits
+    except ValueError as error:  # Python refuses a number with thousands of digits
         raise CatalogError(f"{file}: a number has too many digits: {error}") from None
 
 
 def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
-    """Returns the content of a file without its `version`, which need not be given: the first edition had none.
+    """Returns the content of a file without its `version`, which is optional because the first edition had none. Raises
+    CatalogError for a file that cannot be read, is not TOML, or is of a newer version.
 
-    what: the format, for messages. version: the newest that this package reads. Raises CatalogError for a file that
-    cannot be read, is not TOML, or is of a newer version.
+    what: the format, for messages.
+    version: the newest version that this package reads.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -44,14 +45,14 @@ def read_toml(path: Path, what: str, version: int) -> dict[str, object]:
 
 
 def parse_json(text: str) -> object:
-    """Returns the value that the text of a file stands for. Raises Fault saying what is not JSON in it, and where."""
+    """Returns the value in the text of a JSON file. Raises Fault, naming the place, for a text that is not JSON."""
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_key_twice)
     except json.JSONDecodeError as error:
         raise _not_json(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
         raise _not_json("its lists or objects are nested too deeply") from None
-    except ValueError as error:  # Python refuses to read a number of thousands of digits
+    except ValueError as error:  # Python refuses a number with thousands of digits
         raise _not_json(f"a number has too many digits: {error}") from None
 
 
@@ -72,8 +73,12 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def without_head(values: object, *, what: str, format: str, version: int, error: type[PstarError]) -> dict[str, Any]:
-    """Returns a JSON object without its fields `format` and `version`. what: the kind of file, for messages. version:
-    the newest that this package reads. Raises `error` for another format, and for a newer version."""
+    """Returns a JSON object without its fields `format` and `version`. Raises `error` for another format, and for a
+    newer version.
+
+    what: the kind of file, for messages.
+    version: the newest version that this package reads.
+    """
     if not isinstance(values, dict) or values.get("format") != format:
         raise error(f"is not {what} (field 'format' is not {format!r})")
     _check_version(values.get("version"), format.removeprefix("pstar-sim "), version, error)

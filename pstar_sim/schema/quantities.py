@@ -1,4 +1,4 @@
-"""Quantities as people write them: a number with its unit, "48GB", "25GB/s", "150T", "10us", or yes and no."""
+"""Quantities: numbers with a unit, as users write them, "48GB", "25GB/s", "150T", "10us", or yes and no."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.
 
 @dataclass(frozen=True)
 class Quantity:
-    """One kind of figure.
+    """A kind of figure.
 
     what: its name, for messages.
-    example: how it is written.
+    example: a value as users write it.
     units: unit in lower case -> its value in SI units.
-    words: what may be written instead of a number -> its value.
-    endings: what may follow a unit without meaning.
-    likely: the unit that an error suggests where a number has none.
-    shown: a figure in SI units, for people.
+    words: a word instead of a number -> its value.
+    endings: texts without meaning that may follow a unit.
+    likely: the unit that an error suggests for a number without a unit.
+    shown: turns a figure in SI units into text.
     """
 
     what: str
@@ -35,7 +35,7 @@ class Quantity:
     shown: Callable[[float], str] = "{:g}".format
 
     def parse(self, text: str) -> float:
-        """Returns the value in SI units; -1 for any negative one. Raises ValueError for a text that is no such
+        """Returns the value in SI units; -1 for any negative value. Raises ValueError for a text that is not such a
         quantity."""
         if text.lower() in self.words:
             return self.words[text.lower()]

@@ -1,4 +1,5 @@
-"""Values into declared types by msgspec. Where msgspec refuses, the first `Fault` from the top down is raised."""
+"""Reading of values into declared types, by msgspec. Where msgspec refuses, the first `Fault` from the top down is
+raised."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ __all__ = ["Fault", "Path", "brief", "convert", "nearest", "read_table"]
 
 T = TypeVar("T")
 Path = tuple[str | int, ...]
-_PLAIN = (date, datetime)  # what TOML has beside JSON: a text is not a date there
+_PLAIN = (date, datetime)  # types that TOML has beside JSON's: TOML has dates, so a text is not a date
 
 
 class Fault(Exception):
-    """The first thing that does not fit. Whoever reads the file turns it into an error that names the file.
+    """The first value that does not fit its type. The reader of the file turns it into an error that names the file.
 
-    path: keys and indices that lead to it.
-    value: what is there; `MISSING` where nothing is.
-    want: what it must be.
+    path: keys and indices that lead to the value.
+    value: the value; `MISSING` where there is none.
+    want: the values that would fit, in words.
     known: the keys that exist, where the fault is an unknown key.
     """
 
@@ -56,7 +57,8 @@ class Fault(Exception):
         return f"field {where!r} is {brief(self.value)}; it {self.want}"
 
     def in_toml(self, file: str, name: str) -> str:
-        """In words, for the entry `name` of a file of TOML: "my.toml: [mine.calibrated] usable_gb = 0; must be ..."."""
+        """Returns the fault in words, for the entry `name` of a TOML file: "my.toml: [mine.calibrated] usable_gb = 0;
+        must be ..."."""
         if not self.path:
             return f"{file}: {name} = {self.value!r}; must be a table: [{name}] and its fields below it"
         *above, field = self.path
@@ -77,7 +79,7 @@ REFUSED = object()
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the known word that is most like this one."""
+    """Returns the known word that is most like `word`; None if none is alike enough."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return near[0] if near else None
 
@@ -88,14 +90,16 @@ def dotted(path: Path) -> str:
 
 
 def brief(value: object) -> str:
-    """Returns a value in a message, as JSON and cut to 60 characters."""
+    """Returns the value for a message, as JSON, cut to 60 characters."""
     text = json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def convert(kind: type[T] | Any, value: object, *, whole_fields: bool = False) -> T:
-    """`value`, made of plain values, as the type says. whole_fields: a fault names the field of a table, not a place
-    within it. Raises Fault."""
+    """Returns `value`, made of plain values, as a value of the type. Raises Fault.
+
+    whole_fields: whether a fault names the field of a table, not a place within the field.
+    """
     try:
         found = msgspec.convert(value, kind, builtin_types=_PLAIN)
     except msgspec.ValidationError as error:
@@ -120,7 +124,7 @@ def read_table(kind: type[T], file: str, name: str, raw: object) -> T:
 
 
 def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """Returns the faults of a value from the top down; none where msgspec takes it."""
+    """Yields the faults of a value from the top down; none where msgspec accepts the value."""
     try:
         msgspec.convert(value, kind, builtin_types=_PLAIN)
         return
@@ -141,7 +145,10 @@ def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Ite
 
 
 def _item_faults(items: Iterable[tuple[Any, str | int, object]], path: Path, word: str, whole: bool) -> Iterator[Fault]:
-    """Faults within the items of a list or an object. items: (type, place, value) of each."""
+    """Yields faults within the items of a list or an object.
+
+    items: (type, place, value).
+    """
     for kind, place, item in items:
         yield from _faults(kind, item, (*path, place), word, whole)
 
@@ -160,7 +167,8 @@ def _table_faults(table: type[Struct], value: dict[str, Any], path: Path, word: 
 
 @cache
 def _ruled(table: type[Struct]) -> tuple[tuple[str, Rule | None], ...]:
-    """Fields with their rule. The rule is None for a field of tables, whose own fields may have rules."""
+    """Returns the fields that have a rule, with their rule. The rule is None for a field of tables, whose own fields
+    may have rules."""
 
     def concerned(kind: Any) -> bool:
         base, args, _ = split(kind)

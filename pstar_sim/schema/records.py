@@ -1,8 +1,8 @@
-"""Dataclasses in files of JSON: a Struct is derived from each, so that msgspec reads it, and the dataclass is made of
-what was read, so that its own checks run.
+"""Dataclasses in JSON files: a Struct is derived from each dataclass, so that msgspec can read it. The dataclass is
+then made from the Struct's values, so that the dataclass's own checks run.
 
-Whole numbers keep to 64 bits and others are finite. A tuple of rows is kept by columns where the format says so:
-`Annotated[Workload, columns(tensors=Tensor)]`.
+Whole numbers have at most 64 bits, and other numbers are finite. A tuple of rows is stored by columns where the format
+says so: `Annotated[Workload, columns(tensors=Tensor)]`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pstar_sim.schema.reading import REFUSED, Fault, convert
 __all__ = ["columns", "file_kind", "made", "read_record", "record_class", "to_columns"]
 
 T = TypeVar("T")
-_tuple: Any = tuple  # types made while the program runs, which mypy does not follow
+_tuple: Any = tuple  # Any: mypy does not follow types that are made at run time
 _union: Any = typing.Union
 _dict: Any = dict
 _annotated: Any = Annotated
@@ -39,12 +39,12 @@ class _Columns:
 
 
 def columns(**rows: type) -> object:
-    """Says of a dataclass which of its fields a file holds by columns: field -> dataclass of a row."""
+    """Returns the note that a file holds fields of a dataclass by columns: field -> dataclass of a row."""
     return _Columns(tuple(rows.items()))
 
 
 def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
-    """Returns the rows of a dataclass by column. A column of tuples is left out where all of them are empty."""
+    """Returns the rows of a dataclass by column. A column of tuples is left out if all its tuples are empty."""
     table = list(rows)
     columns = {f.name: [getattr(row, f.name) for row in table] for f in dataclasses.fields(cls)}
     spare = [f.name for f in dataclasses.fields(cls) if f.default == ()]
@@ -52,20 +52,21 @@ def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def read_record(kind: type[T] | Any, values: object) -> T:
-    """Returns the value of a dataclass (or a type with dataclasses in it) that plain values of JSON stand for. Raises
-    Fault, also for what the dataclass itself refuses."""
+    """Returns a value of the type, a dataclass or a type with dataclasses in it, from plain values of JSON. Raises
+    Fault, also where the dataclass itself refuses."""
     found: T = made(kind, convert(file_kind(kind), values))
     return found
 
 
 def made(kind: type[T] | Any, form: Any) -> T:
-    """Returns the value of what was read as `file_kind(kind)`. Raises Fault for what a dataclass itself refuses."""
+    """Returns a value of the type from a value that was read as `file_kind(kind)`. Raises Fault where a dataclass
+    itself refuses."""
     maker = _maker(file_kind(kind))
     return typing.cast(T, form if maker is None else maker(form))
 
 
 def file_kind(kind: Any) -> Any:
-    """Returns the type of what a file holds for a value of this type."""
+    """Returns the type in a file that stands for values of this type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         base, *notes = args
@@ -133,7 +134,8 @@ _Maker = Callable[[Any], Any]
 
 
 def _maker(kind: Any) -> _Maker | None:
-    """Makes the value of what msgspec has read as this type; None where that is the value."""
+    """Returns the function that turns a value that msgspec has read into a value of this type; None where both are the
+    same."""
     base, args, _ = split(kind)
     if is_table(base):
         if base in _CLASS_OF:
