@@ -19,7 +19,6 @@ from executor.devices.adam import scratch_bytes
 from executor.devices.backend import Backend
 from executor.memory.byte_log import ByteLog
 from executor.memory.payloads import GpuPayloads, HostSlabs, dtype_of
-from pstar_sim.core.effects import category_of
 from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.slabs import HostRoom
@@ -133,7 +132,7 @@ class Arena:
                     ledger.withdraw(chunk, list_name, place)
                 raise self._refused(error, f"{list_name} of chunk {chunk}", size) from error
         with self._lock:
-            self.log.note(place, category_of(list_name), size, chunk, list_name)
+            self.log.note(place, size, chunk, list_name)
             ledger.hold(chunk, list_name, place)
 
     def flush(self) -> None:
@@ -161,9 +160,29 @@ class Arena:
         if place is Place.GPU:
             self.payloads.give(chunk, list_name)
         with self._lock:
-            self.log.note(
-                place, category_of(list_name), -self._ledger.end_release(chunk, list_name, place), chunk, list_name
-            )
+            self.log.note(place, -self._ledger.end_release(chunk, list_name, place), chunk, list_name)
+
+    def overwritten(self, chunk: int) -> None:
+        """Note that gradients alone fill the chunk's working list on the gpu from this moment on, with the other ranks'
+        slices of it."""
+        for list_name in ("param", "remote") if self.sliced else ("param",):
+            self._turn(Place.GPU, chunk, list_name, "grad", by_moment=True)
+
+    def copied(self, source: Place, target: Place, chunk: int, list_name: str) -> None:
+        """Note that a payload holds what its copy in the place `source` holds."""
+        with self._lock:
+            category = self.log.category(source, chunk, list_name)
+        self._turn(target, chunk, list_name, category)
+
+    def rewritten(self, place: Place, chunk: int, list_name: str) -> None:
+        """Note that a working list holds parameters from now on."""
+        self._turn(place, chunk, list_name, "param")
+
+    def _turn(self, place: Place, chunk: int, list_name: str, category: str, *, by_moment: bool = False) -> None:
+        with self._lock:
+            if self._ledger.holds(chunk, list_name, place):
+                size = self.layout.payload_bytes(chunk, list_name)
+                self.log.note_turn(place, category, size, chunk, list_name, by_moment=by_moment)
 
     def mend(self) -> None:
         """Repair the arena after an interruption inside `take` or `free`; nothing may move meanwhile. The payload that
@@ -187,7 +206,7 @@ class Arena:
             return
         with self._lock:
             change = self._ledger.set_tide(size_bytes)
-            self.log.note(Place.GPU, "non-model", change, -1, "")
+            self.log.note_tide(change)
         self.backend.room(self._ledger.budget_bytes[0] - self._buffer_bytes - size_bytes)
 
     def empty(self) -> None:

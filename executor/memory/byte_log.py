@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pstar_sim.core.effects import NON_MODEL, category_of
 from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.step import Place
 
@@ -15,8 +16,10 @@ __all__ = ["ByteChange", "ByteLog"]
 class ByteChange(NamedTuple):
     """`place` holds `change` more bytes of `category` from `time_s` on.
 
-    payload: list and chunk of the bytes.
+    chunk, list: payload of the bytes; -1 and "" for a change that a moment makes.
     mark: the compute queue's last mark in the log (`ByteLog.mark`).
+    at_end: whether the change happens when its step or moment ends. Otherwise it happens when the step begins, or at
+        the mark.
     """
 
     time_s: float
@@ -26,6 +29,7 @@ class ByteChange(NamedTuple):
     chunk: int
     list: str
     mark: tuple[str, int]
+    at_end: bool = False
 
     def at(self, time_s: float) -> ByteChange:
         """Returns the same change at another time."""
@@ -50,9 +54,38 @@ class ByteLog:
         self._lock = lock
         self._clock = clock
         self._mark = ("", -1)
+        self._turned: dict[tuple[Place, int, str], str] = {}  # payloads that hold what their list is not named for
 
-    def note(self, place: Place, category: str, change: int, chunk: int, list_name: str) -> None:
-        row = (self._clock(), place, category, change, chunk, list_name, self._mark)
+    def note(self, place: Place, change: int, chunk: int, list_name: str) -> None:
+        """A payload has memory now (change > 0), or gave it back."""
+        turned = self._turned.pop((place, chunk, list_name), None)
+        category = category_of(list_name) if turned is None or change > 0 else turned
+        self._append(self._clock(), place, category, change, chunk, list_name, self._mark, change < 0)
+
+    def note_tide(self, change: int) -> None:
+        """The gpu holds `change` more bytes of non-model data."""
+        self._append(self._clock(), Place.GPU, NON_MODEL, change, -1, "", self._mark, False)
+
+    def category(self, place: Place, chunk: int, list_name: str) -> str:
+        """What a payload that has memory holds: [Note: categories] in core/ledger.py."""
+        return self._turned.get((place, chunk, list_name)) or category_of(list_name)
+
+    def note_turn(
+        self, place: Place, category: str, size: int, chunk: int, list_name: str, *, by_moment: bool = False
+    ) -> None:
+        """A payload of `size` bytes that has memory holds data of `category` from now on.
+
+        by_moment: whether a moment changed it, and no step of the chunk.
+        """
+        before = self.category(place, chunk, list_name)
+        if before == category:
+            return
+        time_s, about = self._clock(), (-1, "") if by_moment else (chunk, list_name)
+        for turned, change in ((before, -size), (category, size)):
+            self._append(time_s, place, turned, change, *about, self._mark, True)
+        self._turned[place, chunk, list_name] = category
+
+    def _append(self, *row: object) -> None:
         self.changes.append(tuple.__new__(ByteChange, row))  # past a constructor in Python
 
     def gpu_peak_bytes(self, start_s: float, end_s: float) -> int:

@@ -144,6 +144,7 @@ class Contents:
         gradients_up = bool(waiting)  # for their update on the gpu; the arriving values cannot be read
         with self.arena.payloads.steady(chunk):
             self._copy_up(chunk, list_name, in_fp32=in_fp32, from_masters=list_name == "param" and not gradients_up)
+        self.arena.copied(HOST, GPU, chunk, list_name)
         if list_name == "param":
             state.whole = False  # as far as is known
         if gradients_up:
@@ -189,6 +190,7 @@ class Contents:
             copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
             copy(arena.host(chunk, list_name), arena.gpu(chunk, list_name), Queue.D2H)
             arena.backend.fence(Queue.D2H)
+        arena.copied(GPU, HOST, chunk, list_name)
         there.update(leaving)
         if list_name == "param":
             if GPU in state.current:

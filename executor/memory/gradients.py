@@ -5,6 +5,7 @@ See [Note: where a gradient is] in chunk_state.py. `shares.py` moves one tensor'
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +29,9 @@ class ChunkGradients:
         self.chunks = chunks
         self.values = values
         self._slots: dict[tuple[int, str], torch.Tensor] = {}  # slots on the gpu that receive gradients
+        chunk_of = arena.layout.chunk_of
+        # Tensors of each chunk that get a gradient.
+        self._most = Counter(chunk_of[t] for t in set().union(*arena.plan.workload.gradients))
 
     def accept(self, tensor: int, gradient: torch.Tensor, list_name: str) -> None:
         """Move a gradient that just became final into `list_name` of its chunk on the gpu. The gradient is added to an
@@ -50,6 +54,8 @@ class ChunkGradients:
             self.put(chunk, mine, tensor, target, gradient if same else gradient.reshape(target.shape))
         if list_name == "param":
             self.values.changed(chunk, (tensor,))
+            if len(mine) == self._most[chunk]:
+                arena.overwritten(chunk)
         elif list_name == "grad32":
             self.chunks[chunk].ahead.add("grad32")
 

@@ -149,6 +149,7 @@ class Updating:
             self._update(chunk, place, source, update, norms)
         elif place not in state.current:
             self.values.rewrite(place, chunk)
+        self.arena.rewritten(place, chunk, "param")
         self.values.changed(chunk)
 
     def _require_all_here(self, chunk: int, place: Place) -> None:

@@ -122,8 +122,8 @@ class DeviceTimes:
         position: Mapping[int, int],
         changes: Sequence[ByteChange],
     ) -> list[ByteChange]:
-        """Returns the changes with new times: a take is at its step's begin, a free at its step's end, and the tide
-        changes with its moment."""
+        """Returns the changes with new times. A change happens when its step or moment begins, or when it ends
+        (`ByteChange.at_end`)."""
         by_chunk: dict[int, list[StepLog]] = {}
         by_moment: dict[int, list[StepLog]] = {}
         for row in steps:
@@ -138,7 +138,7 @@ class DeviceTimes:
                 word, moment = change.mark
                 if not by_moment.get(moment):
                     return change.time_s
-                begins = word == "in"
+                begins = word == "in" and not change.at_end
                 row = min(
                     by_moment[moment], key=lambda row: abs((row.start_s if begins else row.end_s) - change.time_s)
                 )
@@ -149,7 +149,7 @@ class DeviceTimes:
             for row in rows[max(0, at - 2) : at + 1][::-1]:
                 if row.start_s <= change.time_s <= row.end_s:
                     happened = moved[position[row.step.id], row.iteration]
-                    return happened.start_s if change.change > 0 else happened.end_s
+                    return happened.end_s if change.at_end else happened.start_s
             return change.time_s
 
         return sorted((change.at(time_of(change)) for change in changes), key=lambda row: row.time_s)

@@ -13,6 +13,7 @@ import itertools
 import random
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,10 @@ import executor
 from executor.capture import capture_module
 from executor.models import enable_checkpointing
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.effects import CATEGORIES, NON_MODEL, category_of
+from pstar_sim.core.ledger import PLACES, WIDTH, Moves
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import Place
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.testing import round_machine
@@ -335,6 +339,21 @@ def waits_of_training(monkeypatch: pytest.MonkeyPatch, owners: Sequence[tuple[An
 
         monkeypatch.setattr(owner, "synchronize", noted)
     return waits
+
+
+def byte_changes(session: executor.Session) -> tuple[Counter[tuple[Place, str, int]], ...]:
+    """How often each (place, category, bytes) of model data changed since the session began, once it is drained: in its
+    log, and as the simulator books the steps that it ran, in the order in which they began and ended."""
+    plan, position = session.plan, {step.id: i for i, step in enumerate(session.plan.steps)}
+    rows = [(row, position[row.step.id]) for row in session.steps.span_log]
+    events = [(row.start_s, 2 * i) for row, i in rows] + [(row.end_s, 2 * i + 1) for row, i in rows]
+    changes = Moves(plan).book([event for _, event in sorted(events)])
+    cells = [(PLACES[cell // WIDTH], CATEGORIES[cell % WIDTH]) for cell in changes.cell.tolist()]
+    booked = Counter((*cell, size) for cell, size in zip(cells, changes.size.tolist()) if cell[1] != NON_MODEL)
+    logged = Counter((r.place, r.category, r.change) for r in session.arena.log.changes if r.category != NON_MODEL)
+    loaded = [r for r in plan.initial if r.chunk >= 0]
+    logged.subtract((r.place, category_of(r.list), plan.layout.payload_bytes(r.chunk, r.list)) for r in loaded)
+    return +logged, booked
 
 
 def names_within(events: Iterable[Any], mark: str) -> set[str]:

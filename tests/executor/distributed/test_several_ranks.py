@@ -116,6 +116,7 @@ def test_trains_as_one_process_on_the_joined_batch(
             assert len(row["deviations"]) >= 2
             continue
         assert row["deviations"] == []
+        assert row.get("renamed", []) == []
         smaller = "sequences" in case and case["sequences"][rank] < max(case["sequences"])
         assert row["peak"][0] < row["peak"][1] if smaller else row["peak"][0] == row["peak"][1]
         assert row["host"][0] == row["host"][1]
