@@ -5,14 +5,16 @@ Pure numbers, no matplotlib. Bytes in int64, seconds relative to the start of th
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.step import UPDATES, Kind, Queue
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
+from pstar_sim.workload.workload import Phase
 
 __all__ = ["CATEGORIES", "Curves", "PhaseBand", "byte_curves", "moment_windows", "phase_bands", "steady_start_s"]
 
@@ -131,7 +133,7 @@ def _by_moment(timeline: Timeline, curves: Curves) -> Curves:
 
 def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]:
     """Returns FWD, BWD (including recomputation inside it) and ADAM as stretches of the x axis. Empty if phases are not
-    known."""
+    known. By time, a stretch in which no phase computes and updates run, on the GPU or on the host, is ADAM as well."""
     if not timeline.phases:
         return ()
     moments, start_s, end_s = moment_windows(timeline)
@@ -145,4 +147,20 @@ def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]
             bands[-1] = PhaseBand(name=name, start=bands[-1].start, end=end)
         else:
             bands.append(PhaseBand(name=name, start=start, end=end))
-    return tuple(bands)
+    return tuple(bands if x == "moment" else _with_updates(timeline, bands))
+
+
+def _with_updates(timeline: Timeline, bands: Sequence[PhaseBand]) -> Iterator[PhaseBand]:
+    """The bands, and between them, before and behind them the stretches from the first update to the last."""
+    origin = steady_start_s(timeline)
+    updates = [(s.start_s - origin, s.end_s - origin) for s in timeline.spans if s.kind in UPDATES]
+    at_s = 0.0
+    for band in (*bands, PhaseBand(name="", start=timeline.iteration_s, end=timeline.iteration_s)):
+        within = [(max(start, at_s), min(end, band.start)) for start, end in updates]
+        within = [(start, end) for start, end in within if end > start]
+        if within:
+            ends = [end for _, end in within]
+            yield PhaseBand(name=Phase.ADAM.value, start=min(within)[0], end=max(ends))
+        if band.name:
+            yield band
+        at_s = band.end

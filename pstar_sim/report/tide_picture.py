@@ -49,7 +49,7 @@ NAMES = {
     "free": "free",
 }
 _WASTE = "free, but out of reach of a static partition"
-STRIP_POINTS, LETTER_POINTS = 12, 5.2  # height of a strip of phases; width of one of its letters
+STRIP_POINTS, LETTER_POINTS = 12, 6.3  # height of a strip of phases; width of one of its letters
 
 
 def plot_tide(

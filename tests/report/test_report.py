@@ -98,6 +98,21 @@ def test_phases_follow_the_moments_and_recompute_counts_as_backward() -> None:
     assert [(b.name, b.start, b.end) for b in bands] == [("FWD", 0, 1), ("BWD", 1, 2), ("ADAM", 2, 3)]
 
 
+def test_updates_that_run_while_no_phase_computes_are_adam() -> None:
+    """Before the second iteration two chunks are updated on the host, from 0.25 to 0.85 s and from 0.9 to 1.5 s."""
+    t = timeline()
+    late = {0: 0.0, 1: 1.5}
+    spans = [
+        dataclasses.replace(s, start_s=s.start_s + late[s.iteration], end_s=s.end_s + late[s.iteration])
+        for s in t.spans
+    ]
+    spans += [_span(5, 0, Queue.ADAM, Kind.CPU_ADAM, 2, start, start + 0.6, chunk=7) for start in (4.25, 4.9)]
+    shifted = dataclasses.replace(t, spans=tuple(spans), iteration_s=5.5)
+    found = [(b.name, b.start, b.end) for b in phase_bands(shifted)]
+    assert found == [("ADAM", 0.25, 1.5), ("FWD", 1.5, 2.5), ("BWD", 2.5, 4.5), ("ADAM", 4.5, 5.5)]
+    assert [b.name for b in phase_bands(shifted, x="moment")] == ["FWD", "BWD", "ADAM"]
+
+
 def _filled(ax: object, colour: str) -> np.ndarray:
     """Height of the one area of that colour at every corner: the y extent of its polygon."""
     from matplotlib.colors import to_rgb
