@@ -91,7 +91,10 @@ def test_a_run_beside_its_prediction(browser: Browser, report: Path) -> None:
     assert not measured.is_visible() and page.get_by_text("(areas), measured (lines)").is_visible()
     page.get_by_role("button", name="by time").click()
     assert measured.is_visible() and measured.locator(".main-svg").count() > 0
-    first, second = (page.locator(f"[data-figure='tide {n}'] .main-svg").first.bounding_box() for n in (0, 1))
+    charts = [page.locator(f"[data-figure='tide {n}'] .main-svg").first for n in (0, 1)]
+    fits = "svg => svg.getBoundingClientRect().width <= innerWidth / 2"
+    page.wait_for_function(fits, arg=charts[0].element_handle())  # Plotly resizes a little later
+    first, second = (chart.bounding_box() for chart in charts)
     assert first["width"] == second["width"] and first["height"] == second["height"] > 300, "side by side now"
     assert browser.log == [] and {*browser.asked} == {out.as_uri()}
 
