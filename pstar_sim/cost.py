@@ -55,8 +55,9 @@ switch that is left when all ranks on the switch copy at once.
 each node, then between the nodes. Every rank sends and receives (P-1)/P of S, the part that it does not have, so
     seconds = (L-1) * latency inside + (N-1) * latency between + (P-1)/P * S / (rate of the slowest hop)
 with N nodes of L ranks. A ring enters and leaves each node once, so the hop between two nodes has the node's whole
-network rate. Without a peer link the hops inside a node use the GPUs' links (and the PCIe switch, if they share one).
-The model leaves out that such traffic also slows down the copies to the host.
+network rate. A hop whose rate was measured by size (`Fabric.table`) has the rate of S. Without a peer link the hops
+inside a node use the GPUs' links (and the PCIe switch, if they share one). The model leaves out that such traffic also
+slows down the copies to the host.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pstar_sim.catalog.curves import best_rate, rate_at
-from pstar_sim.catalog.machine import Gpu, Link, Machine
+from pstar_sim.catalog.machine import Fabric, Gpu, Link, Machine
 from pstar_sim.core.effects import folded_lists, gradient_list
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
@@ -398,21 +399,24 @@ class CostModel:
         slices together."""
         if size_bytes == 0:
             return 0.0
-        latency_s, bytes_per_s = self._ring
+        latency_s, bytes_per_s, fabrics = self._ring
+        bytes_per_s = min([bytes_per_s, *(fabric.rate_of(size_bytes) for fabric in fabrics)])
         ranks = len(self.machine.ranks)
         return latency_s + size_bytes * (ranks - 1) / ranks / bytes_per_s
 
     @cached_property
-    def _ring(self) -> tuple[float, float]:
-        """Latency of all hops in seconds, and rate of the slowest hop in bytes per second."""
+    def _ring(self) -> tuple[float, float, tuple[Fabric, ...]]:
+        """Latency of all hops in seconds, rate of the slowest hop for large collectives in bytes per second, and the
+        fabrics whose rate depends on the size."""
         m = self.machine
         if len(m.ranks) == 1:
             raise PlanError(f"machine {m.name!r} has one gpu; it has no collectives")
         rates: list[float] = []
+        fabrics: list[Fabric] = []
         latency_s = 0.0
         if m.local_ranks > 1:
             if m.peer is not None:
-                rates.append(m.peer.bytes_per_s)
+                fabrics.append(m.peer)
                 latency_s += (m.local_ranks - 1) * m.peer.latency_s
             else:
                 rates += [min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s)]
@@ -422,9 +426,10 @@ class CostModel:
         if m.nodes > 1:
             if m.network is None:
                 raise PlanError(f"machine {m.name!r} has {m.nodes} nodes and no network; a machine file gives one")
-            rates.append(m.network.bytes_per_s)
+            fabrics.append(m.network)
             latency_s += (m.nodes - 1) * m.network.latency_s
-        return latency_s, min(rates)
+        rates += [fabric.bytes_per_s for fabric in fabrics]
+        return latency_s, min(rates), tuple(fabric for fabric in fabrics if fabric.table)
 
     def nvme_s(self, size_bytes: int, direction: str) -> float:
         """Returns the seconds of a read from the node's disks or a write to them. The node's ranks use the disks in

@@ -159,13 +159,15 @@ class Catalog:
     def fabric(self, name: str) -> Fabric:
         """Returns a link between GPUs or nodes, at the slower of its two directions."""
         link = self.link(name)
+        rate, table = min((link.h2d_bytes_per_s, link.h2d_table), (link.d2h_bytes_per_s, link.d2h_table))
         return Fabric(
             name=name,
-            bytes_per_s=min(link.h2d_bytes_per_s, link.d2h_bytes_per_s),
+            bytes_per_s=rate,
             latency_s=link.latency_s,
             measured=link.measured,
             source=link.source,
             known=link.known,
+            table=table,
         )
 
     def nvme(self, name: str) -> Nvme:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 
-__all__ = ["Curve", "best_rate", "rate_at"]
+__all__ = ["Curve", "best_rate", "rate_at", "share_at"]
 
 Curve = tuple[tuple[float, float], ...]
 
@@ -33,3 +33,8 @@ def rate_at(curve: Curve, size: float) -> float:
 def best_rate(curve: Curve) -> float:
     """Returns the highest rate at any size."""
     return max(rate for _, rate in curve)
+
+
+def share_at(curve: Curve, size: float) -> float:
+    """The rate at `size` (> 0) over the best rate of the curve; 1 without points."""
+    return rate_at(curve, size) / best_rate(curve) if curve else 1.0

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 
 from pstar_sim.arguments import flag, instance, number, text, whole
-from pstar_sim.catalog.curves import Curve
+from pstar_sim.catalog.curves import Curve, share_at
 from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.errors import CatalogError
 from pstar_sim.renderers import render_html
@@ -161,6 +161,8 @@ class Fabric:
     measured: whether its figures are calibrated.
     source: where its figures come from.
     known: how its figures are known, one of KNOWN.
+    table: bytes/s by bytes of a collective (all slices together), where it was measured; bytes_per_s is then the best
+        rate of the curve, or less for a link that is throttled.
     """
 
     name: str
@@ -169,9 +171,14 @@ class Fabric:
     measured: bool
     source: str
     known: str = "datasheet"
+    table: Curve = ()
 
     def __post_init__(self) -> None:
         _check_known(_check("link", self, positive=("bytes_per_s",), natural=("latency_s",)), self.known)
+
+    def rate_of(self, size_bytes: float) -> float:
+        """Bytes/s of a collective of that many bytes (> 0)."""
+        return self.bytes_per_s * share_at(self.table, size_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,12 +144,13 @@ def _fabric_part(fabric: Fabric, connects: str) -> _Part:
     rate: dict[str, object] = {"h2d_gb_per_s": fabric.bytes_per_s / GB, "d2h_gb_per_s": fabric.bytes_per_s / GB}
     fixed = {"connects": connects, "efficiency": 1, "latency_us": fabric.latency_s * 1e6, "duplex": True}
     fixed["known"] = fabric.known
+    curve = _points(fabric.table, 1e6, GB) if fabric.table and fabric.bytes_per_s <= best_rate(fabric.table) else None
     return _Part(
         name=f"links.{_key(fabric.name)}",
         values={**fixed, **rate},
         measured=fabric.measured,
         source=fabric.source,
-        calibrated=rate,
+        calibrated=rate if curve is None else {**rate, "h2d_table": curve, "d2h_table": curve},
     )
 
 

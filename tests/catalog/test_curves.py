@@ -68,7 +68,14 @@ def calibrated() -> Machine:
         name="my",
         ranks=(replace(base.ranks[0], gpu=gpu, link=link),),
         host=host,
-        peer=Fabric(name="my-gloo", bytes_per_s=3e8, latency_s=4e-4, measured=True, source="measured"),
+        peer=Fabric(
+            name="my-gloo",
+            bytes_per_s=3e8,
+            latency_s=4e-4,
+            measured=True,
+            source="measured",
+            table=((1e6, 1e8), (1e9, 3e8)),
+        ),
         nvme=Nvme(
             name="my-disk",
             memory_bytes=10**11,
@@ -104,6 +111,7 @@ def test_a_measured_machine_comes_back_from_its_file(tmp_path: Path) -> None:
     assert back.host.dram_bytes_per_s == pytest.approx(23e9)
     assert back.host.dram_measured
     assert back.peer is not None and back.peer.measured
+    assert [pytest.approx(point) for point in back.peer.table] == [(1e6, 1e8), (1e9, 3e8)]
     assert back.nvme is not None and back.nvme.measured
 
 

@@ -176,6 +176,8 @@ def test_collectives_by_hand() -> None:
 
     assert seconds(machine([RANK] * 4, peer=peer)) == pytest.approx(3.003)
     assert seconds(machine([RANK] * 4, peer=peer, nodes=2, network=network)) == pytest.approx(6.011)
+    by_size = replace(network, table=((1e6, 0.2e6), (4e6, 0.25e6), (1e9, 0.5e6)))  # 4 MB go at half of the best rate
+    assert seconds(machine([RANK] * 4, peer=peer, nodes=2, network=by_size)) == pytest.approx(12.011)
     slow = [replace(RANK, root=0, link=replace(LINK, latency_s=1e-3))] * 4
     assert seconds(machine(slow, peer=None)) == pytest.approx(3.003)
     assert seconds(machine(slow, peer=None, root_bytes_per_s=0.25e6)) == pytest.approx(12.003)

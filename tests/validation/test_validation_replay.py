@@ -31,7 +31,7 @@ def test_an_experiment_by_hand() -> None:
     """Row 226: Polaris, 4 GPUs, 16 sequences in all, 4 at a time: one micro-batch of 4 a rank."""
     x = experiment_of(run_at(226))
     assert x.policy == "zero3_offload:flush=blocking,subgroup=100000000"
-    assert x.machine.name == "polaris-a100-40x4 (4 in use)"
+    assert x.machine.name == "polaris-dos (4 in use)"
     assert (x.batches, x.micro_batches, x.sequence, x.dtype) == ((4,), 1, 2048, "bf16")
     # 40 layers of q, o 2 x 5120^2, k, v 2 x 5120 x 4 x 128, feed-forward 3 x 5120 x 13632, two norms; two embeddings
     layer = 2 * 5120**2 + 2 * 5120 * 512 + 3 * 5120 * 13632 + 2 * 5120
@@ -83,6 +83,15 @@ def test_two_nodes_of_polaris() -> None:
     x = experiment_of(run_in("measurements-2.csv", 41))
     assert (len(x.machine.ranks), x.machine.nodes, x.machine.host.cores) == (8, 2, 28)
     assert x.micro_batches == 1  # 32 sequences, 4 at a time
+    network = x.machine.network
+    assert network is not None and network.rate_of(2e9) == 9e9 and network.rate_of(67.1e6) == pytest.approx(7.24e9)
+
+
+def test_processes_of_some_logs_are_bound() -> None:
+    rows = [r for r in published_rows() if r.hardware.startswith("Polaris")]
+    machines = {experiment_of(run).machine.host.name: run[0].source for run in runs_of(rows)}
+    assert set(machines) == {"node-epyc-7543p", "epyc-7543p-bound"}
+    assert machines["epyc-7543p-bound"].endswith("-gaps-a100")
 
 
 def test_every_run_in_scope_is_an_experiment() -> None:

@@ -165,7 +165,9 @@ def test_the_verdict_says_what_is_missed() -> None:
 def test_rows_whose_choices_were_made_in_view_of_figures_are_counted() -> None:
     """The first rule has `looked_at`, the second has not."""
     seen = result(100, 110, file="measurements-2.csv", rule="Yard, DeepSpeed on 2 GPUs")
-    v = Validation(counts={}, results=(seen, result(100, 110, file="measurements-2.csv", rule="Polaris, two nodes")))
+    v = Validation(
+        counts={}, results=(seen, result(100, 110, file="measurements-2.csv", rule="eager fp32, V100 PCIe and H100"))
+    )
     assert "were fixed with figures of 1 of them, or about them, in view" in " ".join(validation_text(v).split())
 
 

@@ -96,9 +96,10 @@ class Buckets:
         b, shards, flush = self._b, self._shards, self._shards.scheme.flush
         last = b.workload.moments[m].micro_batch == b.workload.micro_batches - 1
         blocking = last and flush is Flush.BLOCKING
+        waited_for = last and flush is not Flush.PINNED
         size_bytes = b.layout.slice_numel(c) * 4 if last and flush is Flush.FP32 else None
         down = self.lists.send(c, m, summed, size_bytes=size_bytes, via=shards.unpinned if blocking else None)
-        if blocking:
+        if waited_for:
             self._stall = [down]
         if shards.scheme.states is not Place.NVME:
             return self.lists.add(c, m)

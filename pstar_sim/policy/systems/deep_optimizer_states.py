@@ -1,10 +1,10 @@
 """deep_optimizer_states: every k-th sub-group of the offloaded optimizer is updated on the GPU (Maurya et al., 2024).
 
-ZeRO-3 with the optimizer on the host, as zero3_offload, with these differences. Gradients go down asynchronously, as
-fp32; gradients of the sub-groups updated on the GPU stay there. In optimizer.step() the states of every k-th sub-group
-come up to the GPU, are updated there and go down again while the CPU updates the other sub-groups. Parameters that the
-CPU has updated go up beside the next sub-group's Adam. With several micro-batches all gradients are added on the host,
-and those sums come up too.
+ZeRO-3 with the optimizer on the host, as zero3_offload, with these differences. Gradients go down into pinned memory,
+as fp32, and the next moment waits for them; gradients of the sub-groups updated on the GPU stay there. In
+optimizer.step() the states of every k-th sub-group come up to the GPU, are updated there and go down again while the
+CPU updates the other sub-groups. Parameters that the CPU has updated go up beside the next sub-group's Adam. With
+several micro-batches all gradients are added on the host, and those sums come up too.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def deep_optimizer_states(
     o.check_room()
     b.choices["capacity"] = o.describe()
     b.choices["moves"] = o.sharded.describe_moves()
-    b.choices["flush"] = "gradients go to pinned host memory as fp32, beside the backward pass"
+    b.choices["flush"] = "gradients go to pinned host memory as fp32; the next moment waits for each bucket"
     b.choices["adam"] = (
         f"after the barrier, {len(o.groups)} sub-groups: states of {staged} of them (one in {every}) are staged up, "
         "updated on the GPU and sent down while the CPU updates the others"

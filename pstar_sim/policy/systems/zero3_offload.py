@@ -1,11 +1,11 @@
 """zero3_offload: DeepSpeed's ZeRO-3 with the optimizer on the CPU, as it really runs.
 
 Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`), are gathered as the traced order
-needs them and kept if they are used again soon. Gradients leave in buckets of 5e8 parameters; the last micro-batch's
-go into host memory that is not pinned, and the GPU waits for each of them (`flush=blocking`, a few GB/s), or they go
-asynchronously, as fp32 (`flush=async`). optimizer.step() is behind the barrier and goes sub-group by sub-group: Adam on
-the CPU, then the updated parameters up, then the next. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the
-GPU.
+needs them and kept if they are used again soon. Gradients leave in buckets of 5e8 parameters, and the next moment waits
+for each bucket of the last micro-batch. These gradients go into host memory that is not pinned (`flush=blocking`, a
+few GB/s), or into pinned memory as fp32, at the link's rate (`flush=async`). optimizer.step() is behind the barrier and
+goes sub-group by sub-group: Adam on the CPU, then the updated parameters up, then the next. Twin-flow (`ratio` < 1)
+keeps the last sub-groups' states on the GPU.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def zero3_offload(
     b.choices["flush"] = (
         "gradients go to unpinned host memory, the GPU waits for each bucket"
         if flush == "blocking"
-        else "gradients go to pinned host memory as fp32, beside the backward pass"
+        else "gradients go to pinned host memory as fp32; the next moment waits for each bucket"
     )
     if s.shards.unpinned is None and (flush == "blocking" or not pinned):
         b.choices["unpinned"] = "the machine gives no rate for copies of unpinned memory; they are timed as pinned ones"
