@@ -30,7 +30,9 @@ import contextlib
 import heapq
 import importlib.abc
 import importlib.util
+import logging
 import math
+import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +59,10 @@ from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, ModelEr
 __all__ = ["OffloadTrainerMixin", "connect", "offload", "trainers_offloaded"]
 
 MIXED_PRECISION = {"no": None, "bf16": "bf16", "fp16": "fp16"}  # accelerate's word -> the plan's dtype
-FOLDER, SCHEDULER = "pstar", "scheduler.pt"  # "scheduler.pt": as the Trainer itself names it
+FOLDER = "pstar"
+CHECKPOINT, SCHEDULER, STATE = "checkpoint", "scheduler.pt", "trainer_state.json"  # as the Trainer itself names them
+
+log = logging.getLogger("executor")
 
 
 def connect(trainer: Any) -> Any:
@@ -289,13 +294,15 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
     begun: list[weakref.ref[Session]] = []
     plain: dict[str, Any] = {}
 
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, OffloadTrainerMixin):
             _put_under(self, request)
         if self._offload is None and self.model is not None:
             _end_earlier(begun, self.model)
         try:
-            done = plain["train"](self, *args, **kwargs)
+            done = plain["train"](self, _resumed_from(self, resume_from_checkpoint), *args, **kwargs)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(_left_behind(self)) from stop
         finally:
             if self._offload is not None:
                 begun.append(weakref.ref(self.offload_session))
@@ -315,6 +322,17 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
             setattr(sys.modules["transformers.trainer"].Trainer, name, made)
         for session in _alive(begun):
             session.close(restore=False)
+
+
+def _left_behind(trainer: Any) -> str:
+    """What an interrupted training leaves, in words."""
+    folder = _last_whole(trainer.args.output_dir)
+    left = (
+        f"{folder} is whole: trainer.train(resume_from_checkpoint=True) continues from it"
+        if folder
+        else (f"{trainer.args.output_dir} has no checkpoint (see TrainingArguments(save_steps=))")
+    )
+    return f"after {trainer.state.global_step} steps; {left}"
 
 
 def _alive(begun: Sequence[weakref.ref[Session]]) -> list[Session]:
@@ -381,6 +399,10 @@ class OffloadTrainerMixin:
             raise ContractError("offload_session: there is no session before train()")
         return self._offload.optimizer.session
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. `resume_from_checkpoint=True` continues from the last checkpoint that is whole."""
+        return super().train(_resumed_from(self, resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
+
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the Trainer's own optimizer and replace it by the plan's. Returns the plan's optimizer."""
         super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
@@ -392,6 +414,19 @@ class OffloadTrainerMixin:
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the plan decides where parameters are."""
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As the Trainer's. What ends it early (Ctrl-C, a full disk) leaves no folder."""
+        step = self.state.global_step  # type: ignore[attr-defined]
+        folder = Path(self._get_output_dir(trial=trial)) / f"{CHECKPOINT}-{step}"  # type: ignore[attr-defined]
+        if self.args.should_save:  # type: ignore[attr-defined]
+            (folder / STATE).unlink(missing_ok=True)  # of an earlier run: written last
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        except BaseException:
+            if self.args.should_save and not (folder / STATE).is_file():  # type: ignore[attr-defined]
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self._offload is not None
@@ -445,6 +480,23 @@ class _Joined:
 
     optimizer: OffloadedAdamW
     kept: _Kept
+
+
+def _resumed_from(trainer: Any, asked: Any) -> Any:
+    """resume_from_checkpoint; True is the last checkpoint that is whole, where there is one."""
+    return (_last_whole(trainer.args.output_dir) or True) if asked is True else asked
+
+
+def _last_whole(output_dir: str) -> str | None:
+    """The last checkpoint that a Trainer saved to its end: its state is written last. A later one that is not whole is
+    named in a warning."""
+    folders = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob(f"{CHECKPOINT}-*")
+               if path.name.rpartition("-")[2].isdigit()}  # fmt: skip
+    for _, path in sorted(folders.items(), reverse=True):
+        if (path / STATE).is_file():
+            return str(path)
+        log.warning("%s is not whole (no %s): an earlier checkpoint is looked for", path, STATE)
+    return None
 
 
 def _holds_states(checkpoint: str) -> bool:

@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except PstarError as error:
         return _complain(str(error), status_of(error))
-    except KeyboardInterrupt:
-        return _complain("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as stop:
+        return _complain(" ".join(("interrupted", *map(str, stop.args))), INTERRUPTED)
     except BrokenPipeError:  # the reader of the pipe has ended, as in `pstar ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

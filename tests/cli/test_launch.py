@@ -68,6 +68,56 @@ def test_one_model_is_trained_by_one_trainer_after_another(tmp_path: Path, capsy
     assert (tmp_path / "model.safetensors").is_file()
 
 
+INTERRUPTED = """
+import signal, sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+folder, where, resume = sys.argv[1], sys.argv[2], len(sys.argv) > 3
+class Stopped(Trainer):
+    def stop(self, here, step):
+        if here == where and self.state.global_step == step:
+            signal.raise_signal(signal.SIGINT)
+    def compute_loss(self, *args, **kwargs):
+        self.stop("step", 3)
+        return super().compute_loss(*args, **kwargs)
+    def _save_rng_state(self, folder):
+        self.stop("save", 4)
+        super()._save_rng_state(folder)
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=96, n_positions=32))
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(96, (8, 12))]
+args = TrainingArguments(output_dir=folder, max_steps=6, per_device_train_batch_size=2, use_cpu=True, bf16=True,
+    report_to=[], save_strategy="steps", save_steps=2, logging_steps=1, disable_tqdm=True)
+trainer = Stopped(model=model, args=args, train_dataset=rows)
+trainer.train(resume_from_checkpoint=resume)
+print("loss", trainer.state.log_history[-2]["loss"])
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ctrl_c_leaves_whole_checkpoints_and_the_run_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGINT inside a forward, and while a checkpoint is written; killed while it is written; then as if nothing had
+    happened."""
+    (tmp_path / "train.py").write_text(INTERRUPTED)
+
+    def run(folder: str, *more: str) -> tuple[int, str, str]:
+        words = (str(tmp_path / "train.py"), "--gpu-memory", "400KB", "--policy", "tide", "--", str(tmp_path / folder))
+        return launched(capsys, *words, *more)
+
+    losses = [line for line in run("whole", "never")[1].splitlines() if line.startswith("loss ")]
+    assert len(losses) == 1
+    for where, steps in (("step", 3), ("save", 4)):
+        status, _, err = run(where, where)
+        kept = tmp_path / where / "checkpoint-2"
+        assert status == 130 and "Traceback" not in err
+        assert f"pstar: interrupted after {steps} steps; {kept} is whole: trainer.train(resume_from" in err
+        assert [path.name for path in (tmp_path / where).iterdir()] == ["checkpoint-2"]
+    (tmp_path / "save" / "checkpoint-4").mkdir()  # of a process that was killed
+    status, out, _ = run("save", "never", "resume")
+    assert status == 0 and losses[0] in out.splitlines()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_budget_into_which_nothing_fits_is_the_answer_no(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = launched(capsys, SCRIPT, "--gpu-memory", "500KB", "--policy", "tide")

@@ -1,0 +1,59 @@
+"""Scripts of two processes, as their launchers start them: a loop under torchrun, a Trainer under `accelerate launch`,
+each beside DistributedDataParallel in the same processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SCRIPT = Path(__file__).parents[1] / "scripts_of_ranks.py"
+
+
+def launched(*words: str, folder: Path) -> list[dict[str, Any]]:
+    """What the two processes wrote. words: the launcher's module and its flags."""
+    paths = os.pathsep.join([str(SCRIPT.parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_loop_under_torchrun(tmp_path: Path) -> None:
+    """Other rows on each rank, dropout; chunks in slices."""
+    words = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), "loop", str(tmp_path))
+    first, second = launched(*words, folder=tmp_path)
+    for said in (first, second):
+        assert said["losses"] == pytest.approx(said["plain"], rel=1e-6) and len(said["losses"]) == 3
+        assert said["apart"] < 1e-6 and said["ranks"] == 2
+        assert said["moved"] > 0 and not said["deviations"]
+    assert first["losses"] != second["losses"]
+
+
+def test_a_trainer_under_accelerate_launch(tmp_path: Path) -> None:
+    """Losses, norms, evaluation, saving, resume; then `pstar launch` of a script, of which the first process speaks."""
+    pytest.importorskip("transformers")
+    flags = ("--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0",
+             "--mixed_precision", "no", "--dynamo_backend", "no")  # fmt: skip
+    words = ("accelerate.commands.launch", *flags, str(SCRIPT), "trainer", str(tmp_path))
+    first, second = launched(*words, folder=tmp_path)
+    for said in (first, second):
+        for key, value in said["plain"].items():
+            assert said["mine"][key] == pytest.approx(value, rel=1e-5), key
+        assert said["apart"] < 1e-6 and said["resumed_apart"] == 0 and said["launched"] == 0
+    assert len(first["mine"]["loss"]) == 3 and (tmp_path / "saved" / "model.safetensors").is_file()
+    assert "bf16, 2 x batch 2 per step" in first["told"] and "all on plan" in first["told"]
+    assert not second["told"]
