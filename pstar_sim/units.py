@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["BYTES_OF", "GB", "GIB", "KIB", "MB", "MIB", "format_bytes", "format_s"]
+__all__ = ["BYTES_OF", "GB", "GIB", "KIB", "MB", "MIB", "format_bytes", "format_error", "format_s"]
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
@@ -25,3 +25,8 @@ def format_s(time_s: float) -> str:
     if time_s >= 1e-3:
         return f"{time_s * 1e3:.1f} ms"
     return f"{time_s * 1e6:.0f} us"
+
+
+def format_error(share: float | None) -> str:
+    """An error as a share, for people: "± 12 %"; "± ?" for None."""
+    return "± ?" if share is None else f"± {share * 100:.0f} %"

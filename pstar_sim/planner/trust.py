@@ -20,6 +20,7 @@ from importlib.resources import files
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.policy.kit.options import split_spec
+from pstar_sim.units import format_error
 
 __all__ = [
     "ANY", "ANY_CLASS", "FEWEST_ROWS", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "class_name", "class_of",
@@ -66,7 +67,7 @@ class ExpectedError:
     def label(self) -> str:
         """For example "± 12 % (18 rows, class h100 node)"."""
         who = "" if self.policy != ANY else ", other policies"
-        return f"± {self.bar:.0%} ({self.rows} rows, class {self.machine_class}{who})".replace("%", " %")
+        return f"{format_error(self.bar)} ({self.rows} rows, class {self.machine_class}{who})"
 
 
 def class_of(machine: Machine) -> str:
@@ -112,8 +113,8 @@ def trust(machine: Machine, policy: str) -> Trust:
     known = int(_shipped().get(name, {}).get(ANY, {"rows": 0})["rows"])
     return Trust(
         bar,
-        f"± {bar:.0%}, {NOT_NEAR}: not validated for class {name} ({known or 'no'} published runs of "
-        f"it are known, {FEWEST_ROWS} are needed)".replace("%,", " %,"),
+        f"{format_error(bar)}, {NOT_NEAR}: not validated for class {name} ({known or 'no'} published runs of "
+        f"it are known, {FEWEST_ROWS} are needed)",
     )
 
 

@@ -9,9 +9,9 @@ from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
-from pstar_sim.report.tables import batch_words, trust_lines
+from pstar_sim.report.tables import batch_words, format_size, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
-from pstar_sim.units import GB, format_bytes, format_s
+from pstar_sim.units import format_bytes, format_error, format_s
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.lora import adapter_of
@@ -26,16 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["cheapest_text", "fits_text", "limits_text", "sensitivity_text"]
 
 
-def _gb(size: float | None) -> str:
-    return "" if size is None else f"{size / GB:.1f} GB" if abs(size) >= GB else format_bytes(size)
-
-
 def _params(count: float | None) -> str:
     return "" if count is None else f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
-
-
-def _error(error: float | None) -> str:
-    return "?" if error is None else f"± {error * 100:.0f} %"
 
 
 def _folded(texts: Sequence[str], width: int) -> list[str]:
@@ -111,15 +103,15 @@ def _yes(answer: Fits) -> list[str]:
     under = best.policy if total == 1 else f"{len(fitting)} of the {total} policies"
     said = [f"Yes: {answer.workload.model} fits on {answer.machine.name} under {under}."]
     if best.iteration_s is not None:
-        belief = "" if best.error is None else f" ({_error(best.error)})"
+        belief = "" if best.error is None else f" ({format_error(best.error)})"
         ties = len(fast) - 1
         equals = f" ({ties} {'other is' if ties == 1 else 'others are'} as fast)" if ties else ""
         fastest = f"The fastest is {best.policy}{equals}: it" if total > 1 else "It"
         said[0] += (
             f" {fastest} takes {format_s(best.iteration_s)} per iteration{belief}, {best.tokens_per_s:,.0f} tokens/s."
         )
-    gpu = f"{_gb(best.gpu_needed_bytes)} of {_gb(best.gpu_available_bytes)} of GPU memory"
-    host = f"{_gb(best.host_needed_bytes)} of {_gb(best.host_available_bytes)} of host memory"
+    gpu = f"{format_size(best.gpu_needed_bytes)} of {format_size(best.gpu_available_bytes)} of GPU memory"
+    host = f"{format_size(best.host_needed_bytes)} of {format_size(best.host_available_bytes)} of host memory"
     said.append(f"{best.policy} needs at least {gpu} and {host}{_each(answer.machine)}.")
     return said
 
@@ -191,14 +183,14 @@ def _each(machine: Machine) -> str:
 def _fit_cells(row: Fit) -> tuple[str, ...]:
     seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
     figures = (
-        _gb(row.gpu_needed_bytes),
-        _gb(row.gpu_headroom_bytes),
-        _gb(row.host_needed_bytes),
-        _gb(row.host_headroom_bytes),
-        _gb(row.host_rounding_bytes),
-        _gb(row.host_startup_bytes),
-        _gb(row.host_buffer_bytes),
-        f"{seconds} {_error(row.error)}" if seconds and row.error is not None else seconds,
+        format_size(row.gpu_needed_bytes),
+        format_size(row.gpu_headroom_bytes),
+        format_size(row.host_needed_bytes),
+        format_size(row.host_headroom_bytes),
+        format_size(row.host_rounding_bytes),
+        format_size(row.host_startup_bytes),
+        format_size(row.host_buffer_bytes),
+        f"{seconds} {format_error(row.error)}" if seconds and row.error is not None else seconds,
     )
     fits = "yes" if row.fits else f"no: {row.short_of}" if row.short_of else "no"
     return (row.policy, fits, *(figure or "-" for figure in figures))
@@ -247,7 +239,7 @@ def _depth_cells(row: Limit) -> list[str]:
 
 
 def _short(row: Limit) -> str:
-    return "" if row.short_bytes is None else f"{_gb(row.short_bytes)} of {row.short_of}"
+    return "" if row.short_bytes is None else f"{format_size(row.short_bytes)} of {row.short_of}"
 
 
 def _tokens(count: float) -> str:
@@ -321,7 +313,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
         row.policy or "",
         f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        _error(row.error),
+        format_error(row.error),
         "" if row.days is None else _days(row.days),
         "" if row.usd_per_hour is None else f"{row.usd_per_hour:,.2f}",
         "" if row.usd is None else f"{row.usd:,.0f}",

@@ -16,9 +16,8 @@ from pstar_sim.catalog.entries import TABLES, Entry, FrameworkEntry
 from pstar_sim.catalog.generations import generations
 from pstar_sim.catalog.loader import load_catalog
 
-__all__ = ["KINDS", "catalog_page", "known_figures"]
+__all__ = ["catalog_page", "known_figures"]
 
-KINDS = ("measured", "fitted", "datasheet", "assumed")
 PAGES = ("gpus", "links", "hosts", "disks", "generations", "efficiency", "frameworks")
 
 _DATASHEET = {
@@ -43,8 +42,8 @@ def catalog_page(table: str) -> str:
 
 
 def known_figures(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
-    """Returns the figures of each entry of a table: (figure, its value, one of KINDS, its source), by [Note: how a
-    figure is known]."""
+    """Returns the figures of each entry of a table: (figure, its value, how it is known, its source). How: one of
+    `machine.KNOWN`, by [Note: how a figure is known]."""
     if table == "generations":
         return {
             name: [(figure, _text(getattr(g, figure)), known, _cell(g.source)) for figure, known in g.known.items()]

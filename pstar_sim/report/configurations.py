@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pstar_sim.report.tables import format_size
 from pstar_sim.terminal import table_text, terminal_width, wrap
-from pstar_sim.units import GB, format_bytes, format_s
+from pstar_sim.units import format_error, format_s
 
 if TYPE_CHECKING:
     from pstar_sim.frameworks.express import Expressed
@@ -41,18 +42,14 @@ def _cells(p: ConfigurationPrediction) -> tuple[str, ...]:
     return (
         p.label,
         "yes" if p.fits else f"no: {p.short_of}" if p.short_of else "no",
-        _gb(p.host.host_bytes),
-        _gb(p.host_available_bytes),
-        _gb(p.host.rounding_bytes),
-        _gb(p.gpu_needed_bytes),
-        _gb(p.gpu_available_bytes),
+        format_size(p.host.host_bytes),
+        format_size(p.host_available_bytes),
+        format_size(p.host.rounding_bytes),
+        format_size(p.gpu_needed_bytes),
+        format_size(p.gpu_available_bytes),
         "" if p.iteration_s is None else format_s(p.iteration_s),
         "" if p.tokens_per_s is None else f"{p.tokens_per_s:,.0f}",
     )
-
-
-def _gb(size: int | None) -> str:
-    return "" if size is None else f"{size / GB:.1f} GB" if size >= GB else format_bytes(size)
 
 
 def _said(p: ConfigurationPrediction) -> list[str]:
@@ -60,7 +57,7 @@ def _said(p: ConfigurationPrediction) -> list[str]:
     said = [f"{p.label}: host memory per GPU: {', '.join(p.host.parts()) or 'none'}."]
     if p.reason is not None:
         said.append(f"{p.reason}.")
-    error = "" if p.error is None else f" (± {p.error * 100:.0f} %)"
+    error = "" if p.error is None else f" ({format_error(p.error)})"
     said.append(f"{p.label}: {p.configuration.framework}, predicted by its own policy {p.policy}{error}.")
     said += [f"{p.label}: {note}." for note in p.configuration.notes]
     if p.configuration.without_effect:

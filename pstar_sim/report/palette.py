@@ -1,13 +1,13 @@
 """Colours of every picture and page: Okabe and Ito's palette and neighbours of it, which stay distinct under every
-common colour blindness. Colours only; the pictures say what is drawn with them."""
+common colour blindness, and the names of queues beside them. The pictures say what is drawn with them."""
 
 from __future__ import annotations
 
-from pstar_sim.core.step import Kind
+from pstar_sim.core.step import Kind, Queue
 
 __all__ = [
-    "BINDS", "BLUE", "CATEGORIES", "GREEN", "GREY", "ORANGE", "PHASES", "PINK", "POLICIES", "SKY", "SPARE", "STEPS",
-    "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colour",
+    "BINDS", "BLUE", "CATEGORIES", "GREEN", "GREY", "ORANGE", "PHASES", "PINK", "POLICIES", "QUEUE_NAMES", "SKY",
+    "SPARE", "STEPS", "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colour",
 ]  # fmt: skip
 
 GREEN, BLUE, ORANGE, PINK = "#009E73", "#0072B2", "#E69F00", "#CC79A7"
@@ -45,6 +45,16 @@ BINDS = {
     "nvme": WINE,
 }
 """What binds -> colour."""
+
+QUEUE_NAMES = {
+    Queue.COMPUTE: "compute",
+    Queue.H2D: "host to GPU",
+    Queue.D2H: "GPU to host",
+    Queue.ADAM: "CPU Adam",
+    Queue.NET: "collectives",
+    Queue.NVME: "disks",
+}
+"""Queue -> its name in a picture, in the order of the rows."""
 
 WAITS = {
     "adam": GREEN,

@@ -18,22 +18,13 @@ from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.compare import Planned
 from pstar_sim.report.byte_curves import steady_start_s
 from pstar_sim.report.legends import Handles, shared_legend
-from pstar_sim.report.palette import PHASES, STEPS
+from pstar_sim.report.palette import PHASES, QUEUE_NAMES, STEPS
 from pstar_sim.units import format_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["plot_schedule"]
-
-_ROWS = {
-    Queue.COMPUTE: "compute",
-    Queue.H2D: "host to GPU",
-    Queue.D2H: "GPU to host",
-    Queue.ADAM: "CPU Adam",
-    Queue.NET: "collectives",
-    Queue.NVME: "disks",
-}
 
 
 def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
@@ -50,14 +41,14 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
     if ax is not None and not hasattr(ax, "broken_barh"):
         raise refused("ax", ax, "an Axes")
     shown = _steady_spans(timeline)
-    rows = [queue for queue in _ROWS if any(span.queue is queue for span, _, _ in shown)]
+    rows = [queue for queue in QUEUE_NAMES if any(span.queue is queue for span, _, _ in shown)]
     if ax is None:
         from matplotlib import pyplot
 
         _, ax = pyplot.subplots(figsize=(11.0, 0.9 + 0.5 * len(rows)), layout="constrained")
     ax.set_xlim(0, timeline.iteration_s)
     bars = _draw_bars(ax, timeline, shown, rows)
-    ax.set_yticks(range(len(rows)), [_ROWS[queue] for queue in rows])
+    ax.set_yticks(range(len(rows)), [QUEUE_NAMES[queue] for queue in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel("time in the iteration [s]")

@@ -23,6 +23,7 @@ __all__ = [
     "cells",
     "comparison_text",
     "format_percent",
+    "format_size",
     "heading",
     "reasons",
     "refusal_text",
@@ -108,14 +109,6 @@ def cells(row: Row) -> tuple[str, ...]:
     """Returns a row's figures in words, in the order of HEADS. A missing figure is empty."""
     if not row.fits:
         return (row.policy, "no", *[""] * 9)
-
-    def sized(size_bytes: int | None) -> str:
-        return (
-            ""
-            if size_bytes is None
-            else (f"{size_bytes / GB:.1f} GB" if size_bytes >= GB else format_bytes(size_bytes))
-        )
-
     return (
         row.policy,
         "yes",
@@ -123,12 +116,19 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.tokens_per_s:,.0f}" if row.tokens_per_s is not None else "",
         format_percent(row.gap) if row.gap is not None else "",
         BINDS_NAMES.get(row.bound_by or "", row.bound_by or ""),
-        sized(row.peak_gpu_bytes),
-        sized(row.peak_host_bytes),
-        sized(row.h2d_bytes),
-        sized(row.d2h_bytes),
+        format_size(row.peak_gpu_bytes),
+        format_size(row.peak_host_bytes),
+        format_size(row.h2d_bytes),
+        format_size(row.d2h_bytes),
         "-" if row.barrier_cost_s is None else format_s(row.barrier_cost_s) if row.barrier_cost_s >= 5e-7 else "0 s",
     )
+
+
+def format_size(size_bytes: float | None) -> str:
+    """A size in a table: tenths of a GB from 1 GB on; "" for None."""
+    if size_bytes is None:
+        return ""
+    return f"{size_bytes / GB:.1f} GB" if abs(size_bytes) >= GB else format_bytes(size_bytes)
 
 
 def format_percent(share: float) -> str:

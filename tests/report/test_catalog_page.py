@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pstar_sim.catalog.loader import load_catalog
-from pstar_sim.report.catalog_page import KINDS, PAGES, catalog_page, known_figures
+from pstar_sim.catalog.machine import KNOWN
+from pstar_sim.report.catalog_page import PAGES, catalog_page, known_figures
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "catalog.md"
 
@@ -20,7 +21,7 @@ def test_each_figure_says_how_it_is_known(table: str) -> None:
     for name, rows in figures.items():
         assert rows, name
         for figure, _value, known, source in rows:
-            assert known in KINDS, (name, figure)
+            assert known in KNOWN, (name, figure)
             assert len(source) > 10, (name, figure)
     assert catalog_page(table).count("\n") == 1 + sum(map(len, figures.values()))
     assert f"<!-- catalog: {table} -->" in PAGE.read_text().splitlines()

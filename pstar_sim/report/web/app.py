@@ -23,7 +23,7 @@ from pstar_sim.planner.limits import Limit, max_model
 from pstar_sim.policy.registry import built_in
 from pstar_sim.report.tables import BINDS_WORDS, format_percent
 from pstar_sim.report.web.charts import Chart, lanes_chart, themed, tide_chart
-from pstar_sim.units import GB, format_bytes, format_s
+from pstar_sim.units import GB, format_bytes, format_error, format_s
 from pstar_sim.workload.presets import default_dtype, preset
 
 __all__ = ["main"]
@@ -109,10 +109,6 @@ def _limits(name: str, changes: Changes, batch: int, sequence: int, policies: tu
     return max_model(machine, batch=batch, seq=sequence, like=MODEL, policies=list(policies)).rows
 
 
-def _error(row: Row) -> str:
-    return " ± ?" if row.expected_error is None else f" ± {row.expected_error * 100:.0f} %"
-
-
 def _price(machine: Machine) -> Price | None:
     return load_prices().get(machine.name)
 
@@ -120,7 +116,7 @@ def _price(machine: Machine) -> Price | None:
 def _dollars(row: Row, price: Price | None, nodes: int) -> str:
     if price is None or not row.tokens_per_s:
         return "no price"
-    return f"${price.usd_per_hour * nodes / 3600 / row.tokens_per_s * 1e6:.3g}{_error(row)}"
+    return f"${price.usd_per_hour * nodes / 3600 / row.tokens_per_s * 1e6:.3g} {format_error(row.expected_error)}"
 
 
 def _answer(found: Comparison) -> None:
@@ -129,10 +125,11 @@ def _answer(found: Comparison) -> None:
     st.subheader("This job")
     if rows:
         best = min(rows, key=lambda row: row.iteration_s or 0.0)
+        error = format_error(best.expected_error)
         binds = BINDS_WORDS.get(best.bound_by or "", best.bound_by)
         st.markdown(
-            f"**{found.workload.model} trains with {best.policy}: {format_s(best.iteration_s or 0)}{_error(best)} per "
-            f"iteration, {best.tokens_per_s:,.0f} tokens/s{_error(best)}. What binds: {binds}.**"
+            f"**{found.workload.model} trains with {best.policy}: {format_s(best.iteration_s or 0)} {error} per "
+            f"iteration, {best.tokens_per_s:,.0f} tokens/s {error}. What binds: {binds}.**"
         )
     else:
         st.markdown(f"**{found.workload.model} does not fit here under any of these policies.**")
@@ -151,8 +148,8 @@ def _cells(row: Row, price: Price | None, nodes: int) -> dict[str, str]:
         return {"policy": row.policy, **dict.fromkeys(names, ""), "seconds per iteration": "does not fit"}
     return {
         "policy": row.policy,
-        "seconds per iteration": f"{format_s(row.iteration_s or 0)}{_error(row)}",
-        "tokens/s": f"{row.tokens_per_s:,.0f}{_error(row)}",
+        "seconds per iteration": f"{format_s(row.iteration_s or 0)} {format_error(row.expected_error)}",
+        "tokens/s": f"{row.tokens_per_s:,.0f} {format_error(row.expected_error)}",
         "$ per million tokens": _dollars(row, price, nodes),
         "above the bound": "" if row.gap is None else format_percent(row.gap),
         "binds": BINDS_WORDS.get(row.bound_by or "", row.bound_by or ""),
@@ -206,7 +203,10 @@ def _more(
         if row.iteration_s and after.iteration_s:
             percent = 100 * (after.iteration_s / row.iteration_s - 1)
             change = f"{percent:+.2f} %" if abs(percent) >= 0.005 else "no change"
-            now, new = f"{format_s(row.iteration_s)}{_error(row)}", f"{format_s(after.iteration_s)}{_error(after)}"
+            now, new = (
+                f"{format_s(row.iteration_s)} {format_error(row.expected_error)}",
+                f"{format_s(after.iteration_s)} {format_error(after.expected_error)}",
+            )
             rows.append({"policy": row.policy, "now": now, "then": new, "change": change})
     if rows:
         st.table(rows)
@@ -223,7 +223,9 @@ def _pictures(fitting: list[Planned]) -> None:
     st.subheader("What fills the GPU, and what the queues do")
     for planned in fitting:
         t = planned.timeline
-        st.markdown(f"**{planned.policy}: {format_s(t.iteration_s)}{_error(planned.row)} per iteration**")
+        st.markdown(
+            f"**{planned.policy}: {format_s(t.iteration_s)} {format_error(planned.row.expected_error)} per iteration**"
+        )
         top = t.budget_bytes.get("gpu") or t.peak_bytes["gpu"]
         for which, chart in (
             ("tide", tide_chart(t, x="time", right=right_s, top_bytes=top)),

@@ -21,7 +21,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.explain import WAITS as WAITS_FOR
 from pstar_sim.report.byte_curves import Curves, byte_curves, phase_bands, steady_start_s
-from pstar_sim.report.palette import CATEGORIES, PHASES, STEPS
+from pstar_sim.report.palette import CATEGORIES, PHASES, QUEUE_NAMES, STEPS
 from pstar_sim.report.palette import WAITS as WAIT_COLOURS
 from pstar_sim.report.residence import CONTENTS, Residence
 from pstar_sim.units import GB, format_bytes, format_s
@@ -29,7 +29,6 @@ from pstar_sim.units import GB, format_bytes, format_s
 __all__ = [
     "CATEGORY_NAMES",
     "CONTENT_COLOURS",
-    "QUEUE_NAMES",
     "THEMES",
     "Chart",
     "lanes_chart",
@@ -55,14 +54,6 @@ CATEGORY_NAMES = {
     "grad": "gradients",
     "buffer": "buffers",
     "non-model": "the tide: activations and other non-model data",
-}
-QUEUE_NAMES = {
-    Queue.COMPUTE: "compute",
-    Queue.H2D: "host to GPU",
-    Queue.D2H: "GPU to host",
-    Queue.ADAM: "CPU Adam",
-    Queue.NET: "collectives",
-    Queue.NVME: "disks",
 }
 WAITS = "compute waits"
 CONTENT_COLOURS = ("@faint", CATEGORIES["param"], CATEGORIES["grad"], CATEGORIES["states"])

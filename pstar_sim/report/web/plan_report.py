@@ -3,7 +3,7 @@ prediction, as one HTML file. The report computes none of the planner's figures:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -23,7 +23,7 @@ from pstar_sim.report.run_figures import Figure
 from pstar_sim.report.tables import BINDS_WORDS, format_percent
 from pstar_sim.report.web.charts import CATEGORY_NAMES, Chart, lanes_chart, residence_chart, tide_chart
 from pstar_sim.report.web.document import chart_place, document, legend_html, table_html
-from pstar_sim.units import format_bytes, format_s
+from pstar_sim.units import format_bytes, format_error, format_s
 
 __all__ = ["Subject", "plan_report"]
 
@@ -133,11 +133,24 @@ class _Page:
     def _columns(self, cells: Sequence[str]) -> str:
         return f'<div class="columns">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
+    def _each(self, name: str, says: str, make: Callable[[Subject], Chart]) -> str:
+        """Returns the legend, and a column per subject with its chart.
+
+        name: of the figures. says: what the charts show. make: draws the chart of a subject.
+        """
+        legend: dict[str, str] = {}
+        cells = []
+        for n, subject in enumerate(self.subjects):
+            chart = make(subject)
+            legend |= chart.legend
+            cells.append(self._drawn(f"{name} {n}", subject, chart, says))
+        return f"{legend_html(legend)}{self._columns(cells)}"
+
     def _drawn(self, name: str, subject: Subject, chart: Chart, says: str) -> str:
         """Returns the chart under the subject's title."""
         self.figures[name] = chart.figure
-        notes = "".join(f'<p class="note">{escape(note)}.</p>' for note in chart.notes)
-        return f"<h3>{escape(subject.title)}</h3>{chart_place(name, f'{says} of {subject.title}')}{notes}"
+        place = chart_place(name, f"{says} of {subject.title}")
+        return f"<h3>{escape(subject.title)}</h3>{place}{_notes(chart)}"
 
     def _tides(self) -> str:
         legend: dict[str, str] = {}
@@ -151,8 +164,7 @@ class _Page:
                 chart = self._tide(n, x, over if x == "moment" else None)
                 legend |= chart.legend
                 title = f"{subject.title} (areas), measured (lines)" if over and x == "moment" else subject.title
-                notes = "".join(f'<p class="note">{escape(note)}.</p>' for note in chart.notes)
-                says += f'<div data-x="{x}"{self._hidden(x)}><h3>{escape(title)}</h3>{notes}</div>'
+                says += f'<div data-x="{x}"{self._hidden(x)}><h3>{escape(title)}</h3>{_notes(chart)}</div>'
             place = chart_place(f"tide {n}", f"GPU memory over the iteration of {subject.title}")
             cells.append(f'<div data-x="{XS[0]}"{self._hidden(XS[0])}>{says}{place}</div>' if alone else says + place)
         pressed = {x: str(x == self.first_x).lower() for x in XS}
@@ -179,29 +191,24 @@ class _Page:
         return "" if x == self.first_x else " hidden"
 
     def _lanes(self) -> str:
-        legend: dict[str, str] = {}
-        cells = []
-        for n, subject in enumerate(self.subjects):
-            chart = lanes_chart(subject.timeline, right_s=self.right_s)
-            legend |= chart.legend
-            cells.append(self._drawn(f"lanes {n}", subject, chart, "what every queue does"))
+        charts = self._each(
+            "lanes", "what every queue does", lambda subject: lanes_chart(subject.timeline, right_s=self.right_s)
+        )
         return (
             "<h2>What the queues do</h2><p>A gap in a lane is time in which the queue waits. The lane below compute "
             "says what compute waits for, in the colour of the cause with most of the wait; the seconds of every cause "
-            f"stand above.</p>{legend_html(legend)}{self._columns(cells)}"
+            f"stand above.</p>{charts}"
         )
 
     def _chunks(self) -> str:
-        legend: dict[str, str] = {}
-        cells = []
-        for n, subject in enumerate(self.subjects):
-            chart = residence_chart(residence(subject.plan, subject.timeline), right_s=self.right_s)
-            legend |= chart.legend
-            cells.append(self._drawn(f"chunks {n}", subject, chart, "which chunks are on the GPU"))
+        charts = self._each(
+            "chunks",
+            "which chunks are on the GPU",
+            lambda subject: residence_chart(residence(subject.plan, subject.timeline), right_s=self.right_s),
+        )
         return (
             "<h2>Which chunks are on the GPU</h2><p>A row per chunk, from the first layers at the top to the last. "
-            "A chunk that has several things there has the colour of the last one named.</p>"
-            f"{legend_html(legend)}{self._columns(cells)}"
+            f"A chunk that has several things there has the colour of the last one named.</p>{charts}"
         )
 
     def _bytes(self) -> str:
@@ -230,12 +237,16 @@ class _Page:
         return "<h2>Explanation</h2>" + "".join(parts)
 
 
+def _notes(chart: Chart) -> str:
+    return "".join(f'<p class="note">{escape(note)}.</p>' for note in chart.notes)
+
+
 def _error(subject: Subject) -> str:
     """Returns the error of predicted seconds that validation found, in words."""
     if subject.measured:
         return ""
     error = subject.plan.predictions.get("expected_error")
-    return "" if error is None else f" ± {error:.0%}".replace("%", " %")
+    return "" if error is None else f" {format_error(error)}"
 
 
 def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
