@@ -1,19 +1,19 @@
 """Executor: runs a plan in the user's own training loop. The only part that imports torch.
 
 `prepare(model, plan, AdamW(...))` returns the model and a torch optimizer; the loop stays as it was. `capture` traces a
-model under fake tensors, `record` a real warm-up iteration. `hf.connect` joins a prepared model and a
+model under fake tensors, `record` traces a real warm-up iteration. `hf.connect` joins a prepared model and a
 `transformers.Trainer`.
 
-Where a behaviour is, lowest first (a folder or file imports only from its own row and those above it):
+Folders and files, lowest first (each imports only from its own row and the rows above it):
 
-    devices       where memory is, how copies happen, the arithmetic of AdamW
+    devices       memory, copies, the arithmetic of AdamW
     memory        payloads of chunks, their values, gradients and updates
-    queues        what runs the steps of a plan, and its logs
-    moments       hooks on the user's model, operators and live bytes counted, a workload made of them
+    queues        execution of a plan's steps, and logs of it
+    moments       hooks on the user's model, counts of operators and live bytes, a workload made of them
     activations   blocks that are recomputed or offloaded; beside it calibration, contract, models, scaling
     adamw, capture, compatibility
-    session       where the loop stands, an iteration on plan, what user code reads
-    lifetime      how a session begins, goes on under another plan, ends
+    session       the state of the loop, an iteration on plan, reads by user code
+    lifetime      a session's begin, its change to another plan, its end
     off_plan      an iteration without a plan; warm-up; the ladder when memory runs out
     measuring     the first iteration's tide, measured iterations, status; beside it distributed, driving
     engine        Session: puts the parts above together
@@ -21,13 +21,13 @@ Where a behaviour is, lowest first (a folder or file imports only from its own r
     optimizer, prepare
     offloading    one call: capture, plan, prepare
     hf, lightning, axolotl    the same for their trainers
-    recording     a real iteration as a workload, and what its moments cost
+    recording     a real iteration as a workload, and the cost of its moments
     running, calibrate, run, examples
 """
 
 from importlib.util import find_spec
 
-if find_spec("torch") is None:  # said here, by name, rather than by whichever file imports torch first
+if find_spec("torch") is None:  # raised here, with a hint, before any other file imports torch
     raise ModuleNotFoundError(
         "executor needs torch, which is not installed; `pip install 'pstar-sim[executor]'` installs it", name="torch"
     )

@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node N -m executor ...`: a door to the command line, like `python -m pstar_sim`."""
+"""`torchrun --nproc-per-node N -m executor ...`: an entry to the command line, like `python -m pstar_sim`."""
 
 import sys
 

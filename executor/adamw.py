@@ -1,4 +1,4 @@
-"""AdamW as the user writes it: a description of what to optimize and how."""
+"""AdamW as the user writes it: a description of the parameters to optimize and of the update."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pstar_sim.workload.workload import Tensor
 __all__ = ["NUMBERS", "AdamW", "check_groups", "group_of", "refused_in"]
 
 AS_PLANNED = "plan"
-"""AdamW(max_grad_norm=AS_PLANNED): whether gradients are clipped is the plan's setting."""
+"""AdamW(max_grad_norm=AS_PLANNED): the plan's setting decides whether gradients are clipped."""
 DEFAULT_NORM = 1.0
-"""Where a plan that clips meets an AdamW that names no norm, as in most training scripts."""
+"""The norm for a plan that clips, where AdamW names no norm; most training scripts use it."""
 
 NUMBERS = ("lr", "betas", "eps", "weight_decay")
 _REFUSED = ("amsgrad", "maximize", "differentiable")
@@ -27,18 +27,18 @@ _REFUSED = ("amsgrad", "maximize", "differentiable")
 
 @dataclass(frozen=True)
 class AdamW:
-    """What to optimize and how; the defaults are torch.optim.AdamW's.
+    """The parameters to optimize and the settings of the update; the defaults are torch.optim.AdamW's.
 
     params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
-        "params" and numbers of their own); the plan has to be made for the same groups.
+        "params" and settings of their own); the plan has to be made for the same groups.
     max_grad_norm: clip the global norm; by default as the plan says, at DEFAULT_NORM if it was made with clipping; None
         for no clipping.
     eager: update each chunk as soon as its gradient is final, inside backward (the plan has to be made with update
         "eager").
     state_dtype: dtype of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is
         done in fp32 and rounded, so small changes of a moment are lost).
-    loss_scale: None for what the model needs (dynamic if it has fp16 parameters, else none), "dynamic", a number for a
-        fixed scale, or a LossScale; the loop stays as it is, see scaling.py.
+    loss_scale: None: dynamic if the model has fp16 parameters, else no scaling; "dynamic"; a number for a fixed scale;
+        or a LossScale. The loop stays as it is, see scaling.py.
 
     Raises PlanError for numbers out of range.
     """
@@ -63,18 +63,19 @@ class AdamW:
         if self.state_dtype not in STATE_DTYPES.values():
             raise PlanError(f"AdamW: state_dtype={self.state_dtype} is not known; use torch.float32 or torch.bfloat16")
         loss_scale_for(self.loss_scale, ())
-        if self.params_or_groups is not None:  # `model.parameters()` can be read once only
+        if self.params_or_groups is not None:  # `model.parameters()` is an iterator, which can be read only once
             object.__setattr__(self, "params_or_groups", _read(self.params_or_groups))
         _check_numbers({name: getattr(self, name) for name in NUMBERS})
 
     def norm_for(self, *, clip: bool) -> float | None:
-        """Returns the norm at which gradients are clipped under a plan made with or without clipping."""
+        """Returns the norm at which gradients are clipped under a plan made with or without clipping; None for no
+        clipping."""
         if isinstance(self.max_grad_norm, str):
             return DEFAULT_NORM if clip else None
         return self.max_grad_norm
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """Parameter groups of `model`, as torch takes them."""
+        """Returns the parameter groups of `model`, as torch takes them."""
         given = self.params_or_groups
         if given is None:
             return [{"params": [p for p in model.parameters() if p.requires_grad]}]
@@ -93,7 +94,7 @@ class AdamW:
 
 
 def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
-    """Returns the argument, with iterators and lists of parameters made tuples, so that they can be read twice."""
+    """Returns the argument as tuples in place of iterators and lists of parameters, so that it can be read twice."""
 
     def group(row: Any) -> Any:
         if not isinstance(row, Mapping) or isinstance(row.get("params"), torch.Tensor) or "params" not in row:
@@ -116,12 +117,12 @@ def _check_numbers(numbers: Mapping[str, Any]) -> None:
 
 
 def refused_in(group: Mapping[str, Any]) -> str:
-    """Options of torch's AdamW that the group sets and that are not supported here, in words; "" for none."""
+    """Returns the unsupported options of torch's AdamW that the group sets, in words; "" for none."""
     return ", ".join(f"{name}={group[name]}" for name in _REFUSED if group.get(name))
 
 
 def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
-    """id(parameter) -> index of its group. Raises PlanError for a parameter in two groups."""
+    """Returns id(parameter) -> index of its group. Raises PlanError for a parameter in two groups."""
     found: dict[int, int] = {}
     for index, group in enumerate(groups):
         for parameter in group["params"]:
@@ -134,8 +135,10 @@ def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
 
 
 def check_groups(tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: Mapping[int, int]) -> None:
-    """Check the groups. Raises PlanError for a trainable parameter that is in no group. groups: id(parameter) -> index
-    of its group."""
+    """Raise PlanError for a trainable parameter that is in no group.
+
+    groups: id(parameter) -> index of its group.
+    """
     for t, parameter in zip(tensors, parameters):
         if not t.frozen and t.tied_to is None and id(parameter) not in groups:
             raise PlanError(

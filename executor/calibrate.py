@@ -1,11 +1,11 @@
-"""calibrate: measure the machine this runs on, and describe it as a `Machine` whose figures are its own.
+"""calibrate: measures the machine that this runs on, and describes it as a `Machine` with the measured figures.
 
-The parts are in `executor/calibration/`, one file per idea. This file runs them in order, reports progress, and makes a
-machine of the results. A figure that cannot be measured here is left out with the reason; nothing is made up in its
-place.
+The measurements are in `executor/calibration/`, one file per idea. This file runs them in order, reports progress, and
+makes a machine of the results. A figure that cannot be measured is left out with the reason, and is not replaced by an
+assumed figure.
 
-[Note: the virtual accelerator's memory] It has no memory of its own: a quarter of the available memory counts as the
-device's, the rest as the host's, until a plan says otherwise (`--gpu-memory`, `--host-memory`).
+[Note: the virtual accelerator's memory] The virtual accelerator has no memory of its own. A quarter of the available
+memory counts as the device's and the rest as the host's, until a plan says otherwise (`--gpu-memory`, `--host-memory`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Findings", "calibrate", "machine_of", "measure", "write_machine"]
 
 _DISK_BYTES = 256 << 20
 _BUSY = 0.1
-# What compute does while it is watched beside other things: a product's extent, rows of the other operators, dtype.
+# Compute while it is timed beside other queues: a product's extent, rows of the other operators, dtype.
 _TYPICAL = {"virtual": (1024, 64, torch.float32), "cuda": (4096, 4096, torch.bfloat16)}
 
 
@@ -95,7 +95,8 @@ def calibrate(
 
 
 def write_machine(machine: Machine, found: Findings, path: Path) -> None:
-    """The machine's catalog file with a head that says what it is. Raises CatalogError if it cannot be written."""
+    """Write the machine's catalog file, with a comment on its origin at the head. Raises CatalogError if the file
+    cannot be written."""
     head = [
         f"A machine measured by `pstar calibrate` on {date.today()}: {_origin()}.",
         f"Use it with --machine {path.name}; sizes with --gpu-memory and --host-memory.",
@@ -115,7 +116,11 @@ def measure(
     folder: Path,
     on_part: Callable[[str, int, int], object] = lambda name, number, count: None,
 ) -> Findings:
-    """Run every measurement on `device`. cores: that this process may run on. folder: whose disk is measured."""
+    """Run every measurement on `device`. Returns the measurements.
+
+    cores: number of cores that this process may use.
+    folder: a folder on the disk to measure.
+    """
     found = Findings()
     bench = Bench(effort)
     threads = host.thread_counts(cores)
@@ -184,9 +189,9 @@ def measure(
 
 
 def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, float]:
-    """(seconds that a moment takes besides products and bytes, bytes/s of its operators)."""
+    """Returns (seconds of a moment besides products and bytes, bytes/s of its operators)."""
     if device.kind != "virtual":
-        # Operators alone, and about three kernels too small for anything but their launch.
+        # Operators alone, and about three kernels so small that only their launch takes time.
         _, rate = max(compute.memory_rates(device, bench))
         smallest, flops_per_s = min(found.matmul["fp32"])
         found.skipped.append("moments of training: timed on the virtual accelerator only; operators timed alone")
@@ -205,7 +210,7 @@ def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, floa
 
 
 def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
-    """Slow-downs of compute, CPU Adam and copies both ways, for every pair that runs at once."""
+    """Returns the slow-downs of compute, CPU Adam and copies both ways, for every pair that runs at once."""
     extent, rows, dtype = _TYPICAL[device.kind]
     _, multiply = compute.product(device, extent, dtype)
     _, operate = compute.between_products(device, rows)
@@ -236,14 +241,16 @@ def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
         torch.set_num_threads(before)
 
 
-# -- what it says about the machine -----------------------------------------------------------------------------------
+# -- from measurements to a machine -----------------------------------------------------------------------------------
 
 
 def machine_of(
     found: Findings, device: Device, *, name: str, cores: int, memory: tuple[int, int] | None = None
 ) -> Machine:
-    """Returns the measured machine. memory: (bytes, available bytes) of the host; by default they are read from the
-    system."""
+    """Returns the measured machine.
+
+    memory: (bytes, available bytes) of the host; by default they are read from the system.
+    """
     total, available = read_memory(Path("/")) if memory is None else memory
     origin = f"measured by pstar calibrate: {device.title}, {_origin()}"
     notes = list(found.skipped)
@@ -263,7 +270,7 @@ def machine_of(
         h2d_bytes_per_s=best_rate(found.h2d),
         d2h_bytes_per_s=best_rate(found.d2h),
         latency_s=0.0,
-        duplex=True,  # what both ways at once cost is among the slow-downs
+        duplex=True,  # the cost of both directions at once is among the slow-downs
         measured=True,
         source=origin,
         pageable_bytes_per_s=found.pageable_bytes_per_s,
@@ -342,7 +349,7 @@ def _gpu(found: Findings, device: Device, available: int, origin: str, notes: li
 
 
 def _gpu_name(device: Device) -> str:
-    """Returns the catalog's name of the GPU, or the one its driver gives it."""
+    """Returns the catalog's name of the GPU, or the driver's name if the catalog does not have it."""
     if isinstance(device, VirtualDevice) or device.kind == "virtual":
         return "virtual"
     known = {alias: name for name, entry in load_catalog().gpus.items() for alias in entry.values.device_names}
@@ -359,5 +366,5 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
-        pass  # not every system has it; the architecture will do
+        pass  # without a name the architecture will do
     return platform.machine()

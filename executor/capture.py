@@ -1,10 +1,10 @@
 """Capture: one training iteration of any nn.Module under fake tensors, written down as a Workload.
 
-No memory, no GPU, no weights (but for an operator of which fake tensors tell too little, see `moments/blind.py`):
-parameters, buffers and batch become fake CPU tensors, a forward and a backward run on them, and the same clock,
-storages and recorder that a real run uses write down moments, bytes, flops and uses. One micro-batch is captured; the
-others are the same. Gradients are taken out of the parameters as they become final, as the executor does. Bytes are
-logical; the attention kernel they rest on is named in the workload.
+Capture needs no memory, no GPU and no weights, except for operators that fake tensors cannot describe
+(`moments/blind.py`). Parameters, buffers and batch become fake CPU tensors, and a forward and a backward run on them.
+The same clock, storages and recorder as in a real run write down moments, bytes, flops and uses. One micro-batch is
+captured; the others are the same. Gradients are taken out of the parameters as they become final, as the executor does.
+Bytes are logical; they depend on the attention kernel that the workload names.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def capture(
     checkpointing: bool = False,
     attention: str | None = None,
 ) -> Workload:
-    """Returns the workload of a model named as in `executor.models.build`, or of a model built already (then
-    `micro_batches` is the only other argument that counts).
+    """Returns the workload of a model named as in `executor.models.build`, or of a model that is already built. For a
+    built model only `micro_batches` counts of the other arguments.
 
     Raises ModelError as `build` and `capture_module` do.
     """
@@ -113,8 +113,8 @@ def capture(
 def capture_variants(
     model: str, *, batch: int = 1, sequence: int = 1024, dtype: str | None = None, attention: str | None = None
 ) -> tuple[Workload, ...]:
-    """Variants of one model that a planner may choose among: the batch, its half and its quarter (as far as they are
-    whole), each with activations kept and, if the model can switch that on, recomputed.
+    """Returns variants of one model for a planner to choose from: the batch, its half and its quarter (as far as they
+    are whole), each with activations kept and, if the model can switch that on, recomputed.
 
     Raises ModelError as `capture` does, and for a factory that always returns the same batch.
     """
@@ -177,8 +177,8 @@ def capture_module(
     firings: dict[int, int] = {}
     while True:
         recorder, blind = _run(name, module, example_batch, dtype, attention, loss, firings, keep_gradients, numbered)
-        # Reentrant checkpointing of a shared layer accumulates twice. The gradient may only be taken at the last time,
-        # and how many there are is known after a run: then once more, with the counts.
+        # Reentrant checkpointing of a shared layer accumulates several times, and the gradient may only be taken at the
+        # last time. The first run counts the times; a second run uses the counts.
         seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
         if seen == firings:
             break
@@ -204,7 +204,8 @@ def capture_module(
 
 
 def _numbered(module: nn.Module, groups: Any) -> list[int]:
-    """Returns the optimizer group of each parameter, in the order of `named_parameters`, tied names included."""
+    """Returns the index of the optimizer group of each parameter, in the order of `named_parameters`, tied names
+    included."""
     spec = groups if isinstance(groups, AdamW) else AdamW(groups)
     by_id = group_of(spec.groups(module))
     check_groups(*describe_parameters(module), by_id)
@@ -222,8 +223,11 @@ def _run(
     keep_gradients: bool,
     numbered: Sequence[int],
 ) -> tuple[MomentRecorder, Blind]:
-    """One fake iteration. firings: tensor index -> gradient firings, where there is more than one. numbered: the
-    optimizer group of each parameter."""
+    """Run one fake iteration.
+
+    firings: tensor index -> number of gradient firings, where there is more than one.
+    numbered: the optimizer group of each parameter.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         inputs = stack.enter_context(fake_module(module, example_batch, mode, dtype))
@@ -248,30 +252,30 @@ def _run(
             stack.enter_context(unpacked_sequences())
         stack.enter_context(unread_padding())
         stack.enter_context(eagerly())
-        stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # it logs what it raises
+        stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # torch logs the errors that it raises
         stack.enter_context(_readable_failures(name, module, live))
         shapes = _RealShapes()
         stack.enter_context(known_masks(lambda tensor: shapes.value_of(tensor) is not None))
         with mode, shapes, live, attention_kernel(attention), torch.enable_grad():
             loss(module, inputs).backward()  # type: ignore[no-untyped-call]
             clock.step()
-            recorder.finish()  # while the batch is alive, as in any loop
+            recorder.finish()  # the batch is alive until here, as in any loop
     return recorder, shapes.blind
 
 
 class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Results that torch gives fake tensors of the CPU in another form than real ones.
+    """Gives results of fake CPU tensors the form that real results have, where torch's fake results differ.
 
-    Products of routed experts in fp32 and fp16: there are kernels, but a fake version for bf16 only. Sizes and strides
-    are those of torch's `_create_grouped_mm_output_tensor`. BatchNorm: the kernels' results lie in the memory format
-    that their input suggests, the fake ones' are strided as that input; a later operator copies the kernels' results,
-    not the fake ones. And the fake backward makes a gradient of the input whether or not one is asked for. LayerNorm's
+    Products of routed experts in fp32 and fp16 have kernels, but a fake version for bf16 only; sizes and strides are
+    those of torch's `_create_grouped_mm_output_tensor`. The results of BatchNorm's kernels have the memory format that
+    their input suggests; the fake results have the strides of the input, so that a later operator would copy the real
+    ones only. The fake backward of BatchNorm also makes a gradient of the input that is not asked for. LayerNorm's
     gradient of its input is contiguous.
 
-    Values are known of a tensor made of ones, or drawn from [0, 1], until it is written. A model that makes a mask of
-    ones asks whether all elements are one, and then does without the mask. The values of a mask that comes with the
-    batch stay unknown. A model with LayerDrop asks whether a number drawn for a layer lies below the rate, also where
-    that rate is 0.
+    The range of values is known of a tensor made of ones, or drawn from [0, 1], until the tensor is written. A model
+    that makes a mask of ones asks whether all elements are one, and then works without the mask. The values of a mask
+    that comes with the batch stay unknown. A model with LayerDrop asks whether a number drawn for a layer lies below
+    the rate, also where the rate is 0.
     """
 
     def __init__(self) -> None:
@@ -305,7 +309,7 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = None if first is None else self._range_of(first)
         found = _MADE.get(func) if known is None or first is None else _range_made(func, args, known, first.numel())
         for key in made - taken if not writes_in_place(func) else made | taken:
-            self._ranges.pop(key, None)  # a new storage where another was, or one that is written
+            self._ranges.pop(key, None)  # new storages (their address may be a freed one's), or written ones
             if found is not None:
                 self._ranges[key] = found
 
@@ -333,15 +337,18 @@ _ASKED: dict[Any, Callable[..., Any]] = {
     aten.lt.Scalar: operator.lt, aten.le.Scalar: operator.le, aten.gt.Scalar: operator.gt, aten.ge.Scalar: operator.ge,
     aten.all.default: bool,
 }  # fmt: skip
-"""Questions that the ends of a range answer for all of it where their answers are the same."""
+"""Comparisons whose answer holds for a whole range if it is the same at both ends."""
 _KEEP = frozenset({TO_COPY.default, aten.clone.default, aten.index.Tensor})
 _BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
-"""Which argument is the input whose memory format the first result has."""
+"""Operator -> index of the argument whose memory format the first result has."""
 
 
 def _range_made(func: Any, args: Any, known: tuple[float, float], numel: int) -> tuple[float, float] | None:
-    """Smallest and largest value of an operator's result; None if they are not known. known: range of the operator's
-    first argument. numel: its number of elements."""
+    """Returns the smallest and largest value of an operator's result; None if they are not known.
+
+    known: range of the operator's first argument.
+    numel: number of its elements.
+    """
     if func in _KEEP:
         return known
     if func is aten.sum.default:
@@ -362,13 +369,13 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any) -> torc
         size = [left.shape[0], rows, columns]
     else:
         size = [rows, columns]
-    each = 16 // left.dtype.itemsize if torch.version.cuda else 1  # builds for CUDA align rows to 16 bytes
+    each = 16 // left.dtype.itemsize if torch.version.cuda else 1  # torch's CUDA builds align rows to 16 bytes
     padded = -(-columns // each) * each
     return torch.empty_strided(size, [rows * padded, padded, 1][-len(size) :], dtype=left.dtype, device="cpu")
 
 
 class _GradientHook:
-    """Tells the recorder of each firing and takes the gradient out at the last."""
+    """Tells the recorder of each firing and takes the gradient out at the last firing."""
 
     def __init__(self, recorder: MomentRecorder, tensor: int, last: int, keep: bool) -> None:
         self._recorder = recorder
@@ -382,7 +389,8 @@ class _GradientHook:
 
 
 class _Faker:
-    """Fake CPU tensors of the shapes of real, meta or fake ones; tensors that share a storage share one here too."""
+    """Makes fake CPU tensors with the shapes of real, meta or fake tensors. Tensors that share a storage get fake
+    tensors that share a storage."""
 
     def __init__(self, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
         self._mode = mode
@@ -413,9 +421,11 @@ class _Faker:
 
 @contextlib.contextmanager
 def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str | None = None) -> Iterator[Any]:
-    """Inside, parameters and buffers of `module` are fake, ties stay ties; yields the batch made fake likewise.
+    """Inside this context, parameters and buffers of `module` are fake, and ties stay ties. Yields the batch as fake
+    tensors.
 
-    As in a prepared model, `to()` and its like inside a forward may change nothing: else they raise ModelError."""
+    As in a prepared model, `to()` and its like inside a forward may change nothing; otherwise they raise ModelError.
+    """
     fake = _Faker(mode, TORCH_DTYPES[dtype] if dtype else None)
     memo: dict[int, torch.Tensor] = {}
     undo: list[tuple[dict[str, Any], str, torch.Tensor]] = []
@@ -463,7 +473,7 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
 
 @contextlib.contextmanager
 def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iterator[None]:
-    """Turn what fake tensors raise into one ModelError that names the module and the operation."""
+    """Turn errors of fake tensors into a ModelError that names the module and the operation."""
     try:
         yield
     except PstarError:
@@ -492,7 +502,7 @@ def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iter
 
 
 def _where(error: BaseException, module: nn.Module) -> str:
-    """Returns the name of the innermost module in the traceback."""
+    """Returns the innermost module in the traceback, in words."""
     names = {id(part): part_name for part_name, part in module.named_modules()}
     found = "the loss"
     for frame, _ in traceback.walk_tb(error.__traceback__):

@@ -1,5 +1,4 @@
-"""Whether a plan, a model and an optimizer belong together. `prepare` checks this before anything is allocated or
-changed.
+"""Compatibility of a plan, a model and an optimizer. `prepare` checks it before anything is allocated or changed.
 
 Each check raises PlanError with one line that names the thing, both values, and what would do.
 """
@@ -28,14 +27,16 @@ __all__ = [
 ]
 
 STATES = ("param32", "momentum", "variance")
-ADAMW = {"adamw": torch.float32, "adamw-bf16-states": torch.bfloat16}  # optimizer descriptions that AdamW can be
+ADAMW = {"adamw": torch.float32, "adamw-bf16-states": torch.bfloat16}  # the plan's optimizer -> AdamW's state_dtype
 
 
 def check_model(
     plan: Plan, tensors: Sequence[Tensor], parameters: Sequence[nn.Parameter], groups: dict[int, int]
 ) -> None:
-    """Check that the plan is of this model: same parameters, dtypes, ties, freezing and groups. groups: id(parameter)
-    -> group."""
+    """Check that the plan was made for this model: same parameters, dtypes, ties, freezing and groups.
+
+    groups: id(parameter) -> group.
+    """
     w = plan.workload
     mine, theirs = {t.name: t for t in tensors}, {t.name: t for t in w.tensors}
     if mine.keys() != theirs.keys():
@@ -68,8 +69,10 @@ def check_model(
 def _check_parameter(
     name: str, planned: Tensor, found: Tensor, planned_tensors: Sequence[Tensor], tensors: Sequence[Tensor]
 ) -> None:
-    """Check that one parameter of the plan is as it is in the model. planned_tensors, tensors: all tensors of the
-    plan, and of the model."""
+    """Check that a parameter is the same in the plan and in the model.
+
+    planned_tensors, tensors: all tensors of the plan, and of the model.
+    """
     for what in ("shape", "dtype", "frozen"):
         if getattr(found, what) != getattr(planned, what):
             raise PlanError(
@@ -117,8 +120,8 @@ def check_settings(plan: Plan, optimizer: AdamW) -> None:
 
 
 def state_dtype_of(plan: Plan) -> torch.dtype:
-    """AdamW's state_dtype for this plan. Raises PlanError for the plan of an optimizer that the executor does not
-    know."""
+    """Returns AdamW's state_dtype for this plan. Raises PlanError for the plan of an optimizer that the executor does
+    not know."""
     planned = plan.workload.optimizer.name
     if planned not in ADAMW:
         raise PlanError(
@@ -152,7 +155,10 @@ def torchrun_line(plan: Plan, file: str = "PLAN", model: str = "MODEL") -> str:
 
 
 def check_processes(plan: Plan, found: int, *, file: str = "PLAN", model: str = "MODEL") -> None:
-    """Check that the job has as many processes as the plan has ranks. file, model: for the message."""
+    """Check that the job has as many processes as the plan has ranks.
+
+    file, model: for the message.
+    """
     wanted = len(plan.machine.ranks)
     if found == wanted:
         return

@@ -78,7 +78,7 @@ __all__ = [
     "tensor_of",
 ]
 
-# torch's own attributes, below the contract (typed as their values in torch's stubs, hence Any)
+# torch's own attributes, below the contract (Any, because torch's stubs type them as their values)
 _BASE_GRAD: Any = torch._C.TensorBase.grad
 _BASE_REQUIRES_GRAD: Any = torch._C.TensorBase.requires_grad
 
@@ -100,7 +100,7 @@ class ParameterAccess(Protocol):
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Returns the gradient that autograd accumulated in `parameter`, read past the contract."""
+    """Returns the gradient that autograd accumulated in `parameter`, past the contract."""
     if type(parameter) is ChunkParameter:  # has no torch function
         found: torch.Tensor | None = _BASE_GRAD.__get__(parameter)
         return found
@@ -125,14 +125,14 @@ def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def tensor_of(parameter: torch.Tensor) -> int | None:
-    """Returns index, in the plan, of a prepared parameter's tensor; None for any other parameter."""
+    """Returns the index, in the plan, of a prepared parameter's tensor; None for any other parameter."""
     found: int | None = getattr(parameter, "plan_tensor", None)
     return found
 
 
 class ChunkParameter(nn.Parameter):
-    """A parameter whose data is a view of a chunk that the gpu holds. It costs nothing in torch's own calls: like
-    nn.Parameter it has torch functions disabled. Only Python's `.grad` and `.requires_grad` come through this class.
+    """A parameter whose data is a view of a chunk on the gpu. It costs nothing in torch's own calls, because it has
+    torch functions disabled like nn.Parameter. Only Python's `.grad` and `.requires_grad` come through this class.
 
     Attributes:
         plan_reader: the session's reader, held weakly.
@@ -177,7 +177,8 @@ class ChunkParameter(nn.Parameter):
 
 class ParkedParameter(ChunkParameter):
     """A parameter whose data must not be read: its chunk is elsewhere or holds a gradient, or no module is running.
-    Everything torch does with it in Python goes to the session, which fetches it, copies it out, or refuses."""
+    Every torch operation on the parameter in Python goes to the session, which fetches the parameter, copies it out, or
+    refuses."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -204,7 +205,7 @@ def reader_left(parameter: nn.Parameter) -> Any | None:
 
 
 def adopt(parameter: nn.Parameter, reader: ParameterAccess, tensor: int) -> None:
-    """Make a model's own parameter object a parked one of the session."""
+    """Make a model's own parameter object a parked parameter of the session."""
     parameter.plan_reader = weakref.ref(reader)  # type: ignore[attr-defined]
     parameter.plan_tensor = tensor  # type: ignore[attr-defined]
     parameter.__class__ = ParkedParameter
@@ -226,7 +227,7 @@ def _parameters_in(values: Iterable[Any], into: list[nn.Parameter]) -> None:
 
 
 def map_parameters(value: Any, replace: Callable[[ChunkParameter], Any]) -> Any:
-    """`value` (arguments of a torch function) with every prepared parameter replaced."""
+    """Returns `value` (arguments of a torch function) with every prepared parameter replaced."""
     if isinstance(value, ChunkParameter):
         return replace(value)
     if type(value) in (list, tuple):
@@ -254,8 +255,8 @@ _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Snapshot(torch.Tensor):
-    """A copy of a parameter's current value, or a view of one. Reading it is plain torch; writing it raises, because
-    the model would not see it."""
+    """A copy of a parameter's current value, or a view of such a copy. Reading it is plain torch. Writing it raises,
+    because the model would not see the change."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -279,10 +280,10 @@ def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def changes_nothing(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Returns whether `fn`, which Module._apply would map over the module's tensors, returns each unchanged, as `to()`
-    does for a module that is there already."""
+    """Returns whether `fn`, which Module._apply would map over the module's tensors, returns each tensor unchanged.
+    `to()` does so for a module that is there already."""
     for dtype, device in {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}:
-        for shape in ((1,), (1, 2, 2, 2)):  # of four dimensions: a memory format would change it
+        for shape in ((1,), (1, 2, 2, 2)):  # four dimensions, so that a change of memory format shows
             probe = torch.zeros(shape, dtype=dtype, device=device)
             if fn(probe) is not probe or probe.is_shared():  # type: ignore[no-untyped-call]
                 return False
@@ -300,7 +301,7 @@ def write_refused(name: str) -> ContractError:
 
 
 def _metadata() -> frozenset[Any]:
-    """Torch functions that read a tensor's form and never its elements."""
+    """Returns the torch functions that read a tensor's form and never its elements."""
     getters = [
         "shape",
         "dtype",

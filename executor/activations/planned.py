@@ -1,17 +1,16 @@
-"""Activations: the plan's own choice, block by block, carried out in the user's model.
+"""Planned activations: carries out the plan's choice for each block in the user's model.
 
 "recompute": the block's call goes through `torch.utils.checkpoint` (non-reentrant, random state preserved), unless the
-model does that itself. "offload": what the call saves for backward is collected and moves as the plan says
+model does that itself. "offload": the tensors that the call saves for backward are collected and move as the plan says
 (stashes.py). "keep": the block is called as it is. A model that already recomputes or offloads a block itself is
-refused, with one exception: the switch that transformers' layers have (`gradient_checkpointing`) is turned off, and on
-again at the end.
+refused, with one exception: the switch of transformers' layers (`gradient_checkpointing`) is turned off during the run.
 
-[Note: around the call] What is replaced is the block's `_call_impl`, which torch runs for every call, hooks included:
-so the events of a block's modules are those of a capture in which the model itself checkpoints the block.
+[Note: around the call] The block's `_call_impl` is replaced, which torch runs for every call, hooks included. Therefore
+the events of a block's modules are those of a capture in which the model itself checkpoints the block.
 
-[Note: the device's generator] torch saves, for a recomputation, the generators of the devices on which the positional
-arguments are, and of no others. A block that is called with keyword arguments only, or that moves its input to the
-device itself, would draw other dropout masks the second time, without an error. So each checkpointed call gets an empty
+[Note: the device's generator] For a recomputation torch saves only the generators of the devices on which the
+positional arguments are. A block that is called with keyword arguments only, or that moves its input to the device
+itself, would draw other dropout masks the second time, without an error. Therefore each checkpointed call gets an empty
 tensor on the run's device as its first positional argument.
 """
 
@@ -41,8 +40,8 @@ _Call = Callable[..., Any]
 
 
 def check_activations(w: Workload, model: nn.Module) -> None:
-    """Check that the model has every block that the plan chooses for, and that each can be called as the plan chooses.
-    Raises PlanError."""
+    """Raise PlanError if the model lacks a block for which the plan chooses, or if a block cannot be called as the plan
+    chooses."""
     modules = dict(model.named_modules(remove_duplicate=False))
     seen: dict[int, str] = {}
     for block, how in w.activations:
@@ -68,7 +67,8 @@ def check_activations(w: Workload, model: nn.Module) -> None:
 
 
 def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
-    """Returns the block, or the module around it, that is compiled (`module.compile()`); None if none is."""
+    """Returns the name of the block, or of the module around it, that is compiled (`module.compile()`); None if none
+    is."""
     parts = block.split(".")
     around = [".".join(parts[:n]) for n in range(len(parts), -1, -1)]
     return next((name for name in around if getattr(modules.get(name), "_compiled_call_impl", None) is not None), None)
@@ -110,7 +110,7 @@ class Host(Protocol):
 
 
 def carry_out(session: Host) -> Callable[[], None]:
-    """Call each block as the plan says from now on; returns what undoes it."""
+    """Call each block as the plan says from now on. Returns a function that undoes this."""
     w = session.plan.workload
     modules = dict(session.model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []
@@ -134,7 +134,8 @@ def carry_out(session: Host) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
-    """Inside, the blocks that w recomputes are recomputed and no others, for a capture, which is on the host."""
+    """Inside this context, exactly the blocks that `w` recomputes are recomputed. For captures, which are on the
+    host."""
     modules = dict(model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []
     for block, how in w.activations:
@@ -151,7 +152,7 @@ def recomputing(model: nn.Module, w: Workload) -> Iterator[None]:
 
 def as_planned(captured: Workload, planned: Workload) -> Workload:
     """Returns a capture made inside `recomputing`, with the choices of `planned` and the stashes of offloaded blocks.
-    Raises ModelError where its blocks cannot be offloaded."""
+    Raises ModelError where the capture's blocks cannot be offloaded."""
     if not planned.activations:
         return captured
     how = dict(planned.activations)
@@ -180,7 +181,7 @@ def _around(module: nn.Module, how: Callable[[_Call, nn.Module, Any, Any], Any])
 
 
 def _recomputed_on(device: torch.device) -> Callable[[_Call, nn.Module, Any, Any], Any]:
-    """Returns a context that recomputes with the device's random state: [Note: the device's generator]. torch itself
+    """Returns a call that recomputes with the device's random state: [Note: the device's generator]. torch itself
     always saves the host's state."""
     there = () if device.type == "cpu" else (torch.empty(0, device=device),)
 

@@ -1,27 +1,28 @@
 """Stashes: the tensors that autograd saved in an offloaded block's forward, and their copies to the host and back.
 
-A block's saved tensors are told apart by storage (each goes once); parameters, buffers and all else that outlives the
-block stay. At the end of the block's forward, storages are chosen until the bytes that the plan has for the stash are
-used up. The plan's `stash_out` copies them to the host; the moment that waits for the copy frees the gpu's memory.
-`stash_in` copies them back into memory taken when its turn came, and autograd gets views of that.
+The saved tensors of a block are grouped by storage, and each storage is copied once. Parameters, buffers and everything
+else that outlives the block stay on the gpu. At the end of the block's forward, storages are chosen until the plan's
+bytes for the stash are used up. The plan's `stash_out` copies them to the host; the moment that waits for the copy
+frees the gpu's memory. `stash_in` copies them back into memory that was taken before, and autograd gets views of this
+memory.
 
-In a relay with boundaries on the host, stashes are what every block's forward leaves behind: the inputs from which it
+In a relay with boundaries on the host, a stash is what a block's forward leaves behind: the inputs from which the block
 recomputes (`ForwardSaves`). The stashes of all micro-batches are then on the host together.
 
-[Note: who lets go] Memory is taken and let go in the user's thread only, where the tide says so: let go when moment
-`gone` begins, taken when moment `back` begins. The queues' threads only copy; where a copy is only issued (streams),
-what it touches is held until its event.
+[Note: who lets go] Memory is taken and freed in the user's thread only, where the tide says so: freed when moment
+`gone` begins, taken when moment `back` begins. The queues' threads only copy. Where a copy is only issued (streams),
+its tensors are held until its event.
 
-[Note: addresses] A storage is known by its address for as long as it lives. Once a stash has left the gpu, the storage
-of another tensor may lie at that address: it is a new one.
+[Note: addresses] A storage is identified by its address as long as it lives. Once a stash has left the gpu, the storage
+of another tensor may have the same address: it is a new storage.
 
-[Note: never wrong data] A tensor that is unpacked while its bytes are on the host (an iteration that left the plan) is
-copied back then and there. A room on the host is not overwritten while its bytes may still be read: the new stash then
+[Note: never wrong data] A tensor that is unpacked while its bytes are on the host (in an iteration that left the plan)
+is copied back at once. A room on the host is not overwritten while its bytes may still be read: the new stash then
 stays on the gpu and is counted. Bytes beyond those of the plan stay on the gpu as well.
 
-[Note: ahead of its step] What a block does behind its last unit (a dropout, a sum) is differentiated before the
-gradient of that unit's output arrives, so in the moment before the one that waits for `stash_in`. Where the copy is not
-there yet the user's thread makes it, and the step that finds it made counts its bytes as its own.
+[Note: ahead of its step] The operations of a block behind its last unit (a dropout, a sum) are differentiated before
+the gradient of that unit's output arrives: in the moment before the moment that waits for `stash_in`. If the copy has
+not happened by then, the user's thread makes it. The step later counts the bytes as its own.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class StashReport:
     """One stash of the last iteration.
 
     planned_bytes: bytes that the plan has for the stash.
-    saved_bytes: bytes that the block's forward saved, inputs of the block included, parameters and buffers not.
+    saved_bytes: bytes that the block's forward saved, including inputs of the block, without parameters and buffers.
     moved_bytes: bytes that went to the host.
-    freed_bytes: the part of moved_bytes that the gpu then no longer held.
+    freed_bytes: the part of moved_bytes that the gpu no longer held afterwards.
     """
 
     block: str
@@ -92,11 +93,11 @@ class _View:
 class _Saved:
     """One storage with tensors that autograd saved.
 
-    `source`: its bytes on the gpu as the forward made them.
-    `host`: room on the host that holds them.
-    `returned`: memory on the gpu for them again, filled once `back` (and `arrival`, an event, where the copy is only
-        issued then).
-    stash: its number, once it is on the host.
+    source: its bytes on the gpu as the forward made them.
+    host: the room on the host that holds the bytes.
+    returned: new memory on the gpu for the bytes.
+    back: whether `returned` is filled; once `arrival` is complete, if that is an event of a copy that was only issued.
+    stash: number of its stash, once it is on the host.
     """
 
     __slots__ = (
@@ -196,7 +197,7 @@ class BlockSaves:
     """
 
     def __init__(self, stashes: Stashes, inputs: Any) -> None:
-        self._keeper = weakref.ref(stashes.session)  # what hangs on a graph is not collected
+        self._keeper = weakref.ref(stashes.session)  # weak: an object that a graph holds would not be collected
         self.inputs = {storage_key(t) for t in tensors_of(inputs)}
         self.saved: dict[int, weakref.ref[_Saved]] = {}
 
@@ -233,26 +234,26 @@ class BlockSaves:
 
 
 class ForwardSaves(BlockSaves):
-    """The tensors that the whole forward of one micro-batch saves, block by block. A recomputed block saves what it
-    takes before its call begins (torch's checkpoint, non-reentrant, does it around the call), so what belongs to a
-    block is what its forward saved, and those of its inputs that were saved before."""
+    """The tensors that the whole forward of one micro-batch saves, block by block. A recomputed block saves its inputs
+    before its call begins (torch's non-reentrant checkpoint does so around the call). Therefore a block owns the
+    tensors that its forward saved, and those of its inputs that were saved before."""
 
     def __init__(self, stashes: Stashes) -> None:
         super().__init__(stashes, ())
         self._before: dict[int, weakref.ref[_Saved]] = {}
 
     def hooks(self) -> AbstractContextManager[None]:
-        """Inside, what autograd saves in this thread comes here."""
+        """Returns a context in which this object receives the tensors that autograd saves in this thread."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def begin(self, inputs: Any) -> None:
-        """A block is called with these inputs."""
+        """Note that a block is called with these inputs."""
         self.saved = {key: ref for key, ref in self.saved.items() if _holds_source(ref)}
         self._before = dict(self.saved)
         self.inputs = {storage_key(t) for t in tensors_of(inputs)}
 
     def end(self, block: str) -> None:
-        """The block's call has ended."""
+        """Note that the block's call has ended."""
         mine = BlockSaves(self._session.stashes, ())
         mine.inputs = self.inputs
         mine.saved = {
@@ -265,7 +266,7 @@ class ForwardSaves(BlockSaves):
 
 
 def hooks_of_others() -> bool:
-    """Returns whether what autograd saves now goes through hooks that are not of a `ForwardSaves`."""
+    """Returns whether tensors that autograd saves now go through hooks that do not belong to a `ForwardSaves`."""
     hooks = saved_tensor_hooks()
     return hooks is not None and not isinstance(getattr(hooks[0], "__self__", None), ForwardSaves)
 
@@ -280,8 +281,8 @@ class Stashes:
         self.session = session
         self.reports: list[StashReport] = []
         self._lock = threading.Lock()
-        self._ahead_bytes = 0  # since the session began; see [Note: ahead of its step]
-        self._rooms: dict[tuple[str, int], list[weakref.ref[_Saved]]] = {}  # (block, offset) -> whose bytes lie there
+        self._ahead_bytes = 0  # summed over the session; see [Note: ahead of its step]
+        self._rooms: dict[tuple[str, int], list[weakref.ref[_Saved]]] = {}  # (block, offset) -> storages there
         self._unsaved: set[str] = set()  # blocks that save nothing for their stash
         self.bind()
 
@@ -291,10 +292,10 @@ class Stashes:
         self._moves = StashMoves(w)
         self._offsets = w.stash_offsets
         self._stash: dict[tuple[str, int], int] = {(s.block, s.micro_batch): n for n, s in enumerate(w.stashes)}
-        self._chosen: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what goes, in the current iteration
-        self._out: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> what has gone
-        self._ahead: dict[int, int] = {}  # stash -> bytes copied ahead of its step, until that counts them
-        self._returning: list[int] = []  # stashes whose memory on the gpu is due
+        self._chosen: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> storages to move, in the current iteration
+        self._out: dict[int, list[weakref.ref[_Saved]]] = {}  # stash -> storages that were moved
+        self._ahead: dict[int, int] = {}  # stash -> bytes copied ahead of its step and not yet counted
+        self._returning: list[int] = []  # stashes that need memory on the gpu again
         self._flying: dict[tuple[Kind, int], tuple[Any, list[torch.Tensor]]] = {}
         self._buffers = {storage_key(b) for b in self.session.model.buffers()}
 
@@ -303,7 +304,8 @@ class Stashes:
         return self.session.plan.workload.stashes
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the tensor may go to the host and come back: it is a plain tensor on the accelerator."""
+        """Returns whether the tensor may go to the host and come back: whether it is a plain tensor on the accelerator
+        that is neither a buffer nor a leaf with a gradient."""
         return (
             type(tensor) in (torch.Tensor, torch.nn.Parameter)
             and tensor.layout is torch.strided
@@ -316,8 +318,8 @@ class Stashes:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def boundaries(self) -> ForwardSaves | None:
-        """Collect the saved tensors of one micro-batch's forward, in a relay with boundaries on the host; None under
-        another plan."""
+        """Returns the collector for the saved tensors of one micro-batch's forward, in a relay with boundaries on the
+        host. Returns None under another plan."""
         return ForwardSaves(self) if self.session.plan.workload.boundaries_on_host else None
 
     def note_unsaved(self, block: str) -> None:
@@ -331,7 +333,7 @@ class Stashes:
         )
 
     def collect(self, inputs: Any) -> BlockSaves:
-        """Collect the saved tensors of one call of an offloaded block with these inputs."""
+        """Returns the collector for the saved tensors of one call of an offloaded block with these inputs."""
         return BlockSaves(self, inputs)
 
     def collected(self, block: str, found: BlockSaves) -> None:
@@ -349,7 +351,7 @@ class Stashes:
             if saved is not None:
                 (outer if key in found.inputs else inner).append(saved)
         chosen, left = _fitting(inner, stash.bytes)
-        # Of the block's inputs one belongs to it (what the block before put out); masks and the like are everybody's.
+        # Of the block's inputs only the output of the block before belongs to it; all blocks share masks and the like.
         for saved in sorted(outer, key=lambda e: abs(left - e.size_bytes)):
             if saved.size_bytes <= left:
                 chosen.append(saved)
@@ -363,7 +365,7 @@ class Stashes:
         self._report(stash, saved_bytes=sum(e.size_bytes for e in (*inner, *outer)))
         if s.cursor.off_plan:
             with unseen(), torch.no_grad():
-                self._send(n)  # in the user's thread: it has happened
+                self._send(n)  # copied in the user's thread, so complete
                 self._let_go(n)
 
     def _report(self, stash: Stash, **figures: Any) -> None:
@@ -383,13 +385,14 @@ class Stashes:
     # -- copies: what queues call -------------------------------------------------------------------------------------
 
     def copied_bytes(self, queue: Queue) -> int:
-        """Returns bytes copied by steps of the queue since the session began, without [Note: ahead of its step]."""
+        """Returns the bytes that steps of the queue copied since the session began, without those of [Note: ahead of
+        its step]."""
         with self._lock:
             ahead_bytes = self._ahead_bytes if queue is Queue.H2D else 0
             return self.session.backend.copied_bytes[queue.value] - ahead_bytes
 
     def move(self, step: Step) -> int:
-        """Do a stash_out or stash_in. Returns the bytes of it that had been copied ahead."""
+        """Do a stash_out or stash_in. Returns the bytes of its stash that had been copied ahead."""
         assert step.stash is not None
         out = step.kind is Kind.STASH_OUT
         touched = self._send(step.stash) if out else self._fetch(step.stash)
@@ -404,7 +407,7 @@ class Stashes:
             return self._ahead.pop(n, 0)
 
     def _send(self, n: int) -> list[torch.Tensor]:
-        """Copy a storage to the host. Returns the memory on the gpu that is read."""
+        """Copy a stash to the host. Returns the memory on the gpu that the copies read."""
         stash = self.planned[n]
         offset = self._offsets[n]
         place = stash.block, offset
@@ -414,7 +417,7 @@ class Stashes:
             )
             self._out[n] = []
             return []
-        self._count_ahead(n)  # of an iteration that left the plan
+        self._count_ahead(n)  # left over from an iteration that left the plan
         room = self.session.arena.slabs.first_bytes(stash_key(stash.block), offset + stash.bytes)
         gone: list[weakref.ref[_Saved]] = []
         touched: list[torch.Tensor] = []
@@ -431,15 +434,18 @@ class Stashes:
         return touched
 
     def _fetch(self, n: int) -> list[torch.Tensor]:
-        """Copy a stash back to the gpu. Returns the memory on the gpu that is written."""
+        """Copy a stash back to the gpu. Returns the memory on the gpu that the copies write."""
         backend = self.session.backend
         issues = backend if hasattr(backend, "record") else None
         found = (self._bring(saved, cast("StreamBackend", issues)) for saved in _alive(self._out.get(n, ())))
         return [memory for memory in found if memory is not None]
 
     def _bring(self, saved: _Saved, issues: StreamBackend | None = None, *, ahead: bool = False) -> torch.Tensor | None:
-        """Copy the storage back unless that is done already; returns the memory it is in. issues: the backend, where
-        this thread only issues the copy. ahead: whether no step of the plan asks for the copy."""
+        """Copy the storage back unless that is done already. Returns its memory; None if nothing was copied.
+
+        issues: the backend, where this thread only issues the copy.
+        ahead: whether no step of the plan asks for the copy.
+        """
         with self._lock:
             if saved.back or saved.returned is None or saved.host is None:
                 return None
@@ -454,14 +460,14 @@ class Stashes:
     # -- the user's thread --------------------------------------------------------------------------------------------
 
     def at(self, moment: int) -> None:
-        """A moment of the plan begins: free the memory of stashes that are on the host, and note the stashes that
+        """Begin a moment of the plan: free the memory of stashes that are on the host, and note the stashes that
         return."""
         for n in self._moves.gone.get(moment, ()):
             self._flying.pop((Kind.STASH_OUT, n), None)  # the compute queue is behind the copy
             self._let_go(n)
         for n in self._moves.needed.get(moment, ()):
             self._flying.pop((Kind.STASH_IN, n), None)
-        for key, (event, _) in list(self._flying.items()):  # of graphs that went before their time
+        for key, (event, _) in list(self._flying.items()):  # copies for graphs that were freed early
             if cast("StreamBackend", self.session.backend).query(event):
                 self._flying.pop(key, None)
         self._returning += self._moves.back.get(moment, ())
@@ -479,7 +485,7 @@ class Stashes:
 
     def settle(self) -> None:
         """Take the memory of returning stashes. Called outside the engine's own work, so that counters of the model see
-        it."""
+        the memory."""
         while self._returning:
             n = self._returning.pop(0)
             for saved in _alive(self._out.get(n, ())):
@@ -509,7 +515,8 @@ class Stashes:
 
 
 def _fitting(saved: Iterable[_Saved], limit_bytes: int) -> tuple[list[_Saved], int]:
-    """Returns the largest of the saved tensors that fit together into `limit_bytes`, and the bytes that are left."""
+    """Returns the saved tensors that fit together into `limit_bytes`, the largest first, and the bytes that are
+    left."""
     chosen: list[_Saved] = []
     left = limit_bytes
     for each in sorted(saved, key=lambda e: -e.size_bytes):
@@ -524,7 +531,7 @@ def _alive(refs: Iterable[weakref.ref[_Saved]]) -> list[_Saved]:
 
 
 def _holds_source(ref: weakref.ref[_Saved]) -> bool:
-    """Returns whether the gpu still holds the storage as the forward made it."""
+    """Returns whether the gpu still holds the storage that the forward made."""
     saved = ref()
     return saved is not None and saved.source is not None
 

@@ -1,6 +1,6 @@
-"""Bench: medians of timed actions, taken in rounds so that a busy spell of the machine does not fall on one point.
+"""Bench: medians of timed actions, taken in rounds, so that a busy spell of the machine does not affect one point only.
 
-Knows no device: what times an action is passed in.
+Knows no device: the caller passes in the function that times an action.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Timed = Callable[[Action], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long to measure each point of a curve: in each of `rounds` rounds for about `point_s` seconds, with `least`
+    """The time that each point of a curve is measured: about `point_s` seconds in each of `rounds` rounds, with `least`
     to `most` calls.
 
     window_s: seconds for which two actions are timed while both run.
-    memory_bytes: most that a measurement may work on at a time.
+    memory_bytes: most bytes that a measurement may use at a time.
     """
 
     point_s: float = 0.12
@@ -36,12 +36,15 @@ class Effort:
 
     @classmethod
     def quick(cls) -> Effort:
-        """Returns a shorter measurement: a quarter of the time, twice the scatter."""
+        """Returns the effort of a shorter measurement: a quarter of the time, twice the scatter."""
         return cls(point_s=0.04, rounds=2, least=1, most=10, window_s=0.2, memory_bytes=256 << 20)
 
 
 class Bench:
-    """Times actions with `effort`; `breathe` is called before every point (progress, a check for an interruption)."""
+    """Times actions with `effort`.
+
+    breathe: called before every point (progress, a check for an interruption).
+    """
 
     def __init__(self, effort: Effort, *, breathe: Callable[[], object] = lambda: None) -> None:
         self.effort = effort
@@ -55,7 +58,7 @@ class Bench:
         longest_s: float = 1.0,
         reduce: Callable[[list[float]], float] = statistics.median,
     ) -> dict[Key, float]:
-        """Median seconds of each action (or what `reduce` makes of the seconds). Each action is first called once
+        """Returns the median seconds of each action (or `reduce` of its seconds). Each action is first called once
         untimed, because of caches, pages and kernels.
 
         An action that takes longer than `longest_s` is measured once per round, and the actions after it (larger ones,

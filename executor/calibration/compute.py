@@ -1,12 +1,12 @@
 """Rates of compute: products by size and dtype, and the bandwidth of device memory.
 
-[Note: a product as training has it] One product of a linear layer and the two of its backward, with weights that are
-not in a cache, since a pass reads every weight once. Rows are a quarter of the inner extent: an n x n weight and n/4
-rows are n**3 / 2 flops. The sizes on the axis are flops of one product.
+[Note: a product as training has it] The product of a linear layer and the two products of its backward are timed. The
+weights are not in a cache, because a pass of training reads every weight once. Rows are a quarter of the inner extent:
+an n x n weight and n/4 rows are n**3 / 2 flops. The sizes on the axis are flops of one product.
 
-[Note: the operators between products] Activation functions, norms, sums and softmax: what a block of a transformer
-does besides products, forward, forward again (checkpointing) and backward. They are timed together, against the bytes
-that they read and write as a capture counts them.
+[Note: the operators between products] The operators of a transformer block besides products: activation functions,
+norms, sums and softmax, in forward, repeated forward (checkpointing) and backward. They are timed together, against the
+bytes that they read and write as a capture counts them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["between_products", "matmul_rates", "memory_rate", "memory_rates", "p
 _EXTENTS = {"virtual": (64, 128, 256, 512, 1024, 1536, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 12288)}
 _LAYER_ROWS = {"virtual": (8, 32, 128, 512), "cuda": (64, 512, 4096, 16384)}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COLD_BYTES = 48 << 20  # more than the last cache of a CPU or GPU keeps of it
+_COLD_BYTES = 48 << 20  # more than the last cache of a CPU or GPU holds
 _MOST_WEIGHTS = 64
 _MOST_INPUTS = 8
 _WIDTH = 1024
@@ -34,8 +34,8 @@ _COPY_BYTES = {"virtual": 64 << 20, "cuda": 512 << 20}
 
 
 def product(device: Device, n: int, dtype: torch.dtype) -> tuple[int, Callable[[], object]]:
-    """(flops of one product, an action that does this product and the two of its backward), by [Note: a product as
-    training has it]."""
+    """Returns (flops of one product, an action that does this product and the two of its backward), by [Note: a product
+    as training has it]."""
     rows = max(1, n // 4)
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (n * n * dtype.itemsize)))
     weights = cycle([torch.full((n, n), 0.5 / n, dtype=dtype, device=device.device) for _ in range(count)])
@@ -53,8 +53,10 @@ def product(device: Device, n: int, dtype: torch.dtype) -> tuple[int, Callable[[
 def matmul_rates(
     device: Device, bench: Bench, extents: Sequence[int] | None = None
 ) -> dict[str, tuple[tuple[float, float], ...]]:
-    """dtype -> ((flops of one product, flops/s), ...), ascending. A dtype that is emulated ends early. extents: n of
-    each product, ascending; by default what suits the device."""
+    """Returns dtype -> ((flops of one product, flops/s), ...), ascending. The curve of an emulated dtype ends early.
+
+    extents: n of each product, ascending; None: extents that suit the device.
+    """
     table: dict[str, tuple[tuple[float, float], ...]] = {}
     with device.using():
         for dtype in device.dtypes:
@@ -65,8 +67,8 @@ def matmul_rates(
 
 
 def between_products(device: Device, rows: int) -> tuple[int, Callable[[], object]]:
-    """(bytes, an action): the action runs [Note: the operators between products] of one block on [rows, 1024] fp32,
-    four times as wide for the activation function; the bytes are what these operators read and write, counted as a
+    """Returns (bytes, an action). The action runs [Note: the operators between products] of one block on [rows, 1024]
+    fp32, four times as wide for the activation function. The bytes are those that these operators read and write, as a
     capture counts them."""
     generator = torch.Generator().manual_seed(0)
     count = max(1, min(_MOST_INPUTS, _COLD_BYTES // (rows * 5 * _WIDTH * 4)))
@@ -79,7 +81,7 @@ def between_products(device: Device, rows: int) -> tuple[int, Callable[[], objec
 
     def forward(x: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
         y = x + functional.layer_norm(x, (_WIDTH,))
-        gelu = 0.5 * wide * (1.0 + torch.tanh(0.8 * (wide + 0.045 * torch.pow(wide, 3.0))))  # as models write it out
+        gelu = 0.5 * wide * (1.0 + torch.tanh(0.8 * (wide + 0.045 * torch.pow(wide, 3.0))))  # as in models
         return torch.log_softmax(y, dim=-1).sum() + gelu.sum()
 
     def action() -> None:
@@ -95,7 +97,7 @@ def between_products(device: Device, rows: int) -> tuple[int, Callable[[], objec
 
 
 def memory_rates(device: Device, bench: Bench) -> tuple[tuple[float, float], ...]:
-    """((bytes moved by the operators of a moment, bytes/s), ...), ascending."""
+    """Returns ((bytes moved by the operators of a moment, bytes/s), ...), ascending."""
     with device.using():
         points = dict(between_products(device, rows) for rows in _LAYER_ROWS[device.kind])
         seconds = bench.medians(points, device.timed)
@@ -103,7 +105,7 @@ def memory_rates(device: Device, bench: Bench) -> tuple[tuple[float, float], ...
 
 
 def memory_rate(device: Device, bench: Bench) -> float:
-    """Bytes/s that a copy inside device memory reads and writes together."""
+    """Returns the bytes/s that a copy inside device memory reads and writes together."""
     size = min(_COPY_BYTES[device.kind], bench.effort.memory_bytes // 2)
     source = torch.ones(size, dtype=torch.uint8, device=device.device)
     target = torch.empty_like(source)

@@ -1,7 +1,7 @@
-"""Copies between host and device: the executor's own copy primitive by size, each way, pinned and pageable.
+"""Copies between host and device: times the executor's own copies by size, each way, pinned and pageable.
 
-A fetch is timed as the engine does it: memory taken, copied, fenced; sources rotate through a host slab too large for
-a cache.
+A fetch is timed as the engine does it: memory is taken, the copy made, and the copy awaited. Sources rotate through a
+host slab too large for a cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Copier:
         return self._host[at : at + self._size]
 
     def fetch(self) -> None:
-        """Do as a fetch and the later drop: memory is taken, filled and given back."""
+        """Make a fetch and the later drop: memory is taken, filled and given back."""
         payload = self._payloads[0]
         self._backend.take(payload)
         self._backend.copy(payload, self._part(), Queue.H2D)
@@ -63,7 +63,7 @@ class Copier:
 
 
 def copy_rates(device: Device, bench: Bench, queue: Queue) -> tuple[tuple[float, float], ...]:
-    """((bytes of a copy, bytes/s), ...), ascending, one direction alone."""
+    """Returns ((bytes of a copy, bytes/s), ...), ascending, for one direction alone."""
     host = device.backend.host_slab(bench.effort.memory_bytes // 2)
     sizes = [size for size in _SIZES if size <= host.numel() // 2]
     copiers = {size: Copier(device, host, size) for size in sizes}
@@ -77,8 +77,8 @@ def copy_rates(device: Device, bench: Bench, queue: Queue) -> tuple[tuple[float,
 
 
 def pageable_rate(device: Device, bench: Bench) -> float | None:
-    """Bytes/s of copies from and to host memory that is not pinned, the slower way; None where pinning means
-    nothing."""
+    """Returns the bytes/s of copies from and to host memory that is not pinned, in the slower direction. Returns None
+    where the device has no pinned memory."""
     host = device.pageable(_PAGEABLE_BYTES)
     if host is None:
         return None

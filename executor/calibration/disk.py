@@ -15,7 +15,7 @@ from pathlib import Path
 __all__ = ["disk_rates"]
 
 _BLOCK = 4 << 20
-_FORGOTTEN = 0.1  # of a file's pages may stay in memory
+_FORGOTTEN = 0.1  # largest share of a file's pages that may stay in memory
 
 
 def disk_rates(
@@ -25,11 +25,13 @@ def disk_rates(
     clock: Callable[[], float] = time.perf_counter,
     cached: Callable[[int, int], float] | None = None,
 ) -> tuple[float, float, int] | str:
-    """(read bytes/s, write bytes/s, bytes of the disk), or why there is none. The file is gone afterwards.
+    """Returns (read bytes/s, write bytes/s, bytes of the disk), or the reason why there are none. The file is removed
+    afterwards.
 
-    Writing ends with fsync. Before reading, the page cache is asked to forget the file; where it cannot be asked, or
-    does not (memory as a disk, a sandbox), the answer would be memory's and is refused. cached(handle, bytes): the part
-    of the file that is still in memory, by default what mincore says.
+    Writing ends with fsync. Before reading, the system is told to drop the file from its page cache. If it cannot be
+    told, or keeps the file (memory as a disk, a sandbox), the rate would be that of memory and is refused.
+
+    cached(handle, bytes): returns the share of the file that is still in memory; by default from mincore.
     """
     cached = cached or cached_share
     if not hasattr(os, "posix_fadvise"):
@@ -65,7 +67,7 @@ def disk_rates(
 
 
 def cached_share(handle: int, size_bytes: int) -> float:
-    """Returns the part of a file's pages that is in memory, by mincore; 1.0 where the system cannot say."""
+    """Returns the share of a file's pages that is in memory, by mincore; 1.0 where the system cannot say."""
     libc = ctypes.CDLL(None, use_errno=True)
     pages = -(-size_bytes // mmap.PAGESIZE)
     found = (ctypes.c_ubyte * pages)()

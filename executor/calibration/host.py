@@ -16,13 +16,13 @@ from executor.devices.adam import Hyper, UpdateRange, adamw
 __all__ = ["adam_rates", "adam_update", "dram_rate", "thread_counts"]
 
 _CHUNK_PARAMS = 2 << 20
-_ADAM_BYTES = 20  # param32, momentum, variance, the working copy with the gradient in it, fp32
+_ADAM_BYTES = 20  # bytes per parameter in fp32: param32, momentum, variance, the working copy with the gradient in it
 _HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 _DRAM_BYTES = 64 << 20
 
 
 def thread_counts(cores: int) -> list[int]:
-    """1, 2, 4, ... and all of them."""
+    """Returns 1, 2, 4, ... and `cores`."""
     counts = [1]
     while counts[-1] * 2 < cores:
         counts.append(counts[-1] * 2)
@@ -30,8 +30,9 @@ def thread_counts(cores: int) -> list[int]:
 
 
 def adam_update(memory_bytes: int) -> tuple[int, Callable[[], None]]:
-    """(parameters of one chunk, an action): one update of the next of several fp32 chunks, as `Contents.adam` does it:
-    the gradient lies in the working list, is scaled (clipping), and the working list is rewritten at the end."""
+    """Returns (parameters of one chunk, an action). The action updates the next of several fp32 chunks, as
+    `Contents.adam` does: the gradient lies in the working list and is scaled (clipping), and the working list is
+    rewritten at the end."""
     count = max(1, memory_bytes // (_CHUNK_PARAMS * _ADAM_BYTES))
     chunks = cycle([[torch.full((_CHUNK_PARAMS,), 1e-3) for _ in range(4)] for _ in range(count)])
     scale = torch.ones(())
@@ -52,8 +53,9 @@ def adam_rates(
     clock: Callable[[], float] = time.thread_time,
     wall_clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[int, float], ...]:
-    """((threads, parameters/s), ...), ascending. One thread: median of its CPU seconds. Several: wall seconds of the
-    fastest, because a thread that another program holds up makes all of them wait many times as long."""
+    """Returns ((threads, parameters/s), ...), ascending. For one thread, the seconds are the median of its CPU seconds.
+    For several threads, they are the wall seconds of the fastest update: if another program delays one thread, all
+    threads wait many times as long."""
     params, update = adam_update(bench.effort.memory_bytes)
 
     def with_threads(count: int) -> Callable[[], None]:
@@ -79,19 +81,19 @@ def adam_rates(
 
 
 def dram_rate(bench: Bench, counts: list[int], *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Bytes/s that copies in host memory read and write together: the most that any number of threads got."""
+    """Returns the bytes/s that copies in host memory read and write together: the most of all numbers of threads."""
     size = min(_DRAM_BYTES, bench.effort.memory_bytes // (2 * max(counts)))
     buffers = [(torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)) for _ in range(max(counts))]
     best = 0.0
     for count in counts:
-        repeats = max(2, round(bench.effort.window_s * 4e9 / size))  # about a window at 8 GB/s a thread
+        repeats = max(2, round(bench.effort.window_s * 4e9 / size))  # about one window at 8 GB/s per thread
         rates = [_copy_together(buffers[:count], repeats, clock) for _ in range(bench.effort.rounds)]
         best = max(best, *rates)
     return best
 
 
 def _copy_together(buffers: list[tuple[torch.Tensor, torch.Tensor]], repeats: int, clock: Callable[[], float]) -> float:
-    """Bytes/s of all threads together, from the last start to the first end."""
+    """Returns the bytes/s of all threads together, from the last start to the first end."""
     begun: list[float] = []
     ended: list[float] = []
     gate = threading.Barrier(len(buffers))

@@ -1,7 +1,8 @@
-"""The one interface between the measurements and the hardware, for the virtual accelerator and for CUDA.
+"""Measured devices: the one interface between the measurements and the hardware, for the virtual accelerator and for
+CUDA.
 
-Copies go through an executor `Backend`, so what is timed is what a run does. `VirtualDevice` is tested everywhere;
-`CudaDevice` needs a GPU: streams of its own for each direction, pinned host slabs, seconds from CUDA events.
+Copies go through an executor `Backend`, so the timed copies are those of a run. `VirtualDevice` is tested everywhere.
+`CudaDevice` needs a GPU: it uses a stream per direction, pinned host slabs, and seconds from CUDA events.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Device(Protocol):
     title: its name, for people.
     device: where torch puts its tensors.
     count: number of such devices.
-    dtypes: working dtypes it multiplies in.
-    adam_threads: CPU threads the executor gives to Adam beside it.
+    dtypes: working dtypes in which it multiplies.
+    adam_threads: CPU threads that the executor gives to Adam beside it.
     """
 
     kind: str
@@ -68,20 +69,20 @@ class Device(Protocol):
         ...
 
     def finish(self, queue: Queue) -> None:
-        """Return when everything issued on the queue has happened."""
+        """Return when all work issued on the queue has happened."""
         ...
 
     def pageable(self, size_bytes: int) -> torch.Tensor | None:
-        """uint8 host memory that is not pinned; None where pinning means nothing."""
+        """Returns uint8 host memory that is not pinned; None where the device has no pinned memory."""
         ...
 
     def memory(self) -> tuple[int, int] | None:
-        """(bytes it has, those of them that no plan may count on: `devices/headroom.py`); None where it has no memory
-        of its own."""
+        """Returns (bytes of the device, the part that no plan may use: `devices/headroom.py`); None where the device
+        has no memory of its own."""
         ...
 
     def using(self) -> AbstractContextManager[None]:
-        """Context in which compute runs as it does in training (threads)."""
+        """Returns a context in which compute runs as in training (threads)."""
         ...
 
     def work_clock(self) -> Callable[[], float]:
@@ -94,10 +95,10 @@ class Device(Protocol):
 
 
 class VirtualDevice:
-    """The virtual accelerator: copies are memory copies, compute runs on one thread, Adam on one other.
+    """The virtual accelerator: copies are memory copies, compute runs on one thread, Adam on another thread.
 
-    [Note: CPU seconds] Each of these works in the thread that is timed, so seconds are that thread's CPU seconds: what
-    it takes on a machine that nobody else uses. Wall time would put what others did meanwhile into the figures.
+    [Note: CPU seconds] Each of these works in the thread that is timed. Seconds are the thread's CPU seconds, so they
+    are those of an idle machine; wall time would include the work of other programs.
     """
 
     kind = "virtual"
@@ -118,7 +119,7 @@ class VirtualDevice:
         self.backend: Copies = backend or VirtualBackend()
         self._clock, self._wall_clock = clock, wall_clock
         self._cores = cores
-        self._taken = [0.0, 0.0]  # CPU and wall seconds
+        self._taken = [0.0, 0.0]  # sums of CPU and wall seconds
         keep_freed_pages()
 
     def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
@@ -145,7 +146,7 @@ class VirtualDevice:
             yield
 
     def work_clock(self) -> Callable[[], float]:
-        return self._clock if self._cores > 1 else self._wall_clock  # two on one core do slow each other down
+        return self._clock if self._cores > 1 else self._wall_clock  # two threads on one core slow each other down
 
     def taken_by_others(self) -> float:
         cpu_s, wall_s = self._taken
@@ -155,8 +156,8 @@ class VirtualDevice:
 class CudaCopies:
     """Copies over the real link: pinned slabs, one persistent stream per direction, non-blocking copies, counted.
 
-    Only what calibration needs: `fence` blocks the host, and copies are ordered against nothing else, since nobody
-    reads what they bring. It runs no plan.
+    It has only what calibration needs and runs no plan: `fence` blocks the host, and copies are ordered against nothing
+    else, because their results are not read.
     """
 
     name = "cuda"
@@ -174,7 +175,7 @@ class CudaCopies:
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
         slab = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        return slab.zero_()  # every page is there before anything is timed
+        return slab.zero_()  # touches every page before anything is timed
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         payload = torch.empty(numel, dtype=dtype, device=self.device)
@@ -208,7 +209,7 @@ class CudaCopies:
 
 
 class CudaDevice:
-    """One CUDA device. fp32 products are taken at torch's current precision setting (no TF32 unless it was allowed)."""
+    """A CUDA device. fp32 products use torch's current precision setting (no TF32 unless it was allowed)."""
 
     kind = "cuda"
 
@@ -242,7 +243,7 @@ class CudaDevice:
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
     def memory(self) -> tuple[int, int] | None:
-        # The context is in the second figure, not taken off the first: a cap on the card has it inside, too.
+        # The context is part of the second figure and stays in the first, as in a cap on the card.
         return int(torch.cuda.mem_get_info(self.device)[1]), measure_room(self.device).kept_bytes
 
     @contextmanager
@@ -259,9 +260,11 @@ class CudaDevice:
 
 
 def open_device(name: str, *, cores: int = 2) -> Device:
-    """Returns the device of that name; "auto": CUDA where there is one. cores: that the process may run on.
+    """Returns the device of that name. "auto" is CUDA where there is a device, else virtual.
 
-    Raises PlanError for one that is not there.
+    cores: number of cores that the process may use.
+
+    Raises PlanError for a device that is not there.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "virtual"
@@ -274,7 +277,7 @@ def open_device(name: str, *, cores: int = 2) -> Device:
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Inside, torch uses `count` CPU threads for the calling thread; afterwards as many as before."""
+    """Inside this context, torch uses `count` CPU threads for the calling thread; afterwards as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

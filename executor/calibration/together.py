@@ -1,8 +1,8 @@
 """Slow-downs of queues that run at once: every pair of queues is timed alone and side by side.
 
 [Note: slow-downs] `compute_while_adam` = 1.25 says: while a CPU Adam runs, compute takes 1.25 times as long. Cores,
-caches and DRAM cause this. None of them is modelled; the factor is measured. It holds for a partner that never pauses;
-the cost model scales it by how much of the time its copies move bytes.
+caches and DRAM cause this. None of them is modelled; the factor is measured. It holds for a partner that never pauses.
+The cost model scales the factor by the share of time in which the partner's copies move bytes.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ __all__ = ["Ended", "pace", "slowdowns", "watch"]
 
 Action = Callable[[], object]
 Ended = tuple[float, float]
-"""(when an action ended, what it took), both in seconds."""
+"""(time at which an action ended, its duration), both in seconds."""
 
 
 def pace(rows: Sequence[Ended], begin_s: float, end_s: float) -> float:
-    """Median seconds of the actions that ended inside the window. Raises ValueError if fewer than two did."""
+    """Returns the median seconds of the actions that ended inside the window. Raises ValueError for fewer than two
+    actions."""
     inside = [took_s for at_s, took_s in rows if begin_s <= at_s <= end_s]
     if len(inside) < 2:
         raise ValueError(f"{len(inside)} actions ended within {end_s - begin_s:.3g} s; watch for longer")
@@ -39,10 +40,12 @@ def watch(
     clock: Callable[[], float] = time.perf_counter,
     work_clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Returns the seconds of one action of each kind while all of them run over and over, one thread per kind.
+    """Returns the seconds of one action of each kind while all of them run repeatedly, one thread per kind.
 
-    The window begins when each has ended twice and lasts `window_s`, longer if one has not ended four times by then.
-    enter: called first in each thread. work_clock: what an action's seconds are read from, in its own thread.
+    The window begins when each action has ended twice. It lasts `window_s`, or until each has ended four times.
+
+    enter: called first in each thread.
+    work_clock: clock for an action's seconds, read in the action's own thread.
     """
     ended: dict[str, list[Ended]] = {name: [] for name in actions}
     failures: list[BaseException] = []
@@ -56,7 +59,7 @@ def watch(
                 actions[name]()
                 took_s = work_clock() - start_s
                 ended[name].append((clock(), took_s))
-        except BaseException as error:  # handed to the caller's thread
+        except BaseException as error:  # raised later in the caller's thread
             failures.append(error)
 
     threads = [threading.Thread(target=work, args=(name,), name=f"calibrate-{name}", daemon=True) for name in actions]
@@ -95,10 +98,11 @@ def _window(
 def slowdowns(
     actions: Mapping[str, Action], bench: Bench, watched: Callable[[Mapping[str, Action], float], dict[str, float]]
 ) -> dict[str, float]:
-    """ "A_while_B" -> how many times as long A takes while B runs, at least 1; [Note: slow-downs].
+    """Returns "A_while_B" -> factor, at least 1, by which A takes longer while B runs; [Note: slow-downs].
 
-    Alone and together are watched in turns, so that a busy spell falls on both; medians over the rounds. watched: as
-    `watch`.
+    Alone and together are timed in turns, so that a busy spell affects both. Factors are from medians over the rounds.
+
+    watched: as `watch`.
     """
     alone: dict[str, list[float]] = defaultdict(list)
     paired: dict[tuple[str, str], list[float]] = defaultdict(list)

@@ -1,8 +1,9 @@
 """Collectives between two processes: gloo on CPUs, NCCL where there are two CUDA devices.
 
-Each rank is a process of its own (`python -m executor.calibration.wire RANK FILE BACKEND`), found by a file that
-both know; the first prints seconds by size as JSON. An all-gather among two sends each rank's part once, so bytes of
-the part over seconds is the rate at which a rank sends, and at the same time receives.
+Each rank is a process of its own (`python -m executor.calibration.wire RANK FILE BACKEND`). The processes meet through
+a file that both know; the first process prints seconds by size as JSON. An all-gather between two ranks sends each
+rank's part once. Therefore bytes of the part over seconds is the rate at which a rank sends, and at the same time
+receives.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _TIMEOUT_S = 60.0
 
 
 def from_seconds(seconds: dict[int, float]) -> tuple[float, float]:
-    """(bytes/s that a rank sends, latency in s) from all-gather seconds by bytes of a rank's part. The latency is the
-    seconds of the smallest part; the rate follows from the seconds that the largest one takes beyond that."""
+    """Returns (bytes/s that a rank sends, latency in s) from all-gather seconds by bytes of a rank's part. The latency
+    is the seconds of the smallest part. The rate is that of the largest part, over its seconds beyond the latency."""
     small, large = min(seconds), max(seconds)
     return (large - small) / max(seconds[large] - seconds[small], 1e-9), seconds[small]
 
 
 def collective_rates(*, timeout_s: float = _TIMEOUT_S) -> tuple[str, float, float] | str:
-    """(backend, bytes/s that a rank sends, latency in s), or why there are none."""
+    """Returns (backend, bytes/s that a rank sends, latency in s), or the reason why there are none."""
     import torch
     import torch.distributed
 

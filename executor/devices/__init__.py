@@ -1,5 +1,6 @@
-"""Where memory is and copies happen: the virtual accelerator, the one with asynchronous streams, CUDA.
+"""Devices: memory and copies on the virtual accelerator, on the virtual accelerator with asynchronous streams, and on
+CUDA.
 
-`backend.py` says what a device must be able to do; `opening.py` opens the one that was asked for. `adam.py` is
-the arithmetic of an update, the same on all of them.
+`backend.py` defines the interface of a device; `opening.py` opens the requested device. `adam.py` is the arithmetic of
+an update, the same on all devices.
 """

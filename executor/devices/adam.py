@@ -1,8 +1,8 @@
-"""AdamW on flat chunks: one fused torch call for each run of neighbouring parameters that got a gradient.
+"""AdamW on flat chunks: one fused torch call for each run of neighbouring parameters with a gradient.
 
 All tensors of a call are fp32 and flat. A parameter without a gradient in this iteration is left out, as torch does, so
-a chunk is cut into runs; padding between two neighbours belongs to their run (its gradient, states and values are 0).
-Knows no queue and no place: the caller hands it tensors of the host or of the gpu.
+a chunk is cut into runs. Padding between two neighbours belongs to their run (its gradient, states and values are 0).
+Knows no queue and no place: the caller passes tensors of the host or of the gpu.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pstar_sim.core.step import Kind
 
 __all__ = ["GPU_BLOCK", "Hyper", "Scratch", "UpdateRange", "adamw", "ranges_of", "scratch_bytes", "total_norm"]
 
-BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: 4 MiB stay in cache
-GPU_BLOCK = 4 * BLOCK  # what keeps a cache busy is less than a kernel's
+BLOCK = 1 << 20  # elements of one piece where a cast needs scratch: its 4 MiB stay in cache
+GPU_BLOCK = 4 * BLOCK  # larger on the gpu: a piece that fits a cache is too small for a kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """AdamW's numbers for one parameter group, as they were when `optimizer.step()` was called."""
+    """AdamW's settings for one parameter group, as of the call of `optimizer.step()`."""
 
     lr: float
     beta1: float
@@ -34,7 +34,7 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRange:
-    """Elements [start, stop) of a chunk whose parameters have had `steps` updates before this one."""
+    """Elements [start, stop) of a chunk, whose parameters have had `steps` updates before this one."""
 
     start: int
     stop: int
@@ -42,7 +42,10 @@ class UpdateRange:
 
 
 def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]:
-    """Runs of a chunk. slots: (offset, numel, updates so far, or None without a gradient), ascending by offset."""
+    """Returns the runs of a chunk.
+
+    slots: (offset, numel, number of updates; None without a gradient), ascending by offset.
+    """
     runs: list[UpdateRange] = []
     open_run = False
     for offset, numel, steps in slots:
@@ -58,7 +61,7 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]
 
 def scratch_bytes(plan: Plan) -> int:
     """Returns the bytes that `Scratch` takes on the gpu for the plan's updates there, beside the payloads and the tide:
-    a piece for each of gradient and moments that is narrower than fp32."""
+    one piece for each of gradient and moments that is narrower than fp32."""
     chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and s.chunk is not None}
     if not chunks:
         return 0
@@ -69,7 +72,7 @@ def scratch_bytes(plan: Plan) -> int:
 
 
 class Scratch:
-    """fp32 buffers in which an updater at one place casts, kept from one update to the next.
+    """fp32 buffers for the casts of the updates at one place, kept from one update to the next.
 
     block: elements of a piece.
     """
@@ -79,7 +82,7 @@ class Scratch:
         self._kept: dict[int, torch.Tensor] = {}
 
     def get(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns a buffer of [block] on the device of `like`; each number has a buffer of its own."""
+        """Returns a buffer [block] on the device of `like`; each number has a buffer of its own."""
         kept = self._kept.get(number)
         if kept is None or kept.device != like.device:
             kept = self._kept[number] = torch.empty(self.block, dtype=torch.float32, device=like.device)
@@ -97,7 +100,7 @@ def adamw(
     scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
-    """One AdamW update of each range, in place. All tensors are flat [numel of the chunk] and fp32, but `grad`,
+    """Run one AdamW update of each range, in place. All tensors are flat [numel of the chunk] and fp32. `grad`,
     `momentum` and `variance` may be narrower: they are widened, the update is done in fp32, and the new moments are
     rounded to nearest.
 
@@ -144,7 +147,7 @@ def _fused(
         [momentum[start:stop]],
         [variance[start:stop]],
         [],
-        # Filled there: no copy, no wait. torch wants fp32, whatever the default is; fp16 cannot count beyond 2048.
+        # Filled on the device: no copy, no wait. torch wants fp32 here; fp16 cannot count beyond 2048.
         [torch.full((), float(steps + 1), dtype=torch.float32, device=param.device)],
         lr=hyper.lr,
         beta1=hyper.beta1,
@@ -157,11 +160,12 @@ def _fused(
 
 
 def total_norm(norms: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Norm of the norms of all gradients, as `torch.nn.utils.clip_grad_norm_` takes it; 0 if there is none."""
+    """Returns the norm of the norms of all gradients, as `torch.nn.utils.clip_grad_norm_` computes it; 0 without
+    gradients."""
     stacked = list(norms)
     if not stacked:
         return torch.zeros((), dtype=torch.float32)
-    if len({each.device for each in stacked}) > 1:  # of chunks updated on the host and on the gpu
+    if len({each.device for each in stacked}) > 1:  # of chunks updated on the host and chunks updated on the gpu
         stacked = [each.cpu() for each in stacked]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(stacked))
     return norm

@@ -1,13 +1,13 @@
-"""What the engine asks of an accelerator, and the virtual one: gpu memory, host slabs, counted copies.
+"""Backends: the engine's interface to an accelerator, and the virtual accelerator: gpu memory, host slabs, counted
+copies.
 
-`Backend` is the whole interface between engine and hardware, `StreamBackend` extends it for accelerators to which work
+`Backend` is the whole interface between engine and hardware. `StreamBackend` extends it for accelerators to which work
 is only issued and on which it happens later. `VirtualBackend` is a real backend: its "gpu" is a byte-budgeted part of
-host memory, its links are copies that last as long as the link's bandwidth says. Backends know no chunk and no order of
-queues.
+host memory, and its copies last as long as the link's bandwidth says. Backends know no chunk and no order of queues.
 
-[Note: glibc and eviction] glibc gives big blocks back to the system at every eviction and the next refill pays for
-fresh pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once per process,
-to keep them, and to use one arena so that what one queue's thread frees another can use.
+[Note: glibc and eviction] glibc gives big blocks back to the system at every eviction, and the next refill pays for
+fresh pages (16-47 ms for 32 MiB, 2.5 ms when the pages are kept). `keep_freed_pages` tells malloc, once per process, to
+keep the pages, and to use one arena, so that memory freed by one queue's thread can be used by another's.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Backend(Protocol):
     device: torch.device
 
     def begin(self, plan: Plan) -> None:
-        """Prepare for the payloads of this plan, which are asked for from now on."""
+        """Prepare for the payloads of this plan, which are requested from now on."""
         ...
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
-        """uint8 [size_bytes] of host memory that copies can read and write (pinned where that means something)."""
+        """Returns uint8 [size_bytes] of host memory that copies can read and write, pinned if the accelerator has
+        pinned memory."""
         ...
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -57,30 +58,30 @@ class Backend(Protocol):
         ...
 
     def take(self, payload: torch.Tensor) -> None:
-        """Give the payload's storage its memory; contents are undefined. Raises OutOfMemory (or
-        torch.OutOfMemoryError) where there is none; the payload is then as it was."""
+        """Give the payload's storage its memory; contents are undefined. Raises OutOfMemory (or torch.OutOfMemoryError)
+        where there is no memory; the payload is then unchanged."""
         ...
 
     def available_gpu_bytes(self) -> int | None:
-        """Memory this process could hold on the accelerator in all, what it holds already included; None where
-        nothing limits it."""
+        """Returns the bytes that this process could hold on the accelerator in all, including the bytes that it holds
+        already; None without a limit."""
         ...
 
     def give(self, payload: torch.Tensor) -> None:
-        """Take the memory away; every view stays a valid tensor object but must not be read."""
+        """Take the memory of the payload away. Every view stays a valid tensor object but must not be read."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
         """Copy across the link (`Queue.H2D` or `Queue.D2H`), casting if the dtypes differ; counts the target's bytes.
 
-        The copy has happened on return, except in the thread of a queue of a stream backend, where it is only issued on
-        the queue's stream.
+        On return the copy has happened, except in the thread of a queue of a stream backend, where the copy is only
+        issued on the queue's stream.
         """
         ...
 
     def copy_in_fp32(self, target: torch.Tensor, source: torch.Tensor, direction: Queue) -> None:
-        """`copy` for systems that cast behind the link: every element crosses the link as fp32 (4 bytes are counted),
-        and the gpu has room for the fp32 values beside its payloads."""
+        """Copy like `copy`, for systems that cast on the far side of the link: every element crosses the link as fp32
+        (4 bytes are counted), and the gpu has room for the fp32 values beside its payloads."""
         ...
 
     def zero(self, payload: torch.Tensor) -> None:
@@ -88,33 +89,33 @@ class Backend(Protocol):
         ...
 
     def issue(self, work: Callable[[], object]) -> None:
-        """Do `work`, torch operations on payloads, in the order of this thread's queue: done on return, except in the
-        thread of a queue of a stream backend, on whose stream it happens later (`work` looks up the host memory that it
-        needs when it is issued)."""
+        """Do `work`, torch operations on payloads, in the order of this thread's queue. The work is done on return,
+        except in the thread of a queue of a stream backend, on whose stream it happens later. `work` looks up the host
+        memory that it needs when it is issued."""
         ...
 
     def fence(self, queue: Queue) -> None:
-        """Return when what this thread issued for `queue` has happened; at once in a thread of a stream backend's
-        queues, whose edges are events."""
+        """Return when the work that this thread issued for `queue` has happened. Returns at once in a thread of a
+        stream backend's queues, whose edges are events."""
         ...
 
     def room(self, payload_bytes: int) -> None:
-        """Payloads on the gpu may have this many bytes altogether from now on (the budget less the tide). Called by the
-        compute queue, before non-model data is allocated in the room that is left."""
+        """Limit the payloads on the gpu to this many bytes altogether from now on (the budget less the tide). The
+        compute queue calls this before non-model data is allocated in the remaining room."""
         ...
 
     def touch(self) -> None:
-        """Note that the compute queue has issued work in this thread: the moment's end comes after this work, also
-        where another thread issues the end (this one may be autograd's own)."""
+        """Note that the compute queue has issued work in this thread. The moment's end then comes after this work, also
+        where another thread issues the end (this thread may be autograd's own)."""
         ...
 
     def enter_thread(self, queue: Queue | None = None) -> None:
-        """Called first in every thread that executes steps, with its queue."""
+        """Register the calling thread and its queue. Every thread that executes steps calls this first."""
         ...
 
     def give_back(self) -> int:
-        """Make the memory that payloads leave free, which the backend keeps for later payloads, available to operators.
-        Returns its bytes. May stop the device."""
+        """Make the free memory that the backend keeps for later payloads available to operators. Returns its bytes. May
+        stop the device."""
         ...
 
     def give_host_back(self) -> None:
@@ -122,20 +123,20 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """End all work of the session. On return nothing is under way, and memory and threads are given back."""
+        """End all work of the session. On return nothing is running, and memory and threads are given back."""
         ...
 
     @property
     def copied_bytes(self) -> dict[str, int]:
-        """Bytes copied so far, by direction ("h2d", "d2h"), counted where they are copied."""
+        """Returns the bytes copied by now, by direction ("h2d", "d2h"), counted where they are copied."""
         ...
 
 
 class StreamBackend(Backend, Protocol):
-    """An accelerator that is given work ahead of time. Each device queue is a stream, which does what was issued to it
-    in order; the compute queue is whatever stream is current in the thread that asks. An event is a point of a stream.
+    """An accelerator to which work is issued ahead of time. Each device queue is a stream, which does its work in the
+    order of issue. The compute queue is the current stream of the calling thread. An event is a point of a stream.
 
-    A thread says once, in `enter_thread`, which queue it issues for; a thread that has not said so issues for compute.
+    A thread says once, in `enter_thread`, for which queue it issues. A thread that has not said so issues for compute.
 
     host_queues: queues whose steps happen in their thread, and have happened when they have ended.
     """
@@ -148,11 +149,12 @@ class StreamBackend(Backend, Protocol):
         ...
 
     def record(self, queue: Queue) -> Any:
-        """Returns an event that is complete when everything issued to the queue's stream so far is."""
+        """Returns an event that completes when all work issued to the queue's stream by now is done."""
         ...
 
     def wait_event(self, queue: Queue, event: Any) -> None:
-        """Let all work issued to the queue's stream from now on happen after `event`, which has to be recorded."""
+        """Let all work issued to the queue's stream from now on happen after `event`, which has to be recorded
+        before."""
         ...
 
     def synchronize(self, event: Any) -> None:
@@ -164,12 +166,12 @@ class StreamBackend(Backend, Protocol):
         ...
 
     def time_of(self, event: Any) -> float:
-        """When a completed event happened, in seconds of `time.perf_counter`."""
+        """Returns the time at which a completed event happened, in seconds of `time.perf_counter`."""
         ...
 
 
 class VirtualLink:
-    """Copies that last as long as a link would.
+    """Copies that last as long as on a link.
 
     rates: bytes per second by direction (None: as fast as memory copies).
     latency_s: latency of each copy.
@@ -195,11 +197,14 @@ class VirtualLink:
         return {queue.value: rate for queue, rate in self._rates.items()}
 
     def count(self, target: torch.Tensor, direction: Queue, width: int) -> None:
-        """Count the bytes of a copy. width: bytes of an element on the link."""
+        """Count the bytes of a copy.
+
+        width: bytes of an element on the link.
+        """
         self.copied.count(direction, target.numel() * width)
 
     def carry(self, target: torch.Tensor, source: torch.Tensor, direction: Queue, width: int) -> None:
-        """Copy, and return when the link would have done it."""
+        """Copy, and return after the time that the link needs for the copy."""
         start_s = self._clock()
         target.copy_(source)
         rate = self._rates[direction]
@@ -212,10 +217,10 @@ class VirtualLink:
 class VirtualBackend:
     """An accelerator in host memory.
 
-    h2d_bytes_per_s, d2h_bytes_per_s: rate of the link (None = as fast as memory copies).
-    latency_s: of each copy.
-    gpu_bytes: memory the accelerator has, whatever a plan believes (None = what the plan says); it may be changed while
-        a plan runs. Payloads beyond it are refused with OutOfMemory, and the session counts what else is alive
+    h2d_bytes_per_s, d2h_bytes_per_s: rate of the link (None: as fast as memory copies).
+    latency_s: latency of each copy.
+    gpu_bytes: memory of the accelerator, whatever a plan assumes (None: as the plan says); it may be changed while a
+        plan runs. Payloads beyond it are refused with OutOfMemory, and the session counts all other live memory
         (`guard.py`).
     adam_threads: torch threads of the queue that updates on the host.
     clock, sleep: passed in so that tests can use their own time.
@@ -240,8 +245,8 @@ class VirtualBackend:
         self.link = VirtualLink(rates, latency_s=latency_s, clock=clock, sleep=sleep)
         self._lock = threading.Lock()
         self.gpu_bytes = gpu_bytes
-        self.payload_bytes = 0  # of storages that have memory
-        self.count_other: Callable[[], int] = lambda: 0  # everything else alive; the session's guard counts it
+        self.payload_bytes = 0  # bytes of storages that have memory
+        self.count_other: Callable[[], int] = lambda: 0  # all other bytes alive; the session's guard counts them
 
     def begin(self, plan: Plan) -> None:
         return None
@@ -277,7 +282,8 @@ class VirtualBackend:
         storage.resize_(0)
 
     def recount(self, payloads: Iterable[torch.Tensor]) -> None:
-        """Count the bytes of these payloads, which are all there are, after an interruption inside `take` or `give`."""
+        """Count the bytes of these payloads anew, after an interruption inside `take` or `give`. They must be all
+        payloads."""
         with self._lock:
             self.payload_bytes = sum(payload.untyped_storage().nbytes() for payload in payloads)
 
@@ -285,7 +291,7 @@ class VirtualBackend:
         return self.gpu_bytes
 
     def over_bytes(self) -> int:
-        """Returns bytes alive beyond `gpu_bytes`; 0 or less while all fits."""
+        """Returns the bytes alive beyond `gpu_bytes`; 0 or less while all fit."""
         with self._lock:
             return 0 if self.gpu_bytes is None else self.payload_bytes + self.count_other() - self.gpu_bytes
 
@@ -313,7 +319,7 @@ class VirtualBackend:
         return None
 
     def give_back(self) -> int:
-        return 0  # nothing is kept
+        return 0  # this backend keeps nothing
 
     def give_host_back(self) -> None:
         return None
@@ -344,13 +350,14 @@ def keep_freed_pages() -> bool:
 
 
 def give_freed_pages_back() -> None:
-    """Pages that malloc kept for the next refill go back to the system: a session is over."""
-    with contextlib.suppress(OSError, AttributeError):  # a C library that keeps none
+    """Give the pages that malloc kept for the next refill back to the system, at the end of a session."""
+    with contextlib.suppress(OSError, AttributeError):  # a C library that keeps no pages
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def available_host_bytes() -> int:
-    """Returns host memory a process can still take: MemAvailable, or what the cgroup's limit leaves if that is less."""
+    """Returns the bytes of host memory that this process can still take: MemAvailable, or the rest of the cgroup's
+    limit if that is less."""
     found: list[int] = []
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -368,7 +375,7 @@ def available_host_bytes() -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Page cache of the cgroup: counted as used, given up on demand."""
+    """Returns the bytes of the cgroup's page cache, which count as used but are given up on demand."""
     stat = Path("/sys/fs/cgroup/memory.stat")
     if stat.exists():
         for line in stat.read_text().splitlines():

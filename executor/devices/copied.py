@@ -10,7 +10,7 @@ __all__ = ["Copied"]
 
 
 class Copied:
-    """Bytes that crossed the link, by direction. Any thread may count, and any may ask."""
+    """Bytes that crossed the link, by direction. Any thread may count, and any thread may read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,6 +22,6 @@ class Copied:
 
     @property
     def by_direction(self) -> dict[str, int]:
-        """Bytes so far of "h2d" and "d2h"."""
+        """Returns the bytes of "h2d" and "d2h" by now."""
         with self._lock:
             return {queue.value: size for queue, size in self._bytes.items()}

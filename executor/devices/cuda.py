@@ -1,7 +1,7 @@
 """CudaBackend: one CUDA device for the engine's queues.
 
-A thin mapping: code above it, which also runs on `virtual_streams.py` (StreamQueues, Gate), decides what the streams
-are for, which edges they need and when memory is free again. This file has the calls about memory, `cuda_streams.py`
+A thin mapping: the code above it, which also runs on `virtual_streams.py` (StreamQueues, Gate), decides the use of the
+streams, the edges between them and when memory is free again. This file has the calls about memory, `cuda_streams.py`
 the calls about order.
 """
 
@@ -43,8 +43,9 @@ def cuda_device(name: str) -> torch.device:
 
 
 def default_adam_threads() -> int:
-    """Cores for CPU Adam: all cores of the process except one for the training thread and one for the threads that
-    issue copies. More threads than cores slow Adam down (OpenMP barriers) far more than the last core speeds it up."""
+    """Returns the cores for CPU Adam: all cores of the process except one for the training thread and one for the
+    threads that issue copies. More threads than cores slow Adam down (OpenMP barriers) far more than the last core
+    speeds it up."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else (os.cpu_count() or 1)
     return max(1, cores - 2)
@@ -54,11 +55,11 @@ class CudaBackend(CudaStreams):
     """One CUDA device.
 
     adam_threads: torch threads of the queue that updates on the host (None: `default_adam_threads()`).
-    limit_bytes: bytes of the card that this process may use, context included, so that a big card plays a small one:
-        torch refuses what goes beyond it, also to operators.
-    room_bytes: bytes kept free for what no plan counts; more is kept where more was measured (headroom.py).
+    limit_bytes: bytes of the card that this process may use, context included, so that a big card can stand for a small
+        one: torch refuses memory beyond it, also to operators.
+    room_bytes: bytes kept free for uses that no plan counts; more is kept where more was measured (headroom.py).
 
-    Raises PlanError for a limit larger than the card or with no room beside what is on it already, for an allocator
+    Raises PlanError for a limit larger than the card or without room beside the memory in use on it, for an allocator
     with which budgets would not hold (`cuda_blocks.check_allocator`), and while a CUDA graph is captured.
     """
 
@@ -93,8 +94,8 @@ class CudaBackend(CudaStreams):
         self.gate = Gate(self, grow=self._blocks.grow, shrink=self._blocks.shrink)
 
     def _cap(self, limit_bytes: int) -> None:
-        """torch's own limit is for what it reserves itself, workspaces and fragments included; what else is on the card
-        (this process' context, other programs) comes off first."""
+        """Set torch's own limit. It covers the memory that torch reserves, workspaces and fragments included. Other
+        memory on the card (this process' context, other programs) is subtracted first."""
         kept = self.kept
         if limit_bytes <= kept.measured_bytes:
             raise PlanError(
@@ -113,8 +114,8 @@ class CudaBackend(CudaStreams):
         return self._blocks.give_back()
 
     def give_host_back(self) -> None:
-        """Give pinned memory that is not held any more back to the system. Otherwise torch keeps it, also from plans
-        that are over. Memory of a running copy stays. Stops the device."""
+        """Give pinned memory that is not held any more back to the system. torch would keep it, also from plans that
+        are over. Memory of a running copy stays. Stops the device."""
         torch.cuda.synchronize(self.device)
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is None:
@@ -124,12 +125,13 @@ class CudaBackend(CudaStreams):
 
     @property
     def exchanges(self) -> int:
-        """How often memory went back to the driver while plans ran ([Note: reserved bytes] in cuda_blocks.py)."""
+        """Number of times that memory went back to the driver while plans ran ([Note: reserved bytes] in
+        cuda_blocks.py)."""
         return self._blocks.exchanges
 
     @property
     def pool_bytes(self) -> int:
-        """Reserved by the pool of equal blocks."""
+        """Bytes reserved by the pool of equal blocks."""
         return self._blocks.pool_bytes
 
     @property
@@ -150,7 +152,7 @@ class CudaBackend(CudaStreams):
     def host_slab(self, size_bytes: int) -> torch.Tensor:
         try:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:  # cudaHostAlloc's own; torch has no class for it
+        except RuntimeError as error:  # an error of cudaHostAlloc, for which torch has no class
             raise DoesNotFit(
                 policy="the run",
                 place="host",
@@ -173,19 +175,21 @@ class CudaBackend(CudaStreams):
         self._blocks.make_room(self._budget_bytes - payload_bytes)
 
     def available_gpu_bytes(self) -> int | None:
-        """Returns the card, or the limit, less what is on the card beside torch's memory now, and less workspaces."""
+        """Returns the bytes of the card, or the limit, less the memory on the card beside torch's now, and less
+        workspaces."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().measured_bytes)
 
     def plannable_gpu_bytes(self) -> int:
         """Returns the bytes for which a new plan should be made: `available_gpu_bytes` less fragments, and less the
-        bytes by which the room kept is below its minimum."""
+        bytes that the kept room lacks to its minimum."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().kept_bytes)
 
     def _room_now(self) -> Headroom:
         return dataclasses.replace(self.kept, outside_bytes=outside_bytes(self.device))
 
     def idle_bytes(self) -> int:
-        """Returns bytes reserved by torch and unused, beside the pool of payloads, which operators cannot have."""
+        """Returns the bytes that torch has reserved and nobody uses, beside the pool of payloads, which operators
+        cannot use."""
         return self._blocks.idle_bytes()
 
     def undisturbed(self) -> contextlib.AbstractContextManager[object]:

@@ -1,47 +1,47 @@
-"""GPU memory of chunks on CUDA: storages that get and lose their memory in place, from blocks that fit again.
+"""GPU memory of chunks on CUDA: storages that get and lose their memory in place, from blocks of equal size.
 
-[Note: reserved bytes] A plan's budget is what the process may *reserve* on the card, not what its tensors hold: memory
-that torch keeps for later is taken from others all the same. So that the two stay together, payloads of the size that
-moves most (the uniform chunk) come from one private MemPool, in which every block has that size and any free one fits
-any of them. The pool may grow to the budget less the highest tide and what is resident for good: memory that non-model
-data never needs. A steady iteration asks the driver for nothing and gives nothing back. Where operators are refused
-memory all the same (ladder.py), `give_back` replaces the pool by a new one: torch returns the free blocks of a pool
-that nobody holds to the driver, at once or with the next `empty_cache`, and keeps those in use until they are free.
+[Note: reserved bytes] A plan's budget limits the bytes that the process *reserves* on the card, not the bytes of its
+tensors: memory that torch keeps for later is not available to others either. To keep both equal, payloads of the size
+that moves most (the uniform chunk) come from one private MemPool, in which every block has that size and any free block
+fits any of them. The pool may grow to the budget less the highest tide and the payloads that always stay: memory that
+non-model data never needs. A steady iteration asks the driver for nothing and gives nothing back. Where operators are
+refused memory all the same (ladder.py), `give_back` replaces the pool by a new one. torch returns the free blocks of a
+pool without a holder to the driver, at once or with the next `empty_cache`, and the other blocks once they are free.
 
-What does not fit there (other sizes, and room that the plan takes at low tide only) is allocated outside the pool,
-under a stream of its own, so that torch keeps it apart from the user's tensors too. Its free blocks go back to the
-driver when the tide, or another size, needs the room; that stops the device, is counted in `exchanges`, and does not
-happen under a plan of uniform chunks whose payloads and highest tide fit the budget together.
+Other payloads (other sizes, and payloads that fit at low tide only) are allocated outside the pool, under a stream of
+their own, so that torch keeps them apart from the user's tensors too. Their free blocks go back to the driver when the
+tide, or another size, needs the room. That stops the device and is counted in `exchanges`. It does not happen under a
+plan of uniform chunks whose payloads and highest tide fit the budget together.
 
-[Note: exchanges] An exchange also drops what torch keeps for operators, which ask the driver for it again; a plan that
-uses the room of low tide would pay that at every swing of the tide, each time by little. So there are two marks. An
-exchange comes when more than the budget and a slack would be reserved, and it then gives back everything that is free,
-down to the budget or below. Swings smaller than the slack cost none, larger ones one for each slack. The slack comes
-from what the card, or the run's cap, has beyond the budget and the room that is kept (headroom.py): at most two blocks
-or 1/64 of the budget, whichever is more, and nothing where the plan takes all there is.
+[Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again. A
+plan that uses the room of low tide would pay for this at every swing of the tide. So there are two marks. An exchange
+comes when more than the budget and a slack would be reserved, and then gives back everything that is free, down to the
+budget or below. Swings smaller than the slack cost no exchange, larger swings one for each slack. The slack comes from
+the bytes that the card, or the run's cap, has beyond the budget and the kept room (headroom.py): at most two blocks or
+1/64 of the budget, whichever is more, and 0 where the plan takes all bytes.
 
-What keeps the budget is the arena's ledger (bytes in use), the gate (bytes whose work is in flight) and this module
-(bytes that are free). A cap on the whole process (`CudaBackend(limit_bytes=)`) is torch's to keep besides.
+Three parts keep the budget: the arena's ledger (bytes in use), the gate (bytes whose work is in flight) and this module
+(bytes that are free). torch itself keeps a cap on the whole process (`CudaBackend(limit_bytes=)`).
 
-[Note: segments] torch takes memory from the driver in segments: 2 MiB for blocks of up to 1 MiB, 20 MiB for blocks
-below 10 MiB, which are cut from it in multiples of 512 B as long as they fit, and multiples of 2 MiB, one block each,
-above. So blocks are counted by what they take of a segment, and the pool by its segments. With `expandable_segments`
-there is one segment that grows by pages and none of this holds; another allocator than torch's own has no pools:
-`check_allocator` refuses both.
+[Note: segments] torch takes memory from the driver in segments: 2 MiB for blocks of up to 1 MiB; 20 MiB for blocks
+below 10 MiB, which are cut from the segment in multiples of 512 B; for larger blocks multiples of 2 MiB, one block per
+segment. So blocks are counted by the bytes that they take of a segment, and the pool by its segments. With
+`expandable_segments` there is one segment that grows by pages, and none of this holds. An allocator other than torch's
+own has no pools. `check_allocator` refuses both.
 
-[Note: refused beside a pool] While a thread is inside a pool's context, torch (2.11, and those before) does not give
-its cached blocks back to the driver for another thread that is refused memory: an operator then runs out although
-enough is idle. The contexts here last as long as one allocation. An operator that was refused runs once more inside
-`undisturbed`, where no thread is in one (`guard.py`); where operators are not watched yet, `Ladder.recover` keeps the
-plan if as much as was asked for is idle.
+[Note: refused beside a pool] While a thread is inside a pool's context, torch (up to 2.11) does not give its cached
+blocks back to the driver for another thread that is refused memory: an operator then runs out of memory although enough
+is idle. The contexts here last as long as one allocation. An operator that was refused runs once more inside
+`undisturbed`, where no thread is in a pool's context (`guard.py`). Where operators are not watched yet,
+`Ladder.recover` keeps the plan if the requested bytes are idle.
 
-[Note: graphs] While a CUDA graph is captured, the driver allows no thread to take or to give back memory; a pool that
-is dropped meanwhile can end the process, as its destructor cannot raise. A capture in the thread that asks is seen and
-refused with PlanError. One in another thread cannot be seen from here: capture graphs before `prepare` or after
-`session.close()`. Graphs that were captured before have pools of their own and stay valid.
+[Note: graphs] While a CUDA graph is captured, the driver allows no thread to take or to give back memory. A pool that
+is dropped meanwhile can end the process, because its destructor cannot raise. A capture in the calling thread is
+detected and refused with PlanError. A capture in another thread cannot be detected: capture graphs before `prepare` or
+after `session.close()`. Graphs that were captured before have pools of their own and stay valid.
 
-[Note: torch versions] `torch.cuda.use_mem_pool` concerns the current thread from torch 2.8 on and every thread before,
-where a context by stream is used instead. Both refuse to be entered twice for one pool, hence the lock.
+[Note: torch versions] `torch.cuda.use_mem_pool` applies to the current thread from torch 2.8 on. Before, it applied to
+every thread, and a context by stream is used instead. Both refuse to be entered twice for one pool, hence the lock.
 """
 
 from __future__ import annotations
@@ -68,21 +68,21 @@ __all__ = ["Blocks", "PoolShape", "block_bytes", "check_allocator", "check_no_ca
 log = logging.getLogger("executor")
 
 MIB = 1 << 20
-# torch reads the settings once, from either variable, when the process first uses them.
+# torch reads the settings once, from either variable, when the process first allocates.
 _UNSET = (
     "Before Python starts, take {0} out of PYTORCH_CUDA_ALLOC_CONF and of PYTORCH_ALLOC_CONF, or remove both: unset "
     "PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF"
 )
-PoolShape = tuple[int, int]  # bytes of a block, bytes the pool may grow to
+PoolShape = tuple[int, int]  # bytes of a block, most bytes of the pool
 
 
 def block_bytes(size: int) -> int:
-    """What a block of this size takes of its segment. See [Note: segments]."""
+    """Returns the bytes that a block of this size takes of its segment. See [Note: segments]."""
     return _up(size, 2 * MIB) if size >= 10 * MIB else _up(max(size, 1), 512)
 
 
 def segment_of(block: int) -> tuple[int, int]:
-    """(bytes of the segment that torch takes from the driver for such a block, how many of them it holds)."""
+    """Returns (bytes of the segment that torch takes from the driver for such a block, number of such blocks in it)."""
     if block >= 10 * MIB:
         return _up(block, 2 * MIB), 1
     segment = 2 * MIB if block <= MIB else 20 * MIB
@@ -94,7 +94,7 @@ def _up(size: int, step: int) -> int:
 
 
 def check_allocator() -> None:
-    """Raise PlanError where torch's memory is not managed as this module reckons. Before anything is allocated."""
+    """Raise PlanError where torch does not manage memory as this module assumes. Call before anything is allocated."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
@@ -125,8 +125,8 @@ def check_no_capture(what: str) -> None:
 
 
 def pool_shape(plan: Plan) -> PoolShape:
-    """(bytes of a block, bytes left) of the pool of equal blocks: the payload size that comes and goes most often, and
-    the bytes left by the highest tide and by payloads that always stay."""
+    """Returns (bytes of a block, most bytes) of the pool of equal blocks. The block is the payload size that comes and
+    goes most often; the bytes are those left by the highest tide and by payloads that always stay."""
     moves: dict[tuple[int, str], int] = {}
     for step in plan.steps:
         if step.chunk is None:
@@ -135,7 +135,7 @@ def pool_shape(plan: Plan) -> PoolShape:
             if found is not None and found[0].place is Place.GPU:
                 key = found[0].chunk, found[0].list
                 moves[key] = moves.get(key, 0) + 1
-    if not plan.steps:  # everything on demand
+    if not plan.steps:  # a plan without copies: every fetch is on demand
         moves = {(chunk.index, "param"): 1 for chunk in plan.layout.chunks}
     counts: dict[int, int] = {}
     for (chunk, list_name), count in moves.items():
@@ -164,10 +164,10 @@ def _storage_bytes(plan: Plan, chunk: int, list_name: str) -> int:
 class Blocks:
     """Memory of payloads on one device. Every method may be called from any thread.
 
-    pool_bytes: what the pool of equal blocks has reserved.
-    exchanges: how often cached memory went back to the driver because something else needed the room.
+    pool_bytes: bytes that the pool of equal blocks has reserved.
+    exchanges: number of times that cached memory went back to the driver because another use needed the room.
     slack_bytes: see [Note: exchanges].
-    kept_bytes: bytes of the pool that torch kept the last time it was asked to give them back.
+    kept_bytes: bytes of the pool that torch kept at the last request to give them back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -189,8 +189,11 @@ class Blocks:
         self._pool: Any = None
 
     def expect(self, shape: PoolShape, budget_bytes: int, *, beyond_bytes: int = 0) -> None:
-        """Prepare for a plan with these figures. The pool of an earlier plan is kept if its block is the same and it is
-        no larger than it may be now. beyond_bytes: bytes that could be reserved beyond the budget."""
+        """Prepare for a plan with these figures. The pool of an earlier plan is kept if its block is the same and the
+        pool does not exceed its new limit.
+
+        beyond_bytes: bytes that could be reserved beyond the budget.
+        """
         with self._lock:
             if shape[0] != self._block or self.pool_bytes > shape[1]:
                 self._replace_pool(shape[0])
@@ -199,8 +202,8 @@ class Blocks:
             self.slack_bytes = min(beyond_bytes, max(2 * shape[0], budget_bytes // 64))
 
     def give_back(self) -> int:
-        """Give the free memory of payloads back to the driver, also the pool's, so that operators can have it. Returns
-        the bytes by which less is reserved then. Stops the device. See [Note: reserved bytes]."""
+        """Give the free memory of payloads, also the pool's, back to the driver, so that operators can have it. Returns
+        the bytes by which the reserved memory shrinks. Stops the device. See [Note: reserved bytes]."""
         with self._lock:
             free = self._free_blocks * self._block
             before = torch.cuda.memory_reserved(self.device)
@@ -209,7 +212,7 @@ class Blocks:
             self._exchange()
             given = max(0, before - torch.cuda.memory_reserved(self.device))
             self.kept_bytes = max(0, free - given)
-            if self.kept_bytes and segment_of(self._block)[1] == 1:  # else a block in use holds those beside it
+            if self.kept_bytes and segment_of(self._block)[1] == 1:  # else blocks in use keep free blocks beside them
                 log.warning(
                     "torch %s keeps %d bytes of a memory pool that nobody uses: operators cannot have them",
                     torch.__version__, self.kept_bytes,
@@ -226,16 +229,17 @@ class Blocks:
         self._in_pool.clear()
         self.pool_bytes = self._free_blocks = 0
         with torch.cuda.device(self.device):
-            self._pool = None  # torch gives the free blocks of a pool without a holder back
+            self._pool = None  # without a holder: torch gives the pool's free blocks back
             self._pool = torch.cuda.MemPool() if block else None
 
     @property
     def loose_free_bytes(self) -> int:
-        """Bytes reserved outside the pool that are of no use at present."""
+        """Bytes that are reserved outside the pool and not in use."""
         return sum(size * count for size, count in self._loose_free.items()) + self._former_free_bytes
 
     def grow(self, payload: torch.Tensor) -> None:
-        """Memory for a payload that has none. Raises OutOfMemory, nothing changed, if the device has none left."""
+        """Give memory to a payload that has none. Raises OutOfMemory, with nothing changed, if the device has none
+        left."""
         storage = payload.untyped_storage()
         size = payload.numel() * payload.element_size()
         block = block_bytes(size)
@@ -253,7 +257,7 @@ class Blocks:
             self._loose_held_bytes += block
 
     def shrink(self, payload: torch.Tensor) -> None:
-        """Take the memory away. Nothing on the device may use it any more."""
+        """Take the payload's memory away. No work on the device may use the memory any more."""
         storage = payload.untyped_storage()
         with self._lock:
             size = storage.nbytes()
@@ -271,7 +275,8 @@ class Blocks:
                 self._loose_free[block] += 1
 
     def payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor on a storage of its own without memory (it has some for a moment: torch makes no other)."""
+        """Returns a tensor on a storage of its own without memory. The storage has memory for a moment, because torch
+        cannot make it otherwise."""
         made: list[torch.Tensor] = []
         size = numel * dtype.itemsize
         block = block_bytes(size)
@@ -293,7 +298,7 @@ class Blocks:
         return made[0]
 
     def make_room(self, others_bytes: int) -> None:
-        """Non-model data may need this many bytes: free memory outside the pool is given back if that takes room."""
+        """Make room for this many bytes of non-model data: free memory outside the pool is given back if necessary."""
         with self._lock:
             free = self.loose_free_bytes
             held = self.pool_bytes + self._loose_held_bytes + free
@@ -301,7 +306,7 @@ class Blocks:
                 self._exchange()
 
     def idle_bytes(self) -> int:
-        """Returns bytes reserved and unused, without the pool's own free blocks."""
+        """Returns the bytes that are reserved and unused, without the pool's own free blocks."""
         with self._lock:
             return self._idle_bytes()
 
@@ -311,7 +316,8 @@ class Blocks:
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Inside, no payload gets memory and no thread is inside the pool. See [Note: refused beside a pool]."""
+        """Inside this context, no payload gets memory and no thread is inside the pool. See [Note: refused beside a
+        pool]."""
         with self._lock:
             yield
 
@@ -368,7 +374,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def _routed(self, pooled: bool) -> Iterator[None]:
-        """A context in which allocations go to the pool: [Note: torch versions]."""
+        """A context in which allocations come from the pool: [Note: torch versions]."""
         if not pooled:
             yield
             return
@@ -376,7 +382,7 @@ class Blocks:
             yield
 
     def close(self) -> None:
-        """Give the pool's memory back to the driver, when every payload is gone."""
+        """Give the pool's memory back to the driver, once every payload is gone."""
         check_no_capture("a run ends")
         with self._lock:
             self._pool = None

@@ -1,13 +1,13 @@
 """CudaStreams: queues as CUDA streams and events, and the work that is issued to them.
 
 Copies run on persistent streams of high priority, between pinned slabs and chunk storages, without blocking the host.
-The compute queue is whatever stream is current in the thread that asks, asked anew each time: autograd runs each
-backward function on the stream of its forward, in a thread of its own, and users have streams of theirs.
+The compute queue is the current stream of the calling thread, read anew at each call: autograd runs each backward
+function on the stream of its forward, in a thread of its own, and users have streams of their own.
 
-[Note: two clocks] Events know the milliseconds between two of them, in single precision and by the device's clock,
-which drifts against the host's. So times are counted from a point taken in both clocks, and every ten seconds a new one
-is taken, on a stream that never has anything to do, so that it happens when it is issued and nobody has to wait for it;
-it counts for events that come well after it.
+[Note: two clocks] CUDA gives the milliseconds between two events, in single precision and by the device's clock, which
+drifts against the host's. So times are counted from a point that is taken in both clocks. Every ten seconds a new point
+is taken, on a stream without other work, so that the point happens when it is issued and no thread has to wait for it.
+The new point is used for events that come well after it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["CudaStreams"]
 
 _SIDE = (Queue.H2D, Queue.D2H, Queue.NET, Queue.ADAM)
 _REBASE_S = 10.0
-_HIGH = -1  # copies before kernels; CUDA takes the nearest priority it has
+_HIGH = -1  # copies before kernels; CUDA uses the nearest priority that it has
 
 
 class _Zero:
-    """A point in both clocks, taken on a stream that has nothing to do."""
+    """A point in both clocks, taken on a stream without other work."""
 
     def __init__(self, stream: Any) -> None:
         self.event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -44,9 +44,9 @@ class _Zero:
 
 
 class CudaStreams:
-    """The streams of one CUDA device.
+    """The streams of one CUDA device. `backend.StreamBackend` describes the methods.
 
-    adam_threads: torch threads of the queue that updates on the host. `backend.StreamBackend` describes the methods.
+    adam_threads: torch threads of the queue that updates on the host.
     """
 
     host_queues = frozenset({Queue.ADAM, Queue.NVME})
@@ -65,7 +65,7 @@ class CudaStreams:
             }
             self._idle: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._zero = _Zero(self._idle)
-            self._zero.event.synchronize()  # its first use takes longer
+            self._zero.event.synchronize()  # the first use of an event takes longer
             self._zero = _Zero(self._idle)
             self._next_zero: _Zero | None = None
 
@@ -80,12 +80,12 @@ class CudaStreams:
         self._copied.count(direction, target.numel() * 4)
         if direction is Queue.H2D:
             target.copy_(source.to(self.device, torch.float32, non_blocking=True))
-        else:  # cast on the host once it is there, so this thread waits for it
+        else:  # cast on the host after the copy, so this thread waits for the copy
             target.copy_(source.float().cpu())
         self._off_plan(direction)
 
     def _off_plan(self, direction: Queue) -> None:
-        """A copy that was not issued by its queue: it goes to the current stream, after everything issued there, and is
+        """Make a copy that its queue did not issue. It goes to the current stream, after all work issued there, and is
         waited for."""
         if self.queue is not direction:
             torch.cuda.current_stream(self.device).synchronize()
@@ -131,7 +131,7 @@ class CudaStreams:
             for other in touched:
                 if other != stream:
                     stream.wait_stream(other)
-        # blocking: a thread that waits for it sleeps, and leaves its core to CPU Adam
+        # blocking: a thread that waits for the event sleeps, and leaves its core to CPU Adam
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event

@@ -1,19 +1,19 @@
-"""Gate: gpu memory that is given back while work which uses it may still be in flight.
+"""Gate: gpu memory that is given back while work that uses it may still be in flight.
 
-With streams a step is *issued* long before it *happens*. The plan's edges order what happens. Which memory an allocator
-hands out next is decided when work is issued, and not by the plan. So memory that is given back passes through the
-gate: it returns to the allocator only once the event of its last use is complete.
+With streams a step is *issued* long before it *happens*. The plan's edges order when steps happen. But an allocator
+decides when work is issued which memory it hands out next, without regard to the plan. Therefore memory that is given
+back passes through the gate: it returns to the allocator only once the event of its last use is complete.
 
-[Note: no deadlock] A take may have to wait for an event of what was given back. That always ends: an event is recorded
-after the work it stands for was issued, this work waits only for events that were recorded before, and so on down to
-work that waits for nothing. No event depends on anything that is still to be issued, hence none on the thread that
-waits or on a lock it holds. When nothing is pending any more the bytes held are those of the arena's ledger, which has
-allowed the take.
+[Note: no deadlock] A take may have to wait for the event of memory that was given back. The wait always ends. An event
+is recorded after the work it stands for was issued, and this work waits only for events that were recorded before, and
+so on down to work that waits for nothing. No event depends on work that is still to be issued, hence none depends on
+the waiting thread or on a lock that it holds. When nothing is pending any more, the bytes held are those of the arena's
+ledger, which has allowed the take.
 
-[Note: who waits] A thread of a side queue waits on the host: it has nothing else to do, and by then a block that is
+[Note: who waits] A thread of a side queue waits on the host: it has no other work, and afterwards a block that is
 really free can be chosen. The thread that issues compute must not stop. It makes its stream wait for the oldest event
-and takes that block at once ("early"); as the allocator may give the block to anybody, every later take makes its
-stream wait too, until the event is complete.
+and takes that block at once ("early"). The allocator may give the early block to any later take, so every later take
+makes its stream wait too, until the event is complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Gate", "Streams"]
 
 
 class Streams(Protocol):
-    """What the gate needs of a backend; see StreamBackend."""
+    """The part of a backend that the gate needs; see StreamBackend."""
 
     def record(self, queue: Queue) -> Any: ...
 
@@ -52,13 +52,13 @@ class _Pending:
 
 
 class Gate:
-    """Payloads' memory by storage.
+    """The gate for the memory of payloads, by storage.
 
     grow, shrink: give a payload's storage its memory, take it away.
     held_bytes: bytes of payloads in use.
     pending_bytes: bytes that were given back and are not yet free.
-    host_waits: how often a take waited on the host.
-    stream_waits: how often a take made its stream wait instead.
+    host_waits: number of takes that waited on the host.
+    stream_waits: number of takes that made their stream wait instead.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Gate:
 
     def take(self, payload: torch.Tensor, queue: Queue) -> None:
         """Give the payload its memory, for work that `queue` issues from now on. Raises OutOfMemory where the device
-        has none, also when everything given back is free."""
+        has none even when all memory given back is free."""
         key, size = _key(payload), payload.numel() * payload.element_size()
         while True:
             with self._lock:
                 self._collect()
                 kept = self._pending.pop(key, None)
-                if kept is not None:  # its memory is still its own
+                if kept is not None:  # the payload still has its memory
                     self.pending_bytes -= size
                     self._hold(key, size)
                     self._streams.wait_event(queue, kept.event)
@@ -95,7 +95,7 @@ class Gate:
                     try:
                         self._grow(payload)
                     except OutOfMemory:
-                        oldest = next(iter(self._pending.values()), None)  # the device has less than was believed
+                        oldest = next(iter(self._pending.values()), None)  # the device has less memory than was assumed
                         if oldest is None:
                             raise
                     else:
@@ -106,8 +106,8 @@ class Gate:
             self._wait(queue, oldest)
 
     def give(self, payload: torch.Tensor, queue: Queue) -> None:
-        """Take the payload's memory away once everything issued to `queue` so far has happened. Nothing if it has
-        none."""
+        """Take the payload's memory away once all work issued to `queue` by now has happened. Does nothing for a
+        payload without memory."""
         key = _key(payload)
         with self._lock:
             size = self._held.pop(key, None)
@@ -129,7 +129,7 @@ class Gate:
             self._wait(queue, oldest)
 
     def flush(self) -> None:
-        """Return when everything given back is free."""
+        """Return when all memory given back is free."""
         while True:
             with self._lock:
                 self._collect()
@@ -139,7 +139,7 @@ class Gate:
             self._streams.synchronize(oldest.event)
 
     def abandon(self) -> None:
-        """Free everything given back without asking: the streams are gone."""
+        """Free all memory given back without asking its events: the streams are gone."""
         with self._lock:
             for key in list(self._pending):
                 self._free(key)
@@ -171,7 +171,7 @@ class Gate:
                 self._early.append(oldest.event)
 
     def _collect(self) -> None:
-        """Free what is pending and complete."""
+        """Free the pending memory whose events are complete."""
         for key in [key for key, row in self._pending.items() if self._streams.query(row.event)]:
             self._free(key)
         if self._early:

@@ -1,12 +1,12 @@
-"""Room: memory that a run leaves free on a card for uses that no plan counts.
+"""Headroom: memory that a run leaves free on a card for uses that no plan counts.
 
-The driver's context (kernels that are loaded when they are first needed included), the workspaces that cuBLAS takes
-through torch's allocator, one for each thread and stream that multiplies, and the allocator's fragments. The first two
-are measured when a run begins, after products forward and backward in fp32 and bf16, as a training thread and
-backward's own thread make them. Fragments cannot be measured before the run. Other programs on the card cannot be told
-from the context, and are left their memory with it.
+There are three such uses: the driver's context (including kernels that are loaded when they are first needed); the
+workspaces that cuBLAS takes through torch's allocator, one for each thread and stream that multiplies; and the
+allocator's fragments. The first two are measured when a run begins, after products forward and backward in fp32 and
+bf16, as a training thread and backward's own thread make them. Fragments cannot be measured before the run. Other
+programs on the card cannot be told from the context, and their memory is left to them with it.
 
-A new plan leaves all of these bytes free, and at least 1 GiB. A plan that exists is refused only because of measured
+A new plan leaves all of these bytes free, and at least 1 GiB. An existing plan is refused only because of measured
 bytes.
 """
 
@@ -31,7 +31,7 @@ class Headroom:
 
     outside_bytes: bytes on the card that are not torch's: the context of this process, other programs.
     workspace_bytes: workspaces of cuBLAS, in torch's memory.
-    least_bytes: bytes kept free in all, where less was measured.
+    least_bytes: bytes kept free in all, where the measured bytes are fewer.
     """
 
     outside_bytes: int
@@ -44,7 +44,7 @@ class Headroom:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes kept free, of the card or of a run's cap on it; a plan is made without them."""
+        """Bytes kept free, of the card or of a run's cap on it. A plan is made without them."""
         return max(self.least_bytes, self.measured_bytes + FRAGMENT_BYTES)
 
     def __str__(self) -> str:
@@ -62,11 +62,11 @@ def outside_bytes(device: torch.device) -> int:
 
 
 def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Headroom:
-    """Multiply, and measure the memory that this takes. Stops the device."""
+    """Multiply, and measure the memory that the products take. Stops the device."""
     torch.cuda.synchronize(device)
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if forget is not None:
-        forget()  # else those of an earlier product would be held already, and none would be seen
+        forget()  # else workspaces of earlier products would be held already, and no new ones seen
     before = int(torch.cuda.memory_allocated(device))
     _multiply(device)
     torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
 """Models that are built without memory for their parameters.
 
-[Note: buffers on meta] Buffers that a state_dict holds come from the file that parameters come from. Others (rotary
-frequencies, masks) are computed when the module is built, and only the module knows how; so they must not be on
+[Note: buffers on meta] Buffers in the state_dict come from the same file as the parameters. Other buffers (rotary
+frequencies, masks) are computed when the module is built, and only the module can compute them; so they must not be on
 meta.
 """
 
@@ -17,10 +17,11 @@ __all__ = ["parameters_on_meta"]
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Inside, a module that is built keeps no memory for its parameters; its buffers are real.
+    """Inside this context, a module that is built keeps no memory for its parameters; its buffers are real.
 
-    Each parameter goes to the meta device as soon as it is registered, so that building needs the room of the largest
-    one at most, and initialisation writes nothing. Works for any module that does not read its parameters' values.
+    Each parameter goes to the meta device as soon as it is registered. Building therefore needs at most the room of the
+    largest parameter, and initialisation writes nothing. Works for any module that does not read its parameters'
+    values.
     """
     register = nn.Module.register_parameter
 

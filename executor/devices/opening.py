@@ -1,4 +1,4 @@
-"""Opening the accelerator of `device="..."`, placement checks of a model, and moving its buffers."""
+"""Opening: opens the accelerator of `device="..."`, checks the placement of a model, and moves its buffers."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def is_cuda(device: str) -> bool:
 
 
 def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
-    """Returns the accelerator of that name: "virtual", "cuda" or "cuda:N". Raises PlanError for one that is unknown or
-    not there, and for options that it cannot have."""
+    """Returns the accelerator of that name: "virtual", "cuda" or "cuda:N". Raises PlanError for a device that is
+    unknown or missing, and for options that it does not have."""
     if device != "virtual":
         if options.bandwidth is not None:
             raise PlanError(
@@ -72,11 +72,11 @@ def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
 
 
 def check_placement(model: nn.Module, device: torch.device) -> torch.device:
-    """Returns the device of the model's parameters, which are moved from there into chunks. Raises ContractError for a
-    model on several devices, or on another device than the host, meta or the run's.
+    """Returns the device of the model's parameters, from which they are moved into chunks. Raises ContractError for a
+    model on several devices, or on a device other than the host, meta or the run's.
 
     Build a model on the host: a model worth offloading does not fit the device, and its values go to host chunks
-        anyway. A model that is on the device already is accepted too.
+    anyway. A model that is on the device already is accepted too.
     """
     found = {parameter.device for parameter in model.parameters()}
     values = {where for where in found if where.type != "meta"}
@@ -92,13 +92,13 @@ def check_placement(model: nn.Module, device: torch.device) -> torch.device:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Move every buffer to the device, a shared one once. Returns a function that moves the buffers back, with the
-    values of the time of its call."""
+    """Move every buffer to the device, a shared buffer once. Returns a function that moves the buffers back, with their
+    values at the time of that call."""
     before: dict[torch.Tensor, torch.device] = {}
 
     def move(to: Callable[[torch.Tensor], torch.Tensor]) -> None:
         moved: dict[int, torch.Tensor] = {}
-        kept: list[torch.Tensor] = []  # so that no id is used twice
+        kept: list[torch.Tensor] = []  # keeps the buffers alive, so that no id is used twice
         for module in model.modules():
             for name, buffer in buffer_table(module).items():
                 if buffer is not None:
@@ -119,7 +119,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> Callable[[], None]:
 
 
 def synchronized(device: torch.device, clock: Callable[[], float]) -> Callable[[], float]:
-    """Returns a clock that is read once the device has done all work given to it."""
+    """Returns a clock that waits until the device has done all its work before each reading."""
     if device.type != "cuda":
         return clock
 

@@ -1,10 +1,10 @@
-"""What torch 2.6 to 2.8 lack.
+"""Functions that torch 2.6 to 2.8 lack.
 
-- Which hooks on saved tensors are in force in this thread. Newer versions answer that. For older ones the two functions
-  that push and pop such hooks are wrapped when the executor is imported, and hooks are counted per thread.
+- Which hooks on saved tensors are in force in this thread. Newer versions have a function for it. For older ones the
+  two functions that push and pop such hooks are wrapped when the executor is imported, and hooks are counted per thread.
 - A CUDA memory pool for the allocations of one thread. Older versions have a pool per stream.
-- Whether the compiler watches this thread. In older versions each call of the function that tells loses a reference to
-  what it returns (None as a rule), until that is freed and the process dies; the function is never called there.
+- Whether the compiler watches this thread. In older versions each call of torch's function for it loses a reference to
+  the result (None as a rule), until None is freed and the process dies; the function is never called there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SavedHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
-    """Wrap the two functions of `where` (torch._C._autograd) so that their calls are counted. Returns the function that
-    tells which hooks are in force."""
+    """Wrap the two functions of `where` (torch._C._autograd) so that their calls are counted. Returns a function that
+    returns the hooks in force."""
     mine = threading.local()
     push, pop = getattr(where, _PUSH), getattr(where, _POP)
 
@@ -53,8 +53,8 @@ def watch_hooks(where: Any) -> Callable[[], SavedHooks | None]:
 
 
 def compiler_watches() -> Callable[[], object] | None:
-    """Returns a function that returns None while the compiler does not watch this thread; None in versions without
-    one."""
+    """Returns a function that returns None while the compiler does not watch this thread. Returns None in torch
+    versions without such a function."""
     if not _WATCH_COUNTS:
         return None
     ask: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -64,7 +64,7 @@ def compiler_watches() -> Callable[[], object] | None:
 if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
 
     def saved_tensor_hooks() -> SavedHooks | None:
-        """(pack, unpack) that what autograd saves now goes through; None without."""
+        """Returns (pack, unpack) of the hooks through which tensors saved now go; None without hooks."""
         hooks: SavedHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return hooks
 
@@ -74,8 +74,8 @@ else:
 
 @contextlib.contextmanager
 def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
-    """Inside, memory that this thread allocates on the device comes from the pool (torch.cuda.MemPool). Where torch is
-    older than 2.8, this holds for the current stream."""
+    """Inside this context, memory that this thread allocates on the device comes from the pool (torch.cuda.MemPool). In
+    torch before 2.8 this holds for the current stream."""
     c: Any = torch._C
     if hasattr(c, "_cuda_beginAllocateCurrentThreadToPool"):
         with torch.cuda.use_mem_pool(pool, device):

@@ -1,7 +1,7 @@
 """Private names of torch that the executor needs, each in one function or constant.
 
-All of these are older than torch 2.6, the oldest version that the executor runs on, unless their docstring says
-otherwise. torch26.py has what differs in 2.6 and 2.7.
+All of them are older than torch 2.6, the oldest version that the executor runs on, unless their docstring says
+otherwise. torch26.py has the differences of 2.6 and 2.7.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "writes_in_place",
 ]
 
-# Operators as a dispatch mode sees them. ATen begins the names of those that no user calls with an underscore.
+# Operators as a dispatch mode sees them. ATen's names of operators that users do not call begin with an underscore.
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense  # tensor.item()
 TO_COPY = torch.ops.aten._to_copy  # tensor.to() another dtype or device
 UNSAFE_VIEW = torch.ops.aten._unsafe_view
@@ -51,21 +51,21 @@ GROUPED_MM: Any = getattr(torch.ops.aten, "_grouped_mm", None)  # torch 2.6 lack
 
 
 def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
-    """Address of the C++ storage of a tensor (or itself): the same for every view, and for no other storage as long as
-    this one lives. Raises NotImplementedError or RuntimeError for a tensor without storage (sparse, ...)."""
+    """Returns the address of the C++ storage of a tensor (or of the given storage). It is the same for every view, and
+    differs from that of any other storage as long as this one lives. Raises NotImplementedError or RuntimeError for a
+    tensor without storage (sparse, ...)."""
     storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
     return int(storage._cdata)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns the number of times that the tensor, or another view of it, was written in place; autograd compares
-    it."""
+    """Returns the number of in-place writes to the tensor and to other views of its storage; autograd compares it."""
     return tensor._version
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Returns name -> parameter that the module itself owns, None where it registered none. The module's own dict: what
-    is written there is what the module has."""
+    """Returns name -> parameter that the module itself owns, None where it registered none. It is the module's own
+    dict: writing to it changes the module."""
     return module._parameters
 
 
@@ -85,7 +85,7 @@ def writes_in_place(operator: Any) -> bool:
 
 
 def node_class(function: type[torch.autograd.Function]) -> type:
-    """Class of the nodes that the function puts into a graph."""
+    """Returns the class of the nodes that the function puts into a graph."""
     found: type = function._backward_cls
     return found
 
@@ -94,8 +94,8 @@ _CALL = "_call_impl"
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """Returns the function that `module(...)` calls, which runs its hooks and its forward. A wrapper of this function,
-    unlike one of `forward`, has the hooks inside."""
+    """Returns the function that `module(...)` calls, which runs the hooks and the forward. A wrapper of this function,
+    unlike a wrapper of `forward`, has the hooks inside."""
     found: Callable[..., Any] = getattr(module, _CALL)
     return found
 
@@ -119,7 +119,7 @@ def override(module: nn.Module, name: str, value: object) -> Callable[[], None]:
 
 
 def all_gather(group: Any, into: torch.Tensor, mine: torch.Tensor, options: Any) -> Any:
-    """Begin to fill `into` [ranks * n] with every rank's `mine` [n]; returns the work."""
+    """Begin to fill `into` [ranks * n] with every rank's `mine` [n]. Returns the work."""
     return group._allgather_base(into, mine, options)
 
 
@@ -130,18 +130,19 @@ def reduce_scatter(group: Any, into: torch.Tensor, whole: torch.Tensor, options:
 
 
 def default_store() -> Any:
-    """Returns the key-value store that the processes of the job met in."""
+    """Returns the key-value store through which the processes of the job met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def limit_nccl(options: Any, limit: timedelta) -> None:
-    """Limit the seconds that a collective may take; NCCL's group takes the limit in its options alone."""
+    """Limit the seconds that a collective may take. NCCL's group takes the limit only in its options."""
     options._timeout = limit
 
 
 def modes_of_thread() -> contextlib.AbstractContextManager[None]:
-    """What torch keeps for the calling thread, to be entered once in another: grad mode, autocast, dispatch modes and
-    function modes (a default device is one), the current CUDA device and stream."""
+    """Returns a context with torch's settings of the calling thread, to be entered once in another thread: grad mode,
+    autocast, dispatch modes and function modes (a default device is a function mode), the current CUDA device and
+    stream."""
     grad = torch.is_grad_enabled()
     casts = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())

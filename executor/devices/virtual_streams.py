@@ -1,13 +1,13 @@
 """VirtualStreams: an accelerator in host memory whose copies happen later, on streams of their own.
 
-The counterpart of CUDA's streams, with nothing mocked: each copy queue, and the queue of collectives between ranks, has
-a thread that does what was issued to it in order, copies last as long as the link's bandwidth says, events are complete
-when their stream gets there, and memory given back is gated by them. Every hazard of streams exists here for real (a
+The counterpart of CUDA's streams, with nothing mocked. Each copy queue, and the queue of collectives between ranks, has
+a thread that does its work in the order of issue. Copies last as long as the link's bandwidth says. Events are complete
+when their stream reaches them, and they gate memory that is given back. Every hazard of streams exists here for real (a
 read before the copy arrived, a block given back while a copy reads it, an event waited for before it was recorded), so
-a wrong edge gives wrong data.
+that a wrong edge gives wrong data.
 
-The compute queue is the user's thread, which computes as it issues; making it wait for an event is waiting. How far an
-accelerator would be behind its host is played by `delays` (compute events are then complete only later).
+The compute queue is the user's thread, which computes as it issues; when it waits for an event, the thread waits.
+`delays` simulates how far an accelerator is behind its host (compute events are then complete only later).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STREAMS = (Queue.H2D, Queue.D2H, Queue.NET)
 class VirtualEvent:
     """A point of a stream.
 
-    failure: what the stream died of before it got there.
+    failure: the error that ended the stream before this point.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class VirtualEvent:
 
 
 class _Stream:
-    """A thread that does what it is given in order. After an error it only completes events, with that error."""
+    """A thread that works in the order of issue. After an error it only completes events, with that error."""
 
     def __init__(self, name: str, delay: Callable[[], float], sleep: Callable[[float], None]) -> None:
         self._issued: queues.SimpleQueue[Callable[[], object] | VirtualEvent | None] = queues.SimpleQueue()
@@ -86,19 +86,19 @@ class _Stream:
                         self._sleep(seconds)
                     if not isinstance(work, VirtualEvent):
                         work()
-            except BaseException as error:  # raised again by whoever waits for an event of this stream
+            except BaseException as error:  # each wait for an event of this stream raises it again
                 self._failure = error
             if isinstance(work, VirtualEvent):
                 work.complete(time.perf_counter(), self._failure)
-            del work  # its tensors are not held while nothing is issued
+            del work  # releases its tensors while nothing is issued
 
 
 class VirtualStreams(VirtualBackend):
     """See the module. Arguments as for VirtualBackend, and:
 
-    delays: seconds that the stream of a queue waits before each thing it does, asked each time; for compute, how much
-        later its events are complete.
-    poison: memory that is taken holds NaN, so that a read before the copy is seen.
+    delays: seconds that the stream of a queue waits before each piece of work, asked each time; for compute, the delay
+        of its events.
+    poison: whether memory that is taken holds NaN, so that a read before the copy shows.
     """
 
     name = "virtual streams"
