@@ -1,9 +1,9 @@
-"""Session: a model under a plan. It puts the parts together and holds them.
+"""Session: a model under a plan. It joins the parts of the executor and holds them.
 
-The user's thread is the compute queue, the other queues run by themselves (`queues/`). What the training loop does
-comes in through `session/loop.py`; what may come next is one table, `session/cursor.py`; an iteration on plan is
-carried out by `session/following.py`, one that left it by `off_plan/demand.py`. `contract.py` says what a loop may do
-at all.
+The user's thread is the compute queue; the other queues run by themselves (`queues/`). `session/loop.py` receives the
+acts of the training loop. `session/cursor.py` is the one table of acts that may come next. `session/following.py`
+carries out an iteration on plan, `off_plan/demand.py` an iteration that left the plan. `contract.py` says what a loop
+may do.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ log = logging.getLogger("executor")
 class SessionOptions:
     """Options of a session.
 
-    hyper: gives the settings of the optimizer's groups as they are now.
+    hyper: returns the current settings of the optimizer's groups.
     max_grad_norm: see `session.updates`.
     eager: whether updates run inside backward.
     capture, skeleton: see `session.batches.Shapes`.
@@ -94,9 +94,9 @@ class Session:
 
     Attributes:
         deviations: number of iterations or events that left the plan.
-        deviation_log: the last of them, in words.
-        iteration: number of the current or next one, from 0.
-        hooks, on_close: what `close` undoes; see `lifetime/ending.py`.
+        deviation_log: the latest deviations, in words.
+        iteration: number of the current or next iteration, from 0.
+        hooks, on_close: functions that `close` calls to undo changes; see `lifetime/ending.py`.
         watches: counters that are told of each moment on plan.
     """
 
@@ -118,29 +118,29 @@ class Session:
         self.backend = backend
         self.options = options
         self.scaling = options.scaling
-        self.home = torch.device("cpu")  # where the model was, and will be after `close`; prepare sets it
+        self.home = torch.device("cpu")  # the model's device before `prepare` and after `close`; prepare sets it
         self.iteration = 0
-        self.iterations_before = 0  # done by runs that this one goes on from
-        self.now = Iteration(number=-1)  # the current one; between two, the one that ended last
+        self.iterations_before = 0  # iterations of earlier runs that this run continues
+        self.now = Iteration(number=-1)  # the current one; between two iterations, the one that ended last
         self.cursor = Cursor()
         self.at_work = AtWork()
         self.held = False  # the queues stay paused until there is a new plan
-        self.renewing = False  # values are on their way into the chunks of a new plan
+        self.renewing = False  # values are moving into the chunks of a new plan
         self.closed = False
         self.replan_after = options.replan_after
         self.deviations = 0
         self.deviation_log: deque[str] = deque(maxlen=100)
         self.on_close: list[Callable[[], object]] = []
         self.watches: list[Watching] = []
-        self.first: FirstIteration | None = None  # until the tide is compared; its report stays
+        self.first: FirstIteration | None = None  # counts until the tide is compared; its report stays
         self.warming: WarmUp | None = None
         self.guard: Guard | None = None
-        self.weights_note = ""  # where the values came from, in words
+        self.weights_note = ""  # origin of the values, in words
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None  # prepare sets it
         self._driver: Driver | None = None
         self.resources = Resources(backend, ranks)
         dropped = weakref.finalize(self, self.resources.let_go)
-        dropped.atexit = False  # the interpreter's end is `prepare`'s matter
+        dropped.atexit = False  # `prepare` handles the interpreter's end
         self.ending = Ending(self, dropped)
         self.absent = None if ranks is None or options.eager else Absent(self)
         self.shapes = Shapes(model, options.skeleton, options.capture)
@@ -156,7 +156,7 @@ class Session:
             ranks.giver = weakref.ref(self.reader)
         self.install(plan, arena, queues)
         self.clock = MomentClock(model, self.loop.on_event, trains=lambda: self.reader.trains, wrap=untraced)
-        self.hooks: list[Any] = []  # that go when the session ends
+        self.hooks: list[Any] = []  # undone when the session ends
 
     def listen(self) -> None:
         """Hook the model. `close` removes the hooks, also if only some of them were placed."""
@@ -167,8 +167,8 @@ class Session:
             self.hooks += guard_boundary(self.model, lambda: scaling.scale, wrap=untraced)
 
     def install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
-        """Make everything that belongs to one plan, in an order in which each part finds the parts that it reads.
-        `start` comes next, when the values are in the chunks."""
+        """Make the objects of one plan, each after the objects that it reads. `start` is called later, when the values
+        are in the chunks."""
         self.plan = plan
         self.arena = arena
         self.queues = queues
@@ -216,13 +216,15 @@ class Session:
     # -- what a user calls --------------------------------------------------------------------------------------------
 
     def step(self, micro_batches: Sequence[Any], *, loss: Loss = forward_loss, order: str | None = None) -> StepResult:
-        """One whole iteration, whose order of blocks is the engine's: forward and backward of every micro-batch,
+        """Run one whole iteration with the engine's order of blocks: forward and backward of every micro-batch,
         `optimizer.step()` and `zero_grad()`. See `executor.driving.drive`.
 
-        micro_batches: as the model takes them (a mapping: keyword arguments; a tuple: positional ones). loss(model,
-        batch): a scalar; default: the model's own. order: "depth-first" or "relay"; None takes the plan's. Raises
-        ContractError, before anything runs, for an unknown order or another than the plan's, no micro-batch or more
-        than planned, and inside an iteration.
+        micro_batches: as the model takes them (a mapping: keyword arguments; a tuple: positional arguments).
+        loss: loss(model, batch) -> a scalar; by default the model's own loss.
+        order: "depth-first" or "relay"; None: the plan's.
+
+        Raises ContractError, before anything runs, for an unknown order or another than the plan's, no micro-batch or
+        more than planned, and inside an iteration.
         """
         if self._driver is None:
             self._driver = Driver(self)
@@ -234,12 +236,12 @@ class Session:
 
     @property
     def loss_scale(self) -> float | None:
-        """Factor of the gradients of the next iteration inside the model; None without loss scaling."""
+        """Factor by which gradients inside the model are scaled in the next iteration; None without loss scaling."""
         return None if self.scaling is None else self.scaling.scale
 
     @property
     def skipped_steps(self) -> int:
-        """Iterations without an update because a gradient was not finite (loss scaling)."""
+        """Number of iterations without an update because a gradient was not finite (loss scaling)."""
         return 0 if self.scaling is None else self.scaling.skipped_steps
 
     @property
@@ -249,12 +251,13 @@ class Session:
         return self.updates.grad_norm
 
     def timeline(self) -> Timeline:
-        """Timeline of the last iterations on plan, in the simulator's schema; waits for their last copies and updates.
-        Raises PlanError before the first has run."""
+        """Returns the timeline of the latest iterations on plan, in the simulator's schema. Waits for their last copies
+        and updates. Raises PlanError before the first has run."""
         return self.steps.timeline()
 
     def status(self) -> Status:
-        """What the run is doing, for a progress line: see `executor.measuring.status.Status`. Waits for nothing."""
+        """Returns the state of the run, for a progress line: see `executor.measuring.status.Status`. Waits for
+        nothing."""
         return status_of(self)
 
     def measure_iteration(self, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
@@ -266,17 +269,18 @@ class Session:
         self.loop.drain()
 
     def still(self) -> AbstractContextManager[None]:
-        """Inside, the updates of finished iterations are done and nothing moves; the queues go on afterwards."""
+        """Returns a context in which the updates of finished iterations are done and nothing moves. The queues continue
+        afterwards."""
         return self.loop.still()
 
     def renew(self, plan: Plan) -> None:
-        """Go on under another plan: see `lifetime.renewal`. Ends an evaluation that is under way first."""
+        """Continue under another plan: see `lifetime.renewal`. Ends a running evaluation first."""
         if self.cursor.visiting:
             self.demand.end_visit()
         renew(self, plan)
 
     def use_queues(self, queues: Queues) -> None:
-        """Go on with other queues from where the present ones stand, which pause. Both may be used again."""
+        """Continue with other queues from the position of the present ones, which pause. Both may be used again."""
         self.queues.pause()
         standing = self.queues.standing()
         queues.pause()
@@ -289,14 +293,15 @@ class Session:
         queues.resume()
 
     def note_deviation(self, reason: str) -> None:
-        """Count what left the plan, and log it."""
+        """Count a deviation from the plan, and log it."""
         self.deviations += 1
         self.deviation_log.append(f"iteration {self.iteration}: {reason}")
         log.info("iteration %d left the plan: %s", self.iteration, reason)
 
     def close(self, *, restore: bool = True) -> None:
-        """Stop the queues and remove the hooks. restore: parameters become plain parameters with their current values.
-        A second call does nothing.
+        """Stop the queues and remove the hooks. A second call does nothing.
+
+        restore: whether parameters become plain parameters with their current values.
 
         Afterwards raises the error of a queue that died, unless that error was raised before.
         """
@@ -304,7 +309,8 @@ class Session:
 
 
 def _hear_of_loss(keeper: weakref.ref[Session]) -> Callable[[BaseException], None]:
-    """Called from the lifeline's thread when another rank is lost: every wait for a queue of this rank then raises."""
+    """Returns the function that the lifeline's thread calls when another rank is lost: every wait for a queue of this
+    rank then raises."""
 
     def hear(error: BaseException) -> None:
         held = keeper()

@@ -1,8 +1,8 @@
-"""Models by name: presets, transformers configurations and the user's own factories, with a batch to feed them.
+"""Models by name: presets, transformers configurations and the user's own factories, with example batches.
 
-`build` makes an `nn.Module` and an example batch; on `meta` (no memory, no initialisation) for a capture, on `cpu` with
-real, seeded weights for a run. `forward_loss` is the one place that says how a batch goes in and a loss comes out.
-Knows no moments, no bytes and no plan.
+`build` makes an `nn.Module` and an example batch: on `meta` (no memory, no initialisation) for a capture, on `cpu` with
+real, seeded weights for a run. `forward_loss` is the one place that defines how a model takes a batch and returns a
+loss. Knows no moments, no bytes and no plan.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("flash", "efficient", "math")
-IMAGE_SIZE = 224  # pixels a side, where a configuration names none (convolutions take any)
+IMAGE_SIZE = 224  # pixels per side, where a configuration names none (convolutions accept any)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class BuiltModel:
     """A module in training mode and a batch for `forward_loss`.
 
     name: the spec it was built from.
-    batch, sequence: sequences, and tokens of each, by which an iteration's tokens are counted (for images the sequence
-        is the patches and the class token; 1 where there are no patches).
+    batch, sequence: number of sequences, and tokens per sequence, by which an iteration's tokens are counted. For
+        images, the sequence is the patches and the class token; 1 without patches.
     vocabulary: number of tokens that the model knows; None for a model that reads no tokens.
-    dtype: the dtype asked for; None where the module's own dtypes were kept.
+    dtype: the requested dtype; None where the module's own dtypes were kept.
     """
 
     module: nn.Module
@@ -110,11 +110,11 @@ def build(
 
 
 def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Run `model` on `batch` and return its loss, a scalar that requires a gradient.
+    """Run `model` on `batch`. Returns its loss, a scalar that requires a gradient.
 
-    A mapping is passed as keyword arguments, a tuple or list as positional ones, anything else as the one argument. The
-    loss is `output.loss`, `output["loss"]`, the output itself if it is a scalar, or the first scalar of a tuple.
-    Raises ModelError for a model that returns none of these.
+    A mapping is passed as keyword arguments, a tuple or list as positional arguments, any other batch as the only
+    argument. The loss is `output.loss`, `output["loss"]`, the output itself if it is a scalar, or the first scalar of a
+    tuple. Raises ModelError for a model that returns none of these.
     """
     if isinstance(batch, Mapping):
         output = model(**batch)
@@ -135,8 +135,8 @@ def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def named_failures(name: str, model: nn.Module) -> Iterator[None]:
-    """An error that a module of `model` raises in its forward pass becomes a ModelError that names the module. Other
-    errors pass unchanged."""
+    """Inside this context, an error that a module of `model` raises in its forward pass becomes a ModelError that names
+    the module. Other errors pass unchanged."""
     try:
         yield
     except PstarError:
@@ -153,11 +153,11 @@ def named_failures(name: str, model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_kernel(attention: str | None) -> Iterator[None]:
-    """A context in which scaled_dot_product_attention uses this kernel: "flash", "efficient" or "math"; None: torch's
+    """Inside this context, scaled_dot_product_attention uses this kernel: "flash", "efficient" or "math"; None: torch's
     own choice.
 
-    "flash" and "efficient" are for fake tensors or a CUDA device. torch's CPU flash kernel knows no dropout, the CUDA
-    kernel does at the same bytes; so under "flash" attention on the CPU leaves dropout out. "efficient" has no CPU
+    "flash" and "efficient" are for fake tensors or a CUDA device. torch's CPU flash kernel has no dropout; the CUDA
+    kernel has it at the same bytes. So under "flash", attention on the CPU leaves dropout out. "efficient" has no CPU
     kernel: its shapes are those that torch registers for it.
     """
     if attention is None:
@@ -178,11 +178,11 @@ def attention_kernel(attention: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unpacked_sequences() -> Iterator[None]:
-    """Inside, transformers believes that fake position ids do not pack several sequences into one row.
+    """Inside this context, transformers assumes that fake position ids do not pack several sequences into one row.
 
-    It reads their values to find out, and on fake tensors, which have none, it builds a mask that a real run does not.
-    The check costs the same operators as on real tensors. Without transformers, or in a version that checks elsewhere
-    or (before 5.0) builds that mask in every run, nothing is changed, and the mask is counted.
+    transformers reads the ids' values to find out. Fake tensors have no values, so it would build a mask that a real
+    run does not. The check costs the same operators as on real tensors. Without transformers, or in a version that
+    checks elsewhere or (before 5.0) builds that mask in every run, nothing is changed, and the mask is counted.
     """
     masking = sys.modules.get("transformers.masking_utils")
 
@@ -202,8 +202,8 @@ def unpacked_sequences() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unread_padding() -> Iterator[None]:
-    """Inside, transformers does not read fake tokens to warn of padding without a mask; versions before 5.0 would. The
-    check costs the same operators as on real tensors."""
+    """Inside this context, transformers does not read fake tokens to warn of padding without a mask, as versions before
+    5.0 do. The check costs the same operators as on real tensors."""
     owner = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
 
     def made(warn: Callable[[Any, Any, Any], None]) -> Callable[[Any, Any, Any], None]:
@@ -221,8 +221,9 @@ def unread_padding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside, transformers reads fake masks whose values are known, as it reads real ones: of those that are all ones
-    it makes no attention mask; of others it makes one. Without transformers nothing is changed."""
+    """Inside this context, transformers reads fake masks with known values as it reads real masks. It makes no
+    attention mask of a mask that is all ones, and makes one of any other mask. Without transformers nothing is
+    changed."""
     masking = sys.modules.get("transformers.masking_utils")
 
     def asked(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -248,7 +249,8 @@ def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, an attribute of a module or class is replaced by the result of `made` for it, if it exists."""
+    """Inside this context, an attribute of a module or class is replaced by the result of `made` for it, if it
+    exists."""
     kept = getattr(owner, name, None)
     if kept is None:
         yield
@@ -296,7 +298,7 @@ def _efficient(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    # What torch does around the kernel: repeat grouped heads, make a mask an additive bias, expand it over heads.
+    # As torch does around the kernel: repeat grouped heads, turn a mask into an additive bias, expand it over heads.
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
@@ -350,7 +352,7 @@ def _from_factory(
 
 
 def _factory_of(spec: str) -> Callable[..., Any]:
-    """Returns the factory that py:package.module:factory names. Raises ModelError if it cannot be imported."""
+    """Returns the factory that py:package.module:factory names. Raises ModelError if the factory cannot be imported."""
     where, _, function_name = spec.removeprefix("py:").partition(":")
     if not where or not function_name:
         raise ModelError(f"{spec!r} is not py:package.module:factory")
@@ -368,7 +370,8 @@ def _factory_of(spec: str) -> Callable[..., Any]:
 
 
 def _made_by(spec: str, factory: Callable[..., Any], arguments: Mapping[str, Any]) -> tuple[nn.Module, Any]:
-    """Model and example batch. Raises ModelError if the factory fails or returns something else."""
+    """Returns the factory's model and example batch. Raises ModelError if the factory fails or returns something
+    else."""
     function_name = spec.rpartition(":")[2]
     try:
         made = factory(**arguments)
@@ -383,7 +386,8 @@ def _made_by(spec: str, factory: Callable[..., Any], arguments: Mapping[str, Any
 
 @contextlib.contextmanager
 def _current_folder_importable() -> Iterator[None]:
-    """A console script does not look for modules in the current folder; `python -m` does."""
+    """Inside this context, modules are also imported from the current folder, as with `python -m`; a console script
+    does not look there."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -393,7 +397,7 @@ def _current_folder_importable() -> Iterator[None]:
 
 
 def _hf_config(spec: str) -> tuple[Any, str | None]:
-    """Returns a transformers configuration and the architecture it names."""
+    """Returns a transformers configuration and the name of its architecture."""
     transformers = _transformers()
     what = spec.removeprefix("hf:")
     path = Path(what).expanduser()
@@ -413,7 +417,7 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
             raise ModelError(f"{spec}: {_one_line(error)}") from error
     else:
         try:
-            with quiet("huggingface_hub"):  # tells of each of its retries
+            with quiet("huggingface_hub"):  # it logs each of its retries
                 config = transformers.AutoConfig.from_pretrained(what, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ModelError(
@@ -425,8 +429,8 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
 
 
 def config_of(m: ModelEntry) -> tuple[Any, str]:
-    """Transformers configuration and class of a model shape. No dropout, as in pretraining. Raises ModelError for a
-    family that has no class."""
+    """Returns the transformers configuration and class of a model shape. It has no dropout, as in pretraining. Raises
+    ModelError for a family without a class."""
     transformers = _transformers()
     common: dict[str, Any] = {"tie_word_embeddings": m.tied}
     if m.family == "gpt":
@@ -462,8 +466,11 @@ def config_of(m: ModelEntry) -> tuple[Any, str]:
 
 
 def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
-    """Transformers configuration and class of a shape of the llama family, by what it has that others have not. common:
-    what all of them have."""
+    """Returns the transformers configuration and class of a shape of the llama family, chosen by the shape's special
+    features.
+
+    common: the fields that all of them have.
+    """
     transformers = _transformers()
     if m.own_head_dim:
         common.update(head_dim=m.own_head_dim)
@@ -482,7 +489,7 @@ def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:
 
 
 def _experts_config(m: ModelEntry, experts: ExpertsShape, common: dict[str, Any]) -> tuple[Any, str]:
-    """As `_llama_config`, for a model of experts."""
+    """Returns the same as `_llama_config`, for a model of experts."""
     transformers = _transformers()
     common.update(num_experts_per_tok=experts.per_token)
     if m.latent is not None:
@@ -527,13 +534,13 @@ def _from_config(
         if device == "meta":
             stack.enter_context(torch.device("meta"))
         try:
-            # transformers before 4.56 knows the word torch_dtype alone
+            # transformers before 4.56 knows only the word torch_dtype
             word = "dtype" if hasattr(config, "dtype") else "torch_dtype"
             model = cls._from_config(config, **{word: TORCH_DTYPES[dtype]})
         except (ValueError, TypeError, ImportError) as error:
             raise ModelError(f"{spec}: transformers cannot build {cls.__name__}: {_one_line(error)}") from error
     if cls.__name__.endswith("LMHeadModel") and model.loss_type is None:
-        model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
+        model.loss_type = "ForCausalLM"  # the default to which transformers falls back, with a warning
     if checkpointing:
         enable_checkpointing(spec, model)
     model.train()
@@ -564,7 +571,8 @@ def _from_config(
 
 
 def _images(config: Any, batch: int, dtype: torch.dtype, device: str) -> tuple[dict[str, torch.Tensor], int]:
-    """Random images with labels, and the number of patches of each with the class token (1 without patches)."""
+    """Returns random images with labels, and the number of patches per image with the class token (1 without
+    patches)."""
     vision = getattr(config, "vision_config", config)
     height, width = _pair(getattr(vision, "image_size", None) or IMAGE_SIZE)
     patch = getattr(vision, "patch_size", None)
@@ -579,8 +587,11 @@ def _images(config: Any, batch: int, dtype: torch.dtype, device: str) -> tuple[d
 def _tokens(
     spec: str, config: Any, batch: int, sequence: int, device: str, *, per_sequence: bool
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Random tokens with labels (of tokens, or one per_sequence), and the number of tokens that the model knows.
-    Raises ModelError for sequences longer than the model takes."""
+    """Returns random tokens with labels, and the number of tokens that the model knows. Raises ModelError for sequences
+    longer than the model takes.
+
+    per_sequence: whether there is one label per sequence; otherwise one per token.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = int(text.vocab_size)
     longest = getattr(text, "max_position_embeddings", None)
@@ -596,7 +607,7 @@ def _classes(config: Any) -> int:
 
 
 def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
-    """Returns the class with a loss for this configuration: the architecture it names, or the usual one."""
+    """Returns the class with a loss for this configuration: its own architecture, or the usual class of its type."""
     transformers = _transformers()
     named = getattr(transformers, architecture, None) if architecture else None
     if named is not None and "labels" in inspect.signature(named.forward).parameters:
@@ -622,7 +633,10 @@ def _model_class(spec: str, config: Any, architecture: str | None) -> Any:
 
 def enable_checkpointing(spec: str, model: nn.Module, *, reentrant: bool = False) -> None:
     """Switch recomputation on in a model of transformers, by the name that its version has for it. Raises ModelError
-    where the model has none; `spec` is what the error calls the model."""
+    where the model has no such switch.
+
+    spec: name of the model, for the error.
+    """
     enable = getattr(model, "activation_checkpointing_enable", None)
     options = "activation_checkpointing_kwargs"
     if enable is None:  # the older name
@@ -641,7 +655,7 @@ def enable_checkpointing(spec: str, model: nn.Module, *, reentrant: bool = False
 
 @contextlib.contextmanager
 def quiet(logger: str) -> Iterator[None]:
-    """Inside, only critical messages of that logger and those below it."""
+    """Inside this context, only critical messages of that logger and of the loggers below it are shown."""
     import logging
 
     named = logging.getLogger(logger)
@@ -678,7 +692,7 @@ def _scalar(value: Any) -> bool:
 
 
 def map_batch(value: Any, change: Any) -> Any:
-    """Returns the same nest of mappings, tuples and lists with every tensor changed."""
+    """Returns the same nest of mappings, tuples and lists with `change` applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -701,7 +715,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _transformers() -> Any:
-    """Returns the package. Raises ModelError, naming what installs it, where it is missing."""
+    """Returns the transformers package. Raises ModelError, naming the extra that installs it, where it is missing."""
     try:
         import transformers
     except ImportError as error:

@@ -1,3 +1,1 @@
-"""Several processes that train one model: what they agree on, the collectives, and how the others notice a lost
-process.
-"""
+"""Several processes that train one model: their agreements, the collectives, and the detection of a lost process."""

@@ -1,16 +1,17 @@
-"""Absent gradients: a rank that does not call a module of the plan (a routed expert).
+"""Absent gradients: a rank does not call a module of the plan (a routed expert).
 
-The collectives of a plan are the same on every rank. So an iteration of several ranks cannot go on without its plan, as
-an iteration of one process does (`demand.py`). A rank whose next event belongs to a later moment of the micro-batch
-passes over the moments in between: each begins and ends with nothing computed in it, so that its fetches, gathers and
-sums take place, and a gradient that is due and has not come is zero in the sum. One that comes before its moment (the
-last module that uses the parameter is passed over) waits in `.grad`. One that comes after it ends the run, as does any
-other order of events.
+The collectives of a plan are the same on every rank. So an iteration on several ranks cannot continue off the plan, as
+an iteration of one process does (`demand.py`). If the next event of a rank belongs to a later moment of the
+micro-batch, the rank passes over the moments in between. Each of them begins and ends with nothing computed in it, so
+that its fetches, gathers and sums take place. A gradient that is due and has not come is zero in the sum. A gradient
+that comes before its moment waits in `.grad` (the last module that uses the parameter is then passed over). A gradient
+that comes after its moment ends the run, as does any other order of events.
 
-[Note: zero or none] In plain torch a parameter that nothing used has no gradient and is left alone; with a gradient of
-zero its moments decay and its weight too. So before the updates the ranks tell each other which parameters each had no
-gradient of in any micro-batch: a parameter that no rank used is left alone on all ranks, as in one process on the
-joined batch. Eager updates run before anybody can know, so with them such an iteration still ends the run.
+[Note: zero or none] In plain torch an unused parameter has no gradient and is not updated. With a gradient of zero its
+moments would decay, and its weight would change. Therefore, before the updates, the ranks tell each other which
+parameters had no gradient in any micro-batch. A parameter that no rank used is not updated on any rank, as in one
+process on the joined batch. Eager updates run before the ranks can tell each other, so with eager updates such an
+iteration still ends the run.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ class Host(BytesHost, Protocol):
 
 
 class Absent:
-    """What a rank without a module of the plan does in its place."""
+    """Handles modules of the plan that this rank does not call."""
 
     def __init__(self, session: Host) -> None:
         self.session = session
 
     def moment_of(self, event: ModuleEvent) -> int | None:
-        """Returns the moment that the event opens, if it is a later one of the micro-batch whose moment is open."""
+        """Returns the moment that the event opens, if it is a later moment of the micro-batch whose moment is open;
+        else None."""
         s = self.session
         moments = s.plan.workload.moments
         if s.cursor.moment < 0:
@@ -63,11 +65,11 @@ class Absent:
             if moment.name == event.name:
                 return m if moment.phase is event.phase else None
             if moment.name.startswith("backward-end"):
-                return None  # what belongs behind the backward is not in it
+                return None  # a moment after the backward does not count
         return None
 
     def pass_to(self, moment: int) -> None:
-        """Go through the moments before this one, from the open one on: nothing is computed in them any more."""
+        """Pass over the moments before this one, from the open moment on: nothing more is computed in them."""
         s = self.session
         self.settle()
         while s.cursor.moment + 1 < moment:
@@ -80,7 +82,7 @@ class Absent:
             self.settle()
 
     def settle(self) -> None:
-        """Take the gradients that are due in the open moment; those that have not come count as zero."""
+        """Take the gradients that are due in the open moment. A gradient that has not come counts as zero."""
         s = self.session
         for tensor in sorted(s.now.outstanding):
             if raw_grad(s.parameters[tensor]) is not None:
@@ -99,12 +101,14 @@ class Absent:
         s.now.outstanding = set()
 
     def waits(self, tensor: int) -> bool:
-        """Returns whether a gradient that came stays in `.grad`: its moment is a later one of the micro-batch."""
+        """Returns whether a gradient that came stays in `.grad`, because its moment is a later one of the
+        micro-batch."""
         s = self.session
         return s.cursor.moment >= 0 and s.timetable.final_in(s.cursor.moment, tensor) > s.cursor.moment
 
     def unused(self) -> frozenset[int]:
-        """Returns the tensors that no rank had a gradient of in this iteration; every rank asks, before its updates."""
+        """Returns the tensors without a gradient on any rank in this iteration. Every rank calls this before its
+        updates."""
         s = self.session
         assert s.ranks is not None
         mine = s.now.missed - s.now.arrived

@@ -1,18 +1,18 @@
-"""The collectives of a plan on flat tensors: exchanges of a rank with the others.
+"""The collectives of a plan on flat tensors: exchanges between this rank and the others.
 
-`Wire` is used by one thread at a time (the net queue's) on a process group of its own, so that the order of collectives
-is the plan's on every rank and nothing of the user's comes between them. It knows no chunk and no plan.
+One thread at a time (the net queue's) uses `Wire`, on a process group of its own. So the order of collectives is the
+plan's on every rank, without collectives of the user's in between. `Wire` knows no chunk and no plan.
 
-A flat tensor of n elements is exchanged in equal slices of n // ranks; the few elements left over (only where nothing
-is sliced and n is not a multiple of the ranks) are summed whole. gloo has no reduce-scatter of its own (torch's is an
-all-reduce of a copy): there every rank sums the whole tensor in place, twice the bytes, and uses its slice.
+A flat tensor of n elements is exchanged in equal slices of n // ranks. Left-over elements (only where nothing is sliced
+and n is not a multiple of the ranks) are summed whole. gloo has no reduce-scatter of its own (torch's is an all-reduce
+of a copy): with gloo every rank sums the whole tensor in place, twice the bytes, and uses its slice.
 
-[Note: bounded waits] gloo's collectives are waited for here, a look at a time, so that a rank which is known to be gone
-ends the wait. NCCL's are issued: they come after what the current stream was given before, and what it is given
-afterwards comes after them, but whoever waits for that stream (also the user's own `loss.item()`) waits inside the
-driver, for ever if a rank never comes. So a thread looks at the last one issued (`_Deadline`), and when a rank is gone,
-or nothing has come back for timeout_s, the run is failed first and the communicator aborted then: its kernels end,
-every wait in the driver returns, and what they left in memory is used by nobody, as the run has failed.
+[Note: bounded waits] The thread waits for gloo's collectives itself, in short intervals, so that the wait ends when a
+rank is known to be gone. NCCL's collectives are only issued, in the order of the current stream. A thread that waits
+for that stream (also the user's `loss.item()`) waits inside the driver, for ever if a rank never comes. So another
+thread watches the last issued collective (`_Deadline`). When a rank is gone, or nothing has come back for timeout_s, it
+first fails the run and then aborts the communicator. The kernels end, every wait in the driver returns, and their
+results are not used, because the run has failed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = ["Wire", "open_group"]
 
 log = logging.getLogger("executor")
 
-TORCH_LATER_S = 60.0  # torch's own limit, which ends the process without our words, comes so much after ours
-SOON_S = 0.01  # a thread that has waited longer than this looks less often
+TORCH_LATER_S = 60.0  # torch's own limit, which ends the process without our message, comes this much later than ours
+SOON_S = 0.01  # after this wait a thread looks less often
 NAPS_S = (5e-5, 5e-4)
 
 
@@ -43,10 +43,10 @@ class Wire:
     """Collectives on `group`, a backend's process group of its own (`open_group`).
 
     check(waited_s): called while waiting; raises when the others are gone.
-    explain: what to raise for a collective that broke.
-    broken(error): from another thread, where `check` raised for a collective that no Python code waits for (NCCL's).
-    device: NCCL's.
-
+    explain: returns the error to raise for a collective that broke.
+    broken(error): called from another thread, where `check` raised for a collective that no Python code waits for
+        (NCCL's).
+    device: NCCL's device.
     sent_bytes: bytes that this rank has sent to the others, if each collective goes round a ring (its own slice left
         out).
     """
@@ -71,10 +71,10 @@ class Wire:
         self._clock = clock
         self._nccl = group.name() == "nccl"
         self._deadline = _Deadline(check, broken, clock) if self._nccl else None
-        self.on_host: Wire = self  # for tensors in host memory, which NCCL does not take
+        self.on_host: Wire = self  # buffers for tensors in host memory, which NCCL does not accept
 
     def _slice(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(what divides evenly, this rank's slice of it, the rest)."""
+        """Returns (the part that divides evenly, this rank's slice of it, the rest)."""
         size = flat.numel() // self.ranks
         even = flat[: size * self.ranks]
         return even, even[self.rank * size : (self.rank + 1) * size], flat[size * self.ranks :]
@@ -87,7 +87,8 @@ class Wire:
             self.sent_bytes += mine.numel() * mine.element_size() * (self.ranks - 1)
 
     def reduce_scatter(self, flat: torch.Tensor) -> None:
-        """This rank's slice of `flat` becomes the sum over the ranks, in place; the other slices are undefined."""
+        """Replace this rank's slice of `flat` by the sum over the ranks, in place. The other slices are undefined
+        afterwards."""
         even, mine, rest = self._slice(flat)
         if even.numel():
             if self._nccl:
@@ -99,7 +100,7 @@ class Wire:
             self.sum(rest)
 
     def sum(self, flat: torch.Tensor) -> None:
-        """`flat` becomes the sum over the ranks, in place."""
+        """Replace `flat` by the sum over the ranks, in place."""
         self._do(lambda: self._group.allreduce([flat], self._options("AllreduceOptions")))
 
     def broadcast(self, flat: torch.Tensor) -> None:
@@ -127,11 +128,11 @@ class Wire:
         self._wait(work)
 
     def _wait(self, work: Any) -> None:
-        """Not Work.wait for gloo: that cannot be left when a rank that will never answer is known to be gone. See
-        [Note: bounded waits]."""
+        """Wait for the work. For gloo this does not use Work.wait, which cannot be left when a rank is known to be
+        gone. See [Note: bounded waits]."""
         if self._deadline is not None:
             try:
-                if work is not None:  # else torch has ordered the stream itself
+                if work is not None:  # otherwise torch has ordered the stream itself
                     work.wait()  # on the device: orders the current stream, returns at once
             except RuntimeError as error:
                 raise self._explain(error) from error
@@ -147,21 +148,21 @@ class Wire:
                 raise
             time.sleep(NAPS_S[waited_s > SOON_S])
         try:
-            work.wait()  # raises what it died of
+            work.wait()  # raises the error that ended the work
         except RuntimeError as error:
             raise self._explain(error) from error
 
     def _options(self, name: str) -> Any:
-        """Options of a collective. NCCL is told that its caller waits at once, so torch need not keep the tensors
-        alive: else torch would note NCCL's own stream in their memory and give that memory back late."""
+        """Returns the options of a collective. NCCL is told that its caller waits at once, so torch need not keep the
+        tensors alive. Otherwise torch would note NCCL's own stream in their memory and give that memory back late."""
         options = getattr(dist.distributed_c10d, name)()
         if self._nccl and hasattr(options, "asyncOp"):
             options.asyncOp = False
         return options
 
     def abort(self) -> None:
-        """End what NCCL has in flight on this device, undone, because a rank is gone. Nothing for gloo, whose waits
-        look for themselves. From any thread, any number of times."""
+        """End the unfinished NCCL work on this device, because a rank is gone. Does nothing for gloo, whose waits end
+        themselves. May be called from any thread, several times."""
         group, deadline = self._group, self._deadline
         if deadline is None or group is None or not deadline.end():
             return
@@ -172,15 +173,14 @@ class Wire:
         abort()
 
     def close(self) -> None:
-        """Give the group up; a collective that another thread is in goes on without an owner."""
+        """Give the group up. A collective of another thread continues without an owner."""
         if self._deadline is not None:
             self._deadline.end()
         self._group = None
 
 
 class _Deadline:
-    """Looks, from a thread of its own, at the last collective that was issued to the device. See [Note: bounded
-    waits]."""
+    """Watches, in a thread of its own, the last collective that was issued to the device. See [Note: bounded waits]."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class _Deadline:
         self._broken = broken
         self._clock = clock
         self._every_s = every_s
-        self._issued: list[tuple[float, Any]] = []  # (when, event) of those that may not have happened
+        self._issued: list[tuple[float, Any]] = []  # (time of issue, event) of collectives that may not have happened
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -225,23 +225,23 @@ class _Deadline:
                     waited_s = self._clock() - self._issued[0][0] if self._issued else 0.0
                 if waited_s:
                     self._check(waited_s)
-            except BaseException as error:  # handed on: it ends the run
+            except BaseException as error:  # passed on: this error ends the run
                 self._broken(error)
                 return
 
 
 def _keep_for_ever(group: Any) -> None:
-    """Keep the group of an abandoned collective, and leave it to the operating system. Destroying the group, at the
-    latest when the process ends, would wait for the collective, and so for a rank that is gone."""
+    """Keep the group of an abandoned collective until the process ends. Destroying the group, at the latest at the end
+    of the process, would wait for the collective, and so for a rank that is gone."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def open_group(backend: str, name: str, rank: int, ranks: int, timeout_s: float) -> Any:
-    """Returns a process group ("gloo" or "nccl") of `ranks` processes that know `name`. Not by torch's `new_group`, in
-    which every process of the job has to take part and whose names come apart where the processes have made other
-    groups before."""
+    """Returns a process group ("gloo" or "nccl") of `ranks` processes that know `name`. torch's `new_group` is not
+    used, because every process of the job has to take part in it, and because its names differ where the processes have
+    made other groups before."""
     store = dist.distributed_c10d.PrefixStore(name, default_store())
-    limit = timedelta(seconds=timeout_s + TORCH_LATER_S)  # `check` comes first
+    limit = timedelta(seconds=timeout_s + TORCH_LATER_S)  # `check` reports before this limit
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, ranks, limit)
     options = dist.ProcessGroupNCCL.Options()

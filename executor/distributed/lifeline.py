@@ -1,9 +1,10 @@
-"""Lifeline: each rank knows at once that another one is gone, and says which.
+"""Lifeline: each rank learns at once that another rank is gone, and which.
 
-A socket between every two ranks, beside torch's process groups. A process that dies, however it dies, closes its
-sockets: the kernel tells the others in an instant, where a collective would wait for its timeout or say "connection
-closed by peer". A rank that ends with an error sends its text first, one that closes its session says so. A rank that
-lives and does nothing (a debugger, an endless loop) is not noticed here, but by the collectives' timeout.
+There is a socket between every two ranks, beside torch's process groups. When a process dies, in whatever way, the
+kernel closes its sockets and tells the others at once. A collective would wait for its timeout or say "connection
+closed by peer". A rank that ends with an error sends the error's text first; a rank that closes its session says so.
+The lifeline does not detect a rank that lives but does nothing (a debugger, an endless loop); the collectives' timeout
+does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ log = logging.getLogger("executor")
 
 Address = dict[str, str | int]
 CONNECT_S = 30.0
-WORD_S = 2.0  # a collective that broke is explained by the word that comes within this
+WORD_S = 2.0  # how long a broken collective waits for a message that explains it
 MOST_BYTES = 1 << 16
 
 
@@ -44,7 +45,7 @@ class Lifeline:
         self.lost: RankLost | None = None
         self.on_loss: Callable[[RankLost], None] | None = None
         self._clock = clock
-        self._words: dict[int, str] = {}  # rank -> how it ended, in its own words
+        self._words: dict[int, str] = {}  # rank -> its own message about its end
         self._ended = threading.Event()
         self._heard = threading.Event()
         self._peers: dict[int, socket.socket] = {}
@@ -65,14 +66,15 @@ class Lifeline:
         return {"host": host, "address": reachable, "port": port, "pid": os.getpid(), "token": self._token}
 
     def connect(self, addresses: Sequence[Address]) -> None:
-        """Connect to the other ranks.
+        """Connect to the other ranks. If another host cannot be reached, a warning says so, and its ranks are not
+        watched.
 
-        addresses: addresses of all ranks, in their order. Where another host cannot be reached, a warning says so
-        and that rank is not watched."""
+        addresses: addresses of all ranks, in their order.
+        """
         here = socket.gethostname()
         for r, row in enumerate(addresses):
             self._names[r] = f"rank {r} (process {row['pid']} on {row['host']})"
-        for r in range(self.rank):  # each calls those before it, and is called by those behind it
+        for r in range(self.rank):  # a rank connects to the ranks before it; the ranks behind it connect to it
             row = addresses[r]
             target = "127.0.0.1" if row["host"] == here else str(row["address"])
             try:
@@ -118,14 +120,14 @@ class Lifeline:
     def _say(self, word: dict[str, str]) -> None:
         with self._lock:
             for peer in self._peers.values():
-                with contextlib.suppress(OSError):  # gone itself: its own end is what matters there
+                with contextlib.suppress(OSError):  # that rank is gone itself and needs no message
                     peer.sendall((json.dumps(word) + "\n").encode())
 
     # -- the others' --------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> BaseException:
-        """Returns the error to raise for a collective that broke with `error`: the loss of a rank that explains it, if
-        word of one comes."""
+        """Returns the error to raise for a collective that broke with `error`: the loss of a rank, if a message
+        explains it."""
         self._heard.wait(WORD_S)
         if self.lost is not None:
             return self.lost
@@ -135,7 +137,7 @@ class Lifeline:
         return RankLost(f"an exchange with the other ranks broke, and none of them said why: {error}")
 
     def departure(self) -> str | None:
-        """Returns the rank that has ended its run in order, and how it ended, in words; None without one."""
+        """Returns the rank that has ended its run in order, and how, in words; None if there is none."""
         rows = sorted(self._words.items())
         return f"{self._names[rows[0][0]]} {rows[0][1]}" if rows else None
 
@@ -192,5 +194,5 @@ def _read(peer: socket.socket, size: int) -> str:
 
 
 def _shut(peer: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # closed by the other side already
+    with contextlib.suppress(OSError):  # the other side has closed it already
         peer.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Processes that run one program together, as torchrun starts them: the values that they exchange beside the
+"""Processes that run one program together, as torchrun starts them: the values that they exchange apart from
 training."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Processes:
     device: str
 
     def gathered(self, value: T) -> list[T]:
-        """Returns the values of all processes, in order of rank. Every rank calls it at the same point."""
+        """Returns the values of all processes, in order of rank. Every rank calls this at the same point."""
         if not dist.is_initialized():
             return [value]
         rows: list[Any] = [None] * self.count
@@ -43,12 +43,12 @@ class Processes:
         return self.gathered(value)[0]
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """Result of the action on this rank. If the action fails on some rank, PstarError is raised on all ranks, so
-        that none waits for that rank."""
+        """Returns the result of the action on this rank. If the action fails on some rank, PstarError is raised on all
+        ranks, so that no rank waits for the failed one."""
         failed: Exception | None = None
         try:
             done = action()
-        except Exception as error:  # goes on below, on every rank
+        except Exception as error:  # raised below, on every rank
             failed = error
         for rank, text in enumerate(self.gathered("" if failed is None else f"{failed}" or type(failed).__name__)):
             if text and failed is None:
@@ -58,15 +58,17 @@ class Processes:
         return done
 
     def group_of_first(self) -> dist.ProcessGroup | None:
-        """Returns a group of the first process alone, which every process has to make; None where there is one
-        process."""
+        """Returns a group of the first process alone; None if there is only one process. Every process has to call
+        this."""
         return dist.new_group([0]) if self.count > 1 else None
 
 
 @contextmanager
 def processes_of(device: str) -> Iterator[Processes]:
-    """Inside, the connected processes of this run, or the only process. device: "cuda" gives each process the card of
-    its own number."""
+    """Yields the connected processes of this run, or the only process.
+
+    device: "cuda" gives each process the card of its own number.
+    """
     started = dist.is_torchelastic_launched() and not dist.is_initialized()
     if started:
         dist.init_process_group("gloo" if device == "virtual" else "cpu:gloo,cuda:nccl")

@@ -1,29 +1,29 @@
-"""Ranks: this process among the several that train one model under one plan.
+"""Ranks: this process among the processes that train one model under one plan.
 
-Three process groups of the run's own, so that nothing of the user's comes between: `wire` for the plan's collectives
-(the net queue's thread), `_meeting` for what the ranks tell each other between steps of the plan (the user's thread)
-and `_sums` for what they agree on once per iteration (the thread of the first Adam step). The last two are gloo, of a
-few bytes, also where the plan's own is NCCL.
+The run has three process groups of its own, apart from the user's. `wire` is for the plan's collectives (the net
+queue's thread). `_meeting` is for messages between the ranks between steps of the plan (the user's thread). `_sums` is
+for agreements once per iteration (the thread of the first Adam step). The last two are gloo, for a few bytes, also
+where the plan's own is NCCL.
 
-[Note: all ranks at once] A rank holds a part of each parameter. So whatever needs whole ones needs every rank:
-training, reading a parameter or `state_dict()`, saving and loading are done by all of them at the same point of their
-loop, between `optimizer.step()` and the next forward. An iteration keeps to its plan (`cannot_leave`).
+[Note: all ranks at once] A rank holds a part of each parameter, so work on whole parameters needs every rank. All ranks
+train, read a parameter or `state_dict()`, save and load at the same point of their loop, between `optimizer.step()` and
+the next forward. An iteration keeps to its plan (`cannot_leave`).
 
-[Note: evaluations that differ] Between two iterations each rank may call what it likes without gradients: other modules
-than the others (routed experts), more batches, or nothing. A rank that wants a chunk comes to a meeting, and the
-meeting begins when all ranks have come: the others come because they want a chunk too, or because they have reached
-their next micro-batch, their next checkpoint or a parameter that they read. If all ranks want the same chunk, it is
-gathered as the plan would gather it. Otherwise the wanted chunks are served one after the other: every rank gives its
-slice, through host memory, and the ranks that want the chunk take all slices. Then all meet again, until no rank wants
-a chunk. Each meeting serves at least one rank, and nothing is updated meanwhile, so every rank gets what it would get
-in one process. A meeting ends with an error that says why where a rank has left, and after timeout_s where a rank waits
-for this one elsewhere (in an all_reduce of the loop's own, before the others are done).
+[Note: evaluations that differ] Between two iterations, and without gradients, each rank may call the model as it likes:
+other modules than the others (routed experts), more batches, or nothing. A rank that needs a chunk comes to a meeting.
+The meeting begins when all ranks have come: they need a chunk too, or they have reached their next micro-batch, their
+next checkpoint or a parameter that they read. If all ranks need the same chunk, it is gathered as in the plan.
+Otherwise the needed chunks are served one after the other: every rank gives its slice, through host memory, and the
+ranks that need the chunk take all slices. Then all meet again, until no rank needs a chunk. Each meeting serves at
+least one rank, and nothing is updated meanwhile, so the results are those of one process. A meeting ends with an error
+if a rank has left, and after timeout_s if a rank waits elsewhere (in an all_reduce of the loop's own, before the others
+are done).
 
 [Note: the weight of a rank] The loss of each rank has to be a mean over its batch (a rank that has more sequences has
-the larger share). Rank r with b_r of the B = b_0 + b_1 + ... sequences of a micro-batch has its gradient multiplied by
-b_r / B when it arrives, and the gradients are summed: that is the gradient of the mean over the joined batch. b_r is
-the first dimension of the first tensor that the model's forward is given, of each micro-batch anew; where the loss is a
-mean over something else (tokens that are not padding), `prepare(count=...)` says how many.
+the larger share). Rank r has b_r of the B = b_0 + b_1 + ... sequences of a micro-batch. Its gradient is multiplied by
+b_r / B when it arrives, and the gradients are summed. The sum is the gradient of the mean over the joined batch. b_r is
+the first dimension of the first tensor that the model's forward gets, in each micro-batch. If the loss is a mean over
+other items (tokens that are not padding), `prepare(count=...)` gives their number.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ NEXT = {
     READS: "a parameter or a state that it reads",
     SAVES: "a checkpoint that it saves or loads",
 }
-LEFT_S = 5.0  # a rank that waits so long for one that has ended its run waits in vain
+LEFT_S = 5.0  # after this wait, a rank that has ended its run will not come any more
 
 
 class Giver(Protocol):
-    """What ranks need of the session when they read one another's slices."""
+    """The part of the session that ranks need when they read one another's slices."""
 
     def still(self) -> contextlib.AbstractContextManager[None]:
-        """Updates of finished iterations are done and nothing moves inside."""
+        """Returns a context in which updates of finished iterations are done and nothing moves."""
         ...
 
     def own_slice(self, chunk: int) -> torch.Tensor:
-        """This rank's slice of the chunk's parameters as they are now, flat, a copy in host memory."""
+        """Returns a copy of this rank's slice of the chunk's current parameters, flat, in host memory."""
         ...
 
 
@@ -80,9 +80,9 @@ class Ranks:
     count: number of processes.
     wire: see `collectives.py`.
     on_loss(error): called from another thread when a rank is gone while this one may wait for the device.
-    giver(): who gives this rank's slices.
+    giver(): returns the object that gives this rank's slices.
 
-    Raises RankLost, wherever this process waits for the others, when one of them is gone.
+    Raises RankLost, wherever this process waits for the others, when a rank is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, device: torch.device, timeout_s: float) -> None:
@@ -113,7 +113,7 @@ class Ranks:
             raise self.life.lost
         if device.type == "cuda":
             self._check_cards(device)
-            # NCCL connects at its first collective; that is now, where all are sure to come.
+            # NCCL connects at its first collective; it is made now, where all ranks are sure to come.
             self.wire.sum(torch.zeros(1, device=device))
             torch.cuda.synchronize(device)
 
@@ -130,7 +130,7 @@ class Ranks:
                 )
 
     def _break(self, error: BaseException) -> None:
-        """Fail the run once, from the thread that finds the reason; everything in flight with the other ranks then
+        """Fail the run once, from the thread that finds the reason. All unfinished work with the other ranks then
         ends."""
         self._broken = error
         if self.on_loss is not None:
@@ -155,7 +155,7 @@ class Ranks:
             raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for it")
 
     def cannot_leave(self, reason: str) -> PlanError:
-        """Returns the error to raise where one process would go on without its plan. The other ranks are told."""
+        """Returns the error to raise where one process would continue off the plan. Tells the other ranks."""
         return self.ends(
             f"rank {self.rank} cannot go on: {reason}. On several ranks an iteration keeps to its plan, as the others "
             "wait for what it says comes next; make a plan for what the model does on every rank (trace it with "
@@ -163,12 +163,12 @@ class Ranks:
         )
 
     def ends(self, text: str) -> PlanError:
-        """Returns the error to raise where this rank's run is over. The other ranks are told."""
+        """Returns the error to raise where this rank's run is over. Tells the other ranks."""
         self.life.fail(f"PlanError: {text}")
         return PlanError(text)
 
     def announce(self, error: BaseException | None, iteration: int) -> None:
-        """Tell the other ranks that this rank's run is over, and how it ended. Nothing here waits for them any more."""
+        """Tell the other ranks that this rank's run is over, and how it ended. This rank waits for them no more."""
         if isinstance(error, RankLost):
             self.life.leave("ended because another rank was lost")
         elif error is not None:
@@ -185,30 +185,30 @@ class Ranks:
             wire.close()
 
     def agree(self, norm: torch.Tensor) -> torch.Tensor:
-        """Returns the norm of what all ranks hold together, from the norm of what each holds. Every rank calls it once
-        per iteration. A norm that is not finite on one rank is not finite on any."""
+        """Returns the norm over all ranks, from each rank's norm of its part. Every rank calls this once per iteration.
+        If the norm of one rank is not finite, the result is not finite on any rank."""
         total = norm.detach().to("cpu", torch.float64).square().reshape(1)
         self._sums.sum(total)
         return total.sqrt().to(norm.device, torch.float32).reshape(())
 
     def meet(self, row: Sequence[float]) -> list[list[float]]:
-        """Exchange a value with all ranks; returns the values in order of rank. Every rank calls it at the same point
-        of its loop."""
+        """Exchange a row of values with all ranks. Returns the rows in order of rank. Every rank calls this at the same
+        point of its loop."""
         rows: list[list[float]] = self._meeting.exchange(torch.tensor(row, dtype=torch.float64)).tolist()
         return rows
 
     def on_this_host(self) -> int:
-        """Returns the number of ranks that run on this host. Every rank calls it at the same point."""
+        """Returns the number of ranks that run on this host. Every rank calls this at the same point."""
         mine = _digest(socket.gethostname())
         return sum(row[0] == mine for row in self.meet([mine]))
 
     def any(self, here: bool) -> bool:
-        """Returns whether the value is true on some rank. Every rank calls it at the same point of its loop."""
+        """Returns whether the value is true on some rank. Every rank calls this at the same point of its loop."""
         return any(row[0] for row in self.meet([float(here)]))
 
     def same(self, values: Mapping[str, str]) -> None:
-        """Raise PlanError on every rank if one of the values, by name, is not the same on all ranks. At the start
-        only."""
+        """Raise PlanError on every rank if one of the values, by name, differs between ranks. Only for the start of a
+        run."""
         rows = self.meet([_digest(value) for value in values.values()])
         for i, what in enumerate(values):
             odd = [r for r, row in enumerate(rows) if row[i] != rows[0][i]]
@@ -217,20 +217,23 @@ class Ranks:
                 raise PlanError(f"{text}; give every rank the same")
 
     def slices_of(self, chunk: int) -> torch.Tensor | None:
-        """[ranks, bytes of a slice] of a chunk that this rank wants off plan, in host memory; None where every rank
-        wants this one now: then they gather it. See [Note: evaluations that differ]."""
+        """Returns a chunk that this rank needs off the plan, [ranks, bytes of a slice] in host memory. Returns None if
+        every rank needs this chunk now; then they gather it. See [Note: evaluations that differ]."""
         rows = self.meet([float(chunk), 0.0])
         wanted = {row[0] for row in rows}
         return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
 
     def come_to_read(self, number: float) -> list[float]:
-        """Meet the other ranks before all of them read the same value. number: number of that value."""
+        """Meet the other ranks before all of them read the same value.
+
+        number: number of that value.
+        """
         return self.come_to(READS, number)
 
     def come_to(self, what: float, number: float = 0.0) -> list[float]:
         """Meet the other ranks at a point, one of NEXT, to which each comes with a number. Returns the numbers of all
-        ranks. Until all are there, this rank gives its slices of chunks that other ranks want to read off the plan.
-        Raises PlanError, on all ranks, where the points are not the same."""
+        ranks. Until all are there, this rank gives its slices of chunks that other ranks read off the plan. Raises
+        PlanError, on all ranks, if the points differ."""
         while True:
             rows = self.meet([what, number])
             wanted = {row[0] for row in rows if row[0] >= 0}  # the points of NEXT are below
@@ -248,7 +251,7 @@ class Ranks:
         raise self.ends(text)
 
     def _serve(self, wanted: Iterable[float], mine: int = -1) -> torch.Tensor | None:
-        """Put each of these chunks together on every rank, in host memory. Returns the chunk that this rank wants."""
+        """Join each of these chunks on every rank, in host memory. Returns the chunk that this rank needs."""
         giver = self.giver()
         assert giver is not None
         found: torch.Tensor | None = None
@@ -260,8 +263,8 @@ class Ranks:
         return found
 
     def weight(self, count: float) -> float:
-        """Weight of this rank in the micro-batch that begins ([Note: the weight of a rank]). Every rank calls it with
-        its own b_r. Raises ModelError on all ranks if a value is not a count, or if all are 0."""
+        """Returns the weight of this rank in the micro-batch that begins ([Note: the weight of a rank]). Every rank
+        calls this with its own b_r. Raises ModelError on all ranks if a value is not a count, or if all are 0."""
         counts = self.come_to(TRAINS, count)
         rows = ", ".join(f"{each:g}" for each in counts)
         odd = [rank for rank, each in enumerate(counts) if not 0 <= each < math.inf]
@@ -280,7 +283,7 @@ class Ranks:
 
 
 def _digest(text: str) -> float:
-    """48 bits of a text's hash, which a float64 holds exactly: what ranks compare in place of the text."""
+    """Returns 48 bits of a text's hash, which a float64 holds exactly. Ranks compare them in place of the text."""
     return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big"))
 
 
@@ -292,8 +295,8 @@ def _introduce(group: dist.ProcessGroup, mine: Address) -> tuple[str, list[Addre
 
 
 def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> Ranks | None:
-    """Returns the ranks of a plan's run, None for a plan of one. Raises PlanError where the processes are not the
-    plan's."""
+    """Returns the ranks of a plan's run; None for a plan of one rank. Raises PlanError if the processes do not match
+    the plan."""
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     check_processes(plan, dist.get_world_size(group) if group is not None else 1)
@@ -301,7 +304,7 @@ def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> R
 
 
 def count_of(args: Any, kwargs: Any) -> float:
-    """First dimension of the first tensor of a batch; 1 where there is none."""
+    """Returns the first dimension of the first tensor of a batch; 1 without a tensor."""
     for tensor in tensors_of((args, kwargs)):
         if tensor.dim():
             return float(tensor.shape[0])
@@ -309,7 +312,7 @@ def count_of(args: Any, kwargs: Any) -> float:
 
 
 def share_values(ranks: Ranks, model: nn.Module) -> None:
-    """Give the parameters and buffers of every rank the values of rank 0, one at a time. Called before the model is
+    """Give the parameters and buffers of every rank the values of rank 0, one by one. Called before the model is
     moved."""
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:

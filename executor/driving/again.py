@@ -1,4 +1,4 @@
-"""State that a forward changes beside gradients: random generators, and the running figures of normalisations. An
+"""State that a forward changes besides gradients: random generators, and the running statistics of normalisations. An
 iteration that ran out of memory is run again as if it had not begun (`Ladder.recover`)."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ __all__ = ["Before"]
 
 
 class Before:
-    """State of norm buffers and random generators before an iteration. `restore` lets the model run the iteration
+    """State of norm buffers and random generators before an iteration. After `restore` the model can run the iteration
     again."""
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -1,11 +1,11 @@
 """Borders: a model's forward cut at its blocks, so that backward can be run block by block.
 
-The model's own forward runs, with hooks on its blocks. [Note: borders] What a block takes and gives is cut out of the
-autograd graph: the consumer gets a tensor of the same memory that belongs to a new graph, whose gradient ends in a
-`Sink`; the producer keeps a `_Root` from which that gradient later goes on. So a forward leaves one graph per block.
-What the model does outside its blocks (glue) has graphs of its own: before the first block, between two blocks, and
-after the last one with the loss (the tail). `BlockTape` holds them in the order of the forward; run in reverse they are
-the whole backward.
+The model's own forward runs, with hooks on its blocks. [Note: borders] The inputs and outputs of a block are cut out of
+the autograd graph. The consumer gets a tensor of the same memory in a new graph, whose gradient ends in a `Sink`. The
+producer keeps a `_Root`, from which that gradient later continues. So a forward leaves one graph per block. Operations
+of the model outside its blocks (glue) have graphs of their own: before the first block, between two blocks, and after
+the last block with the loss (the tail). `BlockTape` holds the graphs in the order of the forward; run in reverse they
+are the whole backward.
 
 | part of the tape   | graph from                                             | to                              |
 |--------------------|--------------------------------------------------------|---------------------------------|
@@ -13,10 +13,10 @@ the whole backward.
 | block of call i    | its outputs                                            | its inputs                      |
 | glue before call i | tensors first cut as an input of call i                | outputs of earlier blocks       |
 
-Tensors that several blocks take (a mask with a gradient, an encoder's output) are cut once and add up in one sink. What
-cannot be cut so is a tensor that a block takes and the model also goes on with (a residual stream kept outside the
-blocks), or one that hides in an object of the model's own: then two parts share a graph, which `shared_part` finds.
-Borders hold no memory that an ordinary backward would not hold.
+A tensor that several blocks take (a mask with a gradient, an encoder's output) is cut once, and its gradients add up in
+one sink. Two kinds of tensors cannot be cut: a tensor that a block takes and the model also uses afterwards (a residual
+stream kept outside the blocks), and a tensor inside an object of the model's own. Then two parts share a graph, which
+`shared_part` finds. Borders hold no memory that an ordinary backward would not hold.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ __all__ = ["BlockPart", "BlockTape", "Borders", "find_blocks", "shared_part"]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Blocks by name, in the order of `named_modules()`: members (with parameters) of the outermost ModuleLists and
-    Sequentials that have two or more of them. A block inside a block does not count."""
+    """Returns the blocks by name, in the order of `named_modules()`: members (with parameters) of the outermost
+    ModuleLists and Sequentials that have two or more of them. A block inside a block does not count."""
     found: dict[str, nn.Module] = {}
 
     def look(module: nn.Module, name: str) -> None:
         children = [(key, child) for key, child in module.named_children() if _has_parameters(child)]
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1:
             for key, child in children:
-                if isinstance(child, nn.ModuleList):  # it is never called itself
+                if isinstance(child, nn.ModuleList):  # a ModuleList is never called itself
                     look(child, _join(name, key))
                 else:
                     found[_join(name, key)] = child
@@ -67,7 +67,7 @@ def _join(name: str, key: str) -> str:
 
 
 class Sink:
-    """Where the gradient of a cut tensor arrives, summed over its uses, until backward goes on from there.
+    """Collects the gradient of a cut tensor, summed over its uses, until backward continues from there.
 
     closed: the cut was undone; no gradient may arrive.
     """
@@ -136,7 +136,7 @@ class BlockPart:
         return self.name.startswith(_BEFORE)
 
     def backward(self) -> None:
-        """Run backward through the part, from the gradients that have arrived; nothing where none has."""
+        """Run backward through the part, from the gradients that have arrived. Does nothing without gradients."""
         roots = [root for root, sink in self.ends if sink is None or sink.gradient is not None]
         self.ends.clear()
         if roots:
@@ -147,7 +147,7 @@ class BlockPart:
 class _Known:
     """A border, noted on one of its two tensors.
 
-    node: autograd node of that tensor when it was cut; a tensor that was changed in place since has another one.
+    node: autograd node of that tensor when it was cut; a tensor that was changed in place since has another node.
     other: the tensor on the other side of the cut: for an argument of a block, the tensor that the block got in its
         place; for a tensor that consumers of a block got, the tensor that the block gave.
     part: the part that ends at the border.
@@ -168,7 +168,7 @@ class _Recorded(threading.local):
 
 
 class BlockCalls(Protocol):
-    """Hears of the calls of blocks, with what they take."""
+    """Is told of each call of a block, with its inputs."""
 
     def begin(self, inputs: Any) -> None: ...
 
@@ -178,7 +178,7 @@ class BlockCalls(Protocol):
 class Borders:
     """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. Because they stay, the
     order of hooks never changes, and a model that collects tensors of its blocks by hooks always collects the same
-    ones."""
+    tensors."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         self._recorded = _Recorded()
@@ -190,7 +190,10 @@ class Borders:
 
     @contextlib.contextmanager
     def recording(self, saves: BlockCalls | None = None) -> Iterator[BlockTape]:
-        """Inside, calls of the blocks are cut at both ends. saves: hears of each call."""
+        """Inside this context, calls of the blocks are cut at both ends. Yields the tape.
+
+        saves: is told of each call.
+        """
         self._recorded.tape = tape = BlockTape(saves)
         try:
             yield tape
@@ -221,7 +224,10 @@ class Borders:
 
 
 class BlockTape:
-    """The parts of one micro-batch's forward, recorded by `Borders` and finished by `end`. saves: see `recording`."""
+    """The parts of one micro-batch's forward, recorded by `Borders` and finished by `end`.
+
+    saves: see `recording`.
+    """
 
     def __init__(self, saves: BlockCalls | None = None) -> None:
         self.calls = 0
@@ -232,18 +238,19 @@ class BlockTape:
 
     @property
     def signature(self) -> tuple[tuple[str, int], ...]:
-        """(name, number of cut tensors) of each part. Forwards with equal signatures are taken to have equal graphs."""
+        """Returns (name, number of cut tensors) of each part. Forwards with equal signatures are assumed to have equal
+        graphs."""
         return tuple((part.name, len(part.ends)) for part in self.parts)
 
     def end(self, loss: torch.Tensor) -> None:
-        """End the tape when the forward is over: the graph that leads to the loss is the tail."""
+        """End the tape after the forward. The graph that leads to the loss becomes the tail."""
         self.parts.append(BlockPart("tail", [(loss, None)]))
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Cut the arguments of a block that is called. Returns its new arguments; None to keep these."""
+        """Cut the arguments of a block that is called. Returns its new arguments; None to keep the present ones."""
         self._open += 1
         if self._open > 1:
-            return None  # a block that calls another
+            return None  # a block that calls another block
         part = BlockPart(f"{_BEFORE}{name}")
         given = map_tensors((args, kwargs), lambda t: self._input(t, part))
         if part.ends:
@@ -253,7 +260,7 @@ class BlockTape:
         return given
 
     def leave(self, name: str, output: Any) -> Any:
-        """Cut the output of a block whose call ends. Returns its new output; None to keep this one."""
+        """Cut the output of a block whose call ends. Returns its new output; None to keep the present one."""
         self._open -= 1
         if self._open > 0:
             return None
@@ -272,7 +279,7 @@ class BlockTape:
 
     def _input(self, tensor: torch.Tensor, part: BlockPart) -> torch.Tensor:
         if tensor.grad_fn is None:
-            return tensor  # no gradient flows through it
+            return tensor  # no gradient flows through the output
         known = self._known(tensor)
         if known is None:
             made, sink = self._border(tensor, part)
@@ -288,7 +295,8 @@ class BlockTape:
         return made
 
     def _known(self, tensor: torch.Tensor) -> _Known | None:
-        """What was cut is noted on the tensor itself, because a list of cut tensors would keep their memory."""
+        """Returns the border noted on the tensor; None if there is none. Borders are noted on the tensors, because a
+        list of cut tensors would keep their memory."""
         known: _Known | None = getattr(tensor, "pstar_border", None)
         return known if known is not None and known.tape is self and known.node is tensor.grad_fn else None
 
@@ -312,8 +320,8 @@ def _cuttable() -> bool:
 
 
 def shared_part(tape: BlockTape) -> tuple[str, str] | None:
-    """Two parts of the tape whose graphs have a node in common, so that they cannot be run one by one; None if there
-    are none. Walks every node once."""
+    """Returns two parts of the tape whose graphs have a node in common, so that they cannot be run one by one; None if
+    there are none. Walks every node once."""
     owner: dict[Any, int] = {}
     for number, part in enumerate(tape.parts):
         waiting = [root.grad_fn for root, _ in part.ends]

@@ -1,26 +1,26 @@
-"""session.step(micro_batches): an iteration whose order of blocks is the engine's, not the loop's.
+"""session.step(micro_batches): an iteration in which the engine, not the loop, orders the blocks.
 
-The usual loop says in which order blocks run: it calls the whole model, then `loss.backward()`. Here the engine has the
-micro-batches, runs each one's forward with borders at the blocks (`borders.py`) and then backward part by part, in the
-order that `order` names:
+The usual loop orders the blocks: it calls the whole model, then `loss.backward()`. Here the engine has the
+micro-batches. It runs each micro-batch's forward with borders at the blocks (`borders.py`) and then backward part by
+part, in the order that `order` names:
 
 | order         | what runs                                                                                   |
 |---------------|---------------------------------------------------------------------------------------------|
 | "depth-first" | for each micro-batch: all blocks forward, then all backward in reverse                      |
 | "relay"       | each block for all micro-batches before the next, forward and backward: `layer_major.py`    |
 
-The order is the plan's (`order=None`): another one is refused.
+The order is the plan's (`order=None`); another order is refused.
 
-An order is a function of `ORDERS`; all it does is run forwards and parts of tapes in some sequence. Moments are those
-of the usual loop: the clock takes the parts' backwards for one, and a parameter used in several parts (tied weights)
-gives its gradient at the last. Losses, gradients and updates are those of the loop
+An order is a function in `ORDERS`, which runs forwards and parts of tapes in some sequence. Moments are those of the
+usual loop: the clock counts the parts' backwards as one backward, and a parameter used in several parts (tied weights)
+gives its gradient at the last part. Losses, gradients and updates are those of the loop
 
     for batch in micro_batches: (loss(model, batch) / len(micro_batches)).backward()
     optimizer.step(); optimizer.zero_grad()
 
-Whether a model can be cut is looked at once, on its copy without memory under fake tensors. Where it cannot (no list of
-blocks, a tensor that goes past its block, a model that cannot be copied or faked, reentrant checkpointing), every
-micro-batch's forward and backward runs whole, in the same order, and the result says why.
+The engine finds out once whether the model can be cut, on the model's copy without memory under fake tensors. If it
+cannot (no list of blocks, a tensor that goes past its block, a model that cannot be copied or faked, reentrant
+checkpointing), every micro-batch's forward and backward runs whole, in the same order, and the result gives the reason.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StepResult:
     """One iteration of `session.step`.
 
     loss: mean over the micro-batches.
-    time_s: wall time of the call; what the plan lets run into the next forward is not in it.
+    time_s: wall time of the call, without work that the plan lets run into the next forward.
     tokens: tokens of all micro-batches (rows, where a batch has no tokens).
     blocks: calls of single blocks in a micro-batch; 0 where the model ran as a whole, for the reason in `whole`.
     """
@@ -81,7 +81,7 @@ class StepResult:
     @property
     def grad_norm(self) -> float | None:
         """Global norm of the gradients before clipping; None without clipping. With several micro-batches it is known
-        when the first update begins, and asking waits for the updates."""
+        only when the first update begins, so reading it waits for the updates."""
         return self._norm if self._ask is None else self._ask()
 
 
@@ -119,7 +119,7 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Driver:
-    """Runs iterations of one session, and keeps what it has found out about the model's structure.
+    """Runs iterations of one session, and remembers the model's structure.
 
     whole: why the model runs whole; None if it can be cut at its blocks.
     """
@@ -130,11 +130,11 @@ class Driver:
         self.whole: str | None = None if blocks else "the model has no list of blocks"
         self._borders = Borders(session.model, blocks)
         session.on_close.append(self._borders.close)
-        self._clean: set[tuple[tuple[str, int], ...]] = set()  # signatures whose parts share nothing
+        self._clean: set[tuple[tuple[str, int], ...]] = set()  # signatures of tapes whose parts share no node
         self._looked = False
 
     def step(self, micro_batches: Sequence[Any], loss: Loss, order: str | None) -> StepResult:
-        """One iteration in that order; None: the plan's."""
+        """Run one iteration in that order; None: in the plan's."""
         s = self.session
         begun_s = time.perf_counter()
         order = self._check(micro_batches, order)
@@ -160,7 +160,7 @@ class Driver:
         )
 
     def _require_structure(self, batch: Any, loss: Loss, order: str) -> None:
-        """Look at the model's structure before the first iteration. Raises ContractError where the order needs blocks
+        """Find out the model's structure before the first iteration. Raises ContractError where the order needs blocks
         and the model cannot be cut."""
         if not self._looked and self.whole is None:
             self._look(batch, loss, order)
@@ -172,8 +172,8 @@ class Driver:
             )
 
     def _run(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> tuple[list[torch.Tensor], int]:
-        """Run forward and backward of every micro-batch, again where memory ran out and the ladder found a smaller
-        plan. Returns the losses, and how many calls of blocks a micro-batch has."""
+        """Run forward and backward of every micro-batch. If memory runs out and the ladder finds a smaller plan, run
+        them again. Returns the losses, and the number of calls of blocks in a micro-batch."""
         s = self.session
         before = Before(s.model)
         while True:
@@ -181,7 +181,7 @@ class Driver:
                 with torch.enable_grad():
                     return ORDERS[order](self, micro_batches, loss)
             except (OutOfMemory, torch.OutOfMemoryError) as error:
-                refused = error.with_traceback(None)  # its frames hold what the forward left
+                refused = error.with_traceback(None)  # the error's frames hold the forward's tensors
             s.ladder.recover(refused)
             before.restore()
 
@@ -219,8 +219,8 @@ class Driver:
     # -- structure ----------------------------------------------------------------------------------------------------
 
     def _look(self, batch: Any, loss: Loss, order: str) -> None:
-        """Find out on the copy without memory whether the model can be cut; `whole` then says why not. In a relay, a
-        model that asks for values of tensors (layer dropping) is looked at in each forward instead."""
+        """Find out, on the copy without memory, whether the model can be cut; if not, set `whole` to the reason. In a
+        relay, a model that asks for values of tensors (layer dropping) is examined in each forward instead."""
         s = self.session
         skeleton = s.shapes.skeleton
         if skeleton is None:
@@ -245,7 +245,7 @@ class Driver:
                 self.whole = _obstacle(tape)
         except ContractError:
             raise
-        except Exception as error:  # a model may fail under fake tensors for any reason; it runs whole then
+        except Exception as error:  # a model may fail under fake tensors for any reason; then it runs whole
             if order == "relay" and isinstance(error, DataDependentOutputException):
                 return
             text = " ".join(str(error).split())[:200]
@@ -256,12 +256,13 @@ class Driver:
         if self.whole is not None:
             log.info("session.step runs the model whole: %s", self.whole)
 
-    # -- what orders are made of --------------------------------------------------------------------------------------
+    # -- parts of orders ----------------------------------------------------------------------------------------------
 
     def forward(self, batch: Any, loss: Loss, of: int) -> tuple[BlockTape, torch.Tensor]:
-        """One micro-batch's forward, cut at its blocks. of: micro-batches in the iteration; the loss counts as that
-        part of it. Returns the tape and that part. Raises ContractError where the model turns out to have another
-        structure than it had, which cannot be cut.
+        """Run one micro-batch's forward, cut at its blocks. Returns the tape, and the micro-batch's part of the loss.
+        Raises ContractError if the model's structure has changed and cannot be cut.
+
+        of: number of micro-batches in the iteration; the part of the loss is divided by it.
         """
         model = self.session.model
         if self.whole is not None:
@@ -274,7 +275,7 @@ class Driver:
             value = loss(model, batch) / of
             tape.end(value)
         if tape.signature not in self._clean:
-            obstacle = _obstacle(tape) if tape.calls else None  # it has left out all of them
+            obstacle = _obstacle(tape) if tape.calls else None  # the forward has left out all blocks
             if obstacle is not None:
                 raise ContractError(
                     f"session.step cannot run this micro-batch block by block, though its structure looked as if it "
@@ -285,7 +286,7 @@ class Driver:
         return tape, value.detach()
 
     def backward(self, tape: BlockTape) -> None:
-        """The whole backward of one micro-batch, part by part in reverse."""
+        """Run the whole backward of one micro-batch, part by part in reverse."""
         s = self.session
         s.following.in_parts = True
         try:
@@ -319,7 +320,7 @@ ORDERS: dict[str, Callable[[Driver, Sequence[Any], Loss], tuple[list[torch.Tenso
 
 
 def _obstacle(tape: BlockTape) -> str | None:
-    """Why the recorded forward cannot be run back part by part; None if it can."""
+    """Returns why the recorded forward cannot be run back part by part; None if it can."""
     if not tape.calls:
         return "no block was called with gradients (blocks that are checkpointed reentrantly are not)"
     shared = shared_part(tape)

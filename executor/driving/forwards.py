@@ -1,9 +1,9 @@
 """Forwards side by side: each runs in a thread of its own, one of them at a time.
 
-A forward is suspended wherever its code calls `suspend`, with all that torch keeps per thread (grad mode, autocast,
-hooks for saved tensors), and goes on in `go_on`, during which the caller waits. So the threads never run together, and
-what they share needs no lock. A thread begins with the caller's modes and context variables, and ends with its forward;
-`stop` ends one that will not go on.
+A forward is suspended where its code calls `suspend`, with all that torch keeps per thread (grad mode, autocast, hooks
+for saved tensors). It continues in `go_on`, during which the caller waits. So the threads never run together, and
+shared objects need no lock. A thread begins with the caller's modes and context variables, and ends with its forward.
+`stop` ends a forward that will not continue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 class _Stopped(BaseException):
-    """A forward that will not go on is unwound."""
+    """Unwinds a forward that will not continue."""
 
 
 class Forward(Generic[R]):
@@ -33,7 +33,7 @@ class Forward(Generic[R]):
     run: called once, in the thread.
 
     Attributes:
-        over: whether it has returned, raised or been stopped.
+        over: whether the forward has returned, raised or been stopped.
     """
 
     def __init__(self, run: Callable[[], R]) -> None:
@@ -48,12 +48,12 @@ class Forward(Generic[R]):
 
     @property
     def result(self) -> R:
-        """What `run` returned; there once the forward is over."""
+        """The result of `run`, once the forward is over."""
         return self._found[0]
 
     def go_on(self) -> None:
-        """Let the forward run until it suspends itself or is over. Raises what it raised. An exception that comes to
-        the caller meanwhile (Ctrl-C) leaves it running: call `stop`."""
+        """Let the forward run until it suspends itself or is over. Raises the forward's exception. An exception that
+        comes to the caller meanwhile (Ctrl-C) leaves the forward running: call `stop`."""
         if self._thread is None:
             entered = modes_of_thread()
             context = contextvars.copy_context()
@@ -68,7 +68,7 @@ class Forward(Generic[R]):
             raise error
 
     def suspend(self) -> None:
-        """Called in the forward: wait until the next `go_on`."""
+        """Wait until the next `go_on`. Called in the forward."""
         with self._change:
             self._may_run = False
             self._change.notify_all()
@@ -77,8 +77,8 @@ class Forward(Generic[R]):
             raise _Stopped
 
     def stop(self) -> None:
-        """End the forward where it is suspended; a running one first gets to where it suspends itself. On return its
-        thread has ended."""
+        """End the forward where it is suspended. A running forward is stopped where it next suspends itself. On return
+        its thread has ended."""
         self._stopping = True
         if self._thread is None:
             self.over = True
@@ -106,7 +106,7 @@ class Forward(Generic[R]):
                     self._found.append(self._run())
         except _Stopped:
             pass
-        except BaseException as error:  # goes on in the caller's thread
+        except BaseException as error:  # raised again in the caller's thread
             self._error = error
         with self._change:
             self.over = True
@@ -114,10 +114,10 @@ class Forward(Generic[R]):
 
 
 class Draws:
-    """Random numbers of micro-batches side by side. Each has generators of its own, as if the loop had called
-    `torch.manual_seed` with its seed before it. The seeds are drawn from the CPU's generator; nothing else is.
+    """Random numbers of micro-batches side by side. Each micro-batch has generators of its own, as if the loop had
+    called `torch.manual_seed` with its seed before it. Only the seeds are drawn from the CPU's generator.
 
-    device: the accelerator, whose generator counts too where it has one.
+    device: the accelerator, whose generator (if it has one) counts too.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -131,7 +131,7 @@ class Draws:
 
     @contextlib.contextmanager
     def of(self, micro_batch: int) -> Iterator[None]:
-        """Inside, torch's generators are those of the micro-batch."""
+        """Inside this context, torch's generators are those of the micro-batch."""
         before = self._get()
         self._set(self._states[micro_batch])
         try:

@@ -1,14 +1,14 @@
 """Relay: the layer-major order of an iteration, as its plan has it (pstar_sim/workload/relay.py).
 
-The plan's moments say whose turn it is: what runs next is a piece of the micro-batch that the next moment belongs to. A
-forward runs in a thread of its own (`forwards.py`) and is suspended before an event that is not the plan's next; a
-backward is run part by part (`borders.py`) by the caller. So blocks run for all micro-batches, in one order within each
-block, and gradients are added as the usual loop adds them.
+The plan's moments decide which micro-batch runs: the one that the plan's next moment belongs to. A forward runs in a
+thread of its own (`forwards.py`) and is suspended before an event that is not the plan's next. The caller runs a
+backward part by part (`borders.py`). So each block runs for all micro-batches, always in one order, and gradients are
+added as the usual loop adds them.
 
 A gradient that comes in several parts of a tape (tied weights, a block that is called twice) waits in its parameter
 until the micro-batch's last part of it; it is set aside while other micro-batches run.
 
-Off the plan nothing says whose turn it is: the first micro-batch that is not over runs to its end, then the next.
+Off the plan, the first unfinished micro-batch runs to its end, then the next.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 def relay(session: Host, runs: Sequence[Run]) -> tuple[list[torch.Tensor], int]:
-    """Forward and backward of all micro-batches in the plan's layer-major order. Returns the micro-batches' parts of
-    the loss, and the calls of blocks in one of them.
+    """Run forward and backward of all micro-batches in the plan's layer-major order. Returns each micro-batch's part of
+    the loss, and the number of calls of blocks in a micro-batch.
 
-    runs: the forward of each micro-batch; gives its tape and its part of the loss.
+    runs: the forward of each micro-batch; returns its tape and its part of the loss.
     """
     return _Relay(session, runs).run()
 
@@ -55,7 +55,7 @@ class _Relay:
         count = len(runs)
         self._draws = Draws(count, session.backend.device)
         self._forwards = [Forward(run) for run in runs]
-        self._waiting = list(range(count))  # micro-batches that are not over, in order
+        self._waiting = list(range(count))  # unfinished micro-batches, in order
         self._aside: dict[int, dict[int, torch.Tensor]] = {}  # micro-batch -> tensor -> parts of its gradient
         self._now = 0
 

@@ -1,1 +1,1 @@
-"""Scripts to copy from: each is a user's own training program, run by the tests."""
+"""Examples: scripts to copy from. Each is a user's training program, run by the tests."""

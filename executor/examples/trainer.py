@@ -1,6 +1,6 @@
 """transformers.Trainer on a GPU that is too small: plan, prepare, connect, train. `python -m executor.examples.trainer`
 
-What is special to pstar-sim is in `train`: four calls before `Trainer.train()`, and `max_grad_norm` in two places.
+The parts for pstar-sim are in `train`: four calls before `Trainer.train()`, and `max_grad_norm` in two places.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCH, SEQUENCE, ACCUMULATE, MAX_GRAD_NORM = 2, 64, 2, 1.0
 
 
 def make_model() -> Any:
-    """Returns a small GPT-2 with random weights, the same each time; yours comes from `from_pretrained`."""
+    """Returns a small GPT-2 with random weights, the same each time. Your model comes from `from_pretrained`."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=4, n_embd=128, n_head=4, n_positions=SEQUENCE, vocab_size=256,
@@ -52,8 +52,11 @@ def make_arguments(folder: str, steps: int, *, save_every: int = 0) -> TrainingA
 def train(
     folder: str, *, steps: int = 10, gpu_memory: str = "12MiB", save_every: int = 0, resume: str | None = None
 ) -> Trainer:
-    """Train to step `steps` by a plan for a GPU of `gpu_memory`; the Trainer, its model still prepared. save_every:
-    steps between checkpoints, 0 for none; resume: a checkpoint to go on from."""
+    """Train to step `steps` by a plan for a GPU of `gpu_memory`. Returns the Trainer; its model is still prepared.
+
+    save_every: steps between checkpoints, 0 for none.
+    resume: a checkpoint to continue from.
+    """
     model, rows = make_model(), make_rows()
     example = {key: torch.stack([row[key] for row in rows[:BATCH]]) for key in rows[0]}
     workload = repeat_micro_batch(capture_module(model, example, name="gpt2-tiny"), ACCUMULATE)

@@ -1,3 +1,3 @@
-"""How a session begins, goes on under another plan and ends: values into chunks and back, hooks on the modules,
-resources of the process.
+"""Lifetime of a session: its begin, its change to another plan, its end; values into chunks and back, hooks on the
+modules, resources of the process.
 """

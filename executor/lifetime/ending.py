@@ -1,8 +1,8 @@
-"""Ending: how a run ends, by `close()`, by an interruption that cannot be mended, or with the process.
+"""Ending: the end of a run, by `close()`, by an interruption that cannot be repaired, or with the process.
 
-Three lists say what there is to undo. `Session.hooks`: hooks on the model's modules and parameters. `Session.on_close`:
-what else was changed on the model. `Holdings.at_end`: what was changed in the process; it holds no session, and is also
-done where the session was dropped without `close()`.
+Three lists hold functions that undo changes. `Session.hooks` removes hooks from the model's modules and parameters.
+`Session.on_close` undoes other changes of the model. `Resources.at_end` undoes changes of the process; it does not hold
+the session, and is also called where the session was dropped without `close()`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Ending:
         self._dropped = dropped
 
     def interrupt(self, why: str) -> Interrupted:
-        """End the run: queues and other ranks fail with Interrupted(why). Returns that error for the caller to raise;
-        whatever is asked of the session later raises it too."""
+        """End the run: queues and other ranks fail with Interrupted(why). Returns that error for the caller to raise.
+        Later calls of the session raise it too."""
         host = self.host
         error = Interrupted(why)
         host.queues.fail(error)
@@ -81,14 +81,18 @@ class Ending:
         return error
 
     def tell_ranks(self, error: BaseException | None) -> None:
-        """Tell the other ranks that this one's run is over. error: the error that ends it, where it is known."""
+        """Tell the other ranks that this one's run is over.
+
+        error: the error that ends the run, where it is known.
+        """
         host = self.host
         if host.ranks is not None and not host.closed:
             host.ranks.announce(host.queues.failure or error, host.iteration)
 
     def close(self, *, restore: bool) -> None:
-        """Stop the queues and remove the hooks. restore: parameters become plain parameters with their current values.
-        A second call does nothing.
+        """Stop the queues and remove the hooks. A second call does nothing.
+
+        restore: whether parameters become plain parameters with their current values.
 
         Afterwards raises the error of a queue that died, unless that error was raised before.
         """
@@ -101,7 +105,7 @@ class Ending:
         if restore and host.at_work.torn and host.queues.failure is None:
             try:
                 host.loop.mend()
-            except Exception as error:  # the device's own, say: the session ends all the same
+            except Exception as error:  # for example the device's own error: the session ends all the same
                 host.queues.fail(error)
         if restore and host.queues.failure is None:
             if host.updates.running:
@@ -112,7 +116,7 @@ class Ending:
                 )
             try:
                 values = {t: host.reader.value_now(t) for t in host.timetable.chunk_of}
-            except Exception as error:  # raised below: the session ends first
+            except Exception as error:  # raised below, after the session has ended
                 host.queues.fail(error)
                 unreported = error
         if restore and host.queues.failure is not None:
@@ -128,8 +132,10 @@ class Ending:
             raise unreported
 
     def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Undo the three lists. Parameters become plain before memory goes, as they are views of it. values: tensor ->
-        what its parameter holds from now on; other parameters are left without a value."""
+        """Undo the three lists. Parameters become plain before memory is freed, because they are views of it.
+
+        values: tensor -> value of its parameter from now on; other parameters are left without a value.
+        """
         host = self.host
         if host.ranks is not None:
             host.ranks.close()

@@ -21,10 +21,10 @@ __all__ = ["Host", "ValueSource", "load_parameters", "unload_parameters", "views
 
 
 class ValueSource(Protocol):
-    """Where values come from instead of the model: `saving.weights.Weights`."""
+    """A source of values other than the model: `saving.weights.Weights`."""
 
     def holds(self, tensor: int) -> bool:
-        """Returns whether the tensor's value comes from here."""
+        """Returns whether the source has the tensor's value."""
         ...
 
     def fill(self, arena: Arena, contents: Contents) -> None:
@@ -40,17 +40,18 @@ class Host(BytesHost, Protocol):
 
 
 def load_parameters(host: Host, source: ValueSource | None = None) -> None:
-    """Take memory for what the plan has resident between two iterations, move the parameters' values into it, one
-    chunk at a time, and make the parameters views of their chunks' working lists. Before the queues start.
+    """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of their
+    chunks' working lists. Takes the memory of all payloads that the plan has resident between two iterations. Call
+    before the queues start.
 
     source: where the values come from instead.
     """
     plan, arena, contents = host.plan, host.arena, host.contents
     present = sorted(plan.initial)
     for resident in present:
-        if resident.chunk >= 0:  # buffers of modules have -1: their memory is not the arena's
+        if resident.chunk >= 0:  # chunk -1 stands for buffers of modules, whose memory is not the arena's
             arena.take(resident.place, resident.chunk, resident.list)
-            if resident.list in OTHERS:  # the other ranks' slices: not a list of their own, but the rest of one
+            if resident.list in OTHERS:  # the other ranks' slices are not a list of their own, but the rest of a list
                 arena.payloads.whole(resident.chunk, OTHERS[resident.list]).zero_()
             else:
                 arena.at(resident.place, resident.chunk, resident.list).zero_()
@@ -79,13 +80,13 @@ def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Te
 
 
 def unload_parameters(host: Host, home: torch.device, source: ValueSource | None = None) -> None:
-    """The opposite of `load_parameters`, also of one that stopped halfway: parameters that have moved into a chunk are
-    plain ones again, on `home`, with the values that they came with. Those that a source holds came with none. Only on
-    one rank and before the first step."""
+    """Undo `load_parameters`, also if it stopped halfway. Parameters that have moved into a chunk become plain again,
+    on `home`, with their former values; parameters whose values `source` has had none. Only on one rank and before the
+    first step."""
     for tensor, chunk in host.timetable.chunk_of.items():
         parameter = host.reader.parameters[tensor]
         if not isinstance(parameter, ChunkParameter):
-            continue  # still plain
+            continue  # this parameter is still plain
         if source is not None and source.holds(tensor):
             continue
         shape, value = parameter.shape, _loaded_value(host, chunk, tensor)
@@ -94,7 +95,7 @@ def unload_parameters(host: Host, home: torch.device, source: ValueSource | None
 
 
 def _loaded_value(host: Host, chunk: int, tensor: int) -> torch.Tensor:
-    """What `_put_everywhere` wrote, flat, in the working dtype."""
+    """Returns the value that `_put_everywhere` wrote, flat, in the working dtype."""
     for list_name in ("param", "param32"):
         for place in (Place.HOST, Place.GPU):
             if host.arena.has(place, chunk, list_name):
@@ -103,8 +104,8 @@ def _loaded_value(host: Host, chunk: int, tensor: int) -> torch.Tensor:
 
 
 def views_of(arena: Arena, chunk: Chunk, parameters: Sequence[nn.Parameter]) -> list[tuple[Slot, torch.Tensor]]:
-    """Returns each tensor's part of its chunk's working list on the gpu, in its shape, whether the chunk has memory
-    there or not (torch makes a view only of a storage that has it, so it gets it for that moment)."""
+    """Returns each tensor's part of its chunk's working list on the gpu, in its shape. If the chunk has no memory
+    there, it gets memory for this moment, because torch makes a view only of a storage with memory."""
     payload = arena.payloads.whole(chunk.index, "param")
     absent = not arena.has(Place.GPU, chunk.index, "remote" if arena.sliced else "param")
     if absent:

@@ -1,6 +1,6 @@
-"""What the modules of a prepared model carry: the module-level half of the contract, and a hook that sees batches.
+"""Changes of the modules of a prepared model: the module-level half of the contract, and a hook that sees batches.
 
-A module may outlive its session, so that all of it holds the session weakly. The table of the contract is in
+A module may outlive its session, so all of the changes hold the session weakly. The table of the contract is in
 `contract.py`.
 """
 
@@ -50,7 +50,7 @@ class Host(Protocol):
 
 
 def guard_model(model: nn.Module, session: Host) -> Callable[[], None]:
-    """Put the module-level half of the contract (contract.py) in place; returns what takes it away."""
+    """Put the module-level half of the contract (contract.py) in place. Returns the function that removes it."""
     keeper = weakref.ref(session)
     undo: list[Callable[[], None]] = []
 
@@ -95,7 +95,7 @@ def guard_model(model: nn.Module, session: Host) -> Callable[[], None]:
 
 
 def _current_values(keeper: Callable[[], Host | None]) -> Callable[..., None]:
-    """A state_dict hook: the module's own parameters are given as copies of their current values."""
+    """Returns a state_dict hook that gives the module's own parameters as copies of their current values."""
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         session = keeper()
@@ -111,7 +111,8 @@ def _current_values(keeper: Callable[[], Host | None]) -> Callable[..., None]:
 
 
 def watch_batches(model: nn.Module, session: Host) -> RemovableHandle:
-    """Show the loop each batch that the model is called with, before any other forward hook; returns what ends it."""
+    """Show the loop each batch with which the model is called, before any other forward hook. Returns the hook's
+    handle."""
     keeper = weakref.ref(session)
 
     def see(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Renewal: a session goes on under another plan of the same model."""
+"""Renewal: a session continues under another plan of the same model."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Host(BytesHost, Protocol):
 
 
 def renew(host: Host, plan: Plan) -> None:
-    """Go on under another plan of the same model, between two iterations, on one rank; values and optimizer states move
-    into its chunks.
+    """Continue under another plan of the same model, between two iterations, on one rank. Values and optimizer states
+    move into the new plan's chunks.
 
     Raises DoesNotFit, before anything changes, if the host cannot hold both plans' memory while values move.
-    `host.renewing` stays set where the move itself is left by an error: values may then be in no one place.
+    `host.renewing` stays set if an error ends the move itself: the values may then be incomplete in both places.
     """
     assert not host.cursor.inside
     arena = Arena(plan, host.backend)
@@ -59,7 +59,7 @@ def renew(host: Host, plan: Plan) -> None:
         arena.slabs.room,
         available_bytes=available_host_bytes(),
         gpu_is_host=host.backend.device.type == "cpu",
-        model_bytes=-moving,  # needed besides: all values are copied out of one plan's chunks first
+        model_bytes=-moving,  # needed besides: all values are first copied out of the old plan's chunks
     )
     with torch.no_grad():
         host.loop.drain()
@@ -87,7 +87,7 @@ def renew(host: Host, plan: Plan) -> None:
         for t, value in values.items():
             reader.parameters[t].__class__ = nn.Parameter
             reader.parameters[t].data = value
-        old.empty()  # the accelerator may not hold both
+        old.empty()  # the accelerator may not have room for both plans
         host.install(plan, arena, queues.renew())
         load_parameters(host)
         for (t, name), value in states.items():

@@ -1,8 +1,8 @@
 """Resources that a session takes from the process, beyond objects that Python frees by itself.
 
-Threads, the chunks' memory, a dispatch mode, the number of torch threads. Nothing here holds the session, so that a
-session whose model and optimizer are not held any more can be collected; `let_go` then gives back what `Session.close`
-would have.
+They are threads, the chunks' memory, a dispatch mode, and the number of torch threads. Nothing here holds the session.
+So a session whose model and optimizer are not held any more can be collected; `let_go` then gives back the same as
+`Session.close`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["Resources", "ask_torch_threads"]
 
 log = logging.getLogger("executor")
 
-_before: dict[int, int] = {}  # thread -> number of torch's threads there before the first that asked
-_asked: dict[object, tuple[int, int]] = {}  # who asks -> (thread, number asked for), the last one last
+_before: dict[int, int] = {}  # thread -> number of torch's threads there before the first request
+_asked: dict[object, tuple[int, int]] = {}  # request -> (thread, requested number), the latest last
 
 
 class Resources:
@@ -45,7 +45,7 @@ class Resources:
         self.at_end: list[Callable[[], object]] = []
 
     def end(self) -> None:
-        """Give memory back and restore the process. The queues have been stopped before."""
+        """Give memory back and restore the process, after the queues have been stopped."""
         for action in self.at_end:
             action()
         if self.arena is not None:
@@ -55,7 +55,8 @@ class Resources:
             give_freed_pages_back()
 
     def let_go(self) -> None:
-        """Give everything back after the session was collected. Called in whatever thread the collection happens."""
+        """Give everything back after the session was collected. Called in the thread in which the collection
+        happens."""
         try:
             if self._ranks is not None:
                 self._ranks.announce(None, 0)
@@ -63,17 +64,18 @@ class Resources:
                 stop()
             if self._ranks is not None:
                 self._ranks.close()
-        except Exception as error:  # nobody is there to raise it to
+        except Exception as error:  # no caller could handle the error
             log.warning("the end of a run that nobody held any more: %s: %s", type(error).__name__, error)
         finally:
             self.end()
 
 
 def ask_torch_threads(count: int) -> Callable[[], None]:
-    """Set the number of torch's threads, which torch keeps per thread of the process. Returns what takes that back.
+    """Set the number of torch's threads, which torch keeps per thread of the process. Returns a function that undoes
+    the request.
 
-    The number asked for last counts. When the last is taken back, the number is that before the first. Where another
-    thread takes a number back (a collection of garbage), it stays set until this thread asks or takes back again.
+    The latest request counts. When the last request is undone, the number is again the one before the first. If another
+    thread undoes a request (a collection of garbage), the number stays set until this thread requests or undoes again.
     """
     thread = threading.get_ident()
     _before.setdefault(thread, torch.get_num_threads())

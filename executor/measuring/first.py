@@ -1,24 +1,24 @@
 """First: the tide of a run's first iteration, measured and compared with its plan's tide, moment by moment.
 
-A trace may be wrong: an operator keeps memory that its fake version does not show, the device has other kernels than
-the trace was captured with, the loop keeps what the trace's did not. A plan made from it then lets payloads take room
-that the tide needs, and nobody notices before memory runs out. So the first iteration that runs on plan, with the
-plan's batch, is counted operator by operator (`moments/live_bytes.py`, as recordings are), on every device. Where a
-moment holds more than the plan has for it, the session goes on under a new plan, made by the same policy from the tide
-that was measured, and the iteration after that is counted as well. Counting changes no result and costs some
+A trace may be wrong: an operator keeps memory that its fake version does not show; the device has other kernels than
+those of the trace; the loop keeps tensors that the traced loop did not. A plan made from such a trace lets payloads
+take room that the tide needs, and this would show only when memory runs out. Therefore the first iteration that runs on
+plan, with the plan's batch, is counted operator by operator (`moments/live_bytes.py`, as recordings are), on every
+device. If a moment holds more than the plan has for it, the session continues under a new plan, made by the same policy
+from the measured tide, and the iteration after that is counted as well. Counting changes no result and costs some
 microseconds per operator, in that iteration alone.
 
 [Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB.
 The tolerance is a share of the highest tide because that tide takes its part of the budget. A loop's own variables (a
-loss, a mask, the batch beside the next one) and another release of torch cause such differences for the same model:
-captures of Llama and of a real run are 1.4 % apart, because the mask is built differently. Allocators round by more.
-A moment that holds less than the plan has for it is no error: the report says so, and the plan stays.
+loss, a mask, the batch beside the next one) and another release of torch cause such differences for the same model: a
+capture of Llama and a real run differ by 1.4 %, because the mask is built differently. Allocators round by more. A
+moment that holds less than the plan has for it is no error: the report says so, and the plan stays.
 
-[Note: several ranks] Each rank counts its own. A new plan would have to be the same on all of them, so there is none:
-where the plan holds for the measured tide too (the checker's word, in any order of steps), the rank warns and goes on;
-where it does not, the run ends on all ranks and says what to plan for.
+[Note: several ranks] Each rank counts its own tide. A new plan would have to be the same on all ranks, so there is
+none. If the plan also holds for the measured tide (by the checker, in any order of steps), the rank warns and
+continues. Otherwise the run ends on all ranks and says what to plan for.
 
-What stays unseen: memory inside an operator (workspaces), a loop in another thread than `prepare` was called in,
+Not counted are memory inside an operator (workspaces), a loop in another thread than the one that called `prepare`, and
 compiled blocks, which run without operators. The session says where the last two apply.
 """
 
@@ -52,21 +52,21 @@ log = logging.getLogger("executor")
 
 TOLERANCE = 0.02  # [Note: tolerance]
 LEAST_BYTES = 4096
-OTHERWISE = policy_at(Point())  # where the plan's policy is not a name
-MOST_ITERATIONS = 16  # off plan, or with other batches, before one is compared
-MOST_PLANS = 3  # made in a row; a tide that grows with each iteration is the loop's
+OTHERWISE = policy_at(Point())  # policy for a new plan, where the plan's policy is not a known name
+MOST_ITERATIONS = 16  # iterations off plan, or with other batches, before one is compared
+MOST_PLANS = 3  # new plans in a row; a tide that grows with each iteration comes from the loop
 
 
 @dataclass(frozen=True, kw_only=True)
 class TideReport:
     """One iteration's tide beside its plan's.
 
-    moment, name, module: where the difference rises most on its way to the largest one.
+    moment, name, module: the moment at which the difference rises most on its way to the largest one.
     planned_bytes, measured_bytes: non-model bytes of that moment.
-    most_bytes: the largest difference of any moment; negative where none is above the plan and some are below.
-    above, below: moments that differ by more than `tolerance_bytes`.
+    most_bytes: the largest difference of any moment; negative if none is above the plan and some are below.
+    above, below: number of moments that differ by more than `tolerance_bytes`.
     gpu_peak_bytes: most of payloads and measured non-model data at once.
-    done: what the session did about it.
+    done: the session's reaction, in words.
     """
 
     iteration: int
@@ -112,14 +112,17 @@ def tolerance_bytes(w: Workload) -> int:
 def compare(
     w: Workload, measured: Sequence[int], *, iteration: int, gpu_peak_bytes: int, gpu_budget_bytes: int
 ) -> TideReport:
-    """Compare a measured tide with the tide of `w`. measured: peak of non-model bytes of each moment of `w`."""
+    """Compare a measured tide with the tide of `w`. Returns the report.
+
+    measured: peak of non-model bytes of each moment of `w`.
+    """
     tolerance = tolerance_bytes(w)
     more = [there - m.peak_bytes for there, m in zip(measured, w.moments)]
     above = sum(size > tolerance for size in more)
     below = sum(size < -tolerance for size in more)
     sign = -1 if below and not above else 1
     worst = max(range(len(more)), key=lambda i: sign * more[i])
-    # What is kept is in every moment until it goes; it is the module's in whose moment the difference rises.
+    # A kept tensor is in every moment until it is freed; it belongs to the module in whose moment the difference rises.
     at = max(range(worst + 1), key=lambda i: sign * (more[i] - (more[i - 1] if i else 0)))
     return TideReport(
         iteration=iteration,
@@ -160,12 +163,12 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         self.peaks: list[int] = []
         super().__init__(session)
         self.report: TideReport | None = None
-        # Made anew each time: a traceback holds the loop's frames, and with them the session.
+        # A new error each time: a traceback holds the loop's frames, and with them the session.
         self.refused: Callable[[], DoesNotFit] | None = None
         self._done = False
         self._plans = 0
         self._iterations = 0
-        self._seen = False  # an operator, in this iteration
+        self._seen = False  # whether an operator was seen in this iteration
         self._other_batch = False
         self._marks: list[tuple[int, str, int]] | None = None
         self._log_at = self._payload_bytes = 0
@@ -192,8 +195,9 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
 
     @property
     def _watches(self) -> bool:
-        """Watch operators from the first forward to the end of the last backward. What a loop does between a backward
-        and the next forward or the optimizer step does not count as the model's (as in `off_plan/guard.py`)."""
+        """Whether operators are counted now: from the first forward to the end of the last backward. Operators of the
+        loop between a backward and the next forward or the optimizer step do not count as the model's (as in
+        `off_plan/guard.py`)."""
         s = self._keeper()
         if s is None or self._done or s.closed or s.cursor.moment < 0 or s.cursor.off_plan or s.cursor.visiting:
             return False
@@ -207,21 +211,21 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         self._seen = True
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    # -- what the session tells ---------------------------------------------------------------------------------------
+    # -- calls of the session -----------------------------------------------------------------------------------------
 
     def require_plan(self) -> None:
-        """Raise where the tide that was measured fits no plan."""
+        """Raise an error if no plan fits the measured tide."""
         if self.refused is not None:
             raise self.refused()
 
     def begin_iteration(self) -> None:
-        """An iteration begins on plan; the queues run."""
+        """Begin the count of an iteration on plan; the queues run."""
         if self._done:
             return
         s = self._session
         self._seen = self._other_batch = False
         self.peaks = [0] * len(self.peaks)
-        # What an iteration that was given up has left (its graph, in a traceback) is not of this one.
+        # Tensors of an abandoned iteration (its graph, in a traceback) do not belong to this iteration.
         self._live.clear()
         self.current = 0
         for buffer in s.model.buffers():
@@ -231,7 +235,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
             log.warning("the tide was not compared with the plan's: %d iterations, none on plan", MOST_ITERATIONS)
             self.end()
             return
-        if s.arena.log.marks is None or s.arena.log.marks is self._marks:  # else somebody else measures
+        if s.arena.log.marks is None or s.arena.log.marks is self._marks:  # otherwise another measurement runs
             self._marks = []
             self._log_at, self._payload_bytes = s.arena.log.keep_marks(self._marks)
 
@@ -243,14 +247,14 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         self.reset_peak()
 
     def end_iteration(self) -> None:
-        """An iteration on plan is over; nothing of the next has begun. Raises DoesNotFit where its tide leaves no plan
-        that fits, PlanError where several ranks cannot go on."""
+        """End the count of an iteration on plan, before anything of the next begins. Raises DoesNotFit if no plan fits
+        its tide, PlanError if several ranks cannot continue."""
         s = self._session
         if self._done:
             return
         marks = self._marks
         if marks is None or s.arena.log.marks is not marks or self._other_batch:
-            return  # the next one
+            return  # wait for the next iteration
         changes = s.arena.log.changes[self._log_at :]
         s.arena.log.marks = None
         if not self._seen:
@@ -280,7 +284,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         log.warning("%s", self.report)
 
     def _measured(self) -> Workload:
-        """Returns the plan's workload with the tide that was measured where it was higher."""
+        """Returns the plan's workload with the measured tide where that was higher."""
         w = self._session.plan.workload
         return replace(
             w,
@@ -288,7 +292,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         )
 
     def _on_ranks(self) -> None:
-        """Check the plan for the measured tide, where several ranks cannot plan again: [Note: several ranks]."""
+        """Check the plan for the measured tide; several ranks cannot plan again: [Note: several ranks]."""
         s = self._session
         assert s.ranks is not None
         workload = self._measured()
@@ -316,7 +320,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
             spec = s.plan.policy
             try:
                 policy = find_policy(spec)
-            except UnknownName:  # the user's own function
+            except UnknownName:  # the policy is the user's own function
                 policy, spec = find_policy(OTHERWISE), OTHERWISE
             plan = policy(workload, with_gpu_budget(s.plan.machine, budget), s.plan.settings)
             check_gpu_memory(plan, s.backend, plan.gpu_budget_bytes)

@@ -1,8 +1,9 @@
 """Measured memory of one iteration: non-model bytes from the run's own live storages, payload bytes from the arena.
 
-Two iterations are run without threads, in the order a timeline predicts (or each step as early as its edges let it):
-the first brings the queues into that order, the second is measured. Counting every operator costs time, so neither is
-timed. The total follows [Note: what a step does to memory]: a moment holds its own peak of non-model bytes throughout.
+Two iterations are run without threads, in the order that a timeline predicts (or each step as early as its edges
+allow). The first brings the queues into that order, the second is measured. Counting every operator costs time, so
+neither is timed. The total follows [Note: what a step does to memory]: a moment holds its own peak of non-model bytes
+throughout.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Host(BytesHost, Protocol):
 
 
 def measure_iteration(session: Host, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
-    """Run `step_fn` (one whole iteration: every micro-batch, step and zero_grad) twice and measure the second.
+    """Run `step_fn` (one whole iteration: every micro-batch, step and zero_grad) twice and measure the second
+    iteration.
 
     Raises PlanError inside an iteration, or for a timeline of another plan.
     """
@@ -84,9 +86,9 @@ def measure_iteration(session: Host, step_fn: Callable[[], Any], order: Timeline
         marks, session.arena.log.marks = session.arena.log.marks, None
         changes = session.arena.log.changes[log_at:]
         session.watches.remove(watch)
-        session.queues.settle(first)  # its last steps run on into the next forward
+        session.queues.settle(first)  # the iteration's last steps run on into the next forward
         moved = {"h2d": 0, "d2h": 0}
-        for step in session.steps.span_log:  # before threads, which go on, add to it
+        for step in session.steps.span_log:  # before the threads continue and add to it
             if step.iteration == first and step.step.kind in COPIES:
                 moved[step.step.queue.value] += step.copied_bytes
     finally:
@@ -117,7 +119,7 @@ def _as_early_as_possible(possible: Sequence[QueueEvent], compute: QueueEvent, m
 
 
 class TideWatch:
-    """Peak of live bytes in each moment; the session reports when a moment opens and closes."""
+    """Measures the peak of live bytes in each moment; the session reports when a moment opens and closes."""
 
     def __init__(self, session: Host, live: LiveStorages) -> None:
         self.peaks = [0] * len(session.plan.workload.moments)
@@ -135,7 +137,7 @@ class TideWatch:
 
 
 class PeakMeter:
-    """Payload bytes and the measured tide, side by side through the iteration.
+    """Adds up payload bytes and the measured tide through the iteration.
 
     peak: most of both together.
     payload_peak: most of the payloads alone.
@@ -149,8 +151,11 @@ class PeakMeter:
         self.peak = payload + self._tide
 
     def follow(self, changes: Sequence[ByteChange], marks: Sequence[tuple[int, str, int]], log_at: int) -> None:
-        """Add the bytes of these changes and marks, in the order in which they happened. changes: of the arena's log,
-        from its index `log_at` on. marks: the log's marks of the same time."""
+        """Add the bytes of these changes and marks, in the order in which they happened.
+
+        changes: of the arena's log, from its index `log_at` on.
+        marks: the log's marks of the same time.
+        """
         at = 0
         for i, change in enumerate(changes):
             while at < len(marks) and marks[at][0] - log_at <= i:

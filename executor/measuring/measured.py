@@ -18,7 +18,7 @@ class Measured:
     peak_gpu_bytes: most of payloads and non-model data together.
     payload_peak_bytes, peak_host_bytes: most bytes that the arena held on the GPU and on the host.
     moved_bytes: per direction, counted where bytes are copied.
-    on_plan: whether the measured iteration followed the plan; if not, the other figures are of no use.
+    on_plan: whether the measured iteration followed the plan; if not, the other figures mean nothing.
     """
 
     non_model_bytes: tuple[int, ...]
@@ -30,8 +30,8 @@ class Measured:
 
 
 def with_tide(timeline: Timeline, measured: Measured) -> Timeline:
-    """Returns the timeline with the non-model bytes that were measured of each moment (in an iteration of its own,
-    which is not timed) in place of the plan's. See [Note: what a step does to memory] for what holds between two
+    """Returns the timeline with the measured non-model bytes of each moment in place of the plan's. They were measured
+    in an iteration of its own, which was not timed. [Note: what a step does to memory] defines the bytes between two
     moments."""
     peaks = measured.non_model_bytes
     last = timeline.iterations - 1

@@ -1,8 +1,8 @@
-"""Rates of the virtual accelerator on this machine, measured in about two seconds with what calibration measures with.
+"""Rates of the virtual accelerator on this machine, measured in about two seconds with the tools of calibration.
 
-With them, predicted seconds are meaningful on a machine that was not calibrated. `executor.calibrate` takes longer and
-measures much more. The virtual accelerator computes on one thread and updates on one other, so both are measured on one
-thread; in seconds that pass, whatever other programs do, as the run will have them.
+With these rates, predicted seconds are meaningful on a machine that was not calibrated. `executor.calibrate` takes
+longer and measures much more. The virtual accelerator computes on one thread and updates on another, so each is
+measured on one thread. Seconds are wall time, with the load of other programs, because the run will have that load too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pstar_sim.catalog.machine import Machine
 __all__ = ["measure_virtual_machine", "throttled"]
 
 _A_LOOK = Effort(point_s=0.08, rounds=3, least=2, most=7, memory_bytes=128 << 20)
-_EXTENT = 512  # of a product
+_EXTENT = 512  # extent of a product
 
 
 def throttled(machine: Machine, h2d_bytes_per_s: float, d2h_bytes_per_s: float) -> Machine:
-    """Returns the machine, its links limited to these rates."""
+    """Returns the machine with its links limited to these rates."""
     links = [
         replace(
             rank.link,
@@ -40,13 +40,13 @@ def throttled(machine: Machine, h2d_bytes_per_s: float, d2h_bytes_per_s: float) 
 def measure_virtual_machine(
     base: Machine, *, h2d_bytes_per_s: float | None = None, d2h_bytes_per_s: float | None = None
 ) -> Machine:
-    """`base` (its budgets and name kept) with this machine's measured rates, the same for every rank: where there
-    are several, each measures at the same time.
+    """Returns `base` (its budgets and name kept) with this machine's measured rates, the same for every rank. On
+    several ranks, all measure at the same time.
 
-    A throttle (bytes per second, per direction) caps the copy rate measured; None leaves the copies unthrottled.
+    h2d_bytes_per_s, d2h_bytes_per_s: caps on the measured copy rates; None: no cap.
     """
     bench, device = Bench(_A_LOOK), VirtualDevice(clock=time.perf_counter)
-    copy_bytes_per_s = compute.memory_rate(device, bench) / 2  # it counts what is read and what is written
+    copy_bytes_per_s = compute.memory_rate(device, bench) / 2  # the rate counts the bytes read and the bytes written
     flops = {dtype: rates[-1][1] for dtype, rates in compute.matmul_rates(device, bench, (_EXTENT,)).items()}
     ((_, adam_params_per_s),) = host.adam_rates(bench, [1], clock=time.perf_counter)
     origin = f"measured here: torch {torch.__version__}, {platform.machine()}, one thread each for compute and Adam"
@@ -57,7 +57,7 @@ def measure_virtual_machine(
                 rank.gpu,
                 flops_per_s=flops,
                 hbm_bytes_per_s=2 * copy_bytes_per_s,
-                launch_s=None,  # nothing beside products is measured
+                launch_s=None,  # only products are measured
                 products=None,
                 measured=True,
                 source=origin,
@@ -74,6 +74,6 @@ def measure_virtual_machine(
         )
         for rank in base.ranks
     ]
-    each = adam_params_per_s * base.local_ranks  # this was one rank's part of the host
+    each = adam_params_per_s * base.local_ranks  # the measured rate is that of one rank's part of the host
     its_host = replace(base.host, adam_params_per_s=each, measured=True, source=origin)
     return replace(base, ranks=tuple(ranks), host=its_host, framework=None)

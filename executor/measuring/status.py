@@ -1,11 +1,11 @@
-"""session.status(): what a run is doing, in a few figures, for a progress line or a log.
+"""session.status(): the state of a run in a few figures, for a progress line or a log.
 
-Read between two iterations. It looks at what was logged anyway, moves nothing, waits for nothing and changes nothing;
-it costs some hundred microseconds. Figures are of the last finished iteration, from the end of the compute queue's last
-step in the iteration before to the end of its last step in this one. Seconds of a copy that runs across that border
-count where they lie. Bytes count in the iteration that the copy belongs to ([Note: whose bytes]), so some bytes of the
-last finished iteration may not have been copied yet. Bytes are given for the newest iteration whose bytes have all been
-copied.
+It is read between two iterations. It uses the existing logs, moves nothing, waits for nothing and changes nothing, and
+costs some hundred microseconds. Figures are of the last finished iteration, from the end of the compute queue's last
+step in the iteration before to the end of its last step in this one. If a copy runs across that border, its seconds
+count on the side where they lie. Its bytes count in the iteration that the copy belongs to ([Note: whose bytes]), so
+some bytes of the last finished iteration may not have been copied yet. Bytes are given for the newest iteration whose
+bytes have all been copied.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["LinkUse", "Status"]
 class LinkUse:
     """One direction of the link.
 
-    iteration: the newest iteration whose copies have all ended; before there is one, the first iteration, with what it
-        has copied so far.
-    moved_bytes: bytes that it copied, on plan or off; on plan the plan's bytes.
-    bytes_per_s: over its wall time.
+    iteration: the newest iteration whose copies have all ended; before there is one, the first iteration, with its
+        copies by now.
+    moved_bytes: bytes that the iteration copied, on plan or off; on plan the plan's bytes.
+    bytes_per_s: moved_bytes over the iteration's wall time.
     link_bytes_per_s: rate of the link (None: as fast as memory).
-    busy_share: part of the last finished iteration in which a copy of the plan ran, 0 to 1; a copy off plan runs in the
-        compute queue and is not in it.
+    busy_share: part of the last finished iteration in which a copy of the plan ran, 0 to 1, without copies off plan,
+        which run in the compute queue.
     """
 
     iteration: int
@@ -51,19 +51,19 @@ class Status:
     """A run after its last finished iteration. Before the first one, seconds and rates are None and `links` is empty.
 
     iterations: number of finished iterations.
-    on_plan: whether the last one ran as the plan says.
-    iteration_s: wall time of the last one, including what the loop does between two iterations.
+    on_plan: whether the last iteration ran as the plan says.
+    iteration_s: wall time of the last iteration, including the loop's time between two iterations.
     tokens_per_s: the plan's tokens (rows) per iteration over that time.
     gpu_bytes: payloads and the plan's non-model bytes now.
-    gpu_peak_bytes: most of these at once in the iteration; before the first one, so far.
+    gpu_peak_bytes: most of these at once in the iteration; before the first iteration, by now.
     host_bytes: payloads now.
     links: direction -> use of the link.
     waiting_share: part of the iteration in which the compute queue waited for another queue.
     adam_share: part of the iteration in which the CPU ran an update.
-    deviations: number of iterations or events off plan so far.
+    deviations: number of iterations or events off plan by now.
     last_deviation: the last of them, in words.
-    tide: the measured tide of the first iteration beside the plan's, and the most that the gpu held with the measured
-        one; None before the comparison.
+    tide: the measured tide of the first iteration beside the plan's, and the most bytes that the gpu held with the
+        measured tide; None before the comparison.
     exchanges: number of times in the iteration that memory went back to the driver, which stops the device ([Note:
         exchanges] in devices/cuda_blocks.py); 0 on the virtual accelerator.
     """
@@ -136,11 +136,11 @@ def status_of(session: Host) -> Status:
 
 
 def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -> tuple[dict[str, float], float]:
-    """Returns seconds inside the window of iteration `number`: in which each queue ran a step, in which compute
-    waited."""
+    """Returns seconds inside the window of iteration `number`: queue -> seconds in which it ran a step, and the seconds
+    in which compute waited."""
     busy = dict.fromkeys((q.value for q in Queue), 0.0)
     waited_s = 0.0
-    # Steps are logged as they end, so the window's are the newest ones.
+    # Steps are logged as they end, so the window's steps are the newest ones.
     for row in reversed(steps):
         if row.end_s <= start_s and row.iteration < number - 1:
             break
@@ -153,8 +153,10 @@ def _busy(steps: Sequence[StepLog], number: int, start_s: float, end_s: float) -
 def _links(
     session: Host, logs: Sequence[IterationLog], busy: Mapping[str, float], length_s: float
 ) -> dict[str, LinkUse]:
-    """Returns seconds and bytes per direction, in the newest iteration all of whose copies have ended. busy: result of
-    `_busy` for a window of `length_s`."""
+    """Returns the use of the link per direction, in the newest iteration whose copies have all ended.
+
+    busy: result of `_busy` for a window of `length_s`.
+    """
     backend, link = session.backend, session.plan.machine.link
     rates: Mapping[str, float | None] = {"h2d": link.h2d_bytes_per_s, "d2h": link.d2h_bytes_per_s}
     if isinstance(backend, VirtualBackend):
@@ -184,7 +186,7 @@ def _copied(session: Host, logs: Sequence[IterationLog]) -> int:
 
 
 def _window(session: Host, logs: Sequence[IterationLog]) -> tuple[float, float]:
-    """(start, end) of the last finished iteration, in seconds; empty before the first one has finished."""
+    """Returns (start, end) of the last finished iteration, in seconds; empty before the first has finished."""
     if not logs:
         return session.steps.first_s, session.steps.first_s
     return (logs[-2].end_s if len(logs) > 1 else session.steps.first_s), logs[-1].end_s

@@ -1,16 +1,16 @@
-"""Blind: operators whose fake version has less memory than the real one, and what a capture makes of each.
+"""Blind: operators whose fake version has less memory than the real one, and how a capture handles them.
 
-Where a fake result is smaller than the real one, a captured tide is too low. `SEEN_SMALLER` is the list that torch 2.13
-has, found by holding the storages of 578 operators' results (all of torch's own operator samples, forward and backward,
-and common modules: convolutions, recurrent layers, attention, norms, embeddings, pools, losses) against their fake
-ones; everything else was equal to the byte. A capture runs such an operator once for each shape, on zeros of the same
-sizes, and takes the sizes of what comes out; for operators that are too large for that, and for operators that are not
-torch's own (whose fake version is their author's word), it says so in the trace's notes. Left alone:
-`mkldnn_rnn_layer_backward`, whose real version has the bytes of one bias more; it would read a workspace of zeros.
+If a fake result is smaller than the real one, a captured tide is too low. `SEEN_SMALLER` lists such operators of torch
+2.13. The storages of 578 operators' results (all of torch's own operator samples, forward and backward, and common
+modules: convolutions, recurrent layers, attention, norms, embeddings, pools, losses) were compared with their fake
+ones; all others were equal to the byte. A capture runs a listed operator once for each shape, on zeros of the same
+sizes, and uses the sizes of its results. Operators that are too large for that, and operators that are not torch's own
+(whose fake version their author wrote), are named in the trace's notes. `mkldnn_rnn_layer_backward` is left alone,
+although its real version has the bytes of one bias more: it would read a workspace of zeros.
 
-No capture sees what an operator takes and gives back inside itself (workspaces of a kernel), nor memory that is not
-torch's, and on another device torch may choose other kernels (an LSTM on CUDA is cuDNN's): the first iteration of a run
-is compared with its trace for that (`measuring/first.py`).
+No capture sees memory that an operator takes and gives back inside itself (workspaces of a kernel), nor memory that is
+not torch's. On another device torch may choose other kernels (an LSTM on CUDA is cuDNN's). Therefore the first
+iteration of a run is compared with its trace (`measuring/first.py`).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SEEN_SMALLER: dict[Any, str] = {
     aten.soft_margin_loss.default: "keeps the memory of the loss before its mean",
     aten.binary_cross_entropy.default: "keeps the memory of the loss before its mean",
 }
-MOST_BYTES = 1 << 30  # of an operator's arguments, to run it
+MOST_BYTES = 1 << 30  # largest bytes of an operator's arguments with which it is run
 
 
 class Blind:
-    """What one capture knows of its blind operators.
+    """The blind operators that one capture has seen.
 
-    notes: what to say of them in the trace.
+    notes: sentences on them for the trace.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Blind:
         self._foreign: set[str] = set()
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """`out`, a fake result of `func`, with the storages of a real result."""
+        """Returns `out`, a fake result of `func`, with storages of the real result's sizes."""
         if func not in SEEN_SMALLER:
             if func.namespace not in ("aten", "prim", "prims"):
                 self._foreign.add(str(func.name()))
@@ -89,7 +89,7 @@ def _form(leaf: Any) -> Any:
 class _Form(NamedTuple):
     """Form of one real result.
 
-    storage: index of the storage that the result is in.
+    storage: index of the result's storage.
     size_bytes: bytes of that storage.
     """
 
@@ -100,14 +100,14 @@ class _Form(NamedTuple):
 
 
 def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
-    """Returns the results of the real operator on zeros."""
+    """Returns the forms of the real operator's results on zeros."""
 
     def zeros(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu").zero_()
 
-    with unseen():  # in the caller's grad mode: some keep what they keep only where there is a backward to come
+    with unseen():  # in the caller's grad mode: some operators keep memory only for a backward
         out = [
             leaf if isinstance(leaf, torch.Tensor) else None
             for leaf in tree_leaves(func(*tree_map(zeros, args), **tree_map(zeros, kwargs)))
@@ -122,8 +122,8 @@ def _real(func: Any, args: Any, kwargs: Any) -> tuple[_Form | None, ...]:
 
 def _as_real(out: Any, real: tuple[_Form | None, ...]) -> Any:
     """Returns the fake results in the forms of the real results, on storages of the real sizes. Results share a storage
-    only where the real ones do."""
-    of: dict[int, int] = {}  # fake storage -> which of the real ones
+    only where the real results do."""
+    of: dict[int, int] = {}  # fake storage -> index of the real storage
     leaves, spec = tree_flatten(out)
     for i, (leaf, form) in enumerate(zip(leaves, real)):
         if form is None or not isinstance(leaf, torch.Tensor):

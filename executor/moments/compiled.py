@@ -1,8 +1,8 @@
 """torch.compile beside the engine: the engine's hooks are never traced, and a capture runs compiled blocks eagerly.
 
 A compiled block keeps its graphs under a plan. A graph ends where a hook of the engine is called between two modules,
-because chunks come and go there. torch's compiler takes seconds to import: `untraced` imports it, as every torch
-optimizer does; `eagerly` does not.
+because chunks move there. Importing torch's compiler takes seconds: `untraced` imports it, as every torch optimizer
+does; `eagerly` does not.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[..., R]) -> Callable[..., R]:
-    """`function`, with positional arguments only, which torch.compile calls and never looks into.
+    """Returns `function`, with positional arguments only, in a form that torch.compile calls and never traces.
 
-    The compiler's own wrapper sets it aside and back at every call. Where it is not at work (torch 2.9 and newer tell),
-    `function` is called as it is: an iteration calls hooks by the hundred, those of fixed arguments (modules' and
-    tensors') without unpacking any.
+    The compiler's own wrapper switches the compiler off and on again at every call. Where the compiler is not active
+    (torch 2.9 and newer can tell), `function` is called directly: an iteration calls hundreds of hooks, and those with
+    a fixed number of arguments (modules' and tensors') are called without unpacking.
     """
     aside: Callable[..., R] = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
     compiler = compiler_watches()
@@ -53,7 +53,7 @@ def untraced(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Inside, what was compiled runs as it was written."""
+    """Returns a context in which compiled functions run as they were written."""
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

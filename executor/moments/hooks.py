@@ -1,7 +1,7 @@
 """MomentClock: module and autograd hooks turned into events; the one clock of capture and engine.
 
-[Note: the clock] Units are the modules that own a parameter directly (tied ones included) and the root. An event
-closes the current moment and opens the next one:
+[Note: the clock] Units are the modules that own a parameter directly (tied ones included) and the root. An event closes
+the current moment and opens the next one:
 
 | event           | fires                                                     | phase of the moment it opens    |
 |-----------------|-----------------------------------------------------------|---------------------------------|
@@ -11,10 +11,10 @@ closes the current moment and opens the next one:
 | backward-end    | the outermost backward has run every gradient             | BWD                             |
 | step            | `step()`, which the optimizer calls                       | ADAM                            |
 
-Operations outside the units belong to the interval they happen in. Non-reentrant checkpointing stops a recomputation
-early, so "end" may be missing there, and the backward of the module recomputed last lies in its "begin" moment.
-Tensor hooks on outputs rather than full backward hooks: those wrap outputs in views, which breaks in-place operations
-after a module (Linear + ReLU(inplace=True)).
+Operations outside the units belong to the moment in which they happen. Non-reentrant checkpointing stops a
+recomputation early, so that an "end" may be missing there; the backward of the module recomputed last then lies in its
+"begin" moment. Outputs have tensor hooks, not full backward hooks, which wrap outputs in views and so break in-place
+operations after a module (Linear + ReLU(inplace=True)).
 
 The clock knows neither bytes nor plans: it calls `on_event` and counts micro-batches.
 """
@@ -60,7 +60,8 @@ class ModuleEvent:
 
 
 class _Events(dict[int, ModuleEvent]):
-    """micro-batch -> event of one kind, module and phase. Each is made once: an iteration has hundreds."""
+    """micro-batch -> event of one kind, module and phase. Each event is made once, because an iteration has
+    hundreds."""
 
     def __init__(self, kind: str, module: str, phase: Phase) -> None:
         super().__init__()
@@ -72,7 +73,8 @@ class _Events(dict[int, ModuleEvent]):
 
 
 def units(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name that own a parameter directly, and the root (""). A module reached twice has its first name."""
+    """Returns the modules that own a parameter directly, by name, and the root (""). A module reached twice has its
+    first name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -82,8 +84,8 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass
 class _ClockLink:
-    """The link from hooks on outputs to their clock. The hooks hold the clock weakly, because a hook that hangs on a
-    graph is not collected with the model if the model keeps an output of its own."""
+    """The link from hooks on outputs to their clock. The hooks hold the clock weakly: a graph keeps its hooks, so a
+    model that keeps an output of its own would never be collected."""
 
     clock: weakref.ref[MomentClock]
     closed: bool = False
@@ -93,10 +95,10 @@ class MomentClock:
     """Calls `on_event(event)` at every event of `model`, from `listen()` until `close()`. An event costs a few
     microseconds.
 
-    trains(): whether the forward that runs is not an evaluation.
+    trains(): whether the running forward is not an evaluation.
     wrap: applied to each hook (`moments.compiled.untraced`).
-    micro_batch: micro-batch of the current moment, from 0; `step()` starts the count anew. All forwards up to a
-        backward are of one micro-batch (a loss may compare two).
+    micro_batch: micro-batch of the current moment, from 0; `step()` starts the count anew. All forwards before a
+        backward belong to one micro-batch (a loss may compare two).
     """
 
     def __init__(
@@ -112,11 +114,11 @@ class MomentClock:
         self.micro_batch = 0
         self._on_event = on_event
         self._turns = 0  # backwards that ended since the last `step()`
-        self._open = 0  # units whose forward is open, outside backward
+        self._open = 0  # units whose forward is running, outside backward
         self._callback_due = False
         self._in_one = False  # several calls of autograd are one backward
         self._before_event: Callable[[], None] | None = None  # while micro-batches run side by side
-        self._open_of: dict[int, int] = {}  # micro-batch -> `_open`, of those that are suspended then
+        self._open_of: dict[int, int] = {}  # suspended micro-batch -> its `_open`
         self._handles: list[Any] = []
         self._link = _ClockLink(weakref.ref(self))
         self._hear = wrap(_hearing(self._link))
@@ -142,29 +144,29 @@ class MomentClock:
         return self._callback_due
 
     def outside_root(self, event: ModuleEvent) -> bool:
-        """Returns whether the event begins the forward of a module that was not called from the root's forward. Valid
-        while the event is handled."""
+        """Returns whether the event begins the forward of a module that was not called from the root's forward. Only
+        valid while the event is handled."""
         return event.module != "" and self.outermost(event)
 
     def outermost(self, event: ModuleEvent) -> bool:
-        """Returns whether the event begins the forward of a module that no other unit's forward called. Valid while the
-        event is handled."""
+        """Returns whether the event begins the forward of a module that no other unit's forward called. Only valid
+        while the event is handled."""
         return event.kind == "begin" and event.phase is Phase.FWD and self._open == 1
 
     def step(self) -> None:
-        """Open the moment "step": the optimizer's own. The next forward of the root is micro-batch 0 again."""
+        """Open the moment "step", the optimizer's own. The next forward of the root is micro-batch 0 again."""
         self._on_event(ModuleEvent("step", "", "step", Phase.ADAM, self.micro_batch))
         self.reset()
 
     def reset(self) -> None:
-        """Count micro-batches from 0 again (after an iteration that was given up, or an evaluation)."""
+        """Count micro-batches from 0 again, after an abandoned iteration or an evaluation."""
         self._turns = 0
         self._open = 0
         self._callback_due = False
 
     @contextlib.contextmanager
     def one_backward(self) -> Iterator[None]:
-        """All calls of autograd inside count as one backward: "backward-end" comes once, at the end."""
+        """Inside this context, all calls of autograd count as one backward: "backward-end" comes once, at the end."""
         self._callback_due = False
         self._in_one = True
         try:
@@ -180,8 +182,11 @@ class MomentClock:
 
     @contextlib.contextmanager
     def side_by_side(self, before_event: Callable[[], None]) -> Iterator[None]:
-        """Inside, several micro-batches are open, and `turn_to` says whose the next events are. before_event: called
-        before each event of a forward; it may let other micro-batches run."""
+        """Inside this context, several micro-batches are open, and `turn_to` chooses the micro-batch of the next
+        events.
+
+        before_event: called before each event of a forward; it may let other micro-batches run.
+        """
         self._before_event = before_event
         self._in_one = True
         self._callback_due = False
@@ -195,19 +200,19 @@ class MomentClock:
             self._open = 0
 
     def turn_to(self, micro_batch: int) -> None:
-        """The next events are of this micro-batch, one of several side by side."""
+        """Assign the next events to this micro-batch, one of several side by side."""
         self._open_of[self.micro_batch] = self._open
         self.micro_batch = micro_batch
         self._open = self._open_of.get(micro_batch, 0)
 
     def end_backward(self) -> None:
-        """The backward of the micro-batch whose turn it is has ended."""
+        """End the backward of the current micro-batch."""
         self._callback_due = True
         self._backward_end()
 
     def close(self) -> None:
-        """Remove every hook of modules, and the wrapper of the root's call. Hooks on outputs go with their graph and do
-        nothing from now on."""
+        """Remove every hook of modules, and the wrapper of the root's call. Hooks on outputs are freed with their graph
+        and do nothing from now on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -228,7 +233,7 @@ class MomentClock:
             if self._before_event is not None:
                 self._before_event()
             if name == "":
-                self._callback_due = False  # a backward that raised never ended
+                self._callback_due = False  # an earlier backward that raised has never ended
                 self._open = 0
                 if self._before_event is None:
                     self.micro_batch = self._turns
@@ -271,19 +276,19 @@ class MomentClock:
                 return plain(*args, **kwargs)
             except BaseException:
                 if _graph_task() == -1:
-                    self._open = 0  # no unit in it has its end; a hook would not hear of Ctrl-C
+                    self._open = 0  # no unit inside has ended; a forward hook would not run after Ctrl-C
                 raise
 
         return call
 
     def tell_gradient(self, event: ModuleEvent) -> None:
-        """A gradient has reached an output: call `on_event`; nothing after `close`."""
+        """Report that a gradient has reached an output: call `on_event`. Does nothing after `close`."""
         if not self._callback_due:
             self.watch_backward()
         self._on_event(event)
 
     def watch_backward(self) -> None:
-        """Make the end of the backward that runs an event."""
+        """Report the end of the running backward as an event."""
         if not self._callback_due:
             self._callback_due = True
             if self._in_one:
@@ -298,8 +303,10 @@ class MomentClock:
 
 
 def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[bool], torch.Tensor], None]:
-    """Returns the hook for the outputs of one call of a unit: the first gradient is the event. heard: shared by the
-    call's hooks; not empty once a gradient has come."""
+    """Returns the hook for the outputs of one call of a unit. The first gradient is the event.
+
+    heard: shared by the call's hooks; not empty once a gradient has come.
+    """
 
     def hear(event: ModuleEvent, heard: list[bool], _: torch.Tensor) -> None:
         if heard:
@@ -315,14 +322,14 @@ def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[bool], torch.Tenso
 
 
 def _hook_output(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    # A leaf would keep the hook for ever; it is a parameter or an input, whose gradient is no output's.
+    # A leaf would keep the hook for ever. It is a parameter or an input, not an output.
     if output.requires_grad and not output.is_leaf:
         output.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Returns the tensors in a module's output: a tensor, tuples, lists, mappings (ModelOutput is one) and dataclasses,
-    nested."""
+    """Yields the tensors in a module's output: a tensor, tuples, lists, mappings (ModelOutput is a mapping) and
+    dataclasses, nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

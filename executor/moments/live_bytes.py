@@ -1,10 +1,10 @@
-"""LiveStorages: logical bytes of the storages that are alive and are not parameters, on fake and on real tensors.
+"""LiveStorages: logical bytes of the live storages that are not parameters, on fake and on real tensors.
 
-A dispatch mode that sees every operator, forward and backward. A storage counts from the operator that makes it
-until its last reference goes; one made earlier counts if it is a buffer of the module, or from the first operator
-that takes it (the batch). Parameters never count; an operator that takes one is reported as a read of that parameter,
-whichever module owns it. Views count as reads too: what is evicted must not be viewed either.
-Logical bytes: `nbytes` of the storage; no allocator rounding, no workspace inside a kernel.
+A dispatch mode that sees every operator, forward and backward. A storage counts from the operator that makes it until
+its last reference is gone. A storage made earlier counts if it is a buffer of the module, or from the first operator
+that takes it (the batch). Parameters never count. An operator that takes a parameter is reported as a read of that
+parameter, whichever module owns it. Views count as reads too, because views of an evicted parameter must not be made.
+Logical bytes are `nbytes` of the storage, without allocator rounding and without workspaces inside a kernel.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ _DEVICE = torch.ops.prim.device.default
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Flops of two products per query head: the scores, and the scores by the values. Keys and values may have fewer
-    heads (grouped-query attention); the kernel then uses each for several query heads. A causal mask is not subtracted,
-    as in torch."""
+    """Returns the flops of two products per query head: the scores, and the scores by the values. Keys and values may
+    have fewer heads (grouped-query attention); the kernel then uses each for several query heads. A causal mask is not
+    subtracted, as in torch."""
     return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
 
 
 def _attention_backward_flops(
     grad_out: Any, query: Any, key: Any, value: Any, *args: Any, out_val: Any = None, **kwargs: Any
 ) -> int:
-    """Five products per query head: the scores again, and the gradients of scores, values, queries and keys."""
+    """Returns the flops of five products per query head: the scores again, and the gradients of scores, values, queries
+    and keys."""
     return int(2 * math.prod(query.shape[:-1]) * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1]))
 
 
 def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Routed experts: rows (2-d by 3-d) or columns (3-d by 2-d) belong to one group; of 2-d by 2-d the inner extent."""
+    """Returns the flops of routed experts: rows (2-d by 3-d) or columns (3-d by 2-d) belong to one group; of 2-d by 2-d
+    the inner extent does."""
     if a.dim() == 2:
         rows, inner, columns = a.shape[0], a.shape[1], b.shape[-1]
         return int(2 * rows * inner * columns)
@@ -52,7 +54,7 @@ def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: An
     return int(2 * groups * a.shape[1] * a.shape[2] * b.shape[-1])
 
 
-# Kernels that attention is sent to; each has the same arithmetic, and a backward of the same name.
+# Kernels that run attention; each has the same arithmetic, and a backward of the same name.
 _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_efficient_attention",
@@ -69,9 +71,9 @@ _OWN: dict[str, Callable[..., int]] = {
 }
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    **{getattr(aten, name): flops for name, flops in _OWN.items() if hasattr(aten, name)},  # torch 2.6 lacks some
+    **{getattr(aten, name): flops for name, flops in _OWN.items() if hasattr(aten, name)},  # torch 2.6 has not all
 }
-# Return (part of) an input's storage although their schema does not say so, or only reserve memory.
+# These return (part of) an input's storage although their schema does not say so, or only reserve memory.
 _NO_TRAFFIC = frozenset(
     {
         UNSAFE_VIEW,
@@ -85,16 +87,16 @@ _NO_TRAFFIC = frozenset(
         LOCAL_SCALAR,
     }
 )
-# Operators that are one matrix product: where its two factors are among the arguments.
+# Operator that is one matrix product -> positions of its two factors among the arguments.
 _PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 _ROWS_ONLY = frozenset({aten.embedding, aten.index_select, aten.index, aten.gather})
 _RESIZES = frozenset({aten.resize_, aten.resize_as_, aten.set_})
 
 
 class _Traits:
-    """What an operator is, looked up once.
+    """Facts about an operator, looked up once.
 
-    product: where the factors of its matrix product are among its arguments; None: it is not one.
+    product: positions of the factors of its matrix product among its arguments; None if it is not a product.
     traffic: 0 none (views), 1 inputs and outputs, 2 outputs twice (gathers).
     """
 
@@ -110,7 +112,7 @@ class _Traits:
 
 
 class _Watched(weakref.ref):  # type: ignore[type-arg]
-    """Weak reference to a storage, with its key and the bytes it counts for."""
+    """Weak reference to a storage, with the storage's key and the bytes that count for it."""
 
     __slots__ = ("key", "size")
     key: int
@@ -120,16 +122,16 @@ class _Watched(weakref.ref):  # type: ignore[type-arg]
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered. Bytes are ints.
 
-    parameters: tensors by index; their storages never count. Several may share one storage (views of a chunk), then the
-        offset tells which is read.
+    parameters: tensors by index; their storages never count. Several may share one storage (views of a chunk); the
+        offset then tells which parameter is read.
     buffers: count from the start.
     on_param_read(index): called before each operator that takes parameter `index`.
     costs: also add up flops and the bytes that operators read and write.
     current: bytes alive now.
     peak: most since `reset_peak()`.
     flops, bytes_read, bytes_written, products: since the caller last emptied them.
-    last_op: the operator seen last.
-    kernels: operators seen whose name says attention or softmax.
+    last_op: the latest operator.
+    kernels: operators seen whose name contains attention or softmax.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paused = False
         self._live: dict[int, _Watched] = {}
         self._ours: dict[int, tuple[list[int], list[int]]] = {}  # storage -> byte offsets, parameter indices
-        self._keep: list[Any] = []  # keeps the storages of `_ours` alive, so that their keys stay theirs
+        self._keep: list[Any] = []  # keeps the storages of `_ours` alive, so that no other storage gets their keys
         self._traits: dict[Any, _Traits] = {}
         for index, tensor in enumerate(parameters):
             self.add_parameter(index, tensor)
@@ -165,7 +167,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = self.current
 
     def add_parameter(self, index: int, tensor: torch.Tensor) -> None:
-        """`tensor` has moved into a chunk as parameter `index`: its storage does not count any more."""
+        """Note that `tensor` has moved into a chunk as parameter `index`. Its storage does not count any more."""
         storage = tensor.untyped_storage()
         self.ignore(storage)
         starts, indices = self._ours[storage_key(storage)]
@@ -175,7 +177,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         indices.insert(at, index)
 
     def ignore(self, storage: torch.UntypedStorage) -> None:
-        """Never count this storage (a chunk, a gradient's home): it is model data."""
+        """Never count this storage (of a chunk or a gradient): it is model data."""
         key = storage_key(storage)
         if key not in self._ours:
             self._ours[key] = ([], [])
@@ -189,7 +191,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Operators inside neither count nor report reads (the engine's own copies). Storages may still go."""
+        """Inside this context, operators neither count nor report reads (the engine's own copies). Storages may still
+        be freed."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -199,7 +202,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE:  # fake tensors ask for their device by way of an operator
+        if func is _DEVICE:  # fake tensors ask for their device with an operator
             return getattr(args[0], "fake_device", None) or func(*args)
         kwargs = kwargs or {}
         if self._paused:
@@ -224,7 +227,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _count_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Count the product of a ([batches,] m, k) by b ([batches,] k, n). One of no elements is no work."""
+        """Count the product of a ([batches,] m, k) by b ([batches,] k, n). A product without elements is no work."""
         product = (a.shape[0] if a.dim() == 3 else 1, a.shape[-2], a.shape[-1], b.shape[-1])
         if all(product):
             self.products.append(product)
@@ -236,7 +239,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return traits
 
     def _see_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
-        """See the inputs of an operator: reads of parameters are reported, storages made earlier count from here on."""
+        """Handle the inputs of an operator: report reads of parameters, and count storages that were made earlier from
+        here on."""
         live, ours = self._live, self._ours
         for tensor in inputs:
             storage = tensor.untyped_storage()
@@ -248,7 +252,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._add(storage, key)
 
     def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
-        """See the results of an operator, which made them, or changed the size of their storages (resized)."""
+        """Handle the results of an operator.
+
+        resized: whether the operator changed the size of their storages; otherwise it made them.
+        """
         live, ours = self._live, self._ours
         for tensor in outputs:
             storage = tensor.untyped_storage()
@@ -262,7 +269,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = self.current
 
     def _count_traffic(self, traffic: int, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-        """Count the bytes that an operator reads and writes. traffic: see `_Traits`."""
+        """Count the bytes that an operator reads and writes.
+
+        traffic: see `_Traits`.
+        """
         if traffic:
             written = sum([t.numel() * t.element_size() for t in outputs])
             self.bytes_written += written

@@ -1,7 +1,7 @@
 """MomentRecorder: events, live bytes, reads and gradients of one iteration written down as a Workload.
 
-Used by the fake capture and by a recorded run alike, so that both number moments and count bytes with the same code.
-Knows neither fake tensors nor plans.
+The fake capture and a recorded run both use it, so that both number moments and count bytes with the same code. Knows
+neither fake tensors nor plans.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def describe_parameters(
     model: nn.Module, groups: Mapping[int, int] | None = None
 ) -> tuple[tuple[Tensor, ...], tuple[nn.Parameter, ...]]:
     """Returns the parameters of `model` twice: described as tensors of a Workload, and as they are. Both tuples are in
-    the order of `named_parameters` and include tied names.
+    the order of `named_parameters` and include tied names. Two names are tied when they are one Parameter object, or
+    begin at the same byte of the same storage.
 
-    Two names are tied when they are one Parameter object, or begin at the same byte of the same storage. groups:
-    optimizer group by id(parameter), 0 where absent. Raises ModelError for a trainable parameter that is not fp32, bf16
-    or fp16.
+    groups: optimizer group by id(parameter), 0 where absent.
+
+    Raises ModelError for a trainable parameter that is not fp32, bf16 or fp16.
     """
     tensors: list[Tensor] = []
     parameters: list[nn.Parameter] = []
@@ -61,8 +62,8 @@ def describe_parameters(
 
 
 def working_dtype(tensors: Collection[Tensor]) -> str:
-    """Returns the dtype with the most trainable bytes (most bytes if none is trainable). ModelError if there is
-    none."""
+    """Returns the dtype with the most trainable bytes (the most bytes if no tensor is trainable). Raises ModelError if
+    there is none."""
     sizes: Counter[str] = Counter()
     trainable = any(not t.frozen for t in tensors)
     for t in tensors:
@@ -74,7 +75,8 @@ def working_dtype(tensors: Collection[Tensor]) -> str:
 
 
 def attention_seen(kernels: Collection[str]) -> str:
-    """ "flash", "efficient", "math" (a softmax of its own) or "none", by the operators seen (LiveStorages.kernels)."""
+    """Returns "flash", "efficient", "math" (a softmax of its own) or "none", by the operators seen
+    (LiveStorages.kernels)."""
     for word in ("flash", "efficient", "cudnn"):
         if any(word in kernel and "attention" in kernel for kernel in kernels):
             return "flash" if word == "cudnn" else word
@@ -82,7 +84,8 @@ def attention_seen(kernels: Collection[str]) -> str:
 
 
 class MomentRecorder:
-    """Give it to a clock (`on_event`), a LiveStorages (`read`), the gradient hooks (`gradient`); then ask `workload`.
+    """Records an iteration from a clock (`on_event`), a LiveStorages (`read`) and the gradient hooks (`gradient`).
+    `workload` returns the result.
 
     inside: whether a forward is open or a backward runs; a read at any other time raises.
     now: seconds, for durations.
@@ -101,7 +104,7 @@ class MomentRecorder:
         self._inside = inside
         self._now = now
         self._moments: list[Moment] = []
-        self._uses: dict[Use, None] = {}  # in order of arrival, each once
+        self._uses: dict[Use, None] = {}  # tensors in order of arrival, each once
         self._firings: Counter[tuple[int, int]] = Counter()  # (micro-batch, tensor)
         self._event: ModuleEvent | None = None
         self._start_bytes = 0
@@ -124,7 +127,7 @@ class MomentRecorder:
             self._start_s = self._now()
 
     def read(self, tensor: int) -> None:
-        """Parameter `tensor` (index) is read now. Raises ModelError outside every module call."""
+        """Note a read of parameter `tensor` (index). Raises ModelError outside every module call."""
         if self._event is None or not self._inside():
             raise ModelError(
                 f"parameter {self.tensors[tensor].name!r} is read outside every module call "
@@ -133,8 +136,8 @@ class MomentRecorder:
         self._use(tensor, UseKind.READ)
 
     def gradient(self, tensor: int) -> int:
-        """Note an accumulated gradient of parameter `tensor` (index). Returns the number of its gradients in this
-        micro-batch."""
+        """Note an accumulated gradient of parameter `tensor` (index). Returns the number of the parameter's gradients
+        in this micro-batch."""
         assert self._event is not None
         self._use(tensor, UseKind.GRADIENT)
         key = (self._event.micro_batch, tensor)
@@ -142,7 +145,7 @@ class MomentRecorder:
         return self._firings[key]
 
     def firings(self) -> dict[int, int]:
-        """Gradient firings in one micro-batch, by tensor index (the most of any micro-batch)."""
+        """Returns the number of gradient firings in one micro-batch, by tensor index (the most of any micro-batch)."""
         most: dict[int, int] = {}
         for (_, tensor), count in self._firings.items():
             most[tensor] = max(most.get(tensor, 0), count)
@@ -166,8 +169,8 @@ class MomentRecorder:
         recorded_on: str | None = None,
         notes: str = "",
     ) -> Workload:
-        """What was recorded; the last moment must be "step". Header fields that are not given are filled with what was
-        seen."""
+        """Returns the recorded iteration, whose last moment must be "step". Header fields that are not given are filled
+        from the record."""
         self.finish()
         if not self._moments or self._moments[-1].phase is not Phase.ADAM:
             raise ModelError(f"{model}: the iteration recorded did not end with the optimizer's step")

@@ -44,8 +44,8 @@ HostType = TypeVar("HostType", bound=Host)
 
 
 class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call]
-    """A count of live bytes that stays active from `begin` to `end`, in the thread that called `begin`. Working lists
-    do not count."""
+    """A count of live bytes that is active from `begin` to `end`, in the thread that called `begin`. Working lists do
+    not count."""
 
     def __init__(self, session: HostType) -> None:
         super().__init__([], session.model.buffers(), costs=False, device=session.backend.device)
@@ -65,7 +65,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
     @property
     def _session(self) -> HostType:
         session = self._keeper()
-        assert session is not None  # subclasses count only while it runs: `watches` in guard.py, `_watches` in first.py
+        assert session is not None  # subclasses count on demand only: `watches` in guard.py, `_watches` in first.py
         return session
 
     def begin(self) -> None:
@@ -77,7 +77,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         self._entered = True
 
     def end(self) -> None:
-        """Stop counting. Where the mode cannot leave its thread's stack now (this is another thread, or the modes stand
+        """Stop counting. If the mode cannot leave its thread's stack now (another thread calls, or the modes stand
         aside), it stays there and does nothing until that thread's next count begins."""
         self._ours.clear()
         self._keep.clear()
@@ -86,11 +86,12 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         self._entered = False
 
 
-_LEFT: weakref.WeakSet[Standing[Any]] = weakref.WeakSet()  # ended, and on a stack still
+_LEFT: weakref.WeakSet[Standing[Any]] = weakref.WeakSet()  # modes that have ended and are still on a stack
 
 
 def take_off(mode: TorchDispatchMode) -> bool:
-    """Take a mode off this thread's stack, also from under modes that were entered later; False if it is not there."""
+    """Take a mode off this thread's stack, also from under modes that were entered later. Returns False if it is not
+    there."""
     size = torch._C._len_torch_dispatch_stack()
     if not any(torch._C._get_dispatch_stack_at(i) is mode for i in range(size)):
         return False
@@ -101,7 +102,7 @@ def take_off(mode: TorchDispatchMode) -> bool:
         mode.__exit__(None, None, None)
         return True
     _pop_mode()
-    for name in _FLAGS:  # what was before this mode is now before the one over it
+    for name in _FLAGS:  # the mode below this mode is now below the mode above it
         if hasattr(mode, name):
             getattr(above[-1], name)[-1] = getattr(mode, name).pop()
     for other in reversed(above):

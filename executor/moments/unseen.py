@@ -19,7 +19,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def unrecorded() -> contextlib.AbstractContextManager[object]:
-    """Inside, autograd records nothing."""
+    """Returns a context in which autograd records nothing."""
     return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
@@ -28,12 +28,13 @@ modes_standing: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def unseen() -> contextlib.AbstractContextManager[object]:
-    """No dispatch mode sees the operators that run inside: they are the engine's own and must not be counted."""
+    """Returns a context in which no dispatch mode sees the operators: they are the engine's own and must not be
+    counted."""
     return _disable_current_modes() if modes_standing() else _AS_IT_IS
 
 
 class Watching(Protocol):
-    """A counter of operators by moment; the session's loop calls its methods."""
+    """A counter of operators per moment; the session's loop calls its methods."""
 
     def close_moment(self, moment: int) -> None:
         """Close the open moment, given by its index in the plan. The engine's own work comes next."""
