@@ -1,2 +1,3 @@
-"""Systems: one file per published system. Those of ZeRO-3 share sharded.py and what it is made of: where chunks are
-(shards.py), visits (sharded_visits.py), gathers.py and buckets.py. PatrickStar's memory and groups have files too."""
+"""Systems: one file per published system. The ZeRO-3 systems share sharded.py and its parts: the places of chunks
+(shards.py), visits (sharded_visits.py), gathers.py and buckets.py. PatrickStar has separate files for memory and
+groups."""

@@ -1,11 +1,11 @@
-"""all_on_gpu: no offloading. Parameters, gradients and optimizer states live on the GPU, Adam runs there.
+"""all_on_gpu: no offloading. Parameters, gradients and optimizer states live on the GPU, and Adam runs there.
 
-The reference every offloading policy is measured against where it fits. Uses 14 bytes per parameter in 2-byte training
-(the gradient overwrites the working list), 18 with several micro-batches.
+This policy is the reference for every offloading policy, for jobs that fit the GPU. It takes 14 bytes per parameter in
+2-byte training, where the gradient overwrites the working list, and 18 with several micro-batches.
 
-On several ranks this is plain data parallelism: every GPU holds everything, a chunk's gradient is all-reduced
+On several ranks the policy is plain data parallelism. Every GPU holds everything, a chunk's gradient is all-reduced
 (reduce-scatter, then gather) as soon as it is complete, and each GPU updates all parameters in optimizer.step(). With
-clipping it waits for all gradients first, because the norm is that of all sums.
+clipping, the update first waits for all gradients, because the norm is that of all sums.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ CAPABILITIES = Capabilities(yardstick=True)
 
 
 def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    """Everything resident; Adam after the step moment, or (eager, no barrier) after the chunk's last gradient.
+    """Returns the plan with everything resident. Adam runs after the step moment, or (eager, no barrier) after the
+    chunk's last gradient.
 
-    Raises DoesNotFit where model data and the tide's peak exceed the GPU.
+    Raises DoesNotFit if model data and the tide's peak exceed the GPU.
     """
     whole = build_layout(workload, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
     b = Builder("all_on_gpu", workload, machine, settings, layout=whole)
@@ -44,7 +45,7 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
     for chunk in b.layout.chunks:
         if b.uses.updated(chunk.index):
             final.setdefault(b.uses.last_gradient(chunk.index), []).append(chunk.index)
-    at_once = barrier is None and b.ranks == 1  # an update behind its gradient would wait for the all-reduce
+    at_once = barrier is None and b.ranks == 1  # on several ranks, an eager update would wait for the all-reduce
     summed = _moments(b, final, update_at_once=at_once)
     if not at_once:
         chunks = [c for row in final.values() for c in row]
@@ -57,8 +58,9 @@ def all_on_gpu(workload: Workload, machine: Machine, settings: Settings) -> Plan
 
 
 def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: bool) -> dict[int, Sequence[int]]:
-    """All moments, with the all-reduce behind each last gradient (`final`: moment -> chunks) and, with
-    `update_at_once`, its Adam. Returns chunk -> the steps after which its gradient is the sum over the ranks."""
+    """Write all moments, with the all-reduce after each last gradient and, with `update_at_once`, the Adam after it.
+    Returns chunk -> the steps after which its gradient is the sum over the ranks. final: moment -> chunks whose last
+    gradient arrives in it."""
     summed: dict[int, Sequence[int]] = {}
     for m in range(len(b.workload.moments)):
         computed = b.compute(m)
@@ -70,7 +72,7 @@ def _moments(b: Builder, final: Mapping[int, Iterable[int]], *, update_at_once: 
 
 
 def _optimizer_step(b: Builder, chunks: Iterable[int], summed: Mapping[int, Sequence[int]]) -> None:
-    """Write Adam of every chunk; with clipping behind the last sum, because the norm is that of all sums."""
+    """Write Adam of every chunk. With clipping, Adam waits for the last sum, because the norm is that of all sums."""
     norm = list(summed.values())[-1] if summed and b.settings.clip else []
     for c in chunks:
         b.gpu_adam(c, after=[*summed[c], *norm])

@@ -1,9 +1,9 @@
-"""Buckets of the ZeRO-3 family: gradients leave together, summed over the ranks; they go to the host where Adam runs
-there.
+"""Buckets of the ZeRO-3 family: the gradients of a bucket are summed over the ranks and leave together. If Adam runs on
+the host, they go there.
 
-[Note: gradients of several micro-batches] A resident chunk accumulates in grad32 on the GPU. All others' gradients are
-added on the host (cpu_add), as everywhere in this project; DeepSpeed brings the sum so far up to the GPU, adds there
-and sends it down, which uses the link instead of the CPU and is hidden behind the backward pass as well.
+[Note: gradients of several micro-batches] A resident chunk accumulates in grad32 on the GPU. The gradients of all other
+chunks are added on the host (cpu_add), as everywhere in this project. DeepSpeed brings the sum so far up to the GPU,
+adds there and sends the sum down. That uses the link instead of the CPU, and the backward pass hides it as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Buckets:
 
     lists: gradients that have lists of their own: all that do not overwrite the working list.
     arrived: chunk -> steps after which its gradient is where its Adam runs.
-    peak_bytes: the most that gradient lists have held on the GPU.
+    peak_bytes: the most bytes that gradient lists have held on the GPU.
     """
 
     def __init__(self, shards: Shards) -> None:
@@ -38,13 +38,14 @@ class Buckets:
         self._bucket: list[int] = []
         self._bucket_params = 0
         self._freed: list[list[int]] = []  # bucket -> steps that freed its lists
-        self._before_bytes = 0  # held by the bucket before
-        self._bucket_bytes = 0  # held by this one, with what is still arriving
-        self._stall: list[int] = []  # what the next moment waits for
+        self._before_bytes = 0  # bytes held by the bucket before
+        self._bucket_bytes = 0  # bytes held by the open bucket, arriving gradients included
+        self._stall: list[int] = []  # steps for which the next moment waits
 
     def before(self, m: int) -> list[int]:
-        """Open the lists of gradients that begin to arrive in moment `m`. Returns the steps that it waits for."""
-        gone = self._freed[-2] if len(self._freed) >= 2 else []  # two buckets at most are under way
+        """Open the lists of gradients that begin to arrive in moment `m`. Returns the steps for which the moment
+        waits."""
+        gone = self._freed[-2] if len(self._freed) >= 2 else []  # at most two buckets are under way
         for c in self.lists.opens.get(m, ()):
             self.lists.open(c, m, gone)
             self._bucket_bytes += self.lists.bytes_of(c)
@@ -53,8 +54,8 @@ class Buckets:
         return stall
 
     def behind(self, m: int, here: int) -> None:
-        """Gradients that are complete after moment `m`, whose step is `here`, fill the bucket. It leaves when it is
-        full, and at the end of a micro-batch."""
+        """Put the gradients that are complete after moment `m` into the bucket. The bucket leaves when it is full, and
+        at the end of a micro-batch. here: the moment's step."""
         for c in self._complete.get(m, ()):
             self._fill(c, m, here)
         moments = self._b.workload.moments
@@ -84,7 +85,7 @@ class Buckets:
         self._bucket, self._bucket_params = [], 0
 
     def _leave(self, c: int, m: int, here: int) -> Sequence[int]:
-        """Sum a gradient over the ranks and move it to where its Adam runs; returns the steps after which it is
+        """Sum a gradient over the ranks and move it to where its Adam runs. Returns the steps after which it is
         there."""
         summed = self.lists.sum(c, m, [here], "remote" if self._shards.in_place(c) else "grad_remote")
         if c not in self._shards.on_gpu:
@@ -92,7 +93,7 @@ class Buckets:
         return [self.lists.keep(c, m, summed)] if c in self.lists.chunks else summed
 
     def _send(self, c: int, m: int, summed: Sequence[int]) -> int:
-        """Copy the gradient to the host, and on to the disks if the states are there."""
+        """Copy the gradient to the host, and on to the disks if the states are there. Returns the last step."""
         b, shards, flush = self._b, self._shards, self._shards.scheme.flush
         last = b.workload.moments[m].micro_batch == b.workload.micro_batches - 1
         blocking = last and flush is Flush.BLOCKING

@@ -1,10 +1,10 @@
 """deep_optimizer_states: every k-th sub-group of the offloaded optimizer is updated on the GPU (Maurya et al., 2024).
 
-ZeRO-3 with the optimizer on the host, as zero3_offload, with these differences. Gradients go down into pinned memory,
-as fp32, and the next moment waits for them; gradients of the sub-groups updated on the GPU stay there. In
-optimizer.step() the states of every k-th sub-group come up to the GPU, are updated there and go down again while the
-CPU updates the other sub-groups. Parameters that the CPU has updated go up beside the next sub-group's Adam. With
-several micro-batches all gradients are added on the host, and those sums come up too.
+The policy is ZeRO-3 with the optimizer on the host, as zero3_offload, with these differences. Gradients go down into
+pinned memory, as fp32, and the next moment waits for them. Gradients of the sub-groups updated on the GPU stay there.
+In optimizer.step() the states of every k-th sub-group come up to the GPU, are updated there and go down again while the
+CPU updates the other sub-groups. Parameters that the CPU has updated go up during the next sub-group's Adam. With
+several micro-batches all gradients are added on the host, and the sums for the GPU come up too.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["CAPABILITIES", "OPTIONS", "PREFETCH_BYTES_PER_PARAM", "SUB_GROUP_PARAMS", "deep_optimizer_states"]
 
 SUB_GROUP_PARAMS = 100_000_000
-"""Of the published runs."""
+"""Default of the published runs."""
 
 PREFETCH_BYTES_PER_PARAM = 3
-"""Host buffers beyond zero3_offload's 24 bytes per parameter: nodes show 27 to 45 with them. The least of it, so that
-no run is refused that was made."""
+"""Bytes of host buffers per parameter, beyond the 24 bytes of zero3_offload. Nodes show 27 to 45 bytes with the
+buffers. The constant takes the least of these, so that no run that was made is refused."""
 
 CAPABILITIES = Capabilities(streams_states=True)
 OPTIONS = {
@@ -50,10 +50,10 @@ def deep_optimizer_states(
     reuse: int = MAX_REUSE_PARAMS,
     prefetch: int = PREFETCH_PARAMS,
 ) -> Plan:
-    """Host bytes per rank: 27 per parameter of its own slices. GPU bytes as zero3_offload; in optimizer.step() also the
-    states of one sub-group on the GPU and of the next one on its way.
+    """Returns the plan. Host bytes per rank: 27 per parameter of its own slices. GPU bytes: as for zero3_offload, and
+    in optimizer.step() also the states of one sub-group on the GPU and of the next sub-group on its way.
 
-    Raises DoesNotFit where the host or the GPU has less.
+    Raises DoesNotFit if the host or the GPU has less.
     """
     b = Builder("deep_optimizer_states", workload, machine, settings)
     choice = Offloading(
@@ -81,30 +81,30 @@ def deep_optimizer_states(
 
 
 def _optimizer_step(o: Offloaded) -> int:
-    """All sub-groups; returns how many of them were staged.
+    """Write the updates of all sub-groups. Returns the number of staged sub-groups.
 
-    A period is a run of sub-groups: those that the CPU updates, then a staged one. The states of the staged one come up
-    before the parameters of its period, and of the period before, go up.
+    A period is a run of sub-groups: those that the CPU updates, then a staged sub-group. The states of the staged
+    sub-group come up before the parameters of its period, and of the period before, go up.
     """
     s = o.sharded
     updated: dict[int, list[int]] = {}
     ends: list[int] = []
-    gone: list[int] = []  # of each staged sub-group so far, the step with which its states have left the GPU
+    gone: list[int] = []  # per staged sub-group so far, the step with which its states have left the GPU
     staged = [group for group in o.groups if group[0] in o.staged]
-    periods = 0  # that are over
+    periods = 0  # number of periods that are over
 
     def stage_up_to(count: int) -> None:
         for group in staged[len(gone) : count]:
             left = -1
             for c in group:
-                update, left = s.stage(c, gone[-2:-1])  # behind the last but one: two at most are on the GPU
+                update, left = s.stage(c, gone[-2:-1])  # after the last but one: at most two are on the GPU
                 updated[c] = [update]
                 ends.append(update)
             gone.append(left)
             ends.append(left)
 
     for group in o.groups:
-        stage_up_to(periods + 2)  # this period's and the next one's
+        stage_up_to(periods + 2)  # of this period and of the next
         if group[0] in o.staged:
             periods += 1
             continue

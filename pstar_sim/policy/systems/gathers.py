@@ -1,8 +1,8 @@
-"""Gathers of the ZeRO-3 family: a chunk is made whole for a visit, and given up behind it.
+"""Gathers of the ZeRO-3 family: a chunk is made whole for a visit, and given up after the visit.
 
-A slice that lives on the disks is read to the host, one that lives on the host is fetched, and on several ranks the
-slices of the others are gathered. Behind a visit the slices that it brought are dropped unchanged, except behind the
-chunk's last visit where the gradient has overwritten the working list.
+A slice that lives on the disks is read to the host. A slice that lives on the host is fetched. On several ranks the
+other ranks' slices are gathered. After a visit, the slices that it brought are dropped unchanged. After the chunk's
+last visit they are kept if the gradient has overwritten the working list.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Gathers:
         self._b = shards.b
         self.opening: list[int] = []
         self.bytes_gathered = 0
-        self._asked: list[int] = []  # what a copy that is asked for waits for: the moment before
-        self._ready: dict[int, int] = {}  # chunk -> the step that made it whole for the visit that is open
-        self._left_host: dict[int, int] = {}  # chunk -> the step that freed what was read from the disks for a fetch
-        self._gone: dict[int, list[int]] = {}  # chunk -> the steps that freed what a visit had brought
+        self._asked: list[int] = []  # steps for which a new copy waits: the moment before
+        self._ready: dict[int, int] = {}  # chunk -> the step that made it whole for the open visit
+        self._left_host: dict[int, int] = {}  # chunk -> the step that freed the host memory of a disk read
+        self._gone: dict[int, list[int]] = {}  # chunk -> the steps that freed the slices of a visit
         self._reads: _ByMoment = defaultdict(list)
         self._fetches: _ByMoment = defaultdict(list)
         self._gathers: _ByMoment = defaultdict(list)
@@ -43,13 +43,13 @@ class Gathers:
         self._plan()
 
     def _plan(self) -> None:
-        """Note for each moment the slices that it asks for and the visits that it opens and closes."""
+        """Record, for each moment, the slices that it requests and the visits that it opens and closes."""
         shards, scheme = self._shards, self._shards.scheme
         latest: dict[int, Visit] = {}
         for v in scheme.visits:
             if not shards.comes(v.chunk):
                 continue
-            earliest = latest[v.chunk].last + 1 if v.chunk in latest else 0  # behind the chunk's visit before
+            earliest = latest[v.chunk].last + 1 if v.chunk in latest else 0  # after the chunk's previous visit
             latest[v.chunk] = v
             if not shards.lives_on_gpu(v.chunk):
                 if scheme.home is Place.NVME:
@@ -60,11 +60,11 @@ class Gathers:
             self._opens[v.first].append(v)
             self._closes[v.last].append(v)
         for v in latest.values():
-            if shards.in_place(v.chunk):  # the reduced gradient is in its place
+            if shards.in_place(v.chunk):  # the reduced gradient is in the working list
                 self._closes[v.last].remove(v)
 
     def before(self, m: int) -> list[int]:
-        """Write the copies and gathers that moment `m` asks for; returns the steps that it waits for."""
+        """Write the copies and gathers that moment `m` requests. Returns the steps for which the moment waits."""
         asked = [
             *map(self._read, self._reads.get(m, ())),
             *map(self._fetch, self._fetches.get(m, ())),
@@ -75,7 +75,7 @@ class Gathers:
         return [self._ready[v.chunk] for v in self._opens.get(m, ())]
 
     def behind(self, m: int, here: int) -> None:
-        """Drop the slices of visits that end with moment `m`, whose step is `here`."""
+        """Drop the slices of visits that end with moment `m`. here: the moment's step."""
         self._asked = [here]
         if m == 0:
             self.opening.append(here)
@@ -83,17 +83,17 @@ class Gathers:
             self._leave(v.chunk, m, here)
 
     def gone(self, c: int) -> list[int]:
-        """Steps after which all slices of the chunk's last visit are gone."""
+        """Returns the steps after which all slices of the chunk's last visit are gone."""
         return self._gone.get(c, [])
 
     def _read(self, v: Visit) -> int:
-        """Read this rank's slice from the disks to the host."""
+        """Read this rank's slice from the disks to the host. Returns the step."""
         c = v.chunk
         self._ready[c] = read_in(self._b, c, "param", v.first, [*self._asked, *self.gone(c)])
         return self._ready[c]
 
     def _fetch(self, v: Visit) -> int:
-        """Fetch this rank's slice from the host, or from the disks through the host."""
+        """Fetch this rank's slice from the host, or from the disks through the host. Returns the fetch."""
         b, c = self._b, v.chunk
         read = [self._ready[c]] if self._shards.scheme.home is Place.NVME else []
         self._ready[c] = b.fetch(c, v.first, after=[*self._asked, *read, *self.gone(c)])
@@ -102,7 +102,7 @@ class Gathers:
         return self._ready[c]
 
     def _gather(self, v: Visit) -> int:
-        """Gather the other ranks' slices."""
+        """Gather the other ranks' slices. Returns the gather."""
         c = v.chunk
         own = [] if self._shards.lives_on_gpu(c) else [self._ready[c]]
         self._ready[c] = self._b.gather(c, v.first, [*self._asked, *own, *self.gone(c)])
@@ -110,12 +110,12 @@ class Gathers:
         return self._ready[c]
 
     def gather_updated(self, c: int, after: list[int]) -> int:
-        """Gather an always whole chunk after its update, for the next iteration."""
+        """Gather a chunk that is always whole after its update, for the next iteration. Returns the gather."""
         self.bytes_gathered += self._b.layout.whole_bytes(c)
         return self._b.gather(c, 0, after)
 
     def _leave(self, c: int, m: int, here: int) -> None:
-        """Drop the slices that a visit has brought, unchanged."""
+        """Drop the unchanged slices that a visit has brought."""
         lists = ["remote"] if self._shards.ranks > 1 else []
         lists += [] if self._shards.lives_on_gpu(c) else ["param"]
         self._gone[c] = [self._b.drop(Queue.COMPUTE, c, m, [here], name) for name in lists]

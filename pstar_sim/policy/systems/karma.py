@@ -1,19 +1,19 @@
 """karma: blocks whose activations are kept, recomputed or swapped (KARMA; Wahib et al., SC'20).
 
-Out-of-core data-parallel training, block by block of layers.
+The policy is out-of-core data-parallel training, block of layers by block of layers.
 
-[Note: capacity rule] Only what is beyond memory leaves the GPU. The last blocks keep their activations, because their
-backward pass comes first. The blocks before them, as few as memory allows, are swapped or recomputed.
+[Note: capacity rule] Only data beyond the capacity leaves the GPU. The last blocks keep their activations, because
+their backward pass comes first. The blocks before them are swapped or recomputed, as few as memory allows.
 
 [Note: interleave] Swapped and recomputed blocks alternate: a recomputed block gives the copies of its swapped
-neighbours time on the link. `ways` offers each of INTERLEAVES with the fewest blocks beyond memory; the fastest plan
-decides among them, as the publication's performance model does.
+neighbours time on the link. For each of INTERLEAVES, `ways` offers the workload with the fewest blocks beyond memory.
+The fastest plan decides among them, as the publication's performance model does.
 
-Parameters follow the same rule. A block's chunks come together and leave together; they stay between two uses where
+Parameters follow the same rule. A block's chunks come together and leave together. They stay between two uses where
 there is room, the last blocks first. On one GPU parameters, states and Adam stay there if all of them fit. Otherwise,
-and on several GPUs always, gradients leave block by block during the backward pass (on several GPUs each is summed over
-the ranks first: the phased gradient exchange), Adam runs on the host in the order in which they arrive, and the
-parameters come back before their next use.
+and always on several GPUs, gradients leave block by block during the backward pass. On several GPUs each gradient is
+summed over the ranks first (the phased gradient exchange). Adam then runs on the host in the order in which gradients
+arrive, and the parameters come back before their next use.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_mic
 __all__ = ["CAPABILITIES", "karma", "ways"]
 
 INTERLEAVES = (*((share, 0) for share in (0.0, 1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2, 2 / 3, 1.0)), (1.0, 1))
-"""(share of the blocks beyond memory that is swapped while the others recompute, number of blocks before them)."""
+"""(share of the blocks beyond memory that is swapped while the others recompute, number of blocks before them)
+pairs."""
 
 
 def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    """The plan for the workload's activations as they are; `ways` chooses them.
+    """Returns the plan for the workload's activations as they are; `ways` chooses the activations.
 
-    Raises DoesNotFit where not even the chunks of single moments fit the GPU beside the tide, or where parameters and
-    states exceed the host.
+    Raises DoesNotFit if not even the chunks of single moments fit the GPU beside the tide, or if parameters and states
+    exceed the host.
     """
     job = Job("karma", workload, machine, settings)
     refusal: DoesNotFit | None = None
@@ -63,8 +64,8 @@ def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 
 
 def _residences(job: Job) -> Iterator[tuple[str, Collection[int], Sequence[Visit]]]:
-    """Ways to keep model data on the GPU, from the most to the least: each in words, as pinned chunks, and as visits of
-    the other chunks."""
+    """Yields ways to keep model data on the GPU, from the most to the least data. Each is (words, pinned chunks, visits
+    of the other chunks)."""
     if len(job.machine.ranks) == 1:
         end = len(job.workload.moments) - 1
         frozen = [Visit(c, 0, end) for c in job.moving if not job.uses.updated(c)]
@@ -83,14 +84,14 @@ def _by_use(job: Job) -> list[Visit]:
 
 
 def _by_block(job: Job) -> list[Visit]:
-    """All chunks of a block, for as long as the block runs."""
+    """Returns the visits of all chunks of a block, for as long as the block runs."""
     run_of = [run for _, _, run in block_runs(job.workload) for _ in run]
     runs = {(c, run_of[m][0], run_of[m][-1]) for c in job.moving for m in job.uses.touched[c]}
     return [Visit(*run) for run in sorted(runs)]
 
 
 def _kept(job: Job, visits: Sequence[Visit]) -> list[Visit]:
-    """The visits, and the gaps between them over which the chunks stay, by [Note: capacity rule]."""
+    """Returns the visits, and the gaps between them over which the chunks stay, by [Note: capacity rule]."""
     at: dict[int, set[int]] = {c: set() for c in job.moving}
     for visit in visits:
         at[visit.chunk].update(range(job.block_of[visit.first], job.block_of[visit.last] + 1))
@@ -101,8 +102,8 @@ def _kept(job: Job, visits: Sequence[Visit]) -> list[Visit]:
 
 
 def ways(recomputed: Workload, kept: Workload, machine: Machine, settings: Settings) -> Iterator[Workload]:
-    """Workloads by [Note: capacity rule], one per interleave and residence of the model data; none where the
-    model is not a stack of blocks, or where no interleave fits.
+    """Yields workloads by [Note: capacity rule], one per interleave and per way to keep the model data. Yields none if
+    the model is not a stack of blocks, or if no interleave fits.
 
     recomputed, kept: the job with all activations recomputed, and with all kept.
     """
@@ -129,9 +130,10 @@ def _fits(recomputed: Workload, kept: Workload, share: float, begin: int, room_b
 
 
 def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end: int) -> Workload | None:
-    """The workload in which the blocks from `begin` up to `end` do not keep their activations: `share` of them, evenly
-    spread, swap, the others recompute. The first block never swaps (a model holds on to what it gives that block), nor
-    do the last two, which are needed again at once. None where a swap would have no time."""
+    """Returns the workload in which the blocks from `begin` up to `end` do not keep their activations. `share` of these
+    blocks, evenly spread, swap; the others recompute. The first block never swaps, because a model holds the input of
+    that block. The last two never swap, because they are needed again at once. Returns None if a swap would have no
+    time."""
     blocks = block_names(kept)
     could = range(1, min(end, len(blocks) - 2))
     swapped = [blocks[n] for n in could if int(n * share) > int((n - 1) * share)]
@@ -143,8 +145,8 @@ def _beyond(recomputed: Workload, kept: Workload, share: float, begin: int, end:
 
 
 def _rooms(job: Job) -> list[int]:
-    """Bytes that each residence of the model data leaves for activations; left out are residences that leave too little
-    for the job with all activations recomputed. Parameters are swapped by block only where no other residence leaves
+    """Returns the bytes that each way to keep the model data leaves for activations. Ways that leave too little for the
+    job with all activations recomputed are left out. Parameters are swapped by block only if no other way leaves
     enough."""
     rooms = [_least(job, _until_last_use(job, job.moving))]
     if len(job.machine.ranks) == 1:
@@ -154,7 +156,7 @@ def _rooms(job: Job) -> list[int]:
 
 
 def _least(job: Job, visits: Sequence[Visit]) -> int:
-    """Bytes that the visits leave free for the tide in every moment."""
+    """Returns the bytes that the visits leave free for the tide in every moment."""
     return min(room + block.tide_bytes for room, block in zip(room_beside(job, visits), job.blocks))
 
 

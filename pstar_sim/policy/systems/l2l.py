@@ -1,22 +1,22 @@
 """l2l: layer to layer (Pudipeddi et al., 2020): the model lives on the host, and layers pass through the GPU.
 
 The iteration is layer-major (workload/relay.py). A layer's parameters come to the GPU, all micro-batches run through
-it, and the parameters are given up. This happens twice per iteration: in the forward pass, and in the backward pass,
-which recomputes from the boundary stash. Meanwhile the next layer is on its way. The gradients of all micro-batches are
-added up on the GPU in fp32 and go to the host once. The host updates a layer at once if nothing makes Adam wait: while
-the GPU is at the layer before, or in the next forward pass until the layer is needed again.
+the layer, and the parameters are given up. This happens twice per iteration: in the forward pass, and in the backward
+pass, which recomputes from the boundary stash. Meanwhile the next layer is on its way. The gradients of all
+micro-batches are added up on the GPU in fp32 and go to the host once. If nothing makes Adam wait, the host updates a
+layer at once, while the GPU computes the layer before it, or in the next forward pass until the layer is needed again.
 
-Bytes to the GPU: 2 w per parameter of a layer, where w is its width, whatever the number of micro-batches (a tied head
-is a third use of its embedding). Bytes to the host: 4 per parameter; with one micro-batch w, since the gradient then
-overwrites its parameter. Bytes on the GPU: two layers, their gradients, and the tide, which is one layer's
-activations for one micro-batch, one layer output per micro-batch, and one boundary activation per layer and
-micro-batch unless these are on the host.
+Bytes to the GPU: 2 w per parameter of a layer, where w is the width of its parameters, for any number of micro-batches.
+A tied head is a third use of its embedding. Bytes to the host: 4 per parameter; w with one micro-batch, because the
+gradient then overwrites its parameter. Bytes on the GPU: two layers, their gradients, and the tide. The tide is one
+layer's activations for one micro-batch, one layer output per micro-batch, and, unless these are on the host, one
+boundary activation per layer and micro-batch.
 
-One GPU. In the published parallel version each GPU copies whole layers, and the host adds up the gradients of all GPUs.
-Here ranks are processes that hold slices, each in host memory of its own, and meet in collectives only. Layers gathered
-from slices would be ZeRO-3's data parallelism (zero3_offload.py), not L2L's.
+The policy runs on one GPU. In the published parallel version each GPU copies whole layers, and the host adds up the
+gradients of all GPUs. In this project ranks are processes that hold slices, each in its own host memory, and meet only
+in collectives. Layers gathered from slices would be the data parallelism of ZeRO-3 (zero3_offload.py), not of L2L.
 
-A chunk is a layer, norms and biases included, so that nothing on the GPU grows with the number of layers.
+A chunk is a layer, norms and biases included, so GPU bytes do not grow with the number of layers.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ OPTIONS = {
 
 
 def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str = "gpu", adam: str = "fifo") -> Plan:
-    """The plan is for the workload in layer-major order. A chunk size in the settings replaces chunks of one layer
-    each.
+    """Returns the plan for the workload in layer-major order. Without a chunk size in the settings, each chunk is one
+    layer.
 
-    Raises CannotPlan for a workload that is not a stack of blocks and for several GPUs; DoesNotFit where two layers
-    beside the tide exceed the GPU, or where parameters, gradients and states exceed the host.
+    Raises CannotPlan for a workload that is not a stack of blocks, and for several GPUs. Raises DoesNotFit if two
+    layers beside the tide exceed the GPU, or if parameters, gradients and states exceed the host.
     """
     if len(machine.ranks) > 1:
         raise CannotPlan(
@@ -84,8 +84,8 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
 
 
 def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
-    """Visits: a chunk is on the GPU for the parts that use it, from the first moment to the last of each part; parts
-    that follow one another are one visit."""
+    """Returns the visits: a chunk is on the GPU from the first moment to the last of each part that uses it. Parts that
+    follow one another are one visit."""
     part_of = [n for n, (first, last) in enumerate(parts) for _ in range(first, last + 1)]
     visits: list[Visit] = []
     for c in job.moving:
@@ -97,6 +97,6 @@ def _visits(job: Job, parts: Sequence[tuple[int, int]]) -> list[Visit]:
 
 
 def _most_at_once(visits: Sequence[Visit]) -> int:
-    """The most chunks of one layer, which is how far ahead copies may go."""
+    """Returns the largest number of chunks of one layer, which is how far ahead copies may go."""
     starts = [n for n, (a, b) in enumerate(pairwise(visits), start=1) if a.first != b.first]
     return max(b - a for a, b in pairwise([0, *starts, len(visits)])) if visits else 1

@@ -1,45 +1,45 @@
 """patrickstar: the schedule of PatrickStar (Fang et al., 2021) as published, from its code.
 
-What is reproduced:
+The policy reproduces the following:
 
-- The capacity for chunks follows the tide. It is the budget, less the larger non-model data of this moment and the
-  next one. Forward and backward also reserve one working-list chunk (k * 2 * CS bytes in its code, k = 1 on one GPU).
+- The capacity for chunks follows the tide. The capacity is the budget, less the larger non-model data of this moment
+  and the next. Forward and backward also reserve one working-list chunk (k * 2 * CS bytes in PatrickStar's code, k = 1
+  on one GPU).
 - Chunks move on demand, on the critical path. Nothing overlaps: the time of an iteration is the sum of computing,
   copying and updating.
-- Room is made by Belady's rule from the recorded moments of use. When the list of uses is exhausted, the next round
-  of it counts.
+- Belady's rule makes room, from the recorded moments of use. When the list of uses is exhausted, it begins again.
 - A payload exists in one place. A fetch frees the host copy; an eviction writes back, clean chunks too.
-- After each moment, chunks beyond the budget less the non-model data of the next moment are evicted. This check leaves
-  the reserve out, as its code does.
+- After each moment, chunks beyond the budget less the non-model data of the next moment are evicted. This check ignores
+  the reserve, as in PatrickStar's code.
 - Adam runs after the backward pass in chunk order. The states of the first chunks live on the GPU if there is margin
   space. Their number is (budget - peak non-model - all working lists) / states of a chunk * 0.8. The counter rule
   rounds it up and subtracts 1.
-- All other chunks have CPU Adam. Where the working list is on the GPU, the gradient goes down in 2 bytes per parameter
-  and the parameters come up in 4, through a GPU buffer of one fp32 chunk that is held throughout. Otherwise Adam works
-  on the host's lists directly.
+- All other chunks have CPU Adam. If the working list is on the GPU, the gradient goes down in 2 bytes per parameter and
+  the parameters come up in 4, through a GPU buffer of one fp32 chunk that is held throughout. Otherwise Adam works on
+  the host's lists directly.
 
 On P ranks:
 
 - Chunks form groups of P. Each rank owns one chunk of a group. Here a group is one unit of P * CS elements of which
   each rank holds 1/P: the same bytes in the same places.
-- To use a tensor of a group that is not on the GPU, each rank brings its own chunk to the GPU, and all P are gathered,
-  synchronously.
+- To use a tensor of a group that is not on the GPU, each rank brings its own chunk to the GPU, and all P chunks are
+  gathered synchronously.
 - The remote chunks of a group are dropped when all its tensors are HOLD_AFTER_FWD. So a group within one checkpoint
-  segment is gathered a third time. Gradients are reduce-scattered, synchronously, when all are HOLD_AFTER_BWD.
+  segment is gathered a third time. Gradients are reduce-scattered synchronously when all tensors are HOLD_AFTER_BWD.
 - k = P: the reserve is a group. Margin space leaves out the rank's own chunks and the remote chunks of one group.
 - With msc=on ("memory saving communication") the owner broadcasts a chunk, and chunks are reduced to their owner one by
   one. The unit is one chunk and k = 1. Here each rank still holds 1/P of a chunk. The broadcast is timed as the gather
   of P slices, which is at most as long.
 
-What is not reproduced:
+The policy does not reproduce the following:
 
 - PatrickStar may evict states from the GPU in forward and backward. Here chunks with states on the GPU stay. Small
   chunks stay too, as in every policy here. The limit of the ADAM phase (16 * CS) then has no effect.
 - PatrickStar has no gradient accumulation. With several micro-batches, gradients are sent down and added by this
   project's scheme, synchronously.
-- On several GPUs its reserve in backward is k * k, because k is multiplied twice. That is left out. Remote chunks that
-  have to make room are dropped here; PatrickStar may write them back.
-- Its broken out-of-memory fallback has no counterpart.
+- On several GPUs the reserve of PatrickStar in backward is k * k, because k is multiplied twice. Here the reserve is k.
+  Remote chunks that have to make room are dropped here; PatrickStar may write them back.
+- The broken out-of-memory fallback of PatrickStar has no counterpart here.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["CAPABILITIES", "OPTIONS", "patrickstar"]
 
 CAPABILITIES = Capabilities(one_at_a_time=True)
-MOST_ITERATIONS = 8  # until the chunks on the GPU at the cut repeat
+MOST_ITERATIONS = 8  # limit of the iterations until the chunks on the GPU at the cut repeat
 
 OPTIONS = {
     "msc": Option(
@@ -77,10 +77,11 @@ OPTIONS = {
 
 
 def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc: bool = False) -> Plan:
-    """PatrickStar's steady iteration. msc: its memory saving communication (on several ranks).
+    """Returns the plan of PatrickStar's steady iteration. msc: whether to use its memory saving communication (on
+    several ranks).
 
-    Raises DoesNotFit where a moment's chunks, its non-model data and the reserve exceed the GPU, or where parameters
-    and states exceed the host; CannotPlan for more ranks than chunks.
+    Raises DoesNotFit if a moment's chunks, its non-model data and the reserve exceed the GPU, or if parameters and
+    states exceed the host. Raises CannotPlan for more ranks than chunks.
     """
     layout = _layout(workload, settings, len(machine.ranks), msc)
     homes = homes_of(facts_of(workload, layout), machine.gpu_budget_bytes)
@@ -99,15 +100,15 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
         if end == seen[-1]:
             break
         seen.append(end)
-    else:  # it goes round in a circle of several iterations: close it after one
+    else:  # the iterations repeat only after several: end each one where it began
         iteration = iterate(seen[-1])
         iteration.restore(seen[-1])
     return iteration.plan(rounds=len(seen))
 
 
 def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> Layout:
-    """The layout. On several ranks a unit of it is a group of one chunk per rank, or with `msc` one chunk. Raises
-    CannotPlan if there are too few chunks."""
+    """Returns the layout. On several ranks a unit of the layout is a group of one chunk per rank, or with `msc` one
+    chunk. Raises CannotPlan if there are too few chunks."""
     single = build_layout(workload, chunk_bytes=settings.chunk_bytes, sums=settings.sums)
     if ranks == 1:
         return single
@@ -136,7 +137,7 @@ class _Iteration:
         self._gradients = GradientLists(b, updated, last=False, stay=stay, one_by_one=True)
 
     def run(self) -> None:
-        """Write the whole iteration. Raises DoesNotFit with the need of the worst moment, not of the first one that
+        """Write the whole iteration. Raises DoesNotFit with the need of the worst moment, not of the first moment that
         lacks room."""
         try:
             for m in range(len(self._b.workload.moments)):
@@ -175,12 +176,12 @@ class _Iteration:
         memory.last = self._gradients.open(c, memory.moment, memory.then())
 
     def _close_gradient(self, c: int) -> None:
-        """The gradient of a micro-batch is complete."""
+        """Move the complete gradient of a micro-batch."""
         memory = self.memory
         memory.last = self._gradients.close(c, memory.moment, memory.then())
 
     def _give_up(self, chunks: Collection[int]) -> None:
-        """Give up the groups of these chunks: they are reduced behind their last gradient, otherwise dropped."""
+        """Give up the groups of these chunks. A group is reduced after its last gradient, and otherwise dropped."""
         for c in chunks:
             if self.memory.moment == self._b.uses.last_gradient(c):
                 self.memory.reduce(c)
@@ -188,7 +189,7 @@ class _Iteration:
                 self.memory.disperse(c)
 
     def _shortest(self, short: DoesNotFit) -> DoesNotFit:
-        """The refusal for the moment that needs most, if that moment needs more than the one in `short`."""
+        """Returns the refusal for the moment that needs most, if that moment needs more than the moment of `short`."""
         needed_bytes, m = self._most_needed()
         if short.place != "gpu" or needed_bytes <= short.needed_bytes:
             return short
@@ -202,7 +203,7 @@ class _Iteration:
         )
 
     def _most_needed(self) -> tuple[int, int]:
-        """(bytes needed, moment) of the moment that needs most: chunks that cannot be evicted, the tide, the
+        """Returns (bytes needed, moment) of the moment that needs most: chunks that cannot be evicted, the tide, the
         reserve."""
         b, lists = self._b, self._gradients
         gradients, most = 0, (0, 0)
@@ -242,14 +243,15 @@ class _Iteration:
             self.memory.send_gradient(c)
 
     def restore(self, start: frozenset[int]) -> None:
-        """Moves working lists until those on the GPU are `start`."""
+        """Move working lists until the lists on the GPU are `start`."""
         for c in sorted(self.memory.resident - start):
             self.memory.evict(c)
         for c in sorted(start - self.memory.resident):
             self.memory.fetch(c)
 
     def plan(self, rounds: int) -> Plan:
-        """The plan. rounds: iterations run until the chunks on the GPU repeated. Raises DoesNotFit for the host."""
+        """Returns the plan. rounds: number of iterations until the chunks on the GPU repeated. Raises DoesNotFit for
+        the host."""
         b, homes, memory = self._b, self._homes, self.memory
         b.check_room(
             Place.HOST,
@@ -269,7 +271,7 @@ class _Iteration:
 
 
 def _choices(b: Builder, homes: Homes, unit: str) -> dict[str, object]:
-    """What `explain` shows."""
+    """Returns the entries that `explain` shows."""
     choices: dict[str, object] = {
         "capacity": "GPU budget less the higher non-model peak of this moment and the next, less a reserve of one "
         f"{unit} ({format_bytes(b.layout.chunk_bytes)})",

@@ -1,7 +1,7 @@
 """PatrickStar's groups of chunks: the states of a group's tensors say when its remote chunks are given up.
 
-A tensor that is used becomes HOLD_AFTER_FWD or HOLD_AFTER_BWD; a group is given up when all its tensors are in the same
-of these two states. Pure: writes no steps and knows no memory.
+A tensor that is used becomes HOLD_AFTER_FWD or HOLD_AFTER_BWD. A group is given up when all its tensors are in the same
+one of these two states. The module is pure: it writes no steps and knows no memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Groups:
         self._state = dict.fromkeys((t for tensors in self._tensors for t in tensors), _Hold.HOLD)
 
     def begin(self, m: int) -> bool:
-        """Begin a moment: the end of FWD sets tensors used in FWD to HOLD, the end of a micro-batch sets all tensors.
-        Returns whether a micro-batch has ended: then all groups are given up."""
+        """Begin a moment. The end of FWD sets the tensors used in FWD to HOLD; the end of a micro-batch sets all
+        tensors to HOLD. Returns whether a micro-batch has ended; all groups are then given up."""
         if m == 0:
             return False
         before, moment = self._workload.moments[m - 1], self._workload.moments[m]
@@ -47,7 +47,8 @@ class Groups:
         return False
 
     def end(self, m: int) -> list[int]:
-        """Tensors change state. Returns the chunks whose groups are given up behind the moment, ascending."""
+        """Change the tensors' states at the end of a moment. Returns the chunks whose groups are given up after the
+        moment, ascending."""
         w, chunk_of, state = self._workload, self._uses.layout.chunk_of, self._state
         moment, final = w.moments[m], self._uses.final
         for t in w.reads[m]:
@@ -62,12 +63,12 @@ class Groups:
         return [c for c in sorted(touched) if m == self._uses.last_gradient(c) or self._all_used(c, m)]
 
     def _all_used(self, c: int, m: int) -> bool:
-        """Whether all tensors are in the same state that follows a use, and the group holds nothing but parameters."""
+        """Returns whether all tensors are in the same state after a use, and the group holds only parameters."""
         states = [self._state[t] for t in self._tensors[c]]
         same = states[0] is not _Hold.HOLD and states.count(states[0]) == len(states)
         return same and not self._holds_gradient(c, m)
 
     def _holds_gradient(self, c: int, m: int) -> bool:
-        """Whether the last gradient has begun to overwrite the working lists."""
+        """Returns whether the last gradient has begun to overwrite the working lists."""
         last_batch = self._workload.moments[m].micro_batch == self._workload.micro_batches - 1
         return last_batch and self._uses.updated(c) and self._uses.spans[c][-1][1] <= m

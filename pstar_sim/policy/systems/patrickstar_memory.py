@@ -1,6 +1,6 @@
-"""PatrickStar's memory: which chunks live where, and payloads that move one at a time.
+"""PatrickStar's memory: the places where chunks live, and payloads that move one at a time.
 
-patrickstar.py says what of this is published.
+patrickstar.py says which of this is published.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ GPU, HOST = PLACES.index(Place.GPU), PLACES.index(Place.HOST)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Homes:
-    """Where chunks live, in every iteration.
+    """The places where chunks live, in every iteration.
 
-    small: chunks of small parameters: all their lists are on the GPU, on several ranks as whole chunks.
+    small: chunks of small parameters. All their lists are on the GPU; on several ranks as whole chunks.
     pinned: chunks with states on the GPU.
     movable: chunks whose states are on the host and whose working list moves, ascending.
     brought_bytes: chunk -> bytes that come to the GPU before its use: the own slice of a movable chunk, and the remote
         chunks of its group.
     remote_bytes: chunk -> bytes of the remote chunks of its group; 0 with one rank.
-    margin_bytes: margin space.
-    buffer_bytes: bytes of the fp32 buffer through which parameters come up; 0 where all states are on the GPU.
+    margin_bytes: bytes of margin space.
+    buffer_bytes: bytes of the fp32 buffer through which parameters come up; 0 if all states are on the GPU.
     """
 
     small: frozenset[int]
@@ -48,7 +48,7 @@ class Homes:
 
 
 def homes_of(uses: Facts, budget_bytes: int) -> Homes:
-    """Where chunks live under a GPU budget."""
+    """Returns the places where chunks live under a GPU budget."""
     layout = uses.layout
     own = [layout.payload_bytes(c.index, "param") for c in layout.chunks]
     remote = [layout.whole_bytes(c.index) - own[c.index] for c in layout.chunks]
@@ -70,10 +70,12 @@ def homes_of(uses: Facts, budget_bytes: int) -> Homes:
 
 
 def margin_space(uses: Facts, budget_bytes: int) -> int:
-    """Bytes of the GPU for states of chunks that move; negative where the budget is below the sum that is subtracted:
+    """Returns the bytes of the GPU for states of chunks that move:
 
     budget - peak non-model - fp32 buffer - small chunks with their states - all working lists - remote chunks of one
     group.
+
+    The result is negative if the budget is below the subtracted sum.
     """
     layout = uses.layout
     space = budget_bytes - max(uses.tide) - fp32_buffer_bytes(uses)
@@ -89,17 +91,19 @@ def margin_space(uses: Facts, budget_bytes: int) -> int:
 
 
 def fp32_buffer_bytes(uses: Facts) -> int:
-    """Bytes of the buffer through which CPU Adam's parameters come up: the largest chunk's, 4 bytes per parameter."""
+    """Returns the bytes of the buffer through which the parameters of CPU Adam come up: 4 per parameter of the largest
+    chunk."""
     layout = uses.layout
     large = (c.index for c in layout.chunks if not c.small)
     return max((layout.slice_numel(c) * 4 for c in large if uses.updated(c)), default=0)
 
 
 def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
-    """Number of the first chunks whose states are in margin space: ceil(margin / states of a chunk * 0.8) - 1.
+    """Returns the number of the first chunks whose states are in margin space: ceil(margin / states of a chunk * 0.8) -
+    1.
 
-    states_bytes: bytes of the states of one chunk. In the original all chunks have one size; here it is that of the
-        median chunk. Where an oversize chunk is among the first, the number is lowered until the states fit.
+    states_bytes: per chunk, bytes of its states. In the original all chunks have one size; here the median counts as
+        the states of a chunk. If an oversize chunk is among the first, the number is lowered until the states fit.
     """
     if margin_bytes <= 0 or not states_bytes:
         return 0
@@ -110,8 +114,8 @@ def chunks_in_margin(margin_bytes: int, states_bytes: Sequence[int]) -> int:
 
 
 class Memory:
-    """Payloads that move one at a time: every step waits for the one before. Writes the steps into `b`, whose holdings
-    say where each payload is.
+    """Payloads that move one at a time: every step waits for the step before it. The class writes the steps into `b`,
+    whose holdings say where each payload is.
 
     on_gpu: chunks whose working list is on the GPU.
     whole: chunks (groups) whose remote chunks are on the GPU.
@@ -119,7 +123,7 @@ class Memory:
     fixed_bytes: bytes that never move from the GPU.
     last: the latest step.
     moment: the moment that is prepared or has just run.
-    unit: "chunk" or "group", for messages: what is communicated at a time, and what the reserve has room for.
+    unit: "chunk" or "group", for messages: the unit of communication and of the reserve.
     """
 
     def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:
@@ -138,7 +142,7 @@ class Memory:
         self.moment = 0
 
     def _reside(self, resident: Collection[int]) -> None:
-        """Note in which place each list is between two iterations."""
+        """Record the place of each list between two iterations."""
         b, homes = self.b, self.homes
         for c in (*homes.small, *homes.pinned):
             b.live(c, Place.GPU)
@@ -151,10 +155,10 @@ class Memory:
             b.buffers.append(("fp32 chunk for CPU Adam", Place.GPU, homes.buffer_bytes))
 
     def then(self) -> list[int]:
-        """The steps that the next step waits for."""
+        """Returns the steps for which the next step waits."""
         return [self.last] if self.last >= 0 else []
 
-    # Who holds what.
+    # Holdings.
 
     @property
     def resident(self) -> frozenset[int]:
@@ -163,7 +167,7 @@ class Memory:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the GPU holds now, the tide left out. The room of small chunks counts even while the gradients of
+        """Bytes that the GPU holds now, without the tide. The room of small chunks counts even while the gradients of
         other ranks have left it."""
         used = self._holdings.used_bytes[GPU]
         if self.b.ranks == 1:
@@ -187,7 +191,7 @@ class Memory:
         self.last = self.b.drop(Queue.D2H, c, self.moment)
 
     def send_gradient(self, c: int) -> None:
-        """Send the last gradient to the host in the working list in which it lies; its room on the GPU stays."""
+        """Send the last gradient to the host in the working list that contains it. The list's room on the GPU stays."""
         self.last = self.b.writeback(c, "param", self.b.uses.last_gradient(c), self.then())
 
     def fetch_updated(self, c: int) -> None:
@@ -211,7 +215,7 @@ class Memory:
             self.disperse(c)
 
     def reduce(self, c: int) -> None:
-        """Sum the gradients of a group, which lie in the working lists; the own chunk's gradients stay."""
+        """Sum the gradients of a group over the ranks, in the working lists. The own chunk's gradients stay."""
         self.last = self.b.reduce_scatter(c, self.moment, self.then())
 
     # Room.
@@ -226,13 +230,14 @@ class Memory:
             self.gather(c)
 
     def non_model_bytes(self, m: int) -> int:
-        """Bytes that the published capacity leaves to non-model data: the higher peak of this moment and the next."""
+        """Returns the bytes that the published capacity leaves to non-model data: the higher peak of this moment and
+        the next."""
         tide = self.b.uses.tide
         return max(tide[m], tide[(m + 1) % len(tide)])
 
     def make_room(self, size_bytes: int, needed: Collection[int]) -> None:
         """Evict until `size_bytes` more fit the published capacity of the moment, which leaves a reserve of one chunk
-        or group. Chunks in `needed` stay. Raises DoesNotFit where there is nothing else to evict."""
+        or group. Chunks in `needed` stay. Raises DoesNotFit if no other chunk can be evicted."""
         b, m = self.b, self.moment
         total = size_bytes + self.non_model_bytes(m) + b.layout.chunk_bytes
         while self.used_bytes + total > self.budget_bytes and self._evict_farthest(needed):
@@ -247,15 +252,15 @@ class Memory:
             )
 
     def trim(self, needed: Collection[int]) -> None:
-        """Evict chunks until the rest fits budget - non-model of the moment. The reserve is left out, as in the
+        """Evict chunks until the rest fits budget - non-model of the moment. The reserve does not count, as in the
         original."""
         capacity = self.budget_bytes - self.b.uses.tide[self.moment]
         while self.used_bytes > capacity and self._evict_farthest(needed):
             pass
 
     def _evict_farthest(self, needed: Collection[int]) -> bool:
-        """Belady's rule: give up the chunk whose next use is farthest; of a group that is whole the remote chunks go
-        first. Returns whether there was one."""
+        """Give up the chunk whose next use is farthest (Belady's rule). The remote chunks of a whole group go first.
+        Returns whether there was such a chunk."""
         candidates = [c for c in self.resident | (self.whole & self.homes.pinned) if c not in needed]
         if not candidates:
             return False
@@ -267,7 +272,7 @@ class Memory:
         return True
 
     def _next_use(self, c: int) -> int:
-        """Moment of the chunk's next use; one round further where the recorded moments are exhausted."""
+        """Returns the moment of the chunk's next use; one round further if the recorded moments are exhausted."""
         moments, total = self.b.uses.touched[c], len(self.b.workload.moments)
         if not moments:
             return 2 * total
@@ -275,7 +280,7 @@ class Memory:
         return moments[n] if n < len(moments) else total + moments[0]
 
     def describe_fixed(self) -> str:
-        """The reserve and what never moves, for messages."""
+        """Returns words for the reserve and the bytes that never move, for messages."""
         return (
             f"a reserve of one {self.unit}, {format_bytes(self.b.layout.chunk_bytes)}; "
             f"small parameters, states and the fp32 buffer, {format_bytes(self.fixed_bytes)}"

@@ -1,11 +1,11 @@
-"""The common part of the ZeRO-3 family of policies: an iteration of sharded data parallelism, and pieces of the update.
+"""The common part of the ZeRO-3 family of policies: an iteration of sharded data parallelism, and parts of the update.
 
 Every rank holds its own slice of each chunk (with one rank: the whole chunk) on the GPU or on the host (shards.py). A
-chunk is made whole for a visit, which is a run of moments that use it, some way ahead of the first of these moments
-(sharded_visits.py, gathers.py). Gradients leave in buckets (buckets.py). optimizer.step() blocks, so successive
-iterations do not overlap; each policy writes its own (`Sharded.gpu_adam`, `cpu_adam`, `copy_up`, `stage`, `finish`).
+visit is a run of moments that use a chunk. The chunk is made whole some way ahead of the visit (sharded_visits.py,
+gathers.py). Gradients leave in buckets (buckets.py). optimizer.step() blocks, so successive iterations do not overlap.
+Each policy writes its own optimizer step (`Sharded.gpu_adam`, `cpu_adam`, `copy_up`, `stage`, `finish`).
 
-With one rank there are no collectives, and chunks that live on the GPU do not move at all.
+With one rank there are no collectives, and chunks that live on the GPU do not move.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SUB_GROUP_PARAMS = 1_000_000_000
 
 
 class Sharded:
-    """Writes one iteration into `b`: residents and all moments when it is made, the update by its methods.
+    """Writes one iteration into `b`. The constructor writes residents and all moments; the methods write the update.
 
-    shards: where chunks are.
-    gathers, buckets: copies and collectives beside the moments.
-    last_moment: the moment behind which the update runs.
+    shards: the places of chunks.
+    gathers, buckets: copies and collectives during the moments.
+    last_moment: the moment after which the update runs.
     """
 
     def __init__(self, b: Builder, scheme: Scheme) -> None:
@@ -56,7 +56,7 @@ class Sharded:
     # The update, behind the barrier: optimizer.step().
 
     def before_update(self, c: int) -> list[int]:
-        """Steps after which the lists that the chunk's update needs may move: the barrier, and the arrival of its
+        """Returns the steps after which the lists for the chunk's update may move: the barrier, and the arrival of its
         gradient."""
         return [self._barrier, *self.buckets.arrived[c]]
 
@@ -69,8 +69,8 @@ class Sharded:
         return self.b.gpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def stage(self, c: int, room: Iterable[int]) -> tuple[int, int]:
-        """States of a staged chunk come up, are updated and go down again. room: steps that have to end first. Returns
-        (its gpu_adam, the step with which its states have left)."""
+        """Write the update of a staged chunk: its states come up, are updated and go down again. room: steps that have
+        to end first. Returns (gpu_adam, the step with which the states have left)."""
         b, m = self.b, self.last_moment
         before = [*self.before_update(c), *room]
         lists = [name for name in (*b.layout.state_lists, "grad32") if name in b.uses.home_lists(c)]
@@ -82,36 +82,38 @@ class Sharded:
         return update, gone
 
     def copy_up(self, c: int, after: Iterable[int], *, pinned: bool = True) -> list[int]:
-        """Copy the updated parameters to where they live. Returns the steps that bring them there; none where they live
-        on the host."""
+        """Copy the updated parameters to where they live. Returns the steps that bring them there; none if they live on
+        the host."""
         if not self.shards.lives_on_gpu(c):
             return []
         return [self.b.fetch(c, 0, after=after, via=None if pinned else self.shards.unpinned)]
 
     def finish(self, last: Iterable[int], updated: Mapping[int, list[int]]) -> None:
         """Make the chunks that are whole on every GPU whole again, and let the next iteration wait for that.
-        updated: chunk -> the steps after which its own slice is up to date. last: steps that optimizer.step() ends
-        with."""
+
+        last: the steps that end optimizer.step().
+        updated: chunk -> the steps after which its own slice is up to date.
+        """
         ends = list(last)
         if self.shards.ranks > 1:
             ends += [self.gathers.gather_updated(c, updated[c]) for c in sorted(self.shards.kept & set(updated))]
         for step in self.gathers.opening:
             self.b.wait(step, *(Ref(i, 1) for i in ends))
 
-    # What the system holds beyond the lists of the plan.
+    # Buffers beyond the lists of the plan.
 
     def hold(self, name: str, place: Place, size_bytes: int) -> None:
-        """Add a buffer of the system's own, unless it has no bytes beyond the lists."""
+        """Add a buffer of the system. A buffer of 0 or fewer bytes is left out."""
         if size_bytes > 0:
             self.b.buffers.append((name, place, size_bytes))
 
     def hold_on_host(self, name: str, total_bytes: int) -> None:
-        """Add a host buffer that fills the lists up to `total_bytes`, the host memory that the system is known to take
-        (activations left out)."""
+        """Add a host buffer that raises the host's bytes to `total_bytes`, the host memory that the system is known to
+        take (without activations)."""
         self.hold(name, Place.HOST, total_bytes + self.b.stash_bytes - self.b.held_bytes(Place.HOST))
 
     def hold_bucket(self) -> None:
-        """Add a buffer for the gradient bucket, as large as the bucket is allocated."""
+        """Add a buffer for the gradient bucket, with the bucket's allocated size."""
         b = self.b
         width = DTYPE_BYTES[b.workload.dtype]
         whole = sum(b.layout.whole_bytes(c) for c in self.shards.trained)  # no bucket holds more than all gradients
@@ -119,12 +121,12 @@ class Sharded:
         self.hold("gradient bucket", Place.GPU, allocated - self.buckets.peak_bytes)
 
     def check_gpu_room(self, what: str) -> None:
-        """Raise DoesNotFit where what the GPU holds all the time leaves no room for the highest tide."""
+        """Raise DoesNotFit if the bytes that the GPU always holds leave no room for the highest tide."""
         held = self.b.held_bytes(Place.GPU)
         check_beside_tide(self.b, held, f"{what}, {format_bytes(held)},")
 
     def describe_moves(self) -> str:
-        """What the ranks exchange, for `choices["moves"]`."""
+        """Returns words for the data that the ranks exchange, for `choices["moves"]`."""
         ranks = self.shards.ranks
         if ranks == 1:
             return "one rank: no collectives"

@@ -1,7 +1,7 @@
-"""Visits of the ZeRO-3 family, the lead with which a visit's chunk is asked for, and the sub-groups of the optimizer.
+"""Visits of the ZeRO-3 family, the lead with which a visit's chunk is requested, and the sub-groups of the optimizer.
 
-[Note: visits of ZeRO-3] FSDP's follow the blocks of the model, DeepSpeed's the order traced in a first iteration. Pure:
-everything here is a function of the job's facts.
+[Note: visits of ZeRO-3] The visits of FSDP follow the blocks of the model. Those of DeepSpeed follow the order traced
+in a first iteration. The module is pure: every function depends on the job's facts alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["block_visits", "operators_before", "params_before", "sub_groups", "t
 
 
 def block_visits(uses: Facts) -> list[Visit]:
-    """FSDP's rule: the chunks of a block (layer) come before its first moment and go after its last, in forward and
-    again in backward, where recomputation and gradients of a block are one visit. Sorted."""
+    """Returns the visits by FSDP's rule, sorted. The chunks of a block (layer) come before its first moment and go
+    after its last moment, in forward and again in backward. Recomputation and gradients of a block are one visit."""
     runs = _blocks(uses.workload)
     run_of = [r for r, (first, last) in enumerate(runs) for _ in range(first, last + 1)]
     out: list[Visit] = []
@@ -39,9 +39,9 @@ _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 
 
 def _blocks(workload: Workload) -> list[tuple[int, int]]:
-    """Runs of moments (first, last) of one block in one direction. A block is a module's path up to its first number
-    ("h.5" for "h.5.mlp.c_fc"), or the module itself if there is none; moments that use nothing belong to the block
-    before."""
+    """Returns runs of moments (first, last) of one block in one direction. A block is a module's path up to its first
+    number ("h.5" for "h.5.mlp.c_fc"), or the module if there is no number. Moments that use no chunk belong to the
+    block before."""
     runs: list[tuple[int, int]] = []
     open_key: tuple[str, bool, int] | None = None
     for m, moment in enumerate(workload.moments):
@@ -57,8 +57,8 @@ def _blocks(workload: Workload) -> list[tuple[int, int]]:
 
 
 def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
-    """DeepSpeed's rule: a chunk goes after a use unless it is used again within `reuse_params` parameters' worth of
-    other reads in the traced order (stage3_max_reuse_distance). Sorted."""
+    """Returns the visits by DeepSpeed's rule, sorted. A chunk goes after a use unless it is used again before
+    `reuse_params` other parameters are read in the traced order (stage3_max_reuse_distance)."""
     w = uses.workload
     read = [0, *accumulate(sum(w.tensors[t].numel for t in row) for row in w.reads)]
     out: list[Visit] = []
@@ -75,15 +75,16 @@ def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
 
 
 def operators_before(visits: Sequence[Visit], ahead: int) -> dict[int, int]:
-    """First moment of a visit -> moment with whose start its chunk may be asked for. This is the moment of the operator
-    `ahead` operators earlier; an operator is a moment that opens visits."""
+    """Returns first moment of a visit -> moment with whose start the visit's chunk may be requested. This is the moment
+    of the operator `ahead` operators earlier; an operator is a moment that opens visits."""
     opening = sorted({v.first for v in visits})
     return {m: opening[max(0, n - ahead)] if ahead <= n else 0 for n, m in enumerate(opening)}
 
 
 def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> dict[int, int]:
-    """`operators_before` for a prefetcher that asks for the next operators until `ahead_params` parameters are on their
-    way (stage3_prefetch_bucket_size). If `ahead_params` is not 0, at least one operator is ahead."""
+    """Returns the mapping of `operators_before` for a prefetcher that requests the next operators until `ahead_params`
+    parameters are on their way (stage3_prefetch_bucket_size). If `ahead_params` is not 0, at least one operator is
+    ahead."""
     size: dict[int, int] = {}
     for v in visits:
         size[v.first] = size.get(v.first, 0) + uses.layout.chunks[v.chunk].numel
@@ -91,7 +92,8 @@ def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> di
     if ahead_params <= 0:
         return {m: m for m in opening}
     before = [0, *accumulate(size[m] for m in opening)]
-    # Operator n is asked for at operator j - 1, where j is the first with fewer than ahead_params from j to n - 1.
+    # Operator n is requested at operator j - 1, where j is the first operator with fewer than ahead_params from j to n
+    # - 1.
     out: dict[int, int] = {}
     for n, m in enumerate(opening):
         j = min(n, bisect_left(before, before[n] - ahead_params + 1))
@@ -100,7 +102,7 @@ def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> di
 
 
 def sub_groups(layout: Layout, chunks: Iterable[int], params: int) -> list[list[int]]:
-    """Runs of chunks in order, closed as soon as this rank's slices in them hold `params` parameters."""
+    """Returns runs of chunks in order. A run ends as soon as this rank's slices in it hold `params` parameters."""
     groups: list[list[int]] = []
     held = 0
     for c in chunks:

@@ -1,4 +1,4 @@
-"""The choices of a system of the ZeRO-3 family, and the places of the job's chunks that follow from them."""
+"""The choices of a system of the ZeRO-3 family, and the places of a job's chunks under these choices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ __all__ = ["Flush", "Scheme", "Shards"]
 
 
 class Flush(Enum):
-    """How the last micro-batch's gradients go to the host.
+    """The way in which the last micro-batch's gradients go to the host.
 
     PINNED: into pinned memory, as they are.
-    FP32: into pinned memory, converted on the GPU: a copy that the CPU does not touch cannot convert them on the host.
-        The next moment waits for them: published backward passes grow by 4 bytes per parameter at the link's rate.
-    BLOCKING: into memory that is not pinned; the next moment waits for them, as does everything the training process
-        would launch.
+    FP32: into pinned memory, converted to fp32 on the GPU, because the CPU does not touch such a copy and cannot
+        convert it. The next moment waits for the gradients: published backward passes grow by 4 bytes per parameter at
+        the link's rate.
+    BLOCKING: into memory that is not pinned. The next moment waits for the gradients, as does everything that the
+        training process would launch.
     """
 
     PINNED = auto()
@@ -32,15 +33,16 @@ class Flush(Enum):
 class Scheme:
     """The choices of a system.
 
-    visits: when chunks are whole on the GPU.
-    gather_at, fetch_at, read_at: first moment of a visit -> moment with whose start its gather, its fetch, its read
+    visits: the moments in which chunks are whole on the GPU.
+    gather_at, fetch_at, read_at: first moment of a visit -> moment with whose start its gather, its fetch, or its read
         from the disks may start (read_at: for parameters that live there).
     home: where parameters live between visits (the GPU, the host or the disks).
-    states: where the states and the gradients of chunks that are updated on the host are (the host or the disks).
+    states: where the states and the gradients of chunks that are updated on the host live (the host or the disks).
     resident: chunks whose states stay on the GPU.
     staged: chunks whose states come to the GPU for the update. Their parameters have to live there.
-    bucket_params: gradients (whole, not sliced) that leave together; 0: each chunk's as soon as it is complete.
-    flush: how the last gradients go to the host.
+    bucket_params: number of parameters (of whole chunks, not slices) whose gradients leave together; 0: each chunk's
+        gradient leaves as soon as it is complete.
+    flush: the way in which the last gradients go to the host.
     """
 
     visits: Sequence[Visit]
@@ -56,14 +58,14 @@ class Scheme:
 
 
 class Shards:
-    """Where the chunks of a job are under a scheme. Every rank has its own slice of each.
+    """The places of a job's chunks under a scheme. Every rank has its own slice of each chunk.
 
-    several: there are several micro-batches.
+    several: whether there are several micro-batches.
     trained: chunks that are updated, ascending.
-    kept: small chunks, whole on every GPU all the time.
+    kept: small chunks, which are always whole on every GPU.
     on_gpu: chunks whose gradient never leaves the GPU.
-    unpinned: `via` of a copy of memory that is not pinned; None where the machine gives no rate for it, and the copy
-        counts as pinned.
+    unpinned: `via` of a copy of memory that is not pinned; None if the machine gives no rate for such copies, which
+        then count as pinned.
     """
 
     def __init__(self, b: Builder, scheme: Scheme) -> None:
@@ -77,19 +79,19 @@ class Shards:
         self.unpinned = None if b.machine.link.pageable_bytes_per_s is None else PAGEABLE
 
     def lives_on_gpu(self, c: int) -> bool:
-        """Whether this rank's slice of the chunk's parameters is on the GPU all the time."""
+        """Returns whether this rank's slice of the chunk's parameters is always on the GPU."""
         return self.scheme.home is Place.GPU or c in self.scheme.resident or c in self.kept
 
     def comes(self, c: int) -> bool:
-        """Whether a slice has to be brought before the chunk can be used."""
+        """Returns whether a slice has to be brought before the chunk can be used."""
         return c not in self.kept and (self.ranks > 1 or not self.lives_on_gpu(c))
 
     def in_place(self, c: int) -> bool:
-        """Whether the gradient overwrites the working list: it never leaves the GPU and is not accumulated."""
+        """Returns whether the gradient overwrites the working list: it never leaves the GPU and is not accumulated."""
         return c in self.on_gpu and not self.several
 
     def reside(self, host_list: str) -> None:
-        """Note in which place each list is between two iterations. host_list: list in which Adam on the host finds a
+        """Record the place of each list between two iterations. host_list: list in which Adam on the host finds a
         gradient."""
         b, scheme = self.b, self.scheme
         for c in range(len(b.layout.chunks)):

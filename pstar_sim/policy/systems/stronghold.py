@@ -1,15 +1,16 @@
 """stronghold: a working window of layers on the GPU, the rest on the host (Sun et al., 2022).
 
-While layer i computes, the layers up to i + w are on their way to the GPU. A layer stays between two uses where fewer
-than w other layers are used meanwhile, so the last w layers stay from the forward pass to the backward pass. The
-states of the first w layers live on the GPU, where these layers are updated; they stay from the backward pass to the
-next forward pass. Every other layer's gradient leaves as soon as it is final. Its Adam runs on the CPU beside the rest
-of the backward pass and beside the next forward pass, which waits for a layer where it needs it. Embeddings and head
-stay.
+While layer i computes, the layers up to i + w are on their way to the GPU. A layer stays between two uses if fewer than
+w other layers are used meanwhile, so the last w layers stay from the forward pass to the backward pass. The states of
+the first w layers live on the GPU, where these layers are updated. The first w layers also stay from the backward pass
+to the next forward pass. Every other layer's gradient leaves as soon as it is final. Its Adam runs on the CPU during
+the rest of the backward pass and during the next forward pass, which waits for a layer that is not ready. Embeddings
+and head stay.
 
-The window has 2w buffers for layers that come and go, of constant size beside the highest tide. Not reproduced: layers
-of the first window are not given up behind their forward pass, and unchanged layers are not copied down behind their
-forward pass; and what a layer saves for its backward pass goes to the host only where the workload says so (`offload`).
+The window has 2w buffers of constant size for layers that come and go, beside the highest tide. The policy differs from
+the publication in three points. Layers of the first window are not given up after their forward pass. Unchanged layers
+are not copied down after their forward pass. The activations that a layer saves for its backward pass go to the host
+only if the workload says so (`offload`).
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ OPTIONS = {
 
 @without_garbage_collection()
 def stronghold(workload: Workload, machine: Machine, settings: Settings, *, window: str | int = "auto") -> Plan:
-    """GPU bytes: all lists of the first w layers and of parameters outside layers, 2w working lists of layers, the
-    tide's peak. Host bytes: all lists of the other layers. window: w; "auto" is the smallest of the fastest windows.
+    """Returns the plan. GPU bytes: all lists of the first w layers and of parameters outside layers, 2w working lists
+    of layers, the tide's peak. Host bytes: all lists of the other layers. window: w; "auto" is the smallest of the
+    fastest windows.
 
-    Raises DoesNotFit where the GPU has no room for a window (of one layer), or where the host has no room for the
-    layers outside it.
+    Raises DoesNotFit if the GPU has no room for a window of one layer, or if the host has no room for the layers
+    outside the window.
     """
     job = _job(workload, machine, settings)
     solver = _Solver(_Layers(job))
@@ -69,11 +71,12 @@ def _job(workload: Workload, machine: Machine, settings: Settings) -> Job:
 
 
 class _Layers:
-    """The layers of a job. A layer is a numbered module ("h.5"); in a model without numbered modules each chunk is a
-    layer. A chunk belongs to the first layer that it has parameters of, and to none where it also holds others.
+    """The layers of a job. A layer is a numbered module ("h.5"). In a model without numbered modules each chunk is a
+    layer. A chunk belongs to the first layer whose parameters it holds. A chunk that also holds parameters of no layer
+    belongs to none.
 
     count: number of layers.
-    words: the number of layers, or of chunks or groups of layers where chunks do not hold whole layers.
+    words: the number of layers as words; of chunks or of groups of layers if chunks do not hold whole layers.
     of: chunk that moves -> its layer, layers in order of first use.
     outside: chunks that hold parameters of no layer, which are always on the GPU.
     """
@@ -100,12 +103,13 @@ class _Layers:
         return [block_of(tensors[slot.tensor].name) for slot in self.job.layout.chunks[c].slots]
 
     def first(self, w: int) -> list[int]:
-        """Chunks of the first w layers."""
+        """Returns the chunks of the first w layers."""
         return [c for c, layer in self.of.items() if layer < w]
 
     @cached_property
     def buffer_bytes(self) -> int:
-        """Working lists of the largest layer, and gradient lists, where gradients have lists of their own."""
+        """Returns the bytes of the working lists of the largest layer, and of gradient lists if gradients have lists of
+        their own."""
         job = self.job
         held = [0] * self.count
         for c, layer in self.of.items():
@@ -114,12 +118,12 @@ class _Layers:
 
     @cached_property
     def chunks_of_one(self) -> int:
-        """Number of chunks of the layer that has most."""
+        """Returns the number of chunks of the layer with the most chunks."""
         return max(Counter(self.of.values()).values(), default=1)
 
     @cached_property
     def gaps(self) -> list[tuple[int, int, int, int]]:
-        """(chunk, moment, next moment that uses it, number of other layers used between the two)."""
+        """Returns (chunk, moment, next moment that uses it, number of other layers used in between)."""
         runs = list(self._runs())
         begins = [begin for begin, _ in runs]
         found = []
@@ -130,7 +134,7 @@ class _Layers:
         return found
 
     def _runs(self) -> Iterator[tuple[int, int]]:
-        """(moment, layer) of each moment that uses another layer than the moment before."""
+        """Yields (moment, layer) of each moment that uses another layer than the moment before."""
         last = -1
         for m, chunks in enumerate(self.job.uses.by_moment):
             for layer in sorted({self.of[c] for c in chunks if c in self.of}):
@@ -143,7 +147,7 @@ class _Solver:
     """Schedules by window; each is made once.
 
     tried: window -> its schedule.
-    refused: window -> why it does not fit.
+    refused: window -> the error that says why it does not fit.
     """
 
     def __init__(self, layers: _Layers) -> None:
@@ -152,7 +156,7 @@ class _Solver:
         self.refused: dict[int, DoesNotFit] = {}
 
     def attempt(self, w: int) -> Attempt:
-        """The schedule with this window. Raises DoesNotFit."""
+        """Returns the schedule with this window. Raises DoesNotFit."""
         if w not in self.tried:
             self.tried[w] = self._attempt(w)
         return self.tried[w]
@@ -178,7 +182,7 @@ class _Solver:
         )
 
     def _visits(self, w: int, stay: frozenset[int]) -> Iterator[Visit]:
-        """Every use, and the gaps over which fewer than w other layers are used."""
+        """Yields every use, and the gaps over which fewer than w other layers are used."""
         job = self.layers.job
         for c in job.moving:
             if c not in stay:
@@ -188,33 +192,35 @@ class _Solver:
                 yield Visit(c, begin, end)
 
     def resident_bytes(self, w: int) -> int:
-        """Bytes that are always on the GPU: small chunks, chunks of no layer and chunks of the first w layers."""
+        """Returns the bytes that are always on the GPU: small chunks, chunks of no layer and chunks of the first w
+        layers."""
         layers, job = self.layers, self.layers.job
         return job.small_bytes + sum(job.permanent[c] + job.remote[c] for c in (*layers.outside, *layers.first(w)))
 
     def pool_bytes(self, w: int) -> int:
-        """The 2w buffers, or as many as there are layers that come and go."""
+        """Returns the bytes of the 2w buffers; of fewer buffers if fewer layers come and go."""
         return min(2 * w, self.layers.count - w) * self.layers.buffer_bytes
 
     def needed_bytes(self, w: int) -> int:
-        """Bytes of the GPU that the window takes beside the tide's peak, and that peak."""
+        """Returns the bytes of the GPU that the window and the tide's peak take together."""
         return self.resident_bytes(w) + self.pool_bytes(w) + max(self.layers.job.tide)
 
     def describe(self, w: int) -> str:
-        """`needed_bytes` in words."""
+        """Returns `needed_bytes` in words."""
         return (
             f"{format_bytes(self.resident_bytes(w))} always on the GPU, {format_bytes(self.pool_bytes(w))} of buffers, "
             f"{format_bytes(max(self.layers.job.tide))} for the tide's peak"
         )
 
     def most(self) -> int:
-        """The largest window that the GPU has room for, at least 1."""
+        """Returns the largest window for which the GPU has room, at least 1."""
         budget = self.layers.job.machine.gpu_budget_bytes
         return max((w for w in range(1, self.layers.count + 1) if self.needed_bytes(w) <= budget), default=1)
 
     def best(self) -> int:
-        """The smallest window that is as fast as the fastest one found: first powers of two and the largest window are
-        tried, then windows halfway between the best one and its neighbours. Raises DoesNotFit where none fits."""
+        """Returns the smallest window that is as fast as the fastest window found. Powers of two and the largest window
+        are tried first, then windows halfway between the best window and its neighbours. Raises DoesNotFit if none
+        fits."""
         most = self.most()
         for w in sorted({most, *(1 << n for n in range(most.bit_length()))}):
             self._try(w)
@@ -227,7 +233,7 @@ class _Solver:
     def _try(self, w: int) -> None:
         try:
             self.attempt(w)
-        except DoesNotFit as reason:  # on the host, where a small window leaves too much
+        except DoesNotFit as reason:  # a small window may leave too much on the host
             self.refused[w] = reason
 
     def _smallest_of_fastest(self) -> int:
@@ -235,7 +241,8 @@ class _Solver:
         return min(w for w, a in self.tried.items() if a.iteration_s <= limit_s)
 
     def _halfway(self) -> int | None:
-        """A window not tried yet between the smallest of the fastest ones and a neighbour."""
+        """Returns a window that is not tried yet, between the smallest of the fastest windows and a neighbour; None if
+        there is none."""
         best, known = self._smallest_of_fastest(), sorted((*self.tried, *self.refused))
         below, above = (
             max((w for w in known if w < best), default=best),
@@ -245,10 +252,10 @@ class _Solver:
 
 
 def _without_barrier(solver: _Solver, w: int) -> float:
-    """Seconds of an iteration with this window if Adam did not have to wait for all gradients."""
+    """Returns the seconds of an iteration with this window if Adam did not have to wait for all gradients."""
     job = solver.layers.job
     free = _job(job.workload, job.machine, replace(job.settings, update="eager", clip=False))
-    free.barrier = None  # also where the loss is scaled
+    free.barrier = None  # also if the loss is scaled
     return _Solver(_Layers(free)).attempt(w).iteration_s
 
 

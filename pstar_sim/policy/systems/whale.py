@@ -1,10 +1,10 @@
 """whale: data parallelism where GPUs differ, with shares of the batch by speed (Jia et al., 2022).
 
-Of the B sequences of a micro-batch, rank r of speed F_r takes B * F_r / sum(F), in whole sequences and at least one. A
-GPU without room for its share takes what it has room for. The rest goes to the others, each sequence to the GPU that
-then ends first. The schedule is that of another policy, by default plain data parallelism. All ranks run one plan, an
-iteration lasts as long as the slowest rank takes, and the gradient is a mean weighted by each rank's sequences: that of
-the joint batch. On equal GPUs all shares are equal, and the plan is that of the other policy.
+Of the B sequences of a micro-batch, rank r with speed F_r takes B * F_r / sum(F), in whole sequences and at least one.
+A GPU without room for its share takes as many sequences as fit. Each remaining sequence goes to the GPU that then ends
+first. The schedule is that of another policy, by default plain data parallelism. All ranks run one plan, and an
+iteration lasts as long as the slowest rank takes. The gradient is the mean weighted by each rank's sequences, which
+equals the gradient of the joint batch. On equal GPUs all shares are equal, and the plan is that of the other policy.
 """
 
 from __future__ import annotations
@@ -52,12 +52,11 @@ def whale(
     speed: str = "flops",
     schedule: str = "all_on_gpu",
 ) -> Plan:
-    """The plan of `schedule` for shares that are chosen already: the shares of the machine's ranks (`balance` chooses
-    them).
+    """Returns the plan of `schedule` for the shares of the machine's ranks, which `balance` has chosen.
 
     workload: the job of the rank that has least room and takes longest (`planner.batch_shares.tightest`).
 
-    Raises what the policy named by `schedule` raises.
+    Raises the errors of the policy named by `schedule`.
     """
     try:
         plan = _SCHEDULES[schedule](workload, machine, settings)
@@ -75,11 +74,12 @@ def balance(
     speed: str = "flops",
     schedule: str = "all_on_gpu",
 ) -> tuple[int, ...]:
-    """Sequences of a micro-batch of `batch` for each rank, at least one each.
+    """Returns the number of sequences of a micro-batch of `batch` for each rank, at least one each.
 
-    workload_of: number of sequences -> the job of a rank that takes them. Raises CannotPlan for fewer sequences than
-    ranks, DoesNotFit where the GPUs have no room for all sequences together, and what `schedule` raises where the host
-    has none.
+    workload_of: number of sequences -> the job of a rank that takes them.
+
+    Raises CannotPlan for fewer sequences than ranks. Raises DoesNotFit if the GPUs have no room for all sequences
+    together. Raises the errors of `schedule` if the host has no room.
     """
     if batch < len(machine.ranks):
         raise CannotPlan(f"whale: {batch} sequences for {len(machine.ranks)} ranks; give each rank at least one")
@@ -87,7 +87,7 @@ def balance(
     kinds = _kinds(machine)
     alone = {kind: _all_like(machine, kind) for kind in sorted(set(kinds))}
     speeds = {kind: _speed(where, even, speed) for kind, where in alone.items()}
-    room: dict[int, int] = {}  # kind -> most sequences of one of its GPUs, where that is less than its share by speed
+    room: dict[int, int] = {}  # kind -> most sequences of one of its GPUs, if fewer than its share by speed
 
     def shortage(kind: int, sequences: int) -> DoesNotFit | None:
         return _shortage(workload_of(sequences), alone[kind], settings, schedule)
@@ -95,7 +95,7 @@ def balance(
     while True:
         limits = [room.get(kind, batch) for kind in kinds]
         shares = deal(batch, [speeds[kind] for kind in kinds], limits)
-        most = {kind: shares[kind] for kind in alone}  # of equal ranks the first has as many as any
+        most = {kind: shares[kind] for kind in alone}  # of equal ranks, the first has the most sequences
         short = {k: error for k, n in most.items() if k not in room and (error := shortage(k, n)) is not None}
         if not short:
             return shares
@@ -107,12 +107,13 @@ def balance(
 
 
 def _most_with_room(most: int, shortage: Callable[[int], DoesNotFit | None]) -> int:
-    """The most sequences, fewer than `most`, that are not short of room; 0 if there are none."""
+    """Returns the largest number of sequences below `most` that is not short of room; 0 if there is none."""
     return bisect_left(range(1, most), True, key=lambda sequences: shortage(sequences) is not None)
 
 
 def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule: str) -> DoesNotFit | None:
-    """Why the GPUs have no room for the job; None if they have. Raises DoesNotFit where the host has none."""
+    """Returns the error that says why the GPUs have no room for the job; None if they have room. Raises DoesNotFit if
+    the host has none."""
     try:
         whale(workload, machine, settings, schedule=schedule)
     except DoesNotFit as short:
@@ -123,11 +124,11 @@ def _shortage(workload: Workload, machine: Machine, settings: Settings, schedule
 
 
 def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
-    """Whole sequences for each rank, at least one: each goes to the rank that then ends first; of ranks that end at the
-    same time the first gets it.
+    """Returns the number of whole sequences for each rank, at least one. Each sequence goes to the rank that then ends
+    first; of ranks that end at the same time, to the first.
 
-    speeds: sequences per second, in any unit. most: the most sequences of each rank, together at least
-    `batch`.
+    speeds: sequences per second, in any unit.
+    most: the largest number of sequences of each rank. Their sum is at least `batch`.
     """
     shares = [1] * len(speeds)
     ends = [(2 / speed, r) for r, speed in enumerate(speeds) if most[r] > 1]
@@ -141,13 +142,13 @@ def deal(batch: int, speeds: Sequence[float], most: Sequence[int]) -> tuple[int,
 
 
 def _kinds(machine: Machine) -> list[int]:
-    """Rank -> the first rank with the same GPU and link."""
+    """Returns rank -> the first rank with the same GPU and link."""
     links = [(rank.gpu, rank.link) for rank in machine.ranks]
     return [links.index(link) for link in links]
 
 
 def _all_like(machine: Machine, rank: int) -> Machine:
-    """The machine with GPUs and links that are all like this rank's."""
+    """Returns the machine with GPUs and links that are all like this rank's."""
     one = machine.ranks[rank]
     share = 1 / len(machine.ranks)
     ranks = tuple(replace(r, gpu=one.gpu, link=one.link, batch_share=share) for r in machine.ranks)

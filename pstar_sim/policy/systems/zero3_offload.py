@@ -1,11 +1,11 @@
 """zero3_offload: DeepSpeed's ZeRO-3 with the optimizer on the CPU, as it really runs.
 
-Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`), are gathered as the traced order
-needs them and kept if they are used again soon. Gradients leave in buckets of 5e8 parameters, and the next moment waits
-for each bucket of the last micro-batch. These gradients go into host memory that is not pinned (`flush=blocking`, a
-few GB/s), or into pinned memory as fp32, at the link's rate (`flush=async`). optimizer.step() is behind the barrier and
-goes sub-group by sub-group: Adam on the CPU, then the updated parameters up, then the next. Twin-flow (`ratio` < 1)
-keeps the last sub-groups' states on the GPU.
+Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`). They are gathered as the traced
+order needs them and kept if they are used again soon. Gradients leave in buckets of 5e8 parameters, and the next moment
+waits for each bucket of the last micro-batch. These gradients go into host memory that is not pinned, at a few GB/s
+(`flush=blocking`), or into pinned memory as fp32, at the link's rate (`flush=async`). optimizer.step() is behind the
+barrier and goes sub-group by sub-group: Adam on the CPU, then the updated parameters up, then the next sub-group.
+Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ __all__ = [
 ]  # fmt: skip
 
 GRADIENT_BYTES_PER_PARAM = 4
-"""The optimizer's gradient, in fp32: with AdamW's states 16 bytes per parameter, wherever the optimizer is."""
+"""Bytes per parameter of the optimizer's fp32 gradient: with AdamW's states 16 bytes per parameter, on CPU or GPU."""
 
 BUFFER_FACTOR = 1.5
-"""What DeepSpeed's memory estimators multiply host use by. 16 x 1.5 = 24 bytes per parameter is what nodes that run it
-show (24 to 28), and what the GPU holds of twin-flow's resident share (24.8 measured)."""
+"""Factor by which DeepSpeed's memory estimators multiply host use. 16 x 1.5 = 24 bytes per parameter agrees with the
+nodes that run DeepSpeed (24 to 28), and with the GPU bytes of twin-flow's resident share (24.8 measured)."""
 
 TRACED_OPTIONS = {
     "bucket": Option(whole_number(), "parameters whose gradients leave together", REDUCE_BUCKET_PARAMS),
     "reuse": Option(whole_number(), "keep parameters that are used again within this many", MAX_REUSE_PARAMS),
     "prefetch": Option(whole_number(), "gather parameters this many ahead", PREFETCH_PARAMS),
 }
-"""Options of every policy that is DeepSpeed's ZeRO-3 underneath."""
+"""Options of every policy that is based on DeepSpeed's ZeRO-3."""
 
 OPTIONS = {
     "subgroup": Option(whole_number(least=1), "parameters (of one rank) that are updated at a time", SUB_GROUP_PARAMS),
@@ -79,10 +79,11 @@ def zero3_offload(
     reuse: int = MAX_REUSE_PARAMS,
     prefetch: int = PREFETCH_PARAMS,
 ) -> Plan:
-    """Host bytes per rank, with AdamW: 24 (`params=cpu`: 27) per parameter of its own slices. GPU bytes per rank: 2 N /
-    P (with `params=gpu`), what is gathered, the gradient bucket, 24 per parameter that twin-flow keeps there, the tide.
+    """Returns the plan. Host bytes per rank, with AdamW: 24 (`params=cpu`: 27) per parameter of its own slices. GPU
+    bytes per rank: 2 N / P (with `params=gpu`), the gathered chunks, the gradient bucket, 24 per parameter that
+    twin-flow keeps there, the tide.
 
-    Raises DoesNotFit where the host or the GPU has less.
+    Raises DoesNotFit if the host or the GPU has less.
     """
     b = Builder("zero3_offload", workload, machine, settings)
     choice = Offloading(
@@ -118,12 +119,12 @@ def zero3_offload(
 
 
 def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
-    """Sub-groups one after the other: Adam on the CPU, then the updated parameters up, then the next. The steps of a
-    sub-group end in its order, so the last one's stand for all."""
+    """Write the updates of the sub-groups, one after the other: Adam on the CPU, then the updated parameters up, then
+    the next. The steps of a sub-group end in its order, so the steps of its last chunk stand for all."""
     s = o.sharded
     ends: list[int] = []
     updated: dict[int, list[int]] = {}
-    behind: list[int] = []  # what the next sub-group's update waits for
+    behind: list[int] = []  # steps for which the next sub-group's update waits
     for group in o.groups:
         if group[0] in o.resident:
             for c in group:
@@ -138,7 +139,7 @@ def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
 
 
 def optimizer_bytes(workload: Workload) -> int:
-    """Bytes per parameter of the optimizer: its states and the gradient in fp32."""
+    """Returns the bytes per parameter of the optimizer: its states and the gradient in fp32."""
     return workload.optimizer.states_bytes_per_param + GRADIENT_BYTES_PER_PARAM
 
 
@@ -147,12 +148,12 @@ class Offloading:
     """The choices of zero3_offload and its successors.
 
     home: where parameters live between visits.
-    subgroup: parameters (of one rank) that are updated at a time.
+    subgroup: number of parameters (of one rank) that are updated at a time.
     ratio: share of the optimizer that is offloaded.
     every: every k-th of the offloaded sub-groups has its Adam on the GPU too; 0: none.
-    flush: how the last gradients go to the host.
-    bucket: parameters whose gradients leave together.
-    reuse: parameters that are used again within this many are kept.
+    flush: the way in which the last gradients go to the host.
+    bucket: number of parameters whose gradients leave together.
+    reuse: parameters are kept if they are used again within this number of parameters.
     prefetch: number of parameters gathered ahead.
     """
 
@@ -171,7 +172,8 @@ class Offloaded:
 
     sharded: the part of the iteration common to all of ZeRO-3.
     groups: sub-groups of the optimizer, in order.
-    resident, staged: chunks of the sub-groups whose Adam is on the GPU, and whose states live there or come for it.
+    resident: chunks whose Adam is on the GPU, and whose states live there.
+    staged: chunks whose Adam is on the GPU, and whose states come for it.
     """
 
     def __init__(self, b: Builder, choice: Offloading) -> None:
@@ -210,8 +212,8 @@ class Offloaded:
         s.hold("the resident optimizer's own buffers", Place.GPU, resident - listed)
 
     def check_room(self) -> None:
-        """Raise DoesNotFit where the lists held all the time are too much for a place; a lack of room at other times is
-        found when the steps are scheduled."""
+        """Raise DoesNotFit if the lists that are always held exceed a place. A lack of room at other times is found
+        when the steps are scheduled."""
         s = self.sharded
         offloaded, resident = (f"{n / 1e9:.2f} B parameters" for n in (self.offloaded_params, self.resident_params))
         what = f"a rank's optimizer of {offloaded} with its buffers"
@@ -221,7 +223,7 @@ class Offloaded:
         s.check_gpu_room(", ".join([*parts, "the gradient bucket"]))
 
     def describe(self) -> str:
-        """Where lists live and how many bytes they take, for `choices["capacity"]`."""
+        """Returns words for the places of lists and the bytes that they take, for `choices["capacity"]`."""
         b = self.b
         share = self.offloaded_params / max(1, self.offloaded_params + self.resident_params)
         where = "the GPU" if self.sharded.shards.scheme.home is Place.GPU else "the host"
@@ -232,7 +234,7 @@ class Offloaded:
 
 
 def _offloaded_groups(sizes: Sequence[int], ratio: float) -> int:
-    """Number of the first sub-groups that are offloaded: the one with which the offloaded share of all parameters comes
+    """Returns the number of the first sub-groups that are offloaded: the number whose share of all parameters comes
     nearest to the ratio."""
     wanted = ratio * sum(sizes)
     held = 0

@@ -1,10 +1,10 @@
 """zero3_resident: FSDP, or ZeRO-3 without offloading (Rajbhandari et al., 2020). Everything is on the GPUs, in slices.
 
-A block's parameters are gathered one block ahead of their use and given up behind it, in forward and again in backward
-(recomputation included); gradients are reduce-scattered as they are complete, each rank updates its own slice on its
-GPU in optimizer.step(). A rank's slice of the gradients is kept in fp32: with 2-byte parameters and 12 bytes of states
-that makes the 18 bytes per parameter of DeepSpeed's memory estimator. Nothing crosses the link. With one rank it is
-all_on_gpu with the real systems' bytes.
+A block's parameters are gathered one block ahead of their use and given up after it, in forward and again in backward
+(recomputation included). Gradients are reduce-scattered as they are complete. Each rank updates its own slice on its
+GPU in optimizer.step(). A rank's slice of the gradients is kept in fp32. With 2-byte parameters and 12 bytes of states,
+this makes the 18 bytes per parameter of DeepSpeed's memory estimator. Nothing crosses the link. With one rank the
+policy is all_on_gpu with the bytes of the real systems.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ OPTIONS = {
 
 
 def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, reshard: bool = True) -> Plan:
-    """GPU bytes per rank: 18 N / P, the whole parameters of a block and of the next one, the block's gradients, and the
-    tide.
+    """Returns the plan. GPU bytes per rank: 18 N / P, the whole parameters of a block and of the next block, the
+    block's gradients, and the tide.
 
-    reshard: False keeps what forward has gathered until backward (FSDP's SHARD_GRAD_OP).
-    Raises DoesNotFit where that exceeds the GPU.
+    reshard: False keeps the chunks that forward has gathered until backward (FSDP's SHARD_GRAD_OP).
+
+    Raises DoesNotFit if this exceeds the GPU.
     """
     b = Builder("zero3_resident", workload, machine, settings)
     updated = frozenset(c.index for c in b.layout.chunks if b.uses.updated(c.index))
@@ -46,7 +47,7 @@ def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, 
     gradients = sum(b.layout.slice_numel(c) for c in updated) * GRADIENT_BYTES_PER_PARAM
     listed = sum(b.layout.payload_bytes(c, "grad32") for c in updated if "grad32" in b.uses.home_lists(c))
     s.hold("gradients of this rank's slices, fp32", Place.GPU, gradients - listed)
-    if not s.buckets.lists.chunks:  # the plan has no lists for what a block's gradients take until they are summed
+    if not s.buckets.lists.chunks:  # the plan has no lists for a block's gradients until they are summed
         s.hold("whole gradients of a block", Place.GPU, _largest_block_bytes(b))
     b.choices["capacity"] = (
         f"everything on the GPU, {format_bytes(b.held_bytes(Place.GPU))} of slices and gradients, blocks gathered one "
@@ -59,7 +60,7 @@ def zero3_resident(workload: Workload, machine: Machine, settings: Settings, *, 
 
 
 def _largest_block_bytes(b: Builder) -> int:
-    """Bytes of the gradients of the block that has most of them, beside its parameters."""
+    """Returns the bytes of the gradients of the block with the most of them, in addition to its parameters."""
     opened: dict[int, int] = {}
     for v in block_visits(b.uses):
         if b.uses.updated(v.chunk) and not b.layout.chunks[v.chunk].small:

@@ -1,11 +1,11 @@
 """zero_infinity: ZeRO-Infinity (Rajbhandari et al., 2021). Everything in slices on the hosts, or on their disks.
 
-Every rank brings its slice of what comes next through its own link and gathers the rest from the others, so that all
-links of a node carry parameters at once. While one operator computes, the slices of the next operator are gathered, the
-slices of the second next are fetched from the host, and the slices of the third next are read from the disks. Gradients
-are reduce-scattered and go down beside the backward pass. optimizer.step() updates on the CPU sub-group by sub-group;
-states on disks come to the host for it, one sub-group ahead, and are written behind it. Activation checkpoints stay on
-the GPU.
+Every rank brings its slice of the next parameters through its own link and gathers the rest from the others, so that
+all links of a node carry parameters at once. While one operator computes, the slices of the next operator are gathered,
+the slices of the second next are fetched from the host, and the slices of the third next are read from the disks.
+Gradients are reduce-scattered and go down during the backward pass. optimizer.step() updates on the CPU sub-group by
+sub-group. States on disks come to the host one sub-group ahead of their update, and are written back after it.
+Activation checkpoints stay on the GPU.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def zero_infinity(
     bucket: int = REDUCE_BUCKET_PARAMS,
     reuse: int = MAX_REUSE_PARAMS,
 ) -> Plan:
-    """GPU bytes per rank: the operators under way, what is reused soon, the gradient bucket, the tide. Host bytes per
-    rank: (16 + 2) x 1.5 = 27 per parameter of its own slices, by DeepSpeed's estimator (the paper itself counts 20);
-    lists on the disks take host memory only while they are on their way.
+    """Returns the plan. GPU bytes per rank: the operators under way, the parameters reused soon, the gradient bucket,
+    the tide. Host bytes per rank: (16 + 2) x 1.5 = 27 per parameter of its own slices, by DeepSpeed's estimator (the
+    paper itself counts 20). Lists on the disks take host memory only while they are on their way.
 
-    Raises PlanError where something is to live on disks that the machine does not have, DoesNotFit where the GPU, the
+    Raises PlanError if lists should live on disks that the machine does not have. Raises DoesNotFit if the GPU, the
     host or the disks are too small.
     """
     if "nvme" in (params, states) and machine.nvme is None:
@@ -108,7 +108,7 @@ def _where(place: Place) -> str:
 
 
 def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
-    """Sub-groups one after the other, each brought in one ahead."""
+    """Write the updates of the sub-groups, one after the other. Each sub-group is brought in one ahead."""
     updated: dict[int, list[int]] = {}
     ends: list[int] = []
     arrived = _bring_in(s, groups[0]) if groups else {}
@@ -122,8 +122,8 @@ def _optimizer_step(s: Sharded, groups: Sequence[Sequence[int]]) -> None:
 
 
 def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
-    """Bring the lists that a sub-group's update needs to the host. Returns chunk -> the steps that its update waits
-    for."""
+    """Bring the lists that a sub-group's update needs to the host. Returns chunk -> the steps for which its update
+    waits."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     arrived: dict[int, list[int]] = {}
     for c in group:
@@ -138,7 +138,7 @@ def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
 
 
 def _update(s: Sharded, c: int, arrived: list[int]) -> tuple[list[int], list[int]]:
-    """Write Adam of one chunk and the copies behind it. Returns the steps after which its parameters are where they
+    """Write Adam of one chunk and the copies after it. Returns the steps after which its parameters are where they
     live, and the steps after which its other lists have left the host."""
     b, scheme, m = s.b, s.shards.scheme, s.last_moment
     adam = s.cpu_adam(c, arrived)

@@ -1,13 +1,13 @@
 """zero_offload: the static partition of ZeRO-Offload (Ren et al., 2021).
 
-All working-precision parameters stay on the GPU. Gradients leave it during the backward pass through a bucket of two
-chunks; optimizer states and Adam live on the host. The update is always behind the barrier, as in the original, each
-chunk is copied back while the next one is updated, and optimizer.step() blocks: the first moment of the next iteration
+All working-precision parameters stay on the GPU. Gradients leave the GPU during the backward pass through a bucket of
+two chunks. Optimizer states and Adam live on the host. The update is always behind the barrier, as in the original.
+Each chunk is copied back while the next is updated. optimizer.step() blocks: the first moment of the next iteration
 waits for the last copy.
 
-On several ranks this is ZeRO-2 with offloading: the parameters are whole on every GPU, gradients are reduce-scattered
-and each rank sends its slice to the host, where its slice of the states is updated; the slices of the parameters come
-back and are gathered.
+On several ranks the policy is ZeRO-2 with offloading. The parameters are whole on every GPU. Gradients are
+reduce-scattered, and each rank sends its slice to the host, where its slice of the states is updated. The slices of the
+parameters come back and are gathered.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ BUCKET_CHUNKS = 2
 
 
 def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Plan:
-    """Every gradient leaves the GPU, every parameter comes back. Small chunks are treated like all others.
+    """Returns the plan. Every gradient leaves the GPU, every parameter comes back. Small chunks are treated like all
+    others.
 
-    Raises DoesNotFit where parameters, the gradient bucket and the tide's peak exceed the GPU, or where states and
-    gradients exceed the host.
+    Raises DoesNotFit if parameters, the gradient bucket and the tide's peak exceed the GPU, or if states and gradients
+    exceed the host.
     """
     b = Builder("zero_offload", workload, machine, settings)
     chunks = [c.index for c in b.layout.chunks]
@@ -72,20 +73,20 @@ def zero_offload(workload: Workload, machine: Machine, settings: Settings) -> Pl
 
 
 class _Bucket:
-    """Gradients of two chunks on the GPU.
+    """The bucket: gradients of two chunks on the GPU.
 
-    peak_bytes: the most bytes that they have held.
+    peak_bytes: the most bytes that the bucket has held.
     """
 
     def __init__(self, gradients: GradientLists) -> None:
         self._gradients = gradients
-        self._filling: list[int] = []  # gradients still arriving
-        self._leaving: list[int] = []  # on their way to the host, oldest first
+        self._filling: list[int] = []  # chunks whose gradients are still arriving
+        self._leaving: list[int] = []  # chunks whose gradients are on their way to the host, oldest first
         self.peak_bytes = 0
 
     def enter(self, c: int) -> list[int]:
-        """Let a gradient begin to arrive; returns the chunks whose gradient has to be gone first."""
-        # Chunks still filling up cannot leave; of the others as many may linger as the bucket has room for.
+        """Let a gradient begin to arrive. Returns the chunks whose gradients have to be gone first."""
+        # Gradients that still arrive cannot leave. Of the others, as many may stay as the bucket has room for.
         stay = max(0, BUCKET_CHUNKS - 1 - len(self._filling))
         first = max(0, len(self._leaving) - stay)
         gone = self._leaving[:first]
@@ -96,13 +97,13 @@ class _Bucket:
         return gone
 
     def leave(self, c: int) -> None:
-        """Note that a gradient is complete: it may leave the bucket."""
+        """Record that a gradient is complete: it may leave the bucket."""
         self._filling.remove(c)
         self._leaving.append(c)
 
 
 def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket) -> list[int]:
-    """All moments, with the gradients through the bucket. Returns the step of each moment."""
+    """Write all moments, with the gradients through the bucket. Returns the step of each moment."""
     computed: list[int] = []
     for m in range(len(b.workload.moments)):
         for c in gradients.opens.get(m, ()):
@@ -115,7 +116,7 @@ def _forward_and_backward(b: Builder, gradients: GradientLists, bucket: _Bucket)
 
 
 def _optimizer_step(b: Builder, gradients: GradientLists, trained: list[int], computed: list[int]) -> None:
-    """Adam in order of the next use, the copies back behind it; the next forward waits for the last."""
+    """Write Adam in order of the next use, with the copies back after it. The next forward waits for the last copy."""
     back = -1
     for c in sorted(trained, key=lambda c: (b.uses.first_use(c), c)):
         arrived = gradients.added.get(c, gradients.freed[c])
