@@ -1,4 +1,5 @@
-"""Every index and name in a plan refers to something: what must hold before a plan can be read or proved."""
+"""Checks that every index and name in a plan refers to something. These checks come before a plan is read further or
+proved."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ __all__ = ["check_fields", "check_step_fields"]
 
 
 def check_fields(plan: Plan) -> None:
-    """Check everything but the steps. Raises PlanError naming the field."""
+    """Check every field but the steps. Raises PlanError naming the field."""
     for name in ("gpu_budget_bytes", "host_budget_bytes"):
         if getattr(plan, name) <= 0:
             raise PlanError(f"field {name!r} is {getattr(plan, name)}; it must be positive")
@@ -41,7 +42,8 @@ def _check_modes(plan: Plan) -> None:
         raise PlanError(f"field 'modes' has {len(plan.modes)} entries; the layout has {len(chunks)} chunks")
     updated = {plan.layout.chunk_of[t] for tensors in plan.workload.gradients for t in tensors}
     for i, mode in enumerate(plan.modes):
-        # A trainable chunk that never gets a gradient in the workload (an expert nobody asked) has no states either.
+        # A trainable chunk that gets no gradient in the workload (an expert that no token reached) has no states
+        # either.
         if mode not in MODES or (chunks[i].frozen and mode != "frozen") or (mode == "frozen" and i in updated):
             kind = "frozen" if chunks[i].frozen else "trainable"
             raise PlanError(f"field 'modes[{i}]' is {mode!r}; chunk {i} is {kind} (known modes: {', '.join(MODES)})")
@@ -52,16 +54,16 @@ def _check_buffers(plan: Plan) -> None:
         if size < 0:
             raise PlanError(f"field 'buffers[{i}]' has {size} bytes; it must not be negative")
         if (name, place) in [row[:2] for row in plan.buffers[:i]]:
-            raise PlanError(f"field 'buffers[{i}]' is {name!r} on the {place.value}, which is there already")
+            raise PlanError(f"field 'buffers[{i}]' is {name!r} on the {place.value} a second time")
 
 
 def check_step_fields(plan: Plan) -> None:
-    """Check the steps, one by one. Raises PlanError naming the step."""
+    """Check each step by itself. Raises PlanError naming the step."""
     chunks = plan.layout.chunks
     for i, step in enumerate(plan.steps):
         where = f"steps[{i}] ({to_text(step)!r})"
         if step.moment is not None and step.moment >= len(plan.workload.moments):
-            raise PlanError(f"{where}: there are {len(plan.workload.moments)} moments")
+            raise PlanError(f"{where}: the workload has {len(plan.workload.moments)} moments")
         if step.chunk is not None and step.chunk >= len(chunks):
             raise PlanError(f"{where}: the layout has {len(chunks)} chunks")
         if step.kind is Kind.COMPUTE:
@@ -69,7 +71,7 @@ def check_step_fields(plan: Plan) -> None:
                 raise PlanError(f"{where}: a compute step needs moment=")
         elif step.kind in (Kind.STASH_OUT, Kind.STASH_IN):
             if step.stash is None or step.stash >= len(plan.workload.stashes):
-                raise PlanError(f"{where}: needs stash=; the workload has {len(plan.workload.stashes)} of them")
+                raise PlanError(f"{where}: needs stash=; the workload has {len(plan.workload.stashes)} stashes")
         elif step.chunk is None:
             raise PlanError(f"{where}: a {step.kind.value} step needs chunk=")
         elif step.list is not None:
@@ -101,7 +103,7 @@ def _check_layout(plan: Plan) -> None:
             if (t.numel, t.dtype, t.frozen, t.group) != (s.numel, c.dtype, c.frozen, c.group):
                 raise PlanError(f"field '{where}' does not fit tensor {t.name!r} in size, dtype, freezing or group")
             if s.offset < end or s.offset + s.numel > c.numel:
-                raise PlanError(f"field '{where}.slots': tensor {t.name!r} overlaps another one or the chunk's end")
+                raise PlanError(f"field '{where}.slots': tensor {t.name!r} overlaps another or the chunk's end")
             end = s.offset + s.numel
     missing = [t.name for i, t in enumerate(w.tensors) if t.tied_to is None and i not in seen]
     if missing:

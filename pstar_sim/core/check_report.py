@@ -1,4 +1,4 @@
-"""What a check of a plan has proved, for people and for programs."""
+"""The report of a check: what it has proved of a plan, for people and for programs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ __all__ = ["CheckReport"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """What was proved.
+    """The result of a check.
 
+    steps, moments: number of steps and of moments of the plan.
     iterations: number of iterations that had to be unrolled; 2 unless a queue may run further ahead.
-    peak_bytes: place -> the most that it can hold in any legal interleaving (exact).
-    peak_at: place -> the moment in which it holds that, -1 for the cut.
-    running: place -> ids of the steps under way then.
-    budget_bytes: place -> bytes that the plan may take of it.
-    where: place -> whose bytes these are, in words; nothing where all ranks are alike.
+    peak_bytes: place -> the most bytes that the place can hold in any legal interleaving (exact).
+    peak_at: place -> the moment of this peak, -1 for the cut.
+    running: place -> ids of the steps under way at this peak.
+    budget_bytes: place -> bytes of the place that the plan may take.
+    where: place -> words that say whose bytes these are; empty if all ranks are alike.
     figures: names of the plan's figures that were computed again and are right.
-    not_checked: a line for each kind of thing that the plan states and that was not computed again ([Note: what a check
-        says] in figures.py).
+    not_checked: a line for each kind of statement in the plan that was not computed again ([Note: what a check says] in
+        figures.py).
     """
 
     steps: int
@@ -36,7 +37,7 @@ class CheckReport:
     not_checked: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """The report in words, for people."""
+        """Returns the report in words, for people."""
         lines = [f"correct: {self.steps} steps, {self.moments} moments, every legal interleaving"]
         for place, size in self.peak_bytes.items():
             moment = self.peak_at[place]

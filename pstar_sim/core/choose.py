@@ -1,25 +1,24 @@
 """choose: finds the order of a draft's steps on each queue, until the iteration repeats.
 
-Policies use it to find the order of steps and the window their memory edges are made from. It decides only what a
-policy may decide; `follow` then times the plan, by the same rules (rules.py).
-The compute queue always runs in the order of the draft; the others take, among the steps that are ready, the one with
-the smallest key.
+Policies call `choose` to find the order of steps and the window from which memory edges are made. `choose` decides only
+what a policy may decide; `follow` then times the plan, by the same rules (rules.py). The compute queue always runs in
+the order of the draft. Every other queue takes, among its ready steps, the step with the smallest key.
 
-[Note: what follows at once] A row that follows another one at once (`DraftRow.behind`) frees its bytes and lets others
-go in the instant in which that one ends. So it is a part of that row while the order is chosen, and a row of its own
-only in the window.
+[Note: what follows at once] A row that follows another row at once (`DraftRow.behind`) frees its bytes, and lets other
+rows start, in the instant in which the other row ends. So it is a part of the other row while the order is chosen, and
+a row of its own only in the window.
 
-[Note: fetching ahead] A fetch (or a gather, on the net queue) for the use at compute position u may start when, at
-every position from the running one up to u, the room that is not needed otherwise (`Draft.room`) still holds it, plus
-a lead unless it is the earliest of its queue not yet started: memory is reserved when a copy starts, never before it is
-ready, and the last slots stay for urgent ones. Without `room` (the steps have an order already), a step may take
-bytes before earlier ones of the draft only if these could still run one after the other in what is left (the banker's
-rule).
+[Note: fetching ahead] Consider a fetch (or a gather, on the net queue) for the use at compute position u. It may start
+if, at every position from the running one up to u, the room that is not needed otherwise (`Draft.room`) holds its
+bytes. A lead is added to these bytes, unless the fetch is the earliest of its queue that has not started. So memory is
+reserved when a copy starts, never before it is ready, and the last slots stay free for urgent copies. Without `room`
+(the steps have an order already), a step may take bytes before earlier steps of the draft only if these could still run
+one after the other in the remaining room (the banker's rule).
 
-[Note: a window again] What starts next follows from what has started and ended, from the bytes that are free, and from
-which step ends first. So where an iteration begins as the one before it began, the same steps follow in the same order,
-and only the clock is advanced over them. That gives the same seconds to the bit, because the same seconds are added in
-the same order; where rounding would let another step end first, the window is run like the others.
+[Note: a window again] The next step to start depends on the steps that have started and ended, on the free bytes, and
+on the step that ends first. So if an iteration begins in the same state as the iteration before it, the same steps
+follow in the same order, and only the clock is advanced over them. The seconds are bit-identical, because the same
+seconds are added in the same order. If rounding would let another step end first, the window is run like the others.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ from pstar_sim.errors import PlanError
 
 __all__ = ["Window", "choose"]
 
-# Iterations that are run until two agree; where none do, the last one counts. docs/results/search-constants.md says
-# what fewer cost.
+# Limit of the iterations that are run until two agree; if none agree, the last one counts.
+# docs/results/search-constants.md says what a smaller limit costs.
 MOST_WINDOWS = 6
-TOLERANCE = 1e-6  # relative, within which two successive periods agree
-ROUNDING = 1e-9  # relative, far more than the seconds of a window can be off by adding them up
+TOLERANCE = 1e-6  # relative difference within which two successive periods agree
+ROUNDING = 1e-9  # relative; far more than the rounding error of the seconds of a window
 
 
 @dataclass(frozen=True, slots=True)
 class Events(Sequence[tuple[int, int, bool]]):
-    """(row, iteration relative to the window, ended?) in the order in which they happened. Behind the end of an op come
-    the events of its parts. A search looks at the events of its best attempts alone, so they are read from the log each
+    """(row, iteration relative to the window, ended?) in the order of the events. The events of an op's parts come
+    after the end of the op. A search reads the events of its best attempts alone, so they are read from the log each
     time.
 
     log: entries of one iteration.
@@ -95,9 +94,9 @@ class Window:
     iteration.
 
     iteration_s: predicted seconds per iteration.
-    events: what happened, in order.
-    gpu_free_bytes, host_free_bytes: free when the window opens.
-    stuck: None, or (row, place, bytes wanted, bytes free) of the step that can never start.
+    events: events of the window, in order.
+    gpu_free_bytes, host_free_bytes: bytes that are free when the window opens.
+    stuck: (row, place, bytes wanted, bytes free) of the step that can never start; None if there is none.
     periods_s: seconds of each iteration that was tried.
     """
 
@@ -110,26 +109,26 @@ class Window:
 
 
 def choose(draft: Draft, *, limit_s: float = math.inf) -> Window:
-    """Advance the draft from the cut until its window repeats and two successive periods agree within TOLERANCE, for
-    MOST_WINDOWS windows at most.
+    """Advance the draft from the cut until its window repeats and two successive periods agree within TOLERANCE, for at
+    most MOST_WINDOWS windows. Returns the last window.
 
-    Gives up, without events, once a window is certain to take longer than limit_s and at least as long as the one
-    before. (As a rule the first window is the shortest, because it waits for nothing of an earlier iteration.)
-    `iteration_s` is then a lower bound of the window's seconds.
+    Gives up, without events, once a window is certain to take longer than limit_s and at least as long as the window
+    before. (The first window is usually the shortest, because it waits for no earlier iteration.) `iteration_s` is then
+    a lower bound of the window's seconds.
     """
     return _Chooser(draft, limit_s).run()
 
 
 class _Chooser:
-    """Advances a draft: starts what can start, goes on to the next end, and so on. How steps are numbered:
-    choose_columns.py. Lists with an entry per iteration grow as iterations open.
+    """Advances a draft: starts the steps that can start, goes on to the next end, and repeats. choose_columns.py says
+    how steps are numbered. Lists with an entry per iteration grow as iterations open.
 
-    waits: row -> number of ops that it still waits for.
+    waits: row -> number of ops for which it still waits.
     started: op -> whether it has started.
     ended: op -> whether it has ended.
     over: op -> whether it has ended, or has no bytes on the GPU.
     ready: queue -> heap of the ops that wait for nothing more.
-    current: queue -> the iteration that it is at.
+    current: queue -> its current iteration.
     unstarted: queue -> number of its ops in that iteration that have not started.
     lap: iteration of the compute queue.
     at: index in `Columns.compute` of the compute queue's next op.
@@ -157,7 +156,7 @@ class _Chooser:
         self.unstarted = list(c.lengths)
         self.current = [0] * c.queues
         self.lap = self.at = self.position = 0
-        self.latest_s = limit_s * (1 + ROUNDING)  # when the compute queue has to be done with its iteration
+        self.latest_s = limit_s * (1 + ROUNDING)  # by this time the compute queue has to end its iteration
         self.begun: tuple[object, ...] = ()  # the state in which the latest iteration began
 
     def run(self) -> Window:
@@ -170,7 +169,7 @@ class _Chooser:
                 outcome = self._start_compute()
                 if outcome is not None:
                     return outcome
-            # Whether a step that took no time has made room, or set others free, after these were looked at.
+            # Whether a step that took no time has made room for, or freed, a queue that was looked at before.
             at_once = False
             for q in columns.others:
                 if ready[q] and running[q] < 0:
@@ -190,7 +189,7 @@ class _Chooser:
     # -- iterations and steps --
 
     def _open_iteration(self) -> None:
-        """Add an iteration in which nothing has started."""
+        """Open an iteration in which no step has started."""
         c, ready, k = self.columns, self.ready, len(self.waits)
         row = list(c.base_waits if k else c.first_waits)
         opened = c.at_once if k else [i for i in c.by_rank if not row[i]]
@@ -209,7 +208,7 @@ class _Chooser:
             self.ahead.open_iteration()
 
     def _free(self, waits: list[int], rows: Sequence[int], base: int) -> None:
-        """An op has ended that these rows wait for. base: number of the first op of their iteration."""
+        """Let these rows no longer wait for an op that has ended. base: number of the first op of their iteration."""
         rank, queue_of, ready = self.columns.rank, self.columns.queue_of, self.ready
         for j in rows:
             waits[j] = waiting = waits[j] - 1
@@ -255,7 +254,7 @@ class _Chooser:
     # -- what can start --
 
     def _start_compute(self) -> Window | None:
-        """Start all steps of the compute queue that can go at this instant. Returns the outcome, if the search ends
+        """Start all steps of the compute queue that can start at this instant. Returns the outcome if the search ends
         here."""
         c, running = self.columns, self.clock.running
         compute, gpu_take, host_take = c.compute, c.gpu_take, c.host_take
@@ -281,7 +280,7 @@ class _Chooser:
         return None
 
     def _start_ready(self, q: int) -> bool:
-        """Start what is ready on a queue whose steps take no bytes ahead of their use. Returns whether any took no
+        """Start ready steps on a queue whose steps take no bytes ahead of their use. Returns whether any step took no
         time."""
         c, ready, running = self.columns, self.ready[q], self.clock.running
         gpu_take, host_take = c.gpu_take, c.host_take
@@ -297,7 +296,7 @@ class _Chooser:
         return at_once
 
     def _start_ahead(self, q: int) -> bool:
-        """Start what is ready on a queue whose steps take bytes ahead of their use. Returns whether any took no
+        """Start ready steps on a queue whose steps take bytes ahead of their use. Returns whether any step took no
         time."""
         c, ready, running, ahead = self.columns, self.ready[q], self.clock.running, self.ahead
         at_once = False
@@ -316,13 +315,13 @@ class _Chooser:
             elif size > self.gpu_free or not (ahead is not None or self._safe(i, k)):
                 break
             if ahead is not None:
-                ahead.refused[q] = (-1, -1)  # a step that was refused may be the most urgent one now
+                ahead.refused[q] = (-1, -1)  # a step without room may be the most urgent step now
             at_once |= self._start(q, i, k)
         return at_once
 
     def _safe(self, i: int, k: int) -> bool:
-        """The banker's rule: could all earlier steps of the draft still run one by one if step i of iteration k took
-        its bytes now?"""
+        """Returns whether all earlier steps of the draft could still run one by one if step i of iteration k took its
+        bytes now (the banker's rule)."""
         gpu_take, gpu_free_of = self.columns.gpu_take, self.columns.gpu_free
         left = self.gpu_free - gpu_take[i]
         for lap in range(max(0, k - 1), k + 1):
@@ -341,7 +340,8 @@ class _Chooser:
     # -- when it ends --
 
     def _end_window(self) -> Window | None:
-        """A window ends where the compute queue begins an iteration. Returns the outcome, if the search ends here."""
+        """End a window, which happens when the compute queue begins an iteration. Returns the outcome if the search
+        ends here."""
         windows = self.windows
         windows.mark(self.clock.now, self.gpu_free, self.host_free)
         outcome = windows.outcome()
@@ -354,8 +354,8 @@ class _Chooser:
         return None
 
     def _state(self) -> tuple[object, ...]:
-        """All that the order of the steps after a mark follows from, counted from the iteration before it; empty while
-        something older is still under way."""
+        """Returns everything that determines the order of the steps after a mark, counted from the iteration before it;
+        empty while an older step is under way."""
         last = self.lap - 1
         if last and 0 in self.ended[last - 1]:
             return ()
@@ -375,7 +375,7 @@ class _Chooser:
         )
 
     def _stuck(self) -> Window:
-        """Nothing runs and nothing can start: name the step that wants more bytes than there are."""
+        """Returns the outcome if no step runs and none can start: the step that wants more bytes than there are."""
         c, gpu_free, host_free = self.columns, self.gpu_free, self.host_free
         at = c.compute[self.at]
         candidates = [at] if not self.waits[self.lap][at] else []
@@ -384,7 +384,7 @@ class _Chooser:
             raise ValueError("the draft's steps wait for each other in a circle")
         short = [(i, "host", c.host_take[i], host_free) for i in candidates if c.host_take[i] > host_free]
         short += [(i, "gpu", c.gpu_take[i], gpu_free) for i in candidates if c.gpu_take[i] > gpu_free]
-        first = candidates[0]  # where each has its own bytes, room further ahead is what is short
+        first = candidates[0]  # if each has room for its own bytes, room further ahead is short
         return Window(
             0.0, [], gpu_free, host_free, stuck=short[0] if short else (first, "gpu", c.gpu_take[first], gpu_free)
         )
@@ -411,7 +411,7 @@ class _RoomAhead:
         self.slack = np.concatenate((self.slack, self._base))
 
     def was_refused(self, q: int, step: int, position: int) -> bool:
-        """Whether it is known that this step of the queue still has no room."""
+        """Returns whether this step of the queue is known to still have no room."""
         refused, until = self.refused[q]
         return refused == step and position <= until
 
@@ -433,7 +433,7 @@ class _RoomAhead:
         return True
 
     def _most_urgent(self, q: int, started: Sequence[bytearray]) -> tuple[int, int]:
-        """(iteration, step) of the earliest step of the queue that has not started."""
+        """Returns (iteration, step) of the earliest step of the queue that has not started."""
         order = self._columns.fetch_order[q]
         n, lap = self.urgent[q]
         while started[lap][order[n]]:
@@ -463,12 +463,12 @@ class _Windows:
         return self.marks[-1][0] - self.marks[-2][0]
 
     def mark(self, now: float, gpu_free: int, host_free: int) -> None:
-        """Note that a window ends."""
+        """Record that a window ends."""
         self.marks.append((now, len(self.log), gpu_free, host_free))
 
     def outcome(self) -> Window | None:
-        """The outcome if the latest window took too long, or is as long as the one before and contains every step
-        once."""
+        """Returns the outcome if the latest window took too long, or if it is as long as the window before and contains
+        every step once; None otherwise."""
         marks = self.marks
         periods = self._periods()
         period = periods[-1]
@@ -484,8 +484,8 @@ class _Windows:
         if not high - low == 2 * ops == len({entry % whole for entry in shown}):
             if not give_up:
                 return None
-            # [Note: a window that does not repeat] One iteration by itself is always a legal schedule of a cyclic
-            # plan, begun at the cut: what other iterations held beside it only made it wait longer.
+            # [Note: a window that does not repeat] One iteration by itself is always a legal schedule of a cyclic plan
+            # that begins at the cut. Bytes of other iterations beside it only made it wait longer.
             shown = []
             while len(shown) < 2 * ops:
                 lap -= 1
@@ -502,7 +502,7 @@ class _Windows:
         )
 
     def repeated(self, clock: Clock) -> Window | None:
-        """The outcome, where the latest window comes again; None, and all is as before, where it does not: [Note: a
+        """Returns the outcome if the latest window comes again. Otherwise returns None and changes nothing: [Note: a
         window again]."""
         log, marks = self.log, self.marks
         kept, entries, windows = clock.kept(), len(log), len(marks)
@@ -520,7 +520,7 @@ class _Windows:
         return outcome
 
     def given_up(self) -> Window:
-        """The outcome of a search that gave up: no window, only the seconds of the iterations tried."""
+        """Returns the outcome of a search that gave up: no window, only the seconds of the iterations tried."""
         periods = self._periods()
         return Window(periods[-1], [], self.marks[-1][2], self.marks[-1][3], periods_s=periods)
 

@@ -1,4 +1,4 @@
-"""Clock: what runs on each queue while `choose` advances a draft, and until when, at shared rates (rules.py)."""
+"""Clock: the ops that run on the queues while `choose` advances a draft, and their ends, at shared rates (rules.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, flo
 
 
 class Clock:
-    """Time, and the op that runs on each queue. Speeds change with the ops that run; they are computed once per
-    instant, after all ops that start or end in it.
+    """Time, and the op that runs on each queue. Speeds depend on the ops that run. They are computed once per instant,
+    after all ops that start or end in it.
 
     now: seconds since the cut.
     running: queue -> the op that runs on it; -1 if none does.
@@ -31,11 +31,11 @@ class Clock:
         self._columns, self._rates = columns, rates
         self.now = self._settled_s = 0.0
         self.running = [-1] * queues
-        self._until = [math.inf] * queues  # when the op ends
+        self._until = [math.inf] * queues  # seconds at which the op ends
         self._sharing = [columns.shared and q in columns.on_dram for q in range(queues)]
-        self._changed = False  # whether anything that shares has started or ended at this instant
-        # of queues that share: nominal seconds still to do since `_settled_s`, speed from then on, bytes of DRAM per
-        # second that the op wants
+        self._changed = False  # whether a step that shares something has started or ended at this instant
+        # For queues that share something: nominal seconds still to do since `_settled_s`, speed from then on, and bytes
+        # of DRAM per second that the op wants.
         self._left, self._speed, self._demand = [0.0] * queues, [1.0] * queues, [0.0] * queues
 
     def occupy(self, q: int, op: int, seconds: float) -> None:
@@ -43,7 +43,7 @@ class Clock:
         self.running[q] = op
         if self._sharing[q]:
             self._changed = True
-            self._left[q], self._speed[q] = seconds, 0.0  # until now
+            self._left[q], self._speed[q] = seconds, 0.0  # speed 0 until now
             self._demand[q] = self._columns.demand[op % self._columns.count]
         else:
             self._until[q] = self.now + seconds
@@ -56,7 +56,7 @@ class Clock:
             self._changed = True
 
     def advance(self) -> int:
-        """Go on to the next end. Returns the queue whose op ends then, -1 where nothing runs."""
+        """Advance to the next end. Returns the queue whose op ends then; -1 if none runs."""
         if self._changed:
             self._retime()
         until = self._until
@@ -64,7 +64,7 @@ class Clock:
         return until.index(now) if now != math.inf else -1
 
     def _retime(self) -> None:
-        """Compute new ends of the steps that share something."""
+        """Compute the new ends of steps that share something."""
         self._changed = False
         now, running, left, speed, demand = self.now, self.running, self._left, self._speed, self._demand
         elapsed, self._settled_s = now - self._settled_s, now
@@ -93,7 +93,7 @@ class Clock:
         return True
 
     def kept(self) -> _Kept:
-        """All that the clock knows, for `set_back`."""
+        """Returns the state of the clock, for `set_back`."""
         rates = [*zip(self._until, self._left, self._speed, self._demand)]
         return self.now, self._settled_s, self._changed, self.running[:], rates
 

@@ -1,8 +1,10 @@
-"""Columns of a draft: what `choose` reads of it, one entry per row, and what does not change while it advances.
+"""Columns of a draft: the data that `choose` reads, with one entry per row, and facts that do not change while it
+advances.
 
-Plain numbers stand for steps, since there are hundreds of thousands: op i of iteration k is k * count + i where it
-runs, k * count + rank (place of its key among all) where it is ready, and in the log twice the former, plus 1 where it
-ends. An op is a row and its parts ([Note: what follows at once] in choose.py); it has the row's number.
+Plain numbers stand for steps, because there are hundreds of thousands. Op i of iteration k has three numbers: k * count
++ i where it runs; k * count + rank (its place among the sorted keys) where it is ready; and in the log twice the first
+number, plus 1 for its end. An op is a row and its parts ([Note: what follows at once] in choose.py), and has the row's
+number.
 """
 
 from __future__ import annotations
@@ -35,22 +37,22 @@ class Columns:
     compute: ops of the compute queue, in order.
     positions: number of ops of the compute queue that are positions.
     queues: number of queues.
-    lengths: queue -> number of its ops that start when they are ready, in whatever order.
+    lengths: queue -> number of its ops that start when they are ready, in any order.
     on_dram: queues whose steps use host DRAM.
-    shared: whether several queues may want more of host DRAM, or of the link, than there is.
-    demand: bytes of host DRAM per second that an op wants.
+    shared: whether several queues together may want more of host DRAM, or of the link, than there is.
+    demand: op -> bytes of host DRAM per second that it wants.
     by_rank: ops that start when they are ready, in the order of their keys.
     rank: op -> its place in `by_rank`; -1 for an op that is not there.
-    at_once: ops of `by_rank` that wait for nothing.
+    at_once: ops of `by_rank` that wait for no op.
     followers: op -> rows that wait for it in the same iteration.
     successors: op -> rows that wait for it in the next iteration.
-    base_waits: row -> number of ops that it waits for.
-    first_waits: the same for the first iteration, where nothing waits for an iteration before it.
+    base_waits: row -> number of ops for which it waits.
+    first_waits: the same for the first iteration, where no row waits for an earlier iteration.
     upcoming: at each place of `compute`, bytes that the queue takes up to its next position.
     rest_s: at each place of `compute`, nominal seconds from there to the end of the iteration.
     reserving: queues whose steps take bytes ahead of their use.
     others: queues that neither reserve nor compute.
-    fetch_order: queue -> its ops that serve a position, by that position.
+    fetch_order: queue -> its ops that serve a position, sorted by that position.
     """
 
     __slots__ = (
@@ -76,7 +78,7 @@ class Columns:
         ]
 
     def _read(self, rows: Sequence[DraftRow]) -> list[int]:
-        """Read the columns of the rows. Returns bytes of host DRAM, which only the demand is made of."""
+        """Read the columns of the rows. Returns the bytes of host DRAM per row, from which the demand is computed."""
         charges = [row.charge for row in rows]
         self.use = [row.use for row in rows]
         self.queue_of = [_INDEX[row.queue] for row in rows]
@@ -87,7 +89,7 @@ class Columns:
         return [charge.dram_bytes for charge in charges]
 
     def _join(self, rows: Sequence[DraftRow]) -> list[int]:
-        """The op that each row is, or is a part of. Raises ValueError for a row that cannot be a part."""
+        """Returns, per row, the op that the row is or belongs to. Raises ValueError for a row that cannot be a part."""
         self.parts: dict[int, list[int]] = {}
         op_of = list(range(len(rows)))
         self.is_part = bytearray(len(rows))
@@ -100,17 +102,17 @@ class Columns:
                 self.parts.setdefault(op, []).append(i)
                 self.gpu_free[op] += self.gpu_free[i]
                 self.host_free[op] += self.host_free[i]
-        self.no_bytes = bytearray(  # on the GPU
+        self.no_bytes = bytearray(  # whether an op has no bytes on the GPU
             part or not (take or free) for part, take, free in zip(self.is_part, self.gpu_take, self.gpu_free)
         )
         return op_of
 
     def _link(self, rows: Sequence[DraftRow], op_of: Sequence[int]) -> None:
-        """Compute which rows wait for which."""
+        """Compute the followers, successors and waits of all rows."""
         self.followers: list[list[int]] = [[] for _ in rows]  # in the same iteration
-        self.successors: dict[int, list[int]] = {}  # in the next one
+        self.successors: dict[int, list[int]] = {}  # in the next iteration
         self.base_waits = [len(row.after) for row in rows]
-        self.first_waits = list(self.base_waits)  # of the first iteration, whose predecessor is taken as done
+        self.first_waits = list(self.base_waits)  # in the first iteration, whose predecessor counts as done
         followers = self.followers
         for i, row in enumerate(rows):
             for j, back in row.after:

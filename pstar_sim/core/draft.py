@@ -1,8 +1,8 @@
-"""Draft: the steps of one iteration before their order is chosen. Plain data; `choose` finds the order, a plan is made
-of it once.
+"""Draft: the steps of one iteration before their order is chosen. A draft is plain data: `choose` finds the order, and
+a plan is made of the draft once.
 
-A row is one step, or one block of moments. What a row is charged (seconds, bytes) follows from its kind, its chunk and
-its list, so that a search makes it once per job.
+A row is one step, or one block of moments. The charge of a row (seconds, bytes) depends on its kind, its chunk and its
+list, so a search computes each charge once per job.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["FREE", "Charge", "Draft", "DraftRow"]
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a row takes while it runs.
+    """The time and bytes of a row.
 
-    seconds: nominal, running alone.
+    seconds: nominal seconds of the row running alone.
     gpu_take, host_take: bytes that it takes when it starts.
     gpu_free, host_free: bytes that it frees when it ends.
     dram_bytes: bytes that cross host DRAM.
@@ -39,19 +39,19 @@ FREE = Charge()
 
 @dataclass(slots=True)
 class DraftRow:
-    """One step, or a block of moments. -1: none.
+    """One step, or a block of moments. The value -1 means none.
 
-    chunk, list_name, moment: chunk, list and moment of the step; the moment of a block, an Adam or a stash follows from
-        the other fields.
-    charge: what the row takes.
+    chunk, list_name, moment: chunk, list and moment of the step. For a block, an Adam or a stash, the other fields
+        determine the moment.
+    charge: time and bytes of the row.
     after: (row, back) pairs that have to end first, in this iteration (back 0) or the one before (back 1).
-    key: order among the rows of a queue that are ready, smallest first (None: the order of the draft).
-    behind: an earlier row of the same queue that the row follows at once (a drop, behind its write-back or behind the
-        moment that used the list last). The row then takes no time and no bytes, waits for nothing else, and has no
-        key.
+    key: order among the ready rows of a queue, smallest first (None: the order of the draft).
+    behind: an earlier row of the same queue that this row follows at once (for example a drop, after its write-back or
+        after the last moment that used the list). This row then takes no time and no bytes, waits for no other row, and
+        has no key.
     use: position that a fetch or a gather serves.
     is_position: whether the row is the next position of the compute queue.
-    block: block of moments that the row is.
+    block: index of the block of moments.
     stash: index into the workload's stashes.
     """
 
@@ -74,8 +74,8 @@ class DraftRow:
 class Draft:
     """Rows of one iteration, in an order in which they could run one after the other.
 
-    gpu_free_bytes, host_free_bytes: free bytes of each place at the cut, when nothing of the iteration has begun.
-    rates: what copies and CPU Adam share, without measured slow-downs; collectives go over other wires.
+    gpu_free_bytes, host_free_bytes: free bytes of each place at the cut, when no step of the iteration has begun.
+    rates: rates that copies and CPU Adam share, without measured slow-downs. Collectives use other wires.
     room: per position, bytes that fetches ahead of their use may take.
     lead_bytes: see [Note: fetching ahead] in choose.py.
     """

@@ -1,7 +1,6 @@
-"""What a step does to memory, as pure functions: the table of [Note: what a step does to memory] in core/step.py, and
-what moments do. Whether a fetch, write-back or cpu_add takes anything depends on who is resident already (ledger.py).
-Used by ledger, slabs, policies and executor; the checker has code of its own.
-"""
+"""Effects of a step on memory, as pure functions: the table of [Note: what a step does to memory] in core/step.py, and
+the effects of moments. Whether a fetch, write-back or cpu_add takes bytes depends on the payloads that are resident
+already (ledger.py). Ledger, slabs, policies and executor use these functions; the checker has code of its own."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ _CATEGORY = {"param": "param", "grad": "grad", "grad32": "grad", "remote": "para
 
 
 def category_of(list_name: str) -> str:
-    """Category of a list in a timeline: "param", "grad" or "states"."""
+    """Returns the category of a list in a timeline: "param", "grad" or "states"."""
     return _CATEGORY.get(list_name, "states")
 
 
@@ -55,17 +54,19 @@ class Touched(NamedTuple):
 
 
 def takes(step: Step) -> Touched | None:
-    """What a step takes when it starts; None if it takes nothing. The tide's rise is in `tide_moves`."""
+    """Returns the payload that a step takes when it starts; None if it takes none. The tide's rise is in
+    `tide_moves`."""
     return _touched(step, EFFECTS[step.kind].takes)
 
 
 def frees(step: Step) -> Touched | None:
-    """What a step frees when it ends; None if it frees nothing."""
+    """Returns the payload that a step frees when it ends; None if it frees none."""
     return _touched(step, EFFECTS[step.kind].frees)
 
 
 def reads(step: Step) -> tuple[Resident, ...]:
-    """Lists that have to be there when a step starts and that it copies or reduces; none for moments and Adam."""
+    """Returns the lists that have to be there when a step starts and that the step copies or reduces; none for moments
+    and Adam."""
     if step.list is None or step.chunk is None:
         return ()
     there = EFFECTS[step.kind].reads
@@ -91,8 +92,8 @@ def _touched(step: Step, touch: Touch | None) -> Touched | None:
 
 
 def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends. tide: of
-    each moment of an iteration (or of each block of them)."""
+    """Returns (rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends.
+    tide: bytes of each moment of an iteration, or of each block of moments."""
     changes = [now - before for before, now in zip((tide[-1], *tide), tide)]
     rise = tuple(change if change > 0 else 0 for change in changes)
     fall = tuple(-change if change < 0 else 0 for change in (*changes[1:], changes[0]))
@@ -100,23 +101,24 @@ def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def tide_at_cut(tide: Sequence[int]) -> int:
-    """Non-model bytes between two iterations: the last moment's fall has happened, the first one's rise has not."""
+    """Returns the non-model bytes between two iterations: the last moment's fall has happened, the first moment's rise
+    has not."""
     return min(tide[-1], tide[0])
 
 
 def name_of(resident: Resident) -> str:
-    """For messages: "the param list of chunk 3 on the gpu"."""
+    """Returns words for messages: "the param list of chunk 3 on the gpu"."""
     return f"the {resident.list} list of chunk {resident.chunk} on the {resident.place.value}"
 
 
 def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
-    """(chunk, micro-batch) -> the list on the gpu that the chunk's gradients go to in that micro-batch.
+    """Returns (chunk, micro-batch) -> the list on the gpu in which the chunk's gradients arrive in that micro-batch.
 
-    "grad32" where that list stays on the gpu (a pinned chunk that accumulates) or the plan allocates it there (a chunk
+    "grad32" if that list stays on the gpu (a pinned chunk that accumulates) or if the plan allocates it there (a chunk
     whose micro-batches follow one another). "grad" in the micro-batches for which the plan allocates it (the first
-    ones, as many as the chunk has alloc steps), or in all if it stays on the gpu. "param", in place, in all other
-    micro-batches; in a plan that passes the checker this is the last micro-batch only. Where lists are sliced,
-    gradients arrive whole, in that list and the one of the others' slices; "grad32" is then never such a list.
+    ones, one per alloc step of the chunk), or in all if the list stays on the gpu. "param", in place, in all other
+    micro-batches; in a plan that passes the checker this is the last micro-batch only. On a sliced layout, whole
+    gradients arrive in that list and in the list of the others' slices; that list is then never "grad32".
     """
     alloc, gpu = Kind.ALLOC, Place.GPU
     opened = [step for step in plan.steps if step.kind is alloc and step.place is gpu]
@@ -140,12 +142,12 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
 
 
 def folded_lists(plan: Plan) -> dict[int, int]:
-    """Step -> how many gradient lists of its chunk an update adds to another one before it begins. Only steps that add
-    any are named.
+    """Returns step -> number of gradient lists of its chunk that an update adds to another list before it begins. Only
+    steps with such adds are included.
 
-    All gradients of a chunk are added up when it is updated. Each micro-batch has one. A cpu_add adds one to the sum on
-    the host, and a sum on the gpu takes each as it arrives; what neither has added is left to the update. Where lists
-    are sliced, updates on the gpu are left out, as are other adds on the gpu.
+    All gradients of a chunk are added up when it is updated. Each micro-batch has one gradient. A cpu_add adds a
+    gradient to the sum on the host, and a sum on the gpu takes each gradient as it arrives. The update adds all other
+    gradients. On a sliced layout, updates on the gpu are left out, as are other adds on the gpu.
     """
     if plan.workload.micro_batches == 1:
         return {}
@@ -158,21 +160,21 @@ def folded_lists(plan: Plan) -> dict[int, int]:
 
 
 def _summed_on_gpu(plan: Plan) -> set[int]:
-    """Chunks that have a list for the sum of their gradients on the gpu, always or for a time."""
+    """Returns the chunks that have a list for the sum of their gradients on the gpu, always or for a time."""
     opened = {s.chunk for s in plan.steps if s.kind is Kind.ALLOC and s.place is Place.GPU and s.list == "grad32"}
     stays = {r.chunk for r in plan.initial if r.place is Place.GPU and r.list == "grad32"}
     return {chunk for chunk in opened | stays if chunk is not None}
 
 
 def overwritten_in_place(plan: Plan) -> list[tuple[int, int]]:
-    """(moment, chunk) of every working list that holds nothing but final gradients when the moment ends."""
+    """Returns (moment, chunk) of every working list that holds only final gradients when the moment ends."""
     last = _last_gradients(plan)
     return [(last[where], where[0]) for where, list_name in gradient_list(plan).items() if list_name == "param"]
 
 
 def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
-    """(chunk, micro-batch) -> the moment in which the chunk's last gradient of the micro-batch arrives. Keys are in the
-    order in which the first gradients arrive."""
+    """Returns (chunk, micro-batch) -> the moment in which the chunk's last gradient of the micro-batch arrives. Keys
+    are in the order in which the first gradients arrive."""
     w, chunk_of = plan.workload, plan.layout.chunk_of
     last: dict[tuple[int, int], int] = {}
     for m, (moment, tensors) in enumerate(zip(w.moments, w.gradients)):
@@ -182,7 +184,7 @@ def _last_gradients(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:
-    """Chunks each moment reads, ascending."""
+    """Returns the chunks that each moment reads, ascending."""
     chunk_of = layout.chunk_of
     chunks = {tensors: tuple(sorted({chunk_of[t] for t in tensors})) for tensors in set(workload.reads)}
     return [chunks[tensors] for tensors in workload.reads]

@@ -1,8 +1,9 @@
-"""The figures that a plan states beside its steps: figures of bytes are compared with the proof, the others are named.
+"""The figures that a plan states beside its steps. Figures of bytes are compared with the proof; the others are named.
 
-[Note: what a check says] A plan carries figures (`predictions`), words (`choices`) and what both rest on (workload,
-machine). Whatever a check does not compute again, it names: `not_checked` says so line by line. Bytes are computed
-again here; seconds and bounds need the simulator and stand above (planner/stated.py).
+[Note: what a check says] A plan carries figures (`predictions`), words (`choices`) and the inputs of both (workload,
+machine). A check names everything that it does not compute again: `not_checked` lists it line by line. Bytes are
+computed again in this module. Seconds and bounds need the simulator and are checked in a higher layer
+(planner/stated.py).
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from pstar_sim.core.step import Place
 __all__ = ["LEAST_ROOM", "OWN_SHARES", "Stated", "byte_figures", "not_checked", "own_shares"]
 
 OWN_SHARES = "shares"
-"""Name of the choice that says that figures were predicted with a workload of each rank's own."""
+"""Name of the choice that says that figures were predicted with a separate workload for each rank."""
 LEAST_ROOM = " on the GPU with the least room"
-"""Whose bytes of GPU memory a figure counts where ranks differ: what is left of the smallest GPU's budget is then the
-least room that any GPU has."""
+"""Suffix of the words for GPU memory if ranks differ. The bytes left of the smallest GPU's budget are then the least
+room that any GPU has."""
 _MOVED = {"h2d_bytes": "h2d", "d2h_bytes": "d2h"}
 _PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """Figures that a plan states, computed again.
+    """Figures that a plan states, compared with recomputed figures.
 
-    false: a sentence for each figure that is not what was computed.
+    false: a sentence for each figure that differs from the recomputed figure.
     checked: names of the figures that are right.
     """
 
@@ -37,8 +38,9 @@ class Stated:
 
 
 def own_shares(plan: Plan) -> str | None:
-    """Why the plan's predictions cannot be computed from the plan alone; None if they can. Its ranks may take different
-    shares of the batch or have different GPUs; the plan's one workload is then as hard as the hardest rank's."""
+    """Returns words for why the plan's predictions cannot be computed from the plan alone; None if they can. The plan's
+    ranks may take different shares of the batch or have different GPUs. The plan's one workload is then at least as
+    hard as that of every rank."""
     first, *others = plan.machine.ranks
     alike = all(r.gpu == first.gpu and r.batch_share == first.batch_share for r in others)
     if alike and (not others or OWN_SHARES not in plan.choices):
@@ -49,9 +51,11 @@ def own_shares(plan: Plan) -> str | None:
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
     """Check the figures of bytes.
 
-    peak_bytes: the most that each place can hold, as proved. What a run really holds at its peak depends on its
-    timing. So a stated peak has to lie between the bytes that every run holds, whatever its timing, and the proved
-    peak. The peak of ranks that differ is left out."""
+    peak_bytes: the most bytes that each place can hold, as proved.
+
+    The peak of a run depends on its timing. So a stated peak has to lie between the bytes that every run holds,
+    whatever its timing, and the proved peak. If ranks differ, peaks are not checked.
+    """
     false: list[str] = []
     checked: list[str] = []
     for name, lane in _MOVED.items():
@@ -73,8 +77,8 @@ def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
 
 
 def _least_bytes(plan: Plan, place: Place) -> int:
-    """The least bytes that the place holds at its peak, whatever the timing: the bytes that it holds at the cut, or on
-    the gpu the bytes of the moment with the largest need, if they are more."""
+    """Returns the least bytes that the place holds at its peak, whatever the timing: the bytes that it holds at the cut
+    or, on the gpu, the bytes of the moment with the largest need if these are more."""
     cut = sum(size for _, where, size in plan.buffers if where is place)
     cut += sum(plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is place)
     if place is not Place.GPU:
@@ -92,11 +96,11 @@ def _least_bytes(plan: Plan, place: Place) -> int:
 def not_checked(
     plan: Plan, checked: Collection[str], why: Mapping[str, str], *, workload: bool, machine: bool
 ) -> tuple[str, ...]:
-    """One line per kind of thing that the plan states and that was not computed again.
+    """Returns one line per kind of statement in the plan that was not computed again.
 
     checked: names of figures and words that were computed.
     why: name -> reason why the figure was not computed.
-    workload, machine: whether the plan was compared with one.
+    workload, machine: whether the plan was compared with a workload, and with a machine.
     """
     lines: list[str] = []
     rest: dict[str, list[str]] = {}

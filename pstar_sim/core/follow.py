@@ -1,11 +1,11 @@
-"""follow: a program in its own order, by the clock, until two successive iterations agree.
+"""follow: advances a program in its own order, by the clock, until two successive iterations agree.
 
-A step starts when its queue has come to it and every step that it waits for has ended. Nothing is decided here: order
-and waits are the program's, seconds are given.
+A step starts when its queue has come to it and every step for which it waits has ended. `follow` decides nothing: the
+program gives order and waits, the caller gives seconds.
 
 [Note: events at equal times] Events at equal times are handled in the order in which they were scheduled. The end of a
-step is scheduled when the step begins (or when its speed changes last); a waiting queue is scheduled when the step that
-it waits for ends. A queue whose step ends goes on at once, before anything else that happens at that time.
+step is scheduled when the step begins, or when its speed last changes. A waiting queue is scheduled when the step for
+which it waits ends. A queue whose step ends continues at once, before any other event of that time.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class Times:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Events of a run. The last of `iterations` is the one that counts; events of later iterations may follow, cut off
-    where the run ended.
+    """Events of a run. The last of `iterations` counts. Events of later iterations may follow, cut off at the end of
+    the run.
 
-    events: every start (2 * step) and end (2 * step + 1), in the order in which they happened.
-    at_s: when each event happened.
+    events: every start (2 * step) and end (2 * step + 1), in order of time.
+    at_s: seconds of each event.
     marks: number of events when the compute queue had ended each iteration.
-    last_wait: per iteration, step -> the step that it waited for last. Steps that did not wait are left out.
-    arrival_s: per iteration, step that meets the same step of other ranks -> when this rank was ready for it. Every
-        other step began when it was ready.
-    dram_loss_s: per iteration and step, seconds lost because DRAM was short; no rows where DRAM never is.
+    last_wait: per iteration, step -> the step for which it waited last. Steps that did not wait are left out.
+    arrival_s: per iteration, step that meets the same step of other ranks -> seconds at which this rank was ready for
+        it. Every other step began when it was ready.
+    dram_loss_s: per iteration and step, seconds lost because DRAM was short; no rows if DRAM is never short.
     times: times of the iterations that every queue had ended at the last `end_iteration`.
     steady: whether the last two iterations agree.
     """
@@ -74,7 +74,7 @@ class Record:
 
     @classmethod
     def empty(cls, program: Program, most: int, *, shared: bool) -> Record:
-        """The record of a run that begins. most: iterations. shared: whether DRAM can be short."""
+        """Returns the record of a run that begins. most: number of iterations. shared: whether DRAM can be short."""
         steps = len(program.ids)
         lost = [[0.0] * steps for _ in range(most)] if shared else []
         none_yet = Times(*np.zeros((3, 0, steps)))
@@ -89,10 +89,10 @@ class Record:
         return pace_s(self.program, self.times.end, steady=self.steady)
 
     def end_iteration(self, k: int) -> bool:
-        """Read `times` off the events, when every queue has ended iteration k. Returns whether iteration k is steady
-        ([Note: when an iteration is steady] in rules.py).
+        """Compute `times` from the events, when every queue has ended iteration k. Returns whether iteration k is
+        steady ([Note: when an iteration is steady] in rules.py).
 
-        The steps of a queue start and end in turns, in its order; the queue comes to a step when the one before ends.
+        The steps of a queue start and end in turns, in its order. The queue comes to a step when the step before ends.
         """
         if k == 0:
             return False
@@ -116,15 +116,19 @@ def follow(
     factor: Factor | None = None,
     most: int = 8,
 ) -> Record:
-    """Follow the program until it is steady, `most` (>= 2) iterations at most. Raises Deadlock for one that deadlocks,
-    naming the step at which each queue stands."""
+    """Follow the program until it is steady, for at most `most` (>= 2) iterations. Returns the record.
+
+    factor: factor on the seconds of each step, for jitter.
+
+    Raises Deadlock for a program that deadlocks, naming the step at which each queue stands.
+    """
     return _Follower(program, costs, rates, jitter=factor is not None, most=most).follow(factor, most)
 
 
 class Deadlock(PlanError):
-    """Every queue waits.
+    """The error of a run in which every queue waits.
 
-    record: events before the deadlock; None where these were not kept, as after pickling.
+    record: events before the deadlock; None if they were not kept, as after pickling.
     """
 
     def __init__(self, message: str, record: Record | None = None) -> None:
@@ -134,13 +138,13 @@ class Deadlock(PlanError):
 
 @dataclass(slots=True, eq=False)
 class _Sharer:
-    """A running step that shares something.
+    """A running step that shares DRAM or the link.
 
     left_s: nominal seconds still to do.
-    demand: bytes per second that the step wants of DRAM.
+    demand: bytes of DRAM per second that the step wants.
     loss_before_s: seconds that DRAM had cost the run when the step began.
     speed: nominal seconds per second.
-    end: number of the end that was scheduled when the speed changed last; earlier ends are void.
+    end: number of the end that was scheduled when the speed last changed; earlier ends are void.
     """
 
     left_s: float
@@ -151,7 +155,7 @@ class _Sharer:
 
 
 class _Follower:
-    """One run. Events are (time, number in the order of scheduling, what, step): [Note: events at equal times]."""
+    """One run. Events are (time, number in the order of scheduling, kind, step): [Note: events at equal times]."""
 
     def __init__(self, program: Program, costs: StepCosts, rates: Rates, *, jitter: bool, most: int) -> None:
         self.program, self.costs, self.rates = program, costs, rates
@@ -161,9 +165,9 @@ class _Follower:
         self.names = [queue.value for queue in program.queues]
         self.heap: list[tuple[float, int, int, int]] = []
         self.number = itertools.count()
-        # Of each step, the last iteration in which it ended; the next one is that in which it waits or runs.
+        # Per step, the last iteration in which it ended. In the next iteration it waits or runs.
         self.done = [-1] * len(program.ids)
-        self.queues_done = [0] * most  # of each iteration
+        self.queues_done = [0] * most  # per iteration
         self.sharing: dict[int, _Sharer] = {}  # steps, in the order in which they joined
         self.settled_s = self.loss_s = 0.0
         self.share = 1.0
@@ -174,7 +178,7 @@ class _Follower:
         lasts = frozenset(row[-1] for row in program.order)
         seconds, dram, shared, shares = self.costs.seconds, self.costs.dram_bytes, self.shared, self.rates.shares
         event, time, pop, push = record.events.append, record.at_s.append, heapq.heappop, heapq.heappush
-        waiters: defaultdict[int, list[int]] = defaultdict(list)  # of a step, the steps that wait for it
+        waiters: defaultdict[int, list[int]] = defaultdict(list)  # step -> steps that wait for it
         for row in program.order:
             push(heap, (0.0, next(number), _WAKE, row[0]))
         while heap:
@@ -215,7 +219,7 @@ class _Follower:
                         if heap and heap[0][0] <= end_s:
                             push(heap, (end_s, next(number), _END, i))
                             break
-                        now = end_s  # nothing else happens before
+                        now = end_s  # no other event comes before
                     what = _END
                     continue
                 break
@@ -225,8 +229,8 @@ class _Follower:
         return record
 
     def _ends_all(self, i: int, most: int) -> bool:
-        """Note that the last step of a queue has ended. Returns whether the queue has now ended `most` iterations. The
-        run is over when all queues have ended an iteration that is steady, or the last iteration."""
+        """Record that the last step of a queue has ended. Returns whether the queue has now ended `most` iterations.
+        The run is over when all queues have ended a steady iteration, or the last iteration."""
         program, record, k = self.program, self.record, self.done[i]
         if program.queue_of[i] == program.compute:
             record.marks.append(len(record.events))
@@ -239,20 +243,20 @@ class _Follower:
     # -- shared rates -------------------------------------------------------------------------------------------------
 
     def _join(self, i: int, takes_s: float, demand: float, now: float) -> None:
-        """The step shares something from now on."""
+        """Let the step share DRAM or the link from now on."""
         self._settle(now)
         self.sharing[i] = _Sharer(takes_s, demand, self.loss_s)
         self._retime(now)
 
     def _leave(self, i: int, now: float) -> None:
-        """Take out a step that has done all its work. Its end is scheduled behind the new ends of the others."""
+        """Remove a step that has done all its work. Its end is scheduled after the new ends of the other steps."""
         self._settle(now)
         self.record.dram_loss_s[self.done[i] + 1][i] = self.loss_s - self.sharing.pop(i).loss_before_s
         self._retime(now)
         heapq.heappush(self.heap, (now, next(self.number), _END, i))
 
     def _settle(self, now: float) -> None:
-        """Book the progress made at the old speeds. loss_s: integral over time of (1 - share of DRAM)."""
+        """Record the progress made at the old speeds. loss_s: integral over time of (1 - share of DRAM)."""
         elapsed_s = now - self.settled_s
         if elapsed_s > 0:
             self.loss_s += elapsed_s * (1.0 - self.share)
@@ -261,7 +265,7 @@ class _Follower:
         self.settled_s = now
 
     def _retime(self, now: float) -> None:
-        """New speeds, and another end for each step whose speed changed."""
+        """Compute new speeds, and schedule another end for each step whose speed changed."""
         queue_of, copies, duty = self.program.queue_of, self.program.copies, self.costs.duty
         speeds, self.share = self.rates.speeds(
             [self.names[queue_of[i]] for i in self.sharing],
@@ -276,8 +280,8 @@ class _Follower:
 
 
 def deadlock(record: Record, at: dict[int, tuple[int, int]], done: Sequence[int]) -> Deadlock:
-    """The error for a run in which every queue waits; it says what each waits for. at: queue -> (step, iteration) at
-    which it stands."""
+    """Returns the error for a run in which every queue waits, with the steps for which each queue waits. at: queue ->
+    (step, iteration) at which it stands."""
     program, lines = record.program, []
     for q, (i, k) in sorted(at.items(), key=lambda item: program.queues[item[0]]):
         missing = [

@@ -1,11 +1,11 @@
-"""Chunk layout: which parameter lives where in which chunk.
+"""Chunk layout: the chunk and the position of each parameter.
 
-Packs the tensors of a workload, in order of first use, into runs that are placed and transferred as one. Knows no
-machine and no policy. [Note: why the chunk size is searched] Power-of-two chunks filled in order waste 20-110 % once
-biases, norms and vocabulary matrices are counted. So tensors too small to be worth moving go into chunks of their own
-that stay resident, a tensor larger than a chunk gets a chunk of its exact size, and the uniform size is the multiple
-of a granule that wastes least. Frozen and trainable tensors, different dtypes and different optimizer groups never
-share a chunk; a tied tensor occupies nothing.
+The layout packs the tensors of a workload, in order of first use, into runs that are placed and transferred as one. It
+depends on no machine and no policy. [Note: why the chunk size is searched] Power-of-two chunks filled in order waste
+20-110 % once biases, norms and vocabulary matrices are counted. So tensors too small to be worth moving go into chunks
+of their own that stay resident. A tensor larger than a chunk gets a chunk of its exact size. The uniform size is the
+multiple of a granule that wastes least. Frozen and trainable tensors, different dtypes and different optimizer groups
+never share a chunk. A tied tensor takes no room.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from pstar_sim.workload.workload import DTYPE_BYTES, UseKind, Workload
 
 __all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near", "sum_bytes_of"]
 
-ALIGN = 16  # elements: 64 bytes in fp32, what vectorised kernels and copy engines like
-# docs/results/search-constants.md says what each of these buys. Plans of small models with smaller chunks are a little
-# faster in the model, which knows nothing of what a further step costs the executor.
-GRANULE_BYTES = 2 * MIB  # chunk sizes are multiples of it, as allocators hand out memory
-WANTED_CHUNKS = 24  # no size is a larger part of the model than this one: fewer chunks leave nothing to schedule
-USUAL_BYTES = 128 * MIB  # the sizes sought are this and its half: larger ones overlap less, smaller ones copy slower
-USUAL_PART = 32  # of a small model this part, and its half, instead
-MOST_WASTE = 0.018  # a size that wastes more is taken only where none wastes less
-OVERSIZE = 0.3  # in the score of a size: share of the bytes in chunks that hold one larger tensor each
-OCTAVES = 0.12  # in the score: octaves by which chunks are off the sizes sought
-WASTE = 10.0  # in the score: share of padding
+ALIGN = 16  # elements: 64 bytes in fp32, the alignment of vectorised kernels and copy engines
+# docs/results/search-constants.md says what each of these constants buys. Plans of small models with smaller chunks are
+# a little faster in the cost model, which ignores the executor's cost of a further step.
+GRANULE_BYTES = 2 * MIB  # chunk sizes are multiples of the granule, as allocators hand out memory
+WANTED_CHUNKS = 24  # no size exceeds the model's bytes over this: fewer chunks leave no choice of order
+USUAL_BYTES = 128 * MIB  # wanted size, and its half: larger chunks overlap less, smaller chunks copy slower
+USUAL_PART = 32  # for a small model it aims at this part of the model and its half
+MOST_WASTE = 0.018  # a size that wastes more is taken only if no size wastes less
+OVERSIZE = 0.3  # weight in the score: share of the bytes in chunks that hold one larger tensor each
+OCTAVES = 0.12  # weight in the score: octaves between the chunks and the wanted sizes
+WASTE = 10.0  # weight in the score: share of padding
 GOOD = 0.2  # score at which no finer granule is tried
 MOST_SIZES = 96  # sizes that are scored per granule: bounds the time that a large model takes
 MOST_STARTS = 64  # tensors at which a run of a candidate's size may begin: bounds the time and the memory
-SMALL_BYTES = MIB  # tensors below it stay resident
-SMALL_PART = 400  # so do, in a small model, tensors below this part of it
-MOST_SMALL = 0.05  # unless all of them are a larger share than this: 600 thin layers must not all be resident
+SMALL_BYTES = MIB  # tensors below this size stay resident
+SMALL_PART = 400  # in a small model, so do tensors below this part of it
+MOST_SMALL = 0.05  # unless all of them exceed this share: 600 thin layers must not all be resident
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Tensor (index in the workload) occupies elements [offset, offset + numel) of its chunk."""
+    """A tensor (index in the workload) at elements [offset, offset + numel) of its chunk."""
 
     tensor: int
     offset: int
@@ -56,10 +56,15 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A run of consecutive parameters of one dtype, one optimizer group, all frozen or all trainable.
+    """A run of consecutive parameters of one dtype and one optimizer group, all frozen or all trainable.
 
+    index: index of the chunk in the layout.
+    dtype: dtype of the parameters.
     numel: elements of the payload (waste included).
+    slots: the tensors in the chunk.
+    frozen: whether the parameters are frozen.
     small: whether the chunk holds tensors too small to be worth moving; such a chunk stays resident.
+    group: optimizer group of the parameters.
     """
 
     index: int
@@ -72,7 +77,7 @@ class Chunk:
 
     @property
     def params(self) -> int:
-        """Parameters it holds, padding left out."""
+        """Number of parameters that the chunk holds, without padding."""
         return sum(slot.numel for slot in self.slots)
 
 
@@ -81,12 +86,13 @@ class Layout:
     """All chunks of a model, in order of first use; small chunks first.
 
     chunk_bytes: payload of the working list of a uniform chunk.
-    state_bytes: optimizer state lists, bytes per element.
-    ranks: number of equal slices that each list is cut into, one per rank (1: every rank has the whole list). Payloads
-        are those of one rank; with several ranks there are also the lists "remote" and "grad_remote", the slices of all
-        others.
-    sum_bytes: bytes per parameter of "grad32", the sum of the gradients of several micro-batches: 4, or 2 where it has
-        the dtype of a 2-byte chunk.
+    chunks: the chunks.
+    state_bytes: optimizer state lists, with bytes per element.
+    ranks: number of equal slices into which each list is cut, one per rank (1: every rank has the whole list). Payloads
+        are those of one rank. With several ranks there are also the lists "remote" and "grad_remote", the slices of all
+        other ranks.
+    sum_bytes: bytes per parameter of "grad32", the sum of the gradients of several micro-batches: 4, or 2 if it has the
+        dtype of a 2-byte chunk.
     """
 
     chunk_bytes: int
@@ -113,7 +119,7 @@ class Layout:
 
     @cached_property
     def lists(self) -> tuple[str, ...]:
-        """Every list a trainable chunk may have."""
+        """Every list that a trainable chunk may have."""
         others = ("remote", "grad_remote") if self.ranks > 1 else ()
         return ("param", "grad", "grad32", *self.state_lists, *others)
 
@@ -145,7 +151,8 @@ class Layout:
         return max(self.sum_bytes, DTYPE_BYTES[self.chunks[chunk].dtype])
 
     def slice_numel(self, chunk: int) -> int:
-        """Elements of one rank's slice of a list, rounded up so that all slices are equal and aligned."""
+        """Returns the number of elements of one rank's slice of a list, rounded up so that all slices are equal and
+        aligned."""
         numel = self.chunks[chunk].numel
         if self.ranks == 1:
             return numel
@@ -153,12 +160,13 @@ class Layout:
         return (numel + unit - 1) // unit * ALIGN
 
     def whole_bytes(self, chunk: int) -> int:
-        """Bytes of the working list with the slices of all ranks, which a gather or a reduce-scatter handles."""
+        """Returns the bytes of the working list with the slices of all ranks, which a gather or a reduce-scatter
+        handles."""
         return self.payload_bytes(chunk, "param") * self.ranks
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
-        """Bytes of a list of a chunk, of one rank's slice ("remote", "grad_remote": of all the others'). A frozen chunk
-        has only "param" and "remote". Raises PlanError for an unknown chunk or list."""
+        """Returns the bytes of a list of a chunk, of one rank's slice ("remote", "grad_remote": of all other slices). A
+        frozen chunk has only "param" and "remote". Raises PlanError for an unknown chunk or list."""
         try:
             return self._payloads[chunk, list_name]
         except KeyError:
@@ -171,7 +179,7 @@ class Layout:
         raise PlanError(f"{kind} {chunk} has no list {list_name!r}; it has {known}")
 
     def list_bytes(self, list_name: str) -> tuple[int | None, ...]:
-        """Bytes of a list of each chunk; None where a chunk has no such list."""
+        """Returns the bytes of a list of each chunk; None for a chunk without this list."""
         return self._lists_bytes.get(list_name, (None,) * len(self.chunks))
 
     def states_bytes(self, chunk: int) -> int:
@@ -180,7 +188,7 @@ class Layout:
         return 0 if frozen else self.slice_numel(chunk) * sum(width for _, width in self.state_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON; `layout_file.layout_of` is the reverse."""
+        """Returns the layout as plain values for JSON; `layout_file.layout_of` is the reverse."""
         return {
             "chunk_bytes": self.chunk_bytes,
             "ranks": self.ranks,
@@ -203,7 +211,10 @@ class Layout:
 class _Item(NamedTuple):
     """A tensor on its way into a chunk.
 
-    padded: its elements, rounded up to ALIGN.
+    first_use: moment of its first use.
+    tensor: index of the tensor.
+    numel: number of its elements.
+    padded: number of its elements, rounded up to ALIGN.
     """
 
     first_use: int
@@ -226,11 +237,14 @@ class _Class(NamedTuple):
 
 
 def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: int = 1, sums: str = "32-bit") -> Layout:
-    """Search the chunk size for least waste (or take `chunk_bytes` of the working list) and pack. ranks: cut each list
-    into that many slices. sums: as `Settings.sums`. The same workload object asked again gives the same layout object.
+    """Returns the layout of a workload. The chunk size is searched for least waste, unless `chunk_bytes` (of the
+    working list) gives it. Calls with the same workload object return the same layout object.
 
-    Raises PlanError for a chunk_bytes that is not positive, for a tensor of a dtype without a known width, for
-    ranks < 1, and for 16-bit sums of a model that is not bf16.
+    ranks: number of slices into which each list is cut.
+    sums: as `Settings.sums`.
+
+    Raises PlanError for a chunk_bytes that is not positive, for a tensor of a dtype without a known width, for ranks <
+    1, and for 16-bit sums of a model that is not bf16.
     """
     if ranks < 1:
         raise PlanError(f"ranks is {ranks}; a layout needs at least one rank")
@@ -244,14 +258,14 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: i
 
 
 def _with_sums(layout: Layout, workload: Workload, sums: str) -> Layout:
-    """The layout with sums of gradients of that width. Raises PlanError as `sum_bytes_of`."""
+    """Returns the layout with sums of gradients of that width. Raises the errors of `sum_bytes_of`."""
     sum_bytes = sum_bytes_of(workload, sums)
     return layout if layout.sum_bytes == sum_bytes else replace(layout, sum_bytes=sum_bytes)
 
 
 def sum_bytes_of(workload: Workload, sums: str) -> int:
-    """Bytes per parameter of a sum of gradients. sums: as `Settings.sums`. Raises PlanError for 16 bits and a model
-    that is not bf16."""
+    """Returns the bytes per parameter of a sum of gradients. sums: as `Settings.sums`. Raises PlanError for 16-bit sums
+    of a model that is not bf16."""
     if sums == "32-bit":
         return 4
     if workload.dtype != "bf16":
@@ -261,11 +275,12 @@ def sum_bytes_of(workload: Workload, sums: str) -> int:
 
 
 def layout_of_parts(workload: Workload, parts: Sequence[tuple[int, int]], *, sums: str = "32-bit") -> Layout:
-    """A chunk for each part of the iteration, with all tensors that the part is the first to read; where these are of
-    several classes, a chunk for each. Tensors that nothing reads have chunks of their own. No chunk is small.
+    """Returns a layout with a chunk for each part of the iteration. The chunk holds all tensors that the part is the
+    first to read; if they are of several classes, each class has a chunk. Tensors that no moment reads have chunks of
+    their own. No chunk is small. Calls with the same workload object return the same layout object.
 
-    parts: (first, last) moment of each, in order, with no moment between two of them. sums: as `Settings.sums`. The
-    same workload object asked again gives the same layout object.
+    parts: (first, last) moment of each part, in order, with no moment between two parts.
+    sums: as `Settings.sums`.
 
     Raises PlanError for a tensor of a dtype without a known width, and for 16-bit sums of a model that is not bf16.
     """
@@ -294,8 +309,8 @@ def _of_parts(workload: Workload, begins: Sequence[int]) -> Layout:
 
 
 def size_near(workload: Workload, chunk_bytes: int) -> int:
-    """The chunk size within half an octave of `chunk_bytes` that wastes least; of equal sizes the nearest to
-    `chunk_bytes`."""
+    """Returns the chunk size within half an octave of `chunk_bytes` that wastes least; of equally good sizes, the
+    nearest to `chunk_bytes`."""
     _, classes = _by_size(_in_order_of_first_use(workload))
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > chunk_bytes // 32:
@@ -313,7 +328,7 @@ def _built(workload: Workload, chunk_bytes: int | None, ranks: int) -> Layout:
     packed: list[tuple[_Class, list[_Item], int]] = []  # class, items, elements
     for key, items in large.items():
         packed.extend((key, row, numel) for row, numel in _pack(items, chunk_bytes // key.width))
-    packed.sort(key=lambda row: row[1][0])  # by the first use of its first tensor
+    packed.sort(key=lambda row: row[1][0])  # by the first use of the chunk's first tensor
     rows = [(key, items, sum(item.padded for item in items), True) for key, items in small.items()]
     rows += [(key, items, numel, False) for key, items, numel in packed]
     return Layout(
@@ -336,8 +351,8 @@ def _chunk(index: int, key: _Class, items: Iterable[_Item], numel: int, small: b
 
 
 def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
-    """Tensors with storage of their own, per class, in order of the moment that first reads them; tensors that are
-    never read come last."""
+    """Returns the tensors with storage of their own, per class, in order of the moment that first reads them. Tensors
+    that are never read come last."""
     never = len(workload.moments)
     first = [never] * len(workload.tensors)
     for use in workload.uses:
@@ -360,7 +375,7 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
 
 
 def _by_size(classes: Mapping[_Class, Sequence[_Item]]) -> tuple[dict[_Class, list[_Item]], dict[_Class, list[_Item]]]:
-    """(too small to be worth moving, all others)."""
+    """Returns (tensors too small to be worth moving, all others)."""
     limit = _small_limit(classes)
     small: dict[_Class, list[_Item]] = {}
     large: dict[_Class, list[_Item]] = {}
@@ -376,8 +391,8 @@ def _padded_bytes(classes: Mapping[_Class, Sequence[_Item]]) -> int:
 
 
 def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
-    """Below this many bytes a tensor is not worth moving: 1 MiB, or 1/400 of a small model; less where tensors that
-    small make up more than 5 % of a model (hundreds of equal thin layers must not all become resident)."""
+    """Returns the bytes below which a tensor is not worth moving: 1 MiB, or 1/400 of a small model. The limit is lower
+    if such tensors make up more than 5 % of a model, because hundreds of equal thin layers must not all be resident."""
     total_bytes = _padded_bytes(classes)
     limit = min(float(SMALL_BYTES), total_bytes / SMALL_PART)
     widths = [(key.width, items) for key, items in classes.items()]
@@ -389,9 +404,9 @@ def _small_limit(classes: Mapping[_Class, Sequence[_Item]]) -> float:
 
 
 def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
-    """Payload bytes of the uniform chunk: little waste (2 % at most if any size reaches it), few bytes in oversize
-    chunks and a size near 64 to 128 MiB (smaller for models of less than 4 GB), at least about 24 chunks. The granule
-    is halved while nothing good is found."""
+    """Returns the payload bytes of the uniform chunk. The search wants little waste (2 % at most if any size allows
+    it), few bytes in oversize chunks, a size near 64 to 128 MiB (smaller for models of less than 4 GB) and at least
+    about 24 chunks. The granule is halved until a good size is found."""
     total = _padded_bytes(classes)
     used = sum(key.width * sum([item.numel for item in items]) for key, items in classes.items())
     if total == 0:
@@ -414,7 +429,7 @@ def _search(classes: Mapping[_Class, Sequence[_Item]]) -> int:
 
 
 def _coarsest(total: int) -> int:
-    """The granule that a search over chunk sizes begins with: finer for a small model."""
+    """Returns the granule with which a search over chunk sizes begins: finer for a small model."""
     granule = GRANULE_BYTES
     while granule > 4 * KIB and granule > total / 64:
         granule //= 2
@@ -422,8 +437,8 @@ def _coarsest(total: int) -> int:
 
 
 def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, total: int) -> list[int]:
-    """Multiples of the granule that some run of consecutive tensors just fills. Any other multiple packs like a smaller
-    one of these."""
+    """Returns the multiples of the granule that some run of consecutive tensors just fills. Any other multiple packs
+    like a smaller one of these."""
     most = max(granule, total // WANTED_CHUNKS // granule * granule)
     sizes: set[int] = {most}
     for prefix in prefixes.values():
@@ -440,7 +455,7 @@ def _candidates(prefixes: Mapping[_Class, NDArray[np.int64]], granule: int, tota
 
 
 def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
-    """Share of padding if chunks are that large, exact to 1e-3."""
+    """Returns the share of padding for chunks of that size, exact to 1e-3."""
     used = held = 0
     for key, items in classes.items():
         used += sum(item.numel for item in items) * key.width
@@ -449,8 +464,9 @@ def _waste(classes: Mapping[_Class, Sequence[_Item]], size: int) -> float:
 
 
 def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: int, total: int, used: int) -> float:
-    """Badness of a chunk size: waste, bytes in oversize chunks, and the mean distance (in octaves, weighted by bytes)
-    of its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model). 1 and more where it wastes too much.
+    """Returns a penalty for a chunk size: waste, bytes in oversize chunks, and the mean distance (in octaves, weighted
+    by bytes) of its chunks from 64 to 128 MiB (from 1/64 to 1/32 of a smaller model). The penalty is at least 1 for a
+    size that wastes too much.
 
     classes: per class the padded elements of its items, their running sum, and bytes per element.
     total, used: bytes of all items with and without padding.
@@ -475,8 +491,8 @@ def _score(classes: Iterable[tuple[Sequence[int], Sequence[int], int]], size: in
 
 
 def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]]:
-    """Fill chunks of `capacity` elements in order. A larger tensor gets a chunk of its own size and leaves the open
-    chunk open; the last chunk is trimmed to what it holds. Returns (items, elements) for each chunk."""
+    """Fill chunks of `capacity` elements in order. A tensor larger than the capacity gets a chunk of its own size and
+    leaves the open chunk open. The last chunk is trimmed to its contents. Returns (items, elements) for each chunk."""
     capacity = _aligned(capacity)
     oversize = [([item], item.padded) for item in items if item.padded > capacity]
     rest = [item for item in items if item.padded <= capacity] if oversize else items
@@ -487,8 +503,8 @@ def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]
 
 
 def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) -> list[int]:
-    """Elements of each chunk that `_pack` makes of items with these numbers of elements. ends: running sum of these
-    numbers."""
+    """Returns the elements of each chunk that `_pack` makes of items with these numbers of elements. ends: running sum
+    of these numbers."""
     capacity = _aligned(capacity)
     oversize = [numel for numel in padded if numel > capacity]
     if oversize:
@@ -497,7 +513,8 @@ def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) ->
 
 
 def _cuts(ends: Sequence[int], capacity: int) -> list[tuple[int, int, int]]:
-    """(first item, end, elements) of each chunk. ends: running sum of the items' elements, none above the capacity."""
+    """Returns (first item, end, elements) of each chunk. ends: running sum of the items' elements, none above the
+    capacity."""
     chunks: list[tuple[int, int, int]] = []
     begin, base = 0, 0
     while begin < len(ends):

@@ -1,4 +1,4 @@
-"""How a layout is written in a file: its chunks in order, each slot as [tensor, offset, elements]."""
+"""The form of a layout in a file: its chunks in order, each slot as [tensor, offset, elements]."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChunkForm(Table, frozen=True, kw_only=True):
 
 
 class LayoutForm(Table, frozen=True, kw_only=True):
-    """Which parameter lives where in which chunk."""
+    """The chunk and the position of each parameter."""
 
     chunk_bytes: Annotated[Natural, says("bytes of the working list of a chunk of the uniform size")]
     ranks: Annotated[Natural, says("number of equal slices that each list is cut into, one per rank")] = 1
@@ -37,7 +37,7 @@ class LayoutForm(Table, frozen=True, kw_only=True):
 
 
 def layout_of(form: LayoutForm) -> Layout:
-    """The layout that a file holds; `Layout.to_dict` is the reverse."""
+    """Returns the layout that a file holds; `Layout.to_dict` is the reverse."""
     return Layout(
         chunk_bytes=form.chunk_bytes,
         chunks=tuple(

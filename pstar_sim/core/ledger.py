@@ -1,17 +1,18 @@
-"""The ledger: who holds what in which place, in bytes.
+"""The ledger: which payload is in which place, in bytes.
 
-A payload is a list of a chunk at a place; it has a number, a size and a category. Three books are kept by the table
-EFFECTS in core/step.py. `Moves` is the simulator's: it books a whole run of a plan, whose steps are compiled once to
-entries about payloads. `Holdings` is the policies': it books steps that run one after the other while a plan is
-written. `Ledger` is the executor's: it books one move at a time. Numbers only: no memory, no clock.
+A payload is a list of a chunk at a place. It has a number, a size and a category. There are three books, all kept by
+the table EFFECTS in core/step.py. `Moves` serves the simulator: it books a whole run of a plan, whose steps are
+compiled once to entries about payloads. `Holdings` serves the policies: it books steps that run one after the other
+while a plan is written. `Ledger` serves the executor: it books one move at a time. The books are numbers only: no
+memory, no clock.
 
-[Note: categories] A payload counts as "param", "grad" or "states" by its list, with one exception: once the last
-gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad" until an
-update turns it into parameters again or its room is given up. The sum over categories stays the same.
+[Note: categories] The list of a payload gives its category, "param", "grad" or "states", with one exception. Once the
+last gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad",
+until an update turns it into parameters again or its memory is freed. The sum over categories stays the same.
 
 [Note: booked at once] Bytes do not decide when a step starts, so a whole run is booked after it happened. The entries
-of all events of a run, sorted by payload, say where every payload was before each event: its last TAKE or FREE says
-whether it was there, and its last entry with a category says which category it had.
+of all events of a run, sorted by payload, say where every payload was before each event. The last TAKE or FREE of a
+payload says whether it was there, and its last entry with a category says which category it had.
 """
 
 from __future__ import annotations
@@ -53,16 +54,18 @@ WIDTH = len(CATEGORIES)
 
 _GPU, _HOST = PLACES.index(Place.GPU), PLACES.index(Place.HOST)
 _TIDE, _PARAM, _GRAD, _BUFFER = (CATEGORIES.index(c) for c in (NON_MODEL, "param", "grad", "buffer"))
-_LARGEST = 1 << 62  # sums of bytes beyond are kept as Python's integers
+_LARGEST = 1 << 62  # larger sums of bytes are kept as Python integers
 
-# What an entry says of its payload: it has to be there; the tide changes (no payload); it is taken, or only if absent;
-# it is freed, or only if present; a copy reads it; it is what that copy left there; it is of another category now.
+# Kinds of entries about a payload: it has to be there; the tide changes (no payload); it is taken; it is taken if
+# absent; it is freed; it is freed if present; a copy reads it; it becomes the target of that copy; its category
+# changes.
 NEED, TIDE, TAKE, TAKE_ABSENT, FREE, FREE_PRESENT, READ, COPY, BECOME = range(9)
 _LIST_COPIES = frozenset({Kind.FETCH, Kind.WRITEBACK, Kind.NVME_READ, Kind.NVME_WRITE})
 
 _Ints = NDArray[np.signedinteger[Any]]
 _Pattern = list[tuple[int, str, int, int]]
-"""(what, list, place, value): entries before the chunk is known. value: the bytes of TIDE, the category of BECOME."""
+"""(kind of entry, list, place, value): entries before the chunk is known. value: the bytes of TIDE, the category of
+BECOME."""
 
 
 class Payloads:
@@ -91,7 +94,7 @@ class Payloads:
 
     def _new(self, key: tuple[int, str, int]) -> int:
         chunk, list_name, place = key
-        with self._lock:  # one that is met by two threads at once has one number
+        with self._lock:  # a payload that two threads meet at once gets one number
             if key not in self.numbers:
                 number = len(self.numbers)
                 # Written from `number` on: an interruption may have left some of the columns longer.
@@ -112,7 +115,8 @@ def _category(list_name: str) -> int:
 
 
 def _spread(first: _Ints, counts: _Ints) -> _Ints:
-    """For each pair of `first` and `counts` the numbers first, first + 1, ..., first + count - 1, pair after pair."""
+    """Returns, for each pair of `first` and `counts`, the numbers first, first + 1, ..., first + count - 1, pair after
+    pair."""
     spread: _Ints = np.repeat(first - (np.cumsum(counts, dtype=counts.dtype) - counts), counts)
     spread += np.arange(len(spread), dtype=spread.dtype)
     return spread
@@ -135,7 +139,7 @@ class Changes:
 
 
 class Moves:
-    """What every step of a plan does to the bytes of each place.
+    """The changes of bytes in each place by every step of a plan.
 
     cells: bytes of each cell at the cut.
     used: bytes of each place at the cut.
@@ -156,7 +160,7 @@ class Moves:
         self.used = [sum(self.cells[p * WIDTH : (p + 1) * WIDTH]) for p in range(len(PLACES))]
         what, who, value, counts = self._compile()
         self._what = what.astype(np.int8)
-        self._first = np.append(0, np.cumsum(counts)).astype(np.int32)  # of each event's entries
+        self._first = np.append(0, np.cumsum(counts)).astype(np.int32)  # first entry of each event
         # Payload -1, the last of these, stands for the tide.
         sizes = [size or 0 for name, _ in self._lists for size in plan.layout.list_bytes(name)] + [0]
         exact = np.int64 if sum(self.cells) + sum(sizes) + plan.workload.peak_non_model_bytes < _LARGEST else np.object_
@@ -190,7 +194,7 @@ class Moves:
     # -- what each step does ------------------------------------------------------------------------------------------
 
     def _first_of(self, list_name: str, place: int) -> int:
-        """The payload of chunk 0; those of the other chunks follow."""
+        """Returns the payload of chunk 0; the payloads of the other chunks follow it."""
         return self._lists.setdefault((list_name, place), len(self._lists) * len(self.plan.layout.chunks))
 
     def _resident(self, payload: int) -> Resident:
@@ -199,11 +203,11 @@ class Moves:
         return Resident(chunk, list_name, PLACES[place])
 
     def _compile(self) -> tuple[_Ints, _Ints, _Ints, _Ints]:
-        """Columns (what, who, value) of the entries of events 0, 1, 2, ... one behind the other, and how many each has:
-        event 2 * i is the start of step i, event 2 * i + 1 its end.
+        """Returns columns (kind, payload, value) of the entries of events 0, 1, 2, ... in a row, and the number of
+        entries of each event. Event 2 * i is the start of step i, event 2 * i + 1 its end.
 
         Entries are written once for all steps that differ in their chunk alone, as if it were chunk 0, and once for all
-        steps of a moment. Those of number n are pattern 2 * n at their start, pattern 2 * n + 1 at their end.
+        steps of a moment. Steps of number n have pattern 2 * n at their start and pattern 2 * n + 1 at their end.
         """
         moments, compute = len(self.plan.workload.moments), Kind.COMPUTE
         patterns = self._moments()
@@ -238,8 +242,8 @@ class Moves:
         return what[entry], who[entry] + about, value[entry], counts[of_event]
 
     def _know(self, first: _Ints, chunk: _Ints) -> None:
-        """Check that the layout has these payloads. Raises PlanError for the first one that it does not have. first:
-        the payload of chunk 0."""
+        """Check that the layout has these payloads. Raises PlanError for the first that it does not have. first:
+        payload of chunk 0 for each payload."""
         layout, (lists, _) = self.plan.layout, zip(*self._lists)
         chunks = len(layout.chunks)
         there = np.array([[size is not None for size in layout.list_bytes(name)] for name in lists])
@@ -250,14 +254,14 @@ class Moves:
             layout.payload_bytes(int(chunk[n]), lists[int(first[n]) // chunks])
 
     def _moments(self) -> list[_Ints]:
-        """Entries of the moments, by column (pattern, what, who, value)."""
+        """Returns the entries of the moments, by column (pattern, kind, payload, value)."""
         plan = self.plan
         lists = ("param", "remote") if plan.layout.ranks > 1 else ("param",)
         working = np.array([self._first_of(name, _GPU) for name in lists])
         rise, fall = map(np.array, tide_moves(self._tide))
 
         def about(what: int, moment: _Ints, chunk: _Ints, value: int, *, at_end: int) -> _Ints:
-            """Entries for each working list of these chunks at these moments, by column."""
+            """Returns entries for each working list of these chunks at these moments, by column."""
             moment = np.repeat(moment, len(working))
             who = (chunk[:, np.newaxis] + working).ravel()
             return np.stack([2 * moment + at_end, np.full_like(who, what), who, np.full_like(who, value)])
@@ -277,10 +281,10 @@ class Moves:
         ]
 
     def _pattern(self, step: Step) -> tuple[_Pattern, _Pattern]:
-        """What the start and the end of a step like this do to the payloads of its chunk."""
+        """Returns the entries of the start and of the end of such a step, for the payloads of its chunk."""
         begins: _Pattern = []
         ends: _Pattern = []
-        if step.kind in (Kind.STASH_OUT, Kind.STASH_IN):  # its bytes are in the tide and in a buffer
+        if step.kind in (Kind.STASH_OUT, Kind.STASH_IN):  # a stash's bytes are in the tide and in a buffer
             return begins, ends
         taken, freed = takes(step), frees(step)
         if step.chunk is None:
@@ -306,12 +310,12 @@ class Moves:
     # -- what a run did -----------------------------------------------------------------------------------------------
 
     def book(self, events: Sequence[int]) -> Changes:
-        """Book a whole run: [Note: booked at once]. events: in the order in which they happened, from the cut on.
-        Raises PlanError for the first step that takes a payload that is there already, frees or needs one that is
-        absent, or brings a place over the plan's budget."""
+        """Book a whole run: [Note: booked at once]. Returns its changes of bytes. events: events in order of time, from
+        the cut on. Raises PlanError for the first step that takes a payload that is there already, that frees or needs
+        an absent payload, or that brings a place over the plan's budget."""
         run = np.array(events, dtype=np.int64)
         counts = self._first[run + 1] - self._first[run]
-        event = np.repeat(np.arange(len(run), dtype=np.int32), counts)  # of each entry of the run
+        event = np.repeat(np.arange(len(run), dtype=np.int32), counts)  # per entry of the run
         entry = _spread(self._first[run], counts)
         at, cell, size, wrong = self._changes(entry)
         place = cell // WIDTH
@@ -326,9 +330,9 @@ class Moves:
         return Changes(event[at], cell, size, held)
 
     def _changes(self, entry: _Ints) -> tuple[_Ints, _Ints, NDArray[Any], int | None]:
-        """All changes of bytes in a run of these entries, as (entry, cell, bytes), and the first entry that contradicts
-        what the place holds (None without one). Arrays are sorted by payload; entries of one payload are in the order
-        of the run."""
+        """Returns all changes of bytes in a run of these entries, as (entry, cell, bytes), and the first entry that
+        contradicts the contents of its place (None if there is none). Arrays are sorted by payload; entries of one
+        payload are in the order of the run."""
         home, size = self._home, self._size
         order = np.argsort(self._who[entry], kind="stable")
         which = entry[order]
@@ -337,7 +341,8 @@ class Moves:
         opens = np.maximum.accumulate(np.where(np.diff(who, prepend=-2) != 0, here, 0))  # first entry of the payload
 
         def last(rows: NDArray[np.bool_]) -> _Ints:
-            """For each entry, the last one of `rows` before it about the same payload, -1 without one."""
+            """Returns, for each entry, the last entry of `rows` before it about the same payload; -1 if there is
+            none."""
             before = np.full_like(here, -1)
             np.maximum.accumulate(np.where(rows, here, before)[:-1], out=before[1:])
             before[before < opens] = -1
@@ -348,8 +353,8 @@ class Moves:
         there = np.where(moved >= 0, takes[moved], self._present[who])
         against = np.where(there, what == TAKE, (what == NEED) | (what == FREE))
         takes, frees, turns = takes & ~there, frees & there, ((what == BECOME) | (what == COPY)) & there
-        # Categories. A copy gives the one that its READ, the entry before in the run, found: it points to the entry
-        # that had given it to the source, which may be a copy itself.
+        # Categories. A copy has the category that its READ (the entry before it in the run) found. It points to the
+        # entry that gave this category to the source, which may be a copy itself.
         given = last(takes | turns)
         category = home[who]
         become = np.flatnonzero(what == BECOME)
@@ -409,15 +414,16 @@ class Moves:
 
 
 class Holdings:
-    """Which payloads are held while steps run one after the other.
+    """The payloads that are held while steps run one after the other.
 
     residents: payloads held at the cut.
     buffers: buffers held at the cut.
-    tide: non-model bytes of each moment, which the GPU holds as well; None leaves them out.
+    tide: non-model bytes of each moment, which the GPU also holds; None leaves them out.
     used_bytes: bytes held in each place now, in the order of PLACES.
-    peak_bytes: most bytes held in each place so far.
+    peak_bytes: the most bytes held in each place so far.
 
-    A step that takes a payload already there, or frees an absent one, changes nothing: the checker says whether it may.
+    A step that takes a payload already there, or frees an absent one, changes nothing. The checker says whether such a
+    step is legal.
     """
 
     def __init__(
@@ -428,7 +434,7 @@ class Holdings:
         tide: Sequence[int] | None = None,
     ) -> None:
         self._layout = layout
-        self._lists: dict[tuple[str, int], _Listed] = {}  # (list, place) -> where it is written who has it there
+        self._lists: dict[tuple[str, int], _Listed] = {}  # (list, place) -> its record of chunks
         self._touched: dict[tuple[int, str | None, int], tuple[_Listed | None, _Listed | None]] = {}
         self._rises, self._falls = tide_moves(tide) if tide else ((), ())
         self.used_bytes = [0] * len(PLACES)
@@ -437,7 +443,7 @@ class Holdings:
         for _, place, size in buffers:
             self.used_bytes[PLACES.index(place)] += size
         for r in residents:
-            if r.chunk >= 0:  # else it stands for a buffer
+            if r.chunk >= 0:  # chunk -1 stands for a buffer
                 self._listed(r.list, r.place).chunks.add(r.chunk)
                 self.used_bytes[PLACES.index(r.place)] += layout.payload_bytes(r.chunk, r.list)
         self.peak_bytes = list(self.used_bytes)
@@ -447,12 +453,12 @@ class Holdings:
         return chunk in self._listed(list_name, place).chunks
 
     def chunks(self, list_name: str, place: Place) -> Set[int]:
-        """Chunks whose list is at the place: a live view, which changes as steps run."""
+        """Returns the chunks whose list is at the place: a live view, which changes as steps run."""
         return self._listed(list_name, place).chunks
 
     @property
     def changed(self) -> frozenset[Resident]:
-        """Payloads that came since the cut, and payloads that went."""
+        """Payloads that came since the cut, and payloads that left since then."""
         return frozenset(
             Resident(c, name, PLACES[p])
             for (name, p), listed in self._lists.items()
@@ -497,7 +503,7 @@ class Holdings:
             self.peak_bytes[place] = used
 
     def _of(self, step: Step) -> tuple[_Listed | None, _Listed | None]:
-        """The lists that steps like this take and free, by the table."""
+        """Returns the lists that such a step takes and frees, by the table."""
         key = (id(step.kind), step.list, id(step.place))  # members hash slowly
         touched = self._touched.get(key)
         if touched is None:
@@ -526,15 +532,15 @@ class _Listed:
 
 
 class Ledger:
-    """Who holds what now, one move at a time; a move that is refused changes nothing.
+    """The payloads held now, one move at a time. A move that is refused changes nothing.
 
     budget_bytes: budget of each place, in the order of PLACES; may be lowered.
     tide_bytes: non-model bytes on the gpu.
-    peak_bytes: for each place, the most bytes that payloads and buffers held.
+    peak_bytes: for each place, the most bytes that payloads and buffers have held.
 
-    [Note: claims] A payload is claimed, then its memory is asked for, then it is held. A claim counts against the
-    budget, so that two threads are never promised the same room, and is withdrawn where memory is refused. A payload
-    that leaves is held until its memory is given back. What an interruption left in between is `unfinished`.
+    [Note: claims] A payload is first claimed; then its memory is allocated; then it is held. A claim counts against the
+    budget, so that two threads never get the same room. A claim is withdrawn if the allocation fails. A payload that
+    leaves is held until its memory is released. `unfinished` lists the payloads that an interruption left in between.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -544,7 +550,7 @@ class Ledger:
         self._buffers = [0] * len(PLACES)
         for _, place, size in plan.buffers:
             self._buffers[PLACES.index(place)] += size
-        self._used = list(self._buffers)  # claims are in it
+        self._used = list(self._buffers)  # includes claims
         self._claimed = [0] * len(PLACES)
         self.peak_bytes = list(self._buffers)
         self._held: set[int] = set()
@@ -595,7 +601,7 @@ class Ledger:
         return size
 
     def hold(self, chunk: int, list_name: str, place: Place) -> None:
-        """Note that a claimed payload has its memory now."""
+        """Record that a claimed payload has its memory now."""
         number, p = self._number(chunk, list_name, place), PLACES.index(place)
         self._claimed[p] -= self._payloads.sizes[number]
         self._held.add(number)
@@ -611,14 +617,14 @@ class Ledger:
         self._unfinished.discard(number)
 
     def begin_release(self, chunk: int, list_name: str, place: Place) -> None:
-        """Note that the payload's memory is about to be given back. Raises PlanError if the payload is not held."""
+        """Record that the payload's memory is about to be released. Raises PlanError if the payload is not held."""
         number = self._number(chunk, list_name, place)
         if number not in self._held:
             raise PlanError(f"{list_name} of chunk {chunk} has no memory on the {place.value} to free")
         self._unfinished.add(number)
 
     def end_release(self, chunk: int, list_name: str, place: Place) -> int:
-        """Note that the payload's memory is given back. Returns the payload's bytes."""
+        """Record that the payload's memory is released. Returns the payload's bytes."""
         number = self._number(chunk, list_name, place)
         size = self._payloads.sizes[number]
         self._held.remove(number)
@@ -627,7 +633,7 @@ class Ledger:
         return size
 
     def set_tide(self, tide_bytes: int) -> int:
-        """Set the tide; returns its change in bytes. Raises PlanError if a rise does not fit."""
+        """Set the tide. Returns its change in bytes. Raises PlanError if a rise does not fit."""
         held = self._used[_GPU] + tide_bytes
         if tide_bytes > self.tide_bytes and held > self.budget_bytes[_GPU]:
             raise PlanError(
@@ -638,7 +644,7 @@ class Ledger:
         return change
 
     def mend(self) -> None:
-        """After an interruption: unfinished payloads are not held, and all bytes are counted anew."""
+        """Repair the book after an interruption: unfinished payloads are not held, and all bytes are counted anew."""
         self._held -= self._unfinished
         self._unfinished.clear()
         self._used, self._claimed = list(self._buffers), [0] * len(PLACES)

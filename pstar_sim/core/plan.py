@@ -1,9 +1,9 @@
 """Plan: a program of steps with everything needed to check, simulate, explain and run it.
 
-Its file is in core/plan_file.py, its checker in core/checker. A plan is cyclic: one iteration that repeats.
-[Note: the cut] Between two iterations, once every step of iteration k has ended and none of k+1 has begun, the places
-hold exactly `initial`; every @-1 reference is then satisfied. Steps of successive iterations overlap in time; on each
-queue, all steps of iteration k come before those of k+1.
+core/plan_file.py reads and writes plan files; core/checker checks plans. A plan is cyclic: one iteration that repeats.
+[Note: the cut] The cut lies between two iterations, after every step of iteration k has ended and before any step of
+k+1 begins. There the places hold exactly `initial`, and every @-1 reference is satisfied. Steps of successive
+iterations overlap in time. On each queue, all steps of iteration k come before those of k+1.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ STASHES = "stashes"
 """Name of the buffer on the host that holds the workload's stashes."""
 MODES = ("cpu", "pin", "stream", "frozen")
 LOOPS = ("own", "step")
-"""Who runs an iteration: a training loop of the user's own, micro-batch by micro-batch, or `session.step`, which can
-also run a layer-major plan."""
+"""The code that runs an iteration: a training loop of the user, micro-batch by micro-batch, or `session.step`, which
+can also run a layer-major plan."""
 SUMS = ("32-bit", "16-bit")
-"""In how many bits the gradients of several micro-batches add up: exactly in fp32, or in the dtype of a bf16 model, as
-plain PyTorch does in `.grad`."""
+"""Number of bits in which the gradients of several micro-batches add up: exactly in fp32, or in the dtype of a bf16
+model, as plain PyTorch does in `.grad`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the caller asked of every policy.
+    """Settings that the caller gives to every policy.
 
     update: "step" (no Adam before optimizer.step()) or "eager" (inside backward).
     clip: whether gradients are clipped by their global norm.
-    chunk_bytes: bytes of the working list of one chunk; None searches for the best. A size such as "128MiB" is turned
-        into bytes.
-    loop: who runs the iterations, one of LOOPS. Under "step" a policy that searches also chooses the order of the
-        iteration.
-    sums: in how many bits gradients of several micro-batches add up, one of SUMS. "16-bit" is for bf16 models; it takes
-        half of the room and rounds every addition.
+    chunk_bytes: bytes of the working list of one chunk; None searches for the best. A size such as "128MiB" is
+        converted to bytes.
+    loop: the code that runs the iterations, one of LOOPS. With "step" a policy that searches also chooses the order of
+        the iteration.
+    sums: number of bits in which gradients of several micro-batches add up, one of SUMS. "16-bit" is for bf16 models;
+        it takes half of the room and rounds every addition.
     effort: effort of a policy that searches, as a multiple of the usual effort. With more effort the search continues
         where it stopped with less.
 
-    Raises PlanError for other values. What is asked of one policy is an option in the policy's name.
+    Raises PlanError for other values. Settings of a single policy are options in the policy's name.
     """
 
     update: str = "step"
@@ -86,7 +86,8 @@ class Settings:
             object.__setattr__(self, "chunk_bytes", size_bytes("chunk_bytes", self.chunk_bytes, error=PlanError))
 
     def barrier(self, dtype: str) -> str | None:
-        """Why no Adam may run before all gradients are there ("clip", "loss scaling", "update=step"), or None."""
+        """Returns the reason why no Adam may run before all gradients are there ("clip", "loss scaling",
+        "update=step"); None if there is no such reason."""
         if self.clip:
             return "clip"
         if dtype == "fp16":
@@ -96,8 +97,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Resident:
-    """One list of one chunk at one place. chunk is -1 for a buffer of the policy's own: `list` is then its name, and
-    its bytes are in Plan.buffers."""
+    """One list of one chunk at one place. For a buffer of the policy, chunk is -1, `list` is the buffer's name, and its
+    bytes are in Plan.buffers."""
 
     chunk: int
     list: str
@@ -108,14 +109,17 @@ class Resident:
 class Plan:
     """One iteration, as every rank runs it.
 
+    policy: name of the policy.
+    workload, machine, settings: the inputs of the policy.
+    layout: chunks of the model.
     modes: per chunk "cpu", "pin", "stream" or "frozen".
     initial: residents at the cut.
-    steps: steps, those of each queue in the order in which they run.
+    steps: the steps; the steps of each queue are in the order in which they run.
     gpu_budget_bytes, host_budget_bytes, nvme_budget_bytes: bytes that one rank may take of each place; 0 for disks that
         the plan does not use.
-    buffers: (name, place, bytes) that the policy holds throughout, the room for stashes (STASHES) among them.
+    buffers: (name, place, bytes) that the policy holds throughout, including the room for stashes (STASHES).
     predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty.
-    choices: what the policy decided and why, for `explain` (capacity rule, pins tried, kept gaps ...).
+    choices: the policy's decisions and their reasons, for `explain` (capacity rule, pins tried, kept gaps ...).
     """
 
     policy: str
@@ -141,37 +145,38 @@ class Plan:
 
     @property
     def budgets(self) -> dict[Place, int]:
-        """Bytes the plan may take of each place, on one rank; a place it has nothing to do with is left out."""
+        """Returns the bytes of each place that the plan may take, on one rank. Places that the plan does not use are
+        left out."""
         budgets = {Place.GPU: self.gpu_budget_bytes, Place.HOST: self.host_budget_bytes}
         return {**budgets, Place.NVME: self.nvme_budget_bytes} if self.nvme_budget_bytes else budgets
 
     @cached_property
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes that one rank moves per iteration: {"h2d": ..., "d2h": ...}; where the plan has such steps, also "net"
+        """Bytes that one rank moves per iteration: {"h2d": ..., "d2h": ...}. Plans with such steps also have "net"
         (bytes sent, and as many received, in collectives), "nvme_read" and "nvme_write"."""
         return moved_bytes(self.steps, len(self.machine.ranks))
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
         """Prove the plan, and compare its budgets with its machine and its figures of bytes with the proof
-        (core/checker); where they are given, also that it is for this workload and machine.
+        (core/checker). With `workload` or `machine`, also check that the plan is for it.
 
-        Raises PlanError with the first thing that is wrong. What is not checked is named in the report.
+        Raises PlanError with the first violation. The report names everything that is not checked.
         """
         report: CheckReport = render(self, "proof", workload=workload, machine=machine)
         return report
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as a self-contained JSON file, atomically. Raises PlanError where a value has no JSON form."""
+        """Write the plan as a self-contained JSON file, atomically. Raises PlanError if a value has no JSON form."""
         from pstar_sim.core.plan_file import save_plan
 
         save_plan(self, Path(path))
 
     def to_text(self) -> str:
-        """The steps, one line each; `steps_from_text` is the exact reverse."""
+        """Returns the steps, one line each; `steps_from_text` is the exact reverse."""
         return steps_to_text(self.steps)
 
     def describe(self) -> str:
-        """A few lines for people: what, where, how much moves, what is predicted."""
+        """Returns a few lines for people: the job, the budgets, the modes, the bytes moved and the prediction."""
         w = self.workload
         modes = Counter(self.modes)
         kinds = Counter(step.kind.value for step in self.steps)
@@ -205,7 +210,8 @@ class Plan:
 
 
 def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
-    """Bytes that one rank moves with these steps, by route, as `Plan.moved_bytes`. ranks: of the machine."""
+    """Returns the bytes that one rank moves with these steps, by route, as `Plan.moved_bytes`. ranks: number of ranks
+    of the machine."""
     moved = {"h2d": 0, "d2h": 0}
     for step in steps:
         route = ROUTES.get(step.kind)

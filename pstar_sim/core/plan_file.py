@@ -1,9 +1,9 @@
-"""The file of a plan: JSON, self-contained, read with suspicion.
+"""The file of a plan: self-contained JSON. Reading validates everything.
 
-Embeds workload (by columns), machine, settings, layout and steps (one line of text per step), so that a plan can be
-checked, simulated, explained and run from its file alone, read by people, and compared with diff. A file that is
-truncated, foreign, newer or edited into nonsense raises one PlanError that names the file and the field or line.
-Whether a plan that can be read is *correct* is for the checker to say.
+The file contains workload (by columns), machine, settings, layout and steps (one line of text per step). So a plan can
+be checked, simulated, explained and run from its file alone, read by people, and compared with diff. A file that is
+truncated, foreign, newer or inconsistent raises one PlanError that names the file and the field or line. Whether a
+readable plan is *correct* is for the checker to say.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _ONLY_IF_ANY = (
     "stashes",
     "dtype_open",
     "kernels",
-)  # fields of the workload that are left out where they are empty
+)  # fields of the workload that are left out if they are empty
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """What the file holds beside its format and version."""
+    """The contents of the file besides its format and version."""
 
     policy: Annotated[str, says("name of the policy, with the options that are not at their defaults")]
     settings: Annotated[Settings, says("what the caller asked of the policy")]
@@ -100,8 +100,8 @@ def _to_json(plan: Plan) -> str:
 
 
 def _machine_to_dict(machine: Machine) -> dict[str, object]:
-    """The machine as plain values. Fields that the first files did not have are left out where they say nothing: such
-    files are as they were before the fields existed."""
+    """Returns the machine as plain values. Fields that the first files did not have are left out if they are empty, so
+    that such files stay the same."""
     values = dataclasses.asdict(machine)
     newer = [(rank["gpu"], "products") for rank in values["ranks"]]
     newer += [(values["host"], "pinned_bytes"), (values["nvme"] or {}, "life_bytes"), (values, "unified")]
@@ -118,8 +118,8 @@ def _machine_to_dict(machine: Machine) -> dict[str, object]:
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
-    """The settings as plain values. `loop`, `sums` and `effort` are left out where they have their defaults: such files
-    are as they were before the fields existed."""
+    """Returns the settings as plain values. `loop`, `sums` and `effort` are left out if they have their defaults, so
+    that such files stay as they were before these fields existed."""
     values = dataclasses.asdict(settings)
     for name in ("loop", "sums", "effort"):
         if values[name] == getattr(Settings, name):
@@ -141,7 +141,7 @@ def _workload_to_dict(w: Workload) -> dict[str, object]:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read and validate; see the module docstring. Raises PlanError."""
+    """Read and validate a plan file; see the module docstring. Returns the plan. Raises PlanError."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Program: a plan compiled once to columns of integers, for everything that follows its steps.
+"""Program: a plan compiled once to columns of integers, for all code that follows its steps.
 
-A step is its position in `plan.steps`; a queue is its position in `queues`. Knows no clock and no bytes.
+A step is its position in `plan.steps`; a queue is its position in `queues`. A program knows no clock and no bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ __all__ = ["NO_STEPS", "Program"]
 class Program:
     """A plan compiled once to columns of integers.
 
+    ids: id of each step.
     position: step id -> position of the step.
-    queues: in the order in which the plan first names them.
+    kinds: kind of each step.
+    queues: queues, in the order in which the plan first names them.
     queue_of: queue of each step.
     order: steps of each queue, in the order in which the queue runs them.
     waits: for each step, the (step, back) pairs that have to end first, in this iteration (back 0) or the one before
         (back 1).
-    copies: whether the step crosses the link between host and gpu.
-    lanes: cause under which a wait for the step is counted: the name of its queue, or "barrier".
+    copies: whether each step crosses the link between host and gpu.
+    lanes: cause under which a wait for each step is counted: the name of its queue, or "barrier".
     compute: the compute queue.
     """
 
@@ -45,8 +47,8 @@ class Program:
 
     @classmethod
     def of(cls, plan: Plan) -> Program:
-        """Compile a plan. Raises PlanError for an id given twice, a wait for a step that is not in the plan, and a plan
-        without compute steps."""
+        """Compile a plan. Raises PlanError for an id given twice, for a wait for a step that is not in the plan, and
+        for a plan without compute steps."""
         steps = plan.steps
         index = {step.id: i for i, step in enumerate(steps)}
         if len(index) < len(steps):
@@ -85,25 +87,25 @@ class Program:
         return before.tolist()
 
     def following(self) -> list[int]:
-        """Step -> the next step on its queue; after the last step comes the first one, of the next iteration."""
+        """Step -> the next step on its queue. The last step is followed by the first step of the next iteration."""
         behind = np.zeros(len(self.ids), dtype=int)
         for row in map(np.array, self.order):
             behind[row] = np.roll(row, -1)
         return behind.tolist()
 
     def missing(self, i: int, iteration: int, done: Sequence[int]) -> list[tuple[int, int]]:
-        """[Note: readiness] Step i may start in an iteration when each (step, back) that it waits for has ended in the
-        iteration `back` before it. Returns the pairs that have not ended. done: for each step, the last iteration in
-        which it ended, -1 before the first."""
+        """Returns the waits of step i that are not satisfied. [Note: readiness] Step i may start in an iteration when
+        each (step, back) for which it waits has ended in the iteration `back` before it. done: per step, the last
+        iteration in which it ended, -1 before the first."""
         return [(j, back) for j, back in self.waits[i] if done[j] < iteration - back]
 
     def backs(self, i: int, j: int) -> int:
-        """By how many iterations step j, which step i waits for, comes before step i: 0 or 1."""
+        """Returns the number of iterations, 0 or 1, by which step j, for which step i waits, comes before step i."""
         return min(back for other, back in self.waits[i] if other == j)
 
 
 def _waits(steps: Sequence[Step], index: Mapping[int, int]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """`Program.waits`. index: id of a step -> its position."""
+    """Returns `Program.waits`. index: id of a step -> its position."""
     try:
         return tuple([tuple([(index[ref.id], ref.back) for ref in step.after]) for step in steps])
     except KeyError:
@@ -112,7 +114,7 @@ def _waits(steps: Sequence[Step], index: Mapping[int, int]) -> tuple[tuple[tuple
 
 
 def _behind_the_barrier(plan: Plan, adam: Sequence[int], waits: Sequence[Sequence[tuple[int, int]]]) -> Iterator[int]:
-    """CPU Adam that waits for the last moment, or follows a step of its queue that does."""
+    """Yields each CPU Adam that waits for the last moment, or that follows such an Adam on its queue."""
     steps, last_moment = plan.steps, len(plan.workload.moments) - 1
     behind = False
     for i in adam:
@@ -126,4 +128,5 @@ def _behind_the_barrier(plan: Plan, adam: Sequence[int], waits: Sequence[Sequenc
 NO_STEPS = Program(
     ids=(), position={}, kinds=(), queues=(), queue_of=(), order=(), waits=(), copies=(), lanes=(), compute=-1
 )
-"""Of a plan without steps, under which a warm-up runs on demand. Nothing follows it: `Program.of` refuses it."""
+"""Program of a plan without steps, with which a warm-up runs on demand. No driver follows it: `Program.of` refuses
+it."""

@@ -1,23 +1,23 @@
-"""The rules by which queues work beside each other: shared rates, and when a run is steady.
+"""The rules by which queues run at the same time: shared rates, and when a run is steady.
 
-[Note: shared rates] A copy or a CPU Adam running alone progresses at speed 1 (nominal seconds per second). Two things
-slow it down. On a half-duplex link, h2d and d2h running together get half of the link each. And when all steps that
-touch host DRAM want more bytes per second together than DRAM has, all of them slow down by the same factor: DRAM
-bandwidth / sum of demands, where the demand of a step is its DRAM bytes over its nominal seconds, at its speed on the
-link. On a calibrated machine each also slows the others down by what was measured (`Machine.slowdowns`): the speed of a
-step is 1 / product of the factors of the steps that it runs beside. A step that is busy for a part `duty` of its time
-(a copy over a throttled link) counts by that part, and is itself slowed down only where its busy part outgrows the
-rest. Both describe shortage of the same things, so the lower of the two speeds holds. Speeds change only when a step
-that shares something begins or ends.
+[Note: shared rates] A copy or a CPU Adam that runs alone progresses at speed 1 (nominal seconds per second). Two things
+slow it down. On a half-duplex link, h2d and d2h that run together get half of the link each. And if all steps that use
+host DRAM together want more bytes per second than DRAM has, all of them slow down by the same factor: DRAM bandwidth /
+sum of demands. The demand of a step is its DRAM bytes over its nominal seconds, at its speed on the link. On a
+calibrated machine each step also slows the others down by measured factors (`Machine.slowdowns`): the speed of a step
+is 1 / product of the factors of the steps that run at the same time. A step that is busy for a part `duty` of its time
+(a copy over a throttled link) counts by that part. It is slowed down only if its busy part outgrows the rest. Both
+rules describe shortage of the same resources, so the lower of the two speeds holds. Speeds change only when a step that
+shares a resource begins or ends.
 
 [Note: when an iteration is steady] The next iteration depends on the last one only through the times at which its steps
 ended. So iteration k is steady when the time between a step's end in k-1 and its end in k is the same for every step
-(to 1e-9 of the period). From there on the plan repeats for ever with that period. An equal distance between the last
-compute steps of the iterations would not do: a CPU Adam that falls behind a little each iteration would hide in it. A
-plan that is still not steady after the last iteration (such a backlog, or jitter) is given the pace of its slowest
-queue over the later half of the run: the other queues have that pace, too, once the slack is used up. While a schedule
-is being chosen, the steps of a window may still change places; there two successive windows have to hold every step
-once and to take equally long (`agree`).
+(to 1e-9 of the period). From then on the plan repeats for ever with that period. Equal distances between the last
+compute steps of the iterations would not suffice, because they hide a CPU Adam that falls behind a little each
+iteration. A plan that is still not steady after the last iteration (such a backlog, or jitter) gets the pace of its
+slowest queue over the later half of the run. The other queues have that pace too, once the slack is used up. While a
+schedule is chosen, the steps of a window may still change places. There two successive windows have to contain every
+step once and to take equally long (`agree`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class StepCosts:
     """Seconds and traffic of each step of a program.
 
     seconds: nominal seconds of the step running alone.
-    dram_bytes: bytes through host DRAM.
-    duty: share of the seconds in which the step keeps the shared resources busy, 0 to 1.
+    dram_bytes: bytes that cross host DRAM.
+    duty: share of the seconds, 0 to 1, in which the step keeps the shared resources busy.
     """
 
     seconds: Sequence[float]
@@ -51,11 +51,11 @@ class StepCosts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What the steps of one rank share.
+    """Rates that the steps of one rank share.
 
     dram_bytes_per_s: bandwidth of the rank's part of host DRAM.
-    duplex: whether the link copies both ways at full speed at once.
-    slowdowns: "A_while_B" -> factor by which a step of queue A slows down beside one of queue B.
+    duplex: whether the link copies in both directions at full speed at once.
+    slowdowns: "A_while_B" -> factor by which a step of queue A slows down while a step of queue B runs.
     """
 
     dram_bytes_per_s: float
@@ -63,8 +63,8 @@ class Rates:
     slowdowns: Mapping[str, float] = field(default_factory=dict)
 
     def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
-        """Whether any shared resource could be short; otherwise shared rates need not be followed. queue_of: queue of
-        each step. jitter: whether steps may take other seconds than given."""
+        """Returns whether any shared resource could be short; otherwise shared rates need not be computed. queue_of:
+        queue of each step. jitter: whether steps may take other seconds than given."""
         if not self.duplex or self.slowdowns:
             return True
         most = [0.0] * (1 + max(queue_of, default=0))
@@ -76,20 +76,20 @@ class Rates:
         return sum(most) > self.dram_bytes_per_s
 
     def shares(self, seconds: float, dram_bytes: float) -> bool:
-        """Whether a step of these seconds and bytes shares anything."""
+        """Returns whether a step of these seconds and bytes uses a shared resource."""
         return seconds > 0 and bool(dram_bytes or self.slowdowns)
 
     def share_of_dram(self, wanted_bytes_per_s: float) -> float:
-        """The factor by which all steps that want this much of DRAM together slow down."""
+        """Returns the factor by which all steps that together want these bytes per second of DRAM slow down."""
         return min(1.0, self.dram_bytes_per_s / wanted_bytes_per_s) if wanted_bytes_per_s > 0 else 1.0
 
     def speeds(
         self, queues: Sequence[str], demands: Sequence[float], copies: Sequence[bool], duty: Sequence[float]
     ) -> tuple[list[float], float]:
-        """Speed of each of the steps that share something now, and the share of DRAM that each gets. queues, demands,
-        copies, duty: for each step the name of its queue, the bytes per second that it wants of DRAM, whether it
-        crosses the link, and its duty."""
-        if self.duplex and not self.slowdowns:  # all alike
+        """Returns the speed of each of the steps that share something now, and the share of DRAM that each gets.
+        queues, demands, copies, duty: per step, the name of its queue, the bytes per second of DRAM that it wants,
+        whether it crosses the link, and its duty."""
+        if self.duplex and not self.slowdowns:  # all steps are alike
             share = self.share_of_dram(sum(demands))
             return [share] * len(demands), share
         halved = 0.5 if sum(copies) > 1 and not self.duplex else 1.0
@@ -100,7 +100,7 @@ class Rates:
         return [min(share, self._beside(n, queues, duty)) * speed for n, speed in enumerate(on_link)], share
 
     def _beside(self, n: int, queues: Sequence[str], duty: Sequence[float]) -> float:
-        """Speed of the n-th step beside the others, by the measured factors."""
+        """Returns the speed of the n-th step while the others run, by the measured factors."""
         factor = 1.0
         for p, other in enumerate(queues):
             if p != n:
@@ -110,19 +110,19 @@ class Rates:
 
 
 def is_steady(ended: NDArray[np.float64], before: NDArray[np.float64]) -> bool:
-    """Whether the time between a step's end and its end in the iteration before is the same for all steps."""
+    """Returns whether the time between a step's end and its end in the iteration before is the same for all steps."""
     shift = ended - before
     return bool(shift.max() - shift.min() <= TOLERANCE * shift.max())
 
 
 def agree(period_s: float, before_s: float, tolerance: float) -> bool:
-    """Whether two successive windows of a schedule that is still being chosen take equally long."""
+    """Returns whether two successive windows of a schedule that is still being chosen take equally long."""
     return abs(period_s - before_s) <= tolerance * period_s
 
 
 def pace_s(program: Program, ended: NDArray[np.float64], *, steady: bool) -> float:
-    """Seconds per iteration after the last one. ended: seconds, one row per iteration (at least two), one column per
-    step."""
+    """Returns the seconds per iteration after the last one. ended: seconds, one row per iteration (at least two), one
+    column per step."""
     k = len(ended) - 1
     if steady:
         last = program.order[program.compute][-1]

@@ -1,4 +1,4 @@
-"""The file of a run: the predicted timeline and the measured one, side by side."""
+"""The file of a run: the predicted timeline and the measured timeline, side by side."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BOTH = ("predicted", "measured")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunTimelines:
-    """Both timelines of one plan, in the same schema: steps and bytes are equal, seconds can be compared."""
+    """Both timelines of one plan, in the same schema. Steps and bytes are equal; seconds can be compared."""
 
     predicted: Timeline
     measured: Timeline
@@ -38,15 +38,15 @@ class RunTimelines:
 
 
 def load_run(path: str | Path) -> RunTimelines:
-    """Read what `pstar run --timeline` wrote. Raises TraceError naming the file and the field that is wrong."""
+    """Read a file of `pstar run --timeline`. Raises TraceError naming the file and the wrong field."""
     return _run(read_values(path), path)
 
 
 def load_timelines(path: str | Path) -> dict[str, Timeline]:
-    """The timelines of a file by name: "predicted" and "measured" of a run file; the one of a timeline file under its
-    source.
+    """Returns the timelines of a file by name: "predicted" and "measured" of a run file; for a timeline file, its
+    timeline under its source.
 
-    Raises TraceError naming the file and the field that is wrong.
+    Raises TraceError naming the file and the wrong field.
     """
     values = read_values(path)
     if values.get("format") == FORMAT:
@@ -61,7 +61,7 @@ def load_timelines(path: str | Path) -> dict[str, Timeline]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFile:
-    """What the file holds beside its format and version."""
+    """The contents of the file besides its format and version."""
 
     predicted: Annotated[Mapping[str, object], says("a timeline, as in a timeline's own file: what was predicted")]
     measured: Annotated[Mapping[str, object], says("a timeline of the same steps: what was measured")]

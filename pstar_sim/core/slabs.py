@@ -1,8 +1,9 @@
-"""Slabs: where each host payload of a plan lies, in power-of-two pieces of host memory that are pinned once.
+"""Slabs: the address of each host payload of a plan, in power-of-two pieces of host memory that are pinned once.
 
-The pinned allocator rounds every request up to a power of two (1.78 times the size was seen), so payloads are carved
-from a few slabs that are powers of two themselves. So a plan needs the sum of its slabs from the host, not the sum of
-its payloads. The executor allocates by this rule and capacity planning reckons with it. Knows no torch and no device.
+The pinned allocator rounds every request up to a power of two (1.78 times the requested size in a measured run). So
+payloads are carved from a few slabs whose sizes are powers of two, and a plan needs the sum of its slabs from the host,
+not the sum of its payloads. The executor allocates by this rule, and capacity planning uses it. The module knows no
+torch and no device.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ LARGEST_SLAB_BYTES = 1 << 30
 
 
 _Held = list[tuple[int, tuple[int, str]]]
-"""What lies in one slab: (byte offset, payload)."""
+"""Contents of one slab: (byte offset, payload)."""
 
 
 @dataclass(frozen=True)
 class HostRoom:
-    """Where each host payload lies: (chunk, list) -> (slab, byte offset); bytes of each slab, powers of two."""
+    """The address of each host payload.
+
+    where: (chunk, list) -> (slab, byte offset).
+    slab_bytes: bytes of each slab, powers of two.
+    """
 
     where: dict[tuple[int, str], tuple[int, int]]
     slab_bytes: tuple[int, ...]
@@ -46,9 +51,10 @@ class HostRoom:
 
 
 def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: int = LARGEST_SLAB_BYTES) -> HostRoom:
-    """Carve payloads (key, bytes) from power-of-two slabs: first fit, largest first, 256-byte aligned.
+    """Carves payloads (key, bytes) from power-of-two slabs: first fit, largest first, 256-byte aligned. Returns their
+    addresses.
 
-    A slab is at least as large as the largest payload; the last ones shrink to what they hold.
+    A slab is at least as large as the largest payload. The last slabs shrink to their contents.
     """
     rows = sorted(((-(-size // ALIGN_BYTES) * ALIGN_BYTES, key) for key, size in sizes if size), reverse=True)
     if not rows:
@@ -56,9 +62,9 @@ def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: i
     slab = max(_power_of_two(rows[0][0]), min(largest_bytes, _power_of_two(sum(size for size, _ in rows))))
     used: list[int] = []
     where: dict[tuple[int, str], tuple[int, int]] = {}
-    held: list[_Held] = []  # of each slab, ascending
-    first_open = 0  # slabs before it have no room for any payload
-    last = size_before = 0  # slab and size of the payload before: one of the same size fits no earlier slab
+    held: list[_Held] = []  # per slab, ascending
+    first_open = 0  # slabs before this one have no room for any payload
+    last = size_before = 0  # slab and size of the previous payload: an equally large payload fits no earlier slab
     for size, key in rows:
         for i in range(last if size == size_before else first_open, len(used)):
             if used[i] + size <= slab:
@@ -77,8 +83,8 @@ def pack_slabs(sizes: Iterable[tuple[tuple[int, str], int]], *, largest_bytes: i
 
 
 def _shrink(used: list[int], held: list[_Held], where: dict[tuple[int, str], tuple[int, int]]) -> tuple[int, ...]:
-    """Slab sizes as powers of two. A slab that is just over half full is split in two where a payload boundary
-    allows."""
+    """Returns the slab sizes as powers of two. A slab that is just over half full is split in two if a payload boundary
+    allows it."""
     sizes = [_power_of_two(size) for size in used]
     for slab in range(len(used)):
         # e.g. 5 units in a slab of 8: one of 4 and one of 1 hold the same payloads with less left over
@@ -105,7 +111,7 @@ def _power_of_two(size: int) -> int:
 
 
 def stash_key(block: str) -> tuple[int, str]:
-    """Key of a stash's room among the host payloads."""
+    """Returns the key of a stash's room among the host payloads."""
     return -1, f"stash of {block}"
 
 
@@ -127,6 +133,6 @@ def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def host_room(plan: Plan) -> HostRoom:
-    """Slabs for every host payload the plan ever takes. Permanent payloads and passing ones each have an address of
-    their own, so that every order of the queues finds room."""
+    """Returns the slabs for every host payload that the plan ever takes. Permanent and passing payloads each have an
+    address of their own, so that every order of the queues finds room."""
     return pack_slabs(host_payloads(plan).items())

@@ -6,36 +6,36 @@ when it ends. The table leaves out three things:
 
 - Moments: a compute step needs its chunks on the gpu, takes the tide's rise when it starts and frees the tide's fall
   when it ends.
-- Contents: alloc zeroes what it takes; a copy (fetch, writeback, nvme_read, nvme_write) leaves in its target the
-  contents that it read; cpu_add adds the gradient to grad32 (with list=param the last gradient, which lies in the
-  host's working list and stays there); cpu_adam and gpu_adam read the states as well and leave updated parameters in
-  the working list; after gather the chunk is whole on this gpu, after reduce_scatter the own slice is the reduced
+- Contents: alloc zeroes the list that it takes. A copy (fetch, writeback, nvme_read, nvme_write) leaves in its target
+  the contents that it read. cpu_add adds the gradient to grad32; with list=param it adds the last gradient, which lies
+  in the host's working list and stays there. cpu_adam and gpu_adam also read the states, and leave updated parameters
+  in the working list. After gather the chunk is whole on this gpu. After reduce_scatter the own slice is the reduced
   gradient.
-- Stashes: a stash, which a block's forward left behind, is not a list of a chunk. Its bytes on the gpu are part of the
-  tide, its room on the host is a buffer of the plan that is held throughout. [Note: stashes] in workload/workload.py.
+- Stashes: a stash, the activations that a block's forward keeps, is not a list of a chunk. Its bytes on the gpu are
+  part of the tide. Its room on the host is a buffer of the plan that is held throughout. [Note: stashes] in
+  workload/workload.py.
 
 [Note: several ranks] Every rank runs the same program. With Layout.ranks = P > 1 a list of a chunk is this rank's own
-slice of it, 1/P; "remote" (beside "param") and "grad_remote" (beside "grad") are the slices of all others. A chunk is
+slice of it, 1/P. "remote" (beside "param") and "grad_remote" (beside "grad") are the slices of all others. A chunk is
 read as a whole, and its gradient arrives as a whole: in "param" and "remote" (in place, in the last micro-batch) or in
-"grad" and "grad_remote". gather list=remote brings the others' parameters (each rank's own slice has to be current),
-and reduce_scatter list=remote or list=grad_remote, once the gradient is complete, leaves the sum over all ranks in the
-own slice; where the chunk has grad32 on the gpu, a reduced grad_remote is added to it as well. Nothing but a gather, a
-reduce_scatter, a drop or a free touches "remote" and "grad_remote" beside the moments themselves. With Layout.ranks = 1
-on a machine of several ranks everything is whole on every rank (replicated), and a complete gradient is made the sum
-over all by reduce_scatter and then gather of the list it lies in ("param", "grad" or "grad32"), which stays where it
-is.
+"grad" and "grad_remote". gather list=remote brings the others' parameters; each rank's own slice has to be current.
+Once the gradient is complete, reduce_scatter list=remote or list=grad_remote leaves the sum over all ranks in the own
+slice. If the chunk has grad32 on the gpu, a reduced grad_remote is added to it as well. Besides the moments, only a
+gather, a reduce_scatter, a drop or a free touches "remote" and "grad_remote". With Layout.ranks = 1 on a machine of
+several ranks every list is whole on every rank (replicated). There reduce_scatter and then gather make a complete
+gradient the sum over all ranks. Both have the list of the gradient ("param", "grad" or "grad32"), which stays in place.
 
-The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in moment m it holds peak(m). A rise
-(peak(m) > peak(m-1)) is taken when m starts, a fall when m-1 ends; the moment before the first one is the last one
-of the previous iteration.
+The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in moment m it holds peak(m). A rise (peak(m) >
+peak(m-1)) is taken when m starts, a fall is freed when m-1 ends. The moment before the first is the last moment of the
+previous iteration.
 
-Lists: "param" (working list; the gradient overwrites it in place in the last micro-batch), the optimizer's state
-lists ("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients
-accumulated over micro-batches, 4 bytes per parameter, or as many as the working list has where `Layout.sum_bytes` says
-so; on the gpu for chunks whose Adam runs there), "remote" and "grad_remote" (see above).
-`bytes` is what crosses the link for copies (normally the payload; more when a policy moves a wider type), the whole
-chunk (all slices) for gather and reduce_scatter, the payload for alloc, free and drop, the host memory traffic for
-cpu_add and cpu_adam, the gpu memory traffic for gpu_adam, 0 for compute.
+Lists: "param" (working list; the gradient overwrites it in place in the last micro-batch), the optimizer's state lists
+("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients accumulated
+over micro-batches; on the gpu for chunks whose Adam runs there), "remote" and "grad_remote" (see above). "grad32" has 4
+bytes per parameter, or those of the working list if `Layout.sum_bytes` says so.
+`bytes` is the bytes on the link for copies (normally the payload; more if a policy moves a wider type), the whole chunk
+(all slices) for gather and reduce_scatter, the payload for alloc, free and drop, the host memory traffic for cpu_add
+and cpu_adam, the gpu memory traffic for gpu_adam, and 0 for compute.
 """
 
 from __future__ import annotations
@@ -109,29 +109,29 @@ ROUTES = {
     Kind.NVME_READ: "nvme_read",
     Kind.NVME_WRITE: "nvme_write",
 }
-"""Kinds that move bytes -> the way that the bytes go."""
+"""Kinds that move bytes -> the route of the bytes."""
 
 COPIES = frozenset(kind for kind, route in ROUTES.items() if route in ("h2d", "d2h"))
-"""Kinds that cross the link between host and gpu; copies from and to the disks do not."""
+"""Kinds that cross the link between host and gpu. Copies from and to the disks do not."""
 
 UPDATES = frozenset({Kind.CPU_ADAM, Kind.GPU_ADAM})
-"""Adam, at the place where it reads the states."""
+"""Kinds of Adam. Each runs at the place where it reads the states."""
 
 
 OTHERS = {"remote": "param", "grad_remote": "grad"}
-"""Lists of the other ranks' slices -> the list whose slices they are ([Note: several ranks])."""
+"""Lists of the other ranks' slices -> the list to which the slices belong ([Note: several ranks])."""
 
 
 @dataclass(frozen=True, slots=True)
 class Touch:
     """A list of the step's chunk that a step takes or frees.
 
-    place: where; None for the step's own place.
-    list: which; None for the step's own list.
-    lenient: whether taking a list that is there already, or freeing one that is not there, does nothing; otherwise it
-        is an error.
-    only: the effect holds only where the step's list is one of these; None for all lists.
-    but: the effect does not hold where the step's list is this one; None for no exception.
+    place: place of the list; None for the step's own place.
+    list: name of the list; None for the step's own list.
+    lenient: whether the step does nothing if it takes a list that is there already, or frees a list that is not there.
+        Otherwise this is an error.
+    only: the effect holds only for steps with one of these lists; None for all lists.
+    but: the effect does not hold for steps with this list; None for no exception.
     """
 
     place: Place | None
@@ -146,11 +146,12 @@ class Touch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """What a kind of step does to the payloads of its chunk.
+    """The effect of a kind of step on the payloads of its chunk.
 
-    reads: where the step's list has to be when it starts; for Adam, where the working list and the states have to be.
-    takes: what the step takes when it starts.
-    frees: what the step frees when it ends.
+    reads: place where the step's list has to be when the step starts; for Adam, the place of the working list and the
+        states.
+    takes: list that the step takes when it starts.
+    frees: list that the step frees when it ends.
     """
 
     reads: Place | None = None
@@ -184,8 +185,8 @@ EFFECTS: dict[Kind, Effect] = {
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A step that has to end first: in this iteration (back = 0) or in the one before it (back = 1), which counts as
-    done when the first iteration begins."""
+    """A step that has to end first, in this iteration (back = 0) or in the one before it (back = 1). Steps of the
+    iteration before the first count as done."""
 
     id: int
     back: int = 0
@@ -198,12 +199,14 @@ class Ref:
 class Step:
     """One action.
 
+    id: number of the step.
+    queue, kind: queue and kind of the step.
     bytes: see the module's docstring.
-    chunk, list, place: chunk, list and place of the payload that the step handles; only an alloc or a free has a place.
-    moment: for compute, which moment it is; for fetch, the first use; for writeback and Adam, the last gradient; for
+    chunk, list, place: chunk, list and place of the payload that the step handles. Only an alloc or a free has a place.
+    moment: for compute, the moment that runs; for fetch, the first use; for writeback and Adam, the last gradient; for
         stash_out and stash_in, the moment that makes or needs the stash.
     after: steps that have to end first.
-    via: how a copy goes: None for pinned memory and asynchronous, "pageable" for host memory that is not pinned.
+    via: None for a copy of pinned memory, which is asynchronous; "pageable" for host memory that is not pinned.
     stash: index into the workload's stashes.
     """
 
@@ -220,7 +223,7 @@ class Step:
     stash: int | None = None
 
     def waiting_for(self, after: tuple[Ref, ...]) -> Step:
-        """The same step, which waits for `after`."""
+        """Returns the same step, but waiting for `after`."""
         return step_with(
             self.id, self.queue, self.kind, self.bytes, self.chunk, self.list, self.place, self.moment, after, self.via,
             self.stash,
@@ -246,8 +249,8 @@ def step_with(
     via: str | None,
     stash: int | None,
 ) -> Step:
-    """`Step` with these fields, in less than half of the time: the constructor of a frozen dataclass looks each field
-    up by its name. Plans are hundreds of thousands of steps."""
+    """Returns `Step` with these fields, in less than half of the time. The constructor of a frozen dataclass looks each
+    field up by its name, and plans have hundreds of thousands of steps."""
     step = object.__new__(Step)
     _set_id(step, number)
     _set_queue(step, queue)
@@ -268,7 +271,7 @@ _FIELDS = ("chunk", "list", "stash", "place", "moment", "bytes", "via", "after")
 
 
 def to_text(step: Step) -> str:
-    """The step as one line: "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
+    """Returns the step as one line: "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
     words = [str(step.id), step.queue.value, step.kind.value]
     for name in _FIELDS:
         value = getattr(step, name)
@@ -282,7 +285,8 @@ _REF = re.compile(r"(\d+)(?:@-(1))?")
 
 
 def from_text(line: str) -> Step:
-    """Exact reverse of `to_text`. Raises PlanError naming the line and the word that is wrong."""
+    """Returns the step of a line; the exact reverse of `to_text`. Raises PlanError naming the line and the wrong
+    word."""
 
     def bad(word: str, want: str) -> PlanError:
         return PlanError(f"step {line!r}: {word!r} {want}")

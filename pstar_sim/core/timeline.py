@@ -1,7 +1,7 @@
 """Timeline: the steps and bytes of a run, measured or predicted. Simulator and executor share the schema.
 
-Spans of steps on queues, and bytes per place and category over time. Knows no plan and no machine; frames and
-pictures are made on demand, so that importing this imports neither pandas nor matplotlib.
+A timeline has the spans of steps on queues, and the bytes per place and category over time. It knows no plan and no
+machine. Frames and pictures are made on demand, so that importing this module imports neither pandas nor matplotlib.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Span:
 
     step: id of the step.
     iteration: number of the iteration, among the iterations that were played.
-    queue: the queue it ran on.
+    queue: the queue on which the step ran.
     kind: kind of the step.
-    chunk: the chunk that it handles; None without one.
-    moment: the moment that it computes or belongs to; None without one.
-    bytes: bytes that it moves.
+    chunk: the chunk that the step handles; None without one.
+    moment: the moment that the step computes or serves; None without one.
+    bytes: bytes that the step moves.
     ready_s: when the queue came to the step, which then waited until start_s.
-    start_s: when it began.
-    end_s: when it ended.
-    cause: what the step waited for last: the queue of a step ("h2d", "d2h", "adam", "compute") or "barrier"; "" if it
+    start_s: when the step began.
+    end_s: when the step ended.
+    cause: the last cause of waiting: the queue of a step ("h2d", "d2h", "adam", "compute") or "barrier"; "" if the step
         did not wait.
     """
 
@@ -67,10 +67,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class ByteSample:
-    """How many bytes of one category lie in one place, until the next sample of the same place and category.
+    """Bytes of one category in one place, until the next sample of the same place and category.
 
-    time_s: time from which the bytes lie there.
-    place: where they lie.
+    time_s: time from which the bytes are there.
+    place: place of the bytes.
     category: "non-model", "param", "grad", "states" or "buffer".
     bytes: number of bytes.
     """
@@ -87,7 +87,7 @@ _Row = TypeVar("_Row")
 
 
 class RowsByColumn(Generic[_Row]):
-    """Rows of a dataclass, kept by column. Columns and rows are each made when they are first asked for."""
+    """Rows of a dataclass, kept by column. Columns and rows are each made at their first use."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class RowsByColumn(Generic[_Row]):
         columns: Callable[[], Mapping[str, list[Any]]],
         rows: tuple[_Row, ...] | None = None,
     ) -> None:
-        """columns: function that makes the columns. rows: the rows, where they exist already."""
+        """columns: function that makes the columns. rows: the rows, if they exist already."""
         self._cls = cls
         self._make: Callable[[], Mapping[str, list[Any]]] | None = columns
         self._columns: Mapping[str, list[Any]] = {}
@@ -115,7 +115,7 @@ class RowsByColumn(Generic[_Row]):
 
 
 class _RowsField(Generic[_Row]):
-    """A field that is given as rows, or as `RowsByColumn`, and read as a tuple of rows."""
+    """A field that is set as rows or as `RowsByColumn`, and read as a tuple of rows."""
 
     def __init__(self, cls: type[_Row]) -> None:
         self._cls = cls
@@ -138,12 +138,12 @@ class _RowsField(Generic[_Row]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Timeline:
-    """When each step of a plan ran, and where its bytes lay.
+    """The times of each step of a plan, and the places of its bytes.
 
     source: "simulated" or "measured".
     iterations: number of iterations that `spans` cover; the last of them is the steady one.
     iteration_s: period of the steady iteration.
-    spans: when each step ran.
+    spans: times of each step.
     samples: bytes in the steady iteration, times relative to its start.
     peak_bytes: place -> most bytes in the steady iteration.
     moved_bytes: direction ("h2d", "d2h") -> bytes in the steady iteration.
@@ -151,7 +151,7 @@ class Timeline:
     busy_s: queue -> seconds for which it worked in the steady iteration.
     label: for pictures, optional: the policy.
     phases: for pictures, optional: the phase of each moment.
-    budget_bytes: for pictures, optional: place -> what the plan may take of it.
+    budget_bytes: for pictures, optional: place -> bytes that the plan may take of it.
     """
 
     source: str
@@ -174,18 +174,19 @@ class Timeline:
         )
 
     def labelled(self, label: str) -> Timeline:
-        """The same timeline under another label. Makes no row."""
+        """Returns the same timeline under another label. Makes no row."""
         twin = copy.copy(self)
         object.__setattr__(twin, "label", label)
         return twin
 
     def columns(self, name: str) -> dict[str, list[Any]]:
-        """ "spans" or "samples" by column: field of `Span` or `ByteSample` -> its values. Makes no row."""
+        """Returns "spans" or "samples" by column: field of `Span` or `ByteSample` -> its values. Makes no row."""
         kept: RowsByColumn[Any] = self.__dict__[f"_{name}"]
         return dict(kept.columns())
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per span, in the order they are kept: the fields of `Span`; a missing chunk or moment is <NA>."""
+        """Returns a frame with one row per span, in the order of `spans`. The columns are the fields of `Span`; a
+        missing chunk or moment is <NA>."""
         import pandas
 
         columns = self.columns("spans")
@@ -195,14 +196,15 @@ class Timeline:
         return frame.astype({"chunk": "Int64", "moment": "Int64"})
 
     def bytes_frame(self) -> pandas.DataFrame:
-        """One row per sample: time_s, place, category, bytes."""
+        """Returns a frame with one row per sample: time_s, place, category, bytes."""
         import pandas
 
         columns = [f.name for f in dataclasses.fields(ByteSample)]
         return pandas.DataFrame(self.columns("samples"), columns=columns)
 
     def plot_tide(self, ax: Axes | None = None, x: str = "time") -> Axes:
-        """The memory tide of the steady iteration, against x="time" or x="moment". Returns the axes; shows nothing."""
+        """Plots the memory tide of the steady iteration, against x="time" or x="moment". Returns the axes without
+        showing them."""
         axes: Axes = render(self, "tide", ax=ax, x=x)
         return axes
 
@@ -210,7 +212,8 @@ class Timeline:
         return render_html(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON, spans and samples by columns; `Timeline.from_dict` is the reverse."""
+        """Returns the timeline as plain values for JSON, with spans and samples by columns; `Timeline.from_dict` is the
+        reverse."""
         values: dict[str, Any] = {"format": FORMAT, "version": VERSION}
         for f in dataclasses.fields(self):
             value = self.columns(f.name) if f.name in _COLUMNS else getattr(self, f.name)
@@ -219,7 +222,8 @@ class Timeline:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Timeline:
-        """Reverse of `to_dict`. Raises TraceError naming the field that is missing, unknown or of the wrong kind."""
+        """Returns the timeline of plain values; the reverse of `to_dict`. Raises TraceError naming the field that is
+        missing, unknown or of the wrong kind."""
         try:
             body = without_head(values, what="a timeline", format=FORMAT, version=VERSION, error=TraceError)
             timeline: Timeline = read_record(Annotated[Timeline, columns(**_COLUMNS)], body)
@@ -228,7 +232,7 @@ class Timeline:
         return timeline
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON, atomically; `load_timeline` is the reverse."""
+        """Writes the timeline as JSON, atomically; `load_timeline` is the reverse."""
         lines = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in self.to_dict().items())
         write_atomically(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -239,7 +243,7 @@ class Timeline:
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """Read a timeline file. Raises TraceError naming the file and the field or line that is wrong."""
+    """Reads a timeline file. Raises TraceError naming the file and the wrong field or line."""
     values = read_values(file_path("path", path, error=TraceError))
     try:
         return Timeline.from_dict(values)
@@ -248,7 +252,7 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises TraceError naming the file and what is wrong with it."""
+    """Returns the JSON object in a file. Raises TraceError naming the file and the error in it."""
     try:
         values = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

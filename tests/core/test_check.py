@@ -71,7 +71,7 @@ def test_the_tide_alone_can_be_the_worst(hand_plan: MakePlan):
     [
         # structure
         ("1 h2d fetch", "0 h2d fetch", "step id 0 is used twice"),
-        ("after=7,12", "after=7,99", r"step 13 \(cpu_adam chunk 1\) is after step 99, which the plan does not have"),
+        ("after=7,12", "after=7,99", r"step 13 \(cpu_adam chunk 1\) waits for step 99, which is not in the plan"),
         ("moment=0 after=0", "moment=0 after=14", "a deadlock: .* in a circle"),
         ("compute moment=1 ", "compute moment=3 ", "compute queue has moment 3 where moment 1 belongs"),
         (
@@ -115,11 +115,11 @@ def test_the_tide_alone_can_be_the_worst(hand_plan: MakePlan):
         (
             "2 compute compute moment=0",
             "2 compute compute bytes=5 moment=0",
-            "step 2 .* has bytes=5; a moment moves none",
+            "step 2 .* has bytes=5; a moment moves no bytes",
         ),
         ("0 h2d fetch chunk=0 list=param", "0 h2d fetch chunk=0", "step 0 .* needs list="),
         ("7 d2h writeback chunk=1", "7 d2h writeback chunk=8", "step 7 .* needs chunk=, below 2"),
-        ("13 adam cpu_adam", "13 net gather list=remote", "there is nobody to exchange with"),
+        ("13 adam cpu_adam", "13 net gather list=remote", "collectives need several"),
         # what a moment needs
         (
             "0 h2d fetch chunk=0 list=param moment=0",

@@ -93,8 +93,8 @@ def test_a_right_plan(two: Machine) -> None:
         ),
         ("bytes=1024 after=9\n", "bytes=1024 after=8\n", "nothing makes step 10 .* wait for step 9"),
         # Read while only a slice is there.
-        ("1 net gather chunk=0 list=remote moment=0 bytes=2048 after=0\n", "", "after step 1, which the plan does not"),
-        ("3 compute drop chunk=0 list=remote bytes=1024\n", "", "after step 3, which the plan does not have"),
+        ("1 net gather chunk=0 list=remote moment=0 bytes=2048 after=0\n", "", "waits for step 1, which is not in the plan"),
+        ("3 compute drop chunk=0 list=remote bytes=1024\n", "", "waits for step 3, which is not in the plan"),
         # The wrong lists and bytes.
         ("10 d2h writeback chunk=0 list=param", "10 d2h writeback chunk=0 list=remote", "are gathered, reduced and"),
         ("list=remote moment=0 bytes=2048", "list=remote moment=0 bytes=1024", "the whole chunk has 2048 bytes"),
@@ -132,7 +132,7 @@ def test_clipping_needs_every_sum(two: Machine) -> None:
 
 
 def test_collectives_need_somebody(toy_machine: Machine) -> None:
-    with pytest.raises(PlanError, match="machine 'toy' has one gpu; there is nobody to exchange with"):
+    with pytest.raises(PlanError, match="machine 'toy' has one gpu; collectives need several"):
         replicated(toy_machine).check()
 
 
@@ -171,7 +171,7 @@ def test_everything_on_every_rank(two: Machine) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("4 net gather chunk=1 list=param moment=2 bytes=2048\n", "", "step 10 .* is after step 4"),
+        ("4 net gather chunk=1 list=param moment=2 bytes=2048\n", "", "step 10 .* waits for step 4"),
         ("7 net gather chunk=0 list=param moment=3 bytes=2048\n",
          "7 net free chunk=0 list=grad place=host bytes=2048\n",
          "which is not there"),

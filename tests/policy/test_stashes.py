@@ -290,18 +290,18 @@ def test_other_mistakes_are_caught(plan: Plan) -> None:
         (_changed(plan, out, moment=1), "it belongs to moment 0"),
         (_changed(plan, out, stash=7), "needs stash=, below 2"),
         (_changed(plan, out, chunk=0), "a stash is not a list of a chunk"),
-        (_changed(plan, _moment(plan, 3), stash=0), "only stash_out and stash_in move one"),
+        (_changed(plan, _moment(plan, 3), stash=0), "only stash_out and stash_in move a stash"),
         (replace(plan, buffers=((STASHES, Place.HOST, MIB),)), "the stashes take 2097152"),
         (replace(plan, buffers=()), "has 0 bytes"),
         (
             replace(plan, buffers=((STASHES, Place.HOST, MIB),) * 2),
-            "'stashes' on the host, which is there already",
+            "'stashes' on the host a second time",
         ),
         (
             replace(plan, buffers=((STASHES, Place.GPU, 2 * MIB),)),
             "2097152 bytes on the gpu.*it needs one, on the host",
         ),
-        (replace(plan, steps=tuple(s for s in plan.steps if s.id != back.id)), "stash_in|does not have"),
+        (replace(plan, steps=tuple(s for s in plan.steps if s.id != back.id)), "stash_in|is not in the plan"),
         (_changed(plan, back, stash=1, moment=10), "moves a stash that"),
     ):
         with pytest.raises(PlanError, match=said):

@@ -1,4 +1,5 @@
-"""The checker's part about the barrier: in every interleaving an Adam starts after all that an update waits for."""
+"""The checker's part about the barrier: in every interleaving, an Adam starts after everything for which an update
+waits."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ __all__ = ["check_barrier"]
 
 
 def check_barrier(plan: Plan, program: Unrolled) -> None:
-    """Check that the barrier holds. Raises PlanError naming the update that may start too early and the step that it
-    has to wait for."""
+    """Check that the barrier holds. Raises PlanError naming the update that may start too early and the step for which
+    it has to wait."""
     w = plan.workload
     barrier = plan.settings.barrier(w.dtype)
     if barrier is None:
@@ -28,9 +29,9 @@ def check_barrier(plan: Plan, program: Unrolled) -> None:
 
 
 def _norm_needs(plan: Plan) -> list[tuple[int, str]]:
-    """What an iteration's gradient norm needs beside the gradients themselves, as (position of a step, reason). Each
-    queue runs its steps in order, so the last one of a kind stands for all of them."""
-    # Where every rank holds everything it has the whole sum only when the other ranks' slices of it are back.
+    """Returns the steps that an iteration's gradient norm needs besides the gradients themselves, as (position of the
+    step, reason). Each queue runs its steps in order, so the last step of a kind stands for all of them."""
+    # On a replicated layout, a rank has the whole sum only when the other ranks' slices of the sum are back.
     summed = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
     needs: dict[Kind, str] = {
         Kind.CPU_ADD: "the gradient norm (clip) needs all gradients added first",

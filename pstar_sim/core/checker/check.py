@@ -1,4 +1,4 @@
-"""The checker from first to last, on a plan of any policy. How it proves: `core/checker/__init__.py`."""
+"""The checker from first to last, on a plan of any policy. `core/checker/__init__.py` says how it proves a plan."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ MOST_UNROLLED = 4
 
 
 def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
-    """Prove the plan, and compare its figures of bytes with the proof; where they are given, also that it is for this
-    workload and machine. Raises PlanError with the first violation, naming steps, moment and bytes; FalseFigures with
-    every figure that is false."""
+    """Proves the plan, and compares its figures of bytes with the proof. With `workload` or `machine`, also checks that
+    the plan is for it. Returns the report. Raises PlanError with the first violation, naming steps, moment and bytes.
+    Raises FalseFigures with every figure that is false."""
     if workload is not None:
         check_workload_of(plan, workload)
     if machine is not None:
@@ -45,8 +45,8 @@ def check_plan(plan: Plan, workload: Workload | None = None, machine: Machine | 
 
 @without_garbage_collection()
 def prove(plan: Plan) -> CheckReport:
-    """Prove that every legal interleaving of the steps is correct and within budgets that the plan's machine has.
-    Raises PlanError with the first violation, naming steps, moment and bytes."""
+    """Proves that every legal interleaving of the steps is correct and within budgets that the plan's machine has.
+    Returns the report. Raises PlanError with the first violation, naming steps, moment and bytes."""
     check_fields(plan)
     check_budgets(plan, plan.machine)
     order = check_structure(plan)

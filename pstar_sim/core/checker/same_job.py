@@ -1,4 +1,4 @@
-"""Whether a plan is for the workload and the machine it is used on. For the checker; decides nothing about steps."""
+"""Checks that a plan is for the workload and the machine with which it is used. Decides nothing about steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pstar_sim.workload.workload import Moment, Workload, activations_text
 __all__ = ["check_budgets", "check_machine", "check_workload_of"]
 
 _MOMENT = tuple(f.name for f in dataclasses.fields(Moment) if f.name not in ("duration_s", "products"))
-"""What two captures of one job have in common: measured durations differ from one recording to the next, and a file of
-an earlier version says nothing of products."""
+"""Fields that are equal in two captures of one job. Measured durations differ from one recording to the next, and a
+file of an earlier version names no products."""
 
 
 def check_workload_of(plan: Plan, workload: Workload) -> None:
@@ -58,8 +58,8 @@ def check_workload_of(plan: Plan, workload: Workload) -> None:
 
 
 def _as_planned(plan: Plan, workload: Workload) -> Workload:
-    """For a preset that stands for a whole job: what one rank of the plan does, its share of the batch, in the plan's
-    dtype if the preset names none. In the order of the plan, which may be the policy's choice."""
+    """Returns the workload as the plan has it, for a preset that stands for a whole job: one rank's share of the batch,
+    in the plan's dtype if the preset names none, and in the order of the plan, which the policy may have chosen."""
     mine = plan.workload
     if mine.relayed and not (workload.layer_major or workload.stashes):
         workload = relay(workload, stash="host" if mine.boundaries_on_host else "gpu")
@@ -88,8 +88,8 @@ def _check_moments(mine: Workload, workload: Workload) -> None:
 
 
 def check_machine(plan: Plan, machine: Machine) -> None:
-    """Check the machine. Raises PlanError where the plan was made for another machine, or for more memory than
-    `machine` has to give."""
+    """Check the machine. Raises PlanError if the plan was made for another machine, or for more memory than `machine`
+    has."""
     if machine.name != plan.machine.name:
         raise PlanError(f"the plan was made for machine {plan.machine.name!r}, not {machine.name!r}")
     if len(machine.ranks) != len(plan.machine.ranks):
@@ -98,7 +98,7 @@ def check_machine(plan: Plan, machine: Machine) -> None:
 
 
 def check_budgets(plan: Plan, machine: Machine) -> None:
-    """Check the budgets. Raises PlanError where the plan may use more of a place than `machine` has to give."""
+    """Check the budgets. Raises PlanError if the plan may use more of a place than `machine` has."""
     for place, budget, has in (
         ("gpu", plan.gpu_budget_bytes, machine.gpu_budget_bytes),
         ("host", plan.host_budget_bytes, machine.host_budget_bytes),

@@ -1,12 +1,12 @@
-"""The checker's part about stashes: each goes to the host once and comes back once, in time, whatever the interleaving.
+"""The checker's part about stashes: each goes to the host once and comes back once, in time, in every interleaving.
 
-[Note: stashes] in workload/workload.py says what has to wait for what; with these four edges the gpu holds a stash only
-while the tide counts it, so the proof of the budget (worst_case.py) need not know of stashes at all. (That a stash is
-out before it comes back follows: `gone` is before `back` on the compute queue.) The plan has one buffer on the host for
-stashes, which it holds throughout. Each block has room for one stash in it. Two stashes of one block cannot need that
-room at once: micro-batches follow one another (check_workload), so on the compute queue the moment that needs the
-earlier stash comes before the moment that makes the later one, and it has waited for the earlier stash to come back.
-Shares no code with the policies.
+[Note: stashes] in workload/workload.py says which steps have to wait for which. With these four edges the gpu holds a
+stash only while the tide counts it, so the proof of the budget (worst_case.py) does not mention stashes. (A stash is
+out before it comes back, because `gone` is before `back` on the compute queue.) The plan has one buffer on the host for
+stashes, which it holds throughout. The buffer has room for one stash of each block. Two stashes of one block cannot
+need that room at once: micro-batches follow one another (check_workload), so on the compute queue the moment that needs
+the earlier stash comes before the moment that makes the later stash, and it has waited for the earlier stash to come
+back. This module shares no code with the policies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["check_stash_step", "check_stashes"]
 
 
 def check_stash_step(plan: Plan, step: Step) -> None:
-    """Check what can be checked of one step alone. Raises PlanError."""
+    """Check the fields of one step alone. Raises PlanError."""
     stashes = plan.workload.stashes
     if step.stash is None or not 0 <= step.stash < len(stashes):
         raise PlanError(f"{label(step)} needs stash=, below {len(stashes)}")
@@ -36,7 +36,7 @@ def check_stash_step(plan: Plan, step: Step) -> None:
 
 def check_stashes(plan: Plan, program: Unrolled) -> None:
     """Check all stashes. Raises PlanError for a stash that is not moved, or is moved twice, too early or too late; and
-    where the room on the host is too small."""
+    if the room on the host is too small."""
     _check_room(plan)
     moments = {step.moment: i for i, step in enumerate(plan.steps) if step.kind is Kind.COMPUTE}
     moves = _moves(plan)
@@ -61,7 +61,7 @@ def check_stashes(plan: Plan, program: Unrolled) -> None:
 
 
 def _check_room(plan: Plan) -> None:
-    """One buffer on the host has room for all stashes; without stashes there is none."""
+    """Check that one buffer on the host has room for all stashes, and that there is none without stashes."""
     room = sum(size for _, size in plan.workload.stash_room)
     rooms = [(place, size) for name, place, size in plan.buffers if name == STASHES]
     if len(rooms) > bool(room) or any(place is not Place.HOST for place, _ in rooms):
@@ -74,7 +74,7 @@ def _check_room(plan: Plan) -> None:
 
 
 def _moves(plan: Plan) -> dict[tuple[Kind, int], int]:
-    """(kind, stash) -> position of the step that moves it. Raises PlanError where two steps do."""
+    """Returns (kind, stash) -> position of the step that moves it. Raises PlanError if two steps do."""
     moves: dict[tuple[Kind, int], int] = {}
     for i, step in enumerate(plan.steps):
         if step.stash is not None:

@@ -34,7 +34,7 @@ _QUEUES: dict[Kind, tuple[Queue, ...]] = {
 
 
 def check_structure(plan: Plan) -> list[int]:
-    """Positions of the steps in a legal order of one iteration."""
+    """Check the structure of the plan. Returns the positions of the steps in a legal order of one iteration."""
     steps, w = plan.steps, plan.workload
     position: dict[int, int] = {}
     for i, step in enumerate(steps):
@@ -46,9 +46,9 @@ def check_structure(plan: Plan) -> list[int]:
     for step in steps:
         for ref in step.after:
             if ref.id not in position:
-                raise PlanError(f"{label(step)} is after step {ref.id}, which the plan does not have")
+                raise PlanError(f"{label(step)} waits for step {ref.id}, which is not in the plan")
             if ref.back not in (0, 1):
-                raise PlanError(f"{label(step)} is after {ref}; only the previous iteration (@-1) can be named")
+                raise PlanError(f"{label(step)} waits for {ref}; only the previous iteration (@-1) can be named")
         _check_step(plan, step)
     clock = [step.moment for step in steps if step.kind is Kind.COMPUTE]
     for m in range(len(w.moments)):
@@ -64,14 +64,14 @@ def check_structure(plan: Plan) -> list[int]:
 
 
 def _check_step(plan: Plan, step: Step) -> None:
-    """Check what can be checked of one step alone. Raises PlanError."""
+    """Check the fields of one step alone. Raises PlanError."""
     queues = _QUEUES[step.kind]
     if step.via is not None and step.kind not in (Kind.FETCH, Kind.WRITEBACK):
         raise PlanError(f"{label(step)} has via={step.via}; only copies between host and gpu can go another way")
     if step.queue not in queues:
         raise PlanError(f"{label(step)} is on queue {step.queue.value}; it belongs on {', '.join(queues)}")
     if step.stash is not None and step.kind not in (Kind.STASH_OUT, Kind.STASH_IN):
-        raise PlanError(f"{label(step)} has stash={step.stash}; only stash_out and stash_in move one")
+        raise PlanError(f"{label(step)} has stash={step.stash}; only stash_out and stash_in move a stash")
     moments = len(plan.workload.moments)
     if step.moment is not None and not 0 <= step.moment < moments:
         raise PlanError(f"{label(step)} has moment={step.moment}; the workload has {moments}, from 0")
@@ -82,9 +82,9 @@ def _check_step(plan: Plan, step: Step) -> None:
 
 def _check_moment(plan: Plan, step: Step) -> None:
     if step.bytes:
-        raise PlanError(f"{label(step)} has bytes={step.bytes}; a moment moves none")
+        raise PlanError(f"{label(step)} has bytes={step.bytes}; a moment moves no bytes")
     if step.chunk is not None or step.list is not None or step.place is not None:
-        raise PlanError(f"{label(step)} has chunk=, list= or place=; what a moment uses is in the workload")
+        raise PlanError(f"{label(step)} has chunk=, list= or place=; the workload says which chunks a moment uses")
 
 
 def _check_chunk(plan: Plan, step: Step) -> None:
@@ -157,7 +157,7 @@ def _check_collective(plan: Plan, step: Step) -> None:
     assert step.chunk is not None
     ranks = len(plan.machine.ranks)
     if ranks == 1:
-        raise PlanError(f"{label(step)}: machine {plan.machine.name!r} has one gpu; there is nobody to exchange with")
+        raise PlanError(f"{label(step)}: machine {plan.machine.name!r} has one gpu; collectives need several")
     allowed: tuple[str, ...] = ("param", "grad", "grad32")
     if plan.layout.ranks > 1:
         allowed = ("remote",) if step.kind is Kind.GATHER else ("remote", "grad_remote")
@@ -190,7 +190,7 @@ _ADAM_OF = {"cpu": Kind.CPU_ADAM, "pin": Kind.GPU_ADAM, "stream": Kind.GPU_ADAM}
 
 
 def _check_updates(plan: Plan) -> None:
-    """Every chunk with a gradient has one Adam per iteration, no other chunk has one."""
+    """Check that every chunk with a gradient has one Adam per iteration, and that no other chunk has one."""
     trained = {plan.layout.chunk_of[t]: m for m, row in enumerate(plan.workload.gradients) for t in row}  # the last one
     done: dict[int, Step] = {}
     for step in plan.steps:

@@ -1,6 +1,6 @@
-"""What precedes what in a plan: its steps unrolled over some iterations, with a vector clock each.
+"""Order in a plan: its steps unrolled over some iterations, with a vector clock each.
 
-[Note: what precedes what] is in __init__.py. For the checker alone: shares no code with the policies.
+[Note: what precedes what] is in __init__.py. This module serves the checker alone and shares no code with the policies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pstar_sim.core.step import Kind, Step
 
 __all__ = ["OTHERS", "Unrolled", "label"]
 
-OTHERS = {"remote": "param", "grad_remote": "grad"}  # the slices of the other ranks, and the list of the own one
+OTHERS = {"remote": "param", "grad_remote": "grad"}  # list of the other ranks' slices -> list of the own slice
 
 
 def label(step: Step) -> str:
@@ -29,7 +29,7 @@ def label(step: Step) -> str:
 
 
 class Unrolled:
-    """Steps unrolled over some iterations; an instance is iteration * len(steps) + position."""
+    """Steps unrolled over some iterations. An instance is iteration * len(steps) + position."""
 
     def __init__(self, plan: Plan, order: list[int], iterations: int) -> None:
         steps = plan.steps
@@ -42,12 +42,12 @@ class Unrolled:
         position = {step.id: i for i, step in enumerate(steps)}
         self.queue_of = [index[step.queue] for step in steps]
         self.length = [0] * len(self.queues)
-        self.rank: list[int] = []  # of a step on its queue
+        self.rank: list[int] = []  # place of each step on its queue
         for q in self.queue_of:
             self.rank.append(self.length[q])
             self.length[q] += 1
 
-        # clock[s][q]: how many steps of queue q must have ended before instance s starts.
+        # clock[s][q]: number of steps of queue q that must have ended before instance s starts.
         zero = [0] * len(self.queues)
         self.clock: list[list[int]] = [zero] * (self.count * (iterations + 1))
         ended = [zero] * len(self.queues)  # clock at the end of the last instance on each queue
@@ -63,7 +63,7 @@ class Unrolled:
                 p = self.queue_of[j]
                 lap = k - ref.back
                 if now[p] > lap * self.length[p] + self.rank[j]:
-                    continue  # something that waits for it has ended: all that precedes it is in the clock
+                    continue  # a step that waits for it has ended, so the clock contains it already
                 now = list(map(max, now, at_end[lap * self.count + j]))
             self.clock[s] = now
             after = list(now)
@@ -77,16 +77,16 @@ class Unrolled:
         return instance // self.count
 
     def sequence(self, instance: int) -> int:
-        """Place of an instance among all instances on its queue."""
+        """Returns the place of an instance among all instances on its queue."""
         k, i = divmod(instance, self.count)
         return k * self.length[self.queue_of[i]] + self.rank[i]
 
     def precedes(self, first: int, then: int) -> bool:
-        """Whether `first` has ended when `then` starts, in every legal interleaving."""
+        """Returns whether `first` has ended when `then` starts, in every legal interleaving."""
         return self.clock[then][self.queue_of[first % self.count]] > self.sequence(first)
 
     def _ahead(self) -> Iterator[int]:
-        """Queues whose first step of iteration N can start before iteration 0 has ended everywhere."""
+        """Yields the queues whose first step of iteration N can start before iteration 0 has ended on all queues."""
         seen: set[int] = set()
         for i in range(self.count):
             q = self.queue_of[i]
@@ -98,7 +98,7 @@ class Unrolled:
                 yield q
 
     def bounded(self) -> bool:
-        """Whether at no time more than `iterations` successive iterations are under way."""
+        """Returns whether at most `iterations` successive iterations are ever under way."""
         return next(self._ahead(), None) is None
 
     def unbounded_queue(self) -> str:

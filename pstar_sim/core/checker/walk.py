@@ -1,6 +1,6 @@
 """Plays an unrolled plan once, in a legal order, with a check for races: does each step find the lists that it needs,
-with the right contents? For the checker alone: shares no code with the policies, the ledger or core/effects.py.
-"""
+with the right contents? The module serves the checker alone and shares no code with the policies, the ledger or
+core/effects.py."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ __all__ = ["Walk"]
 class _Content:
     """Contents of a list.
 
-    version: updates applied (parameters, states), iteration (gradients).
-    marks: (micro-batch, tensor) of each gradient in it; in the working list these tensors are no longer parameters.
-    summed: how much of these gradients is the sum over all ranks, "no", "slice" or "yes".
+    version: number of updates applied (parameters, states), or iteration (gradients).
+    marks: (micro-batch, tensor) of each gradient in the list. In the working list these tensors are no longer
+        parameters.
+    summed: the part of these gradients that is the sum over all ranks: "no", "slice" or "yes".
     """
 
     version: int
@@ -49,12 +50,12 @@ class Walk:
     """Plays all unrolled iterations in one legal order. An instance is a step in one of these iterations.
 
     takes, frees: instance -> (place, bytes).
-    content: list that is somewhere now -> its contents; None for a list that nothing has filled.
+    content: list that is present now -> its contents; None for a list that no step has filled.
     last_change: list -> the latest instance that changed it.
     looks: list -> queue -> the latest instance that read it since.
     finals: moment -> tensors whose gradient becomes final in it.
     expected: chunk -> (micro-batch, tensor) of all gradients that it gets in an iteration.
-    due: (chunk, micro-batch) -> those of them that are of the micro-batch.
+    due: (chunk, micro-batch) -> the entries of `expected` that belong to the micro-batch.
     sums: chunks whose gradients add up on the gpu.
     target: (chunk, micro-batch) -> list on the gpu in which its gradients arrive.
     """
@@ -78,7 +79,7 @@ class Walk:
         self.takes: dict[int, tuple[Place, int]] = {}
         self.frees: dict[int, tuple[Place, int]] = {}
 
-        # Gradients that become final in each moment: the last firing of a tensor in its micro-batch.
+        # Gradients that become final in each moment: the last arrival of a tensor's gradient in its micro-batch.
         last: dict[tuple[int, int], int] = {}
         for m, tensors in enumerate(w.gradients):
             for t in tensors:
@@ -178,8 +179,8 @@ class Walk:
         raise PlanError(f"not a steady state: after iteration {iteration} {' and '.join(what)}")
 
     def _check_no_divergence(self, iteration: int) -> None:
-        """Two copies of an optimizer state may differ inside an iteration (between an update and its write-back), not
-        from one to the next."""
+        """Check that the copies of an optimizer state agree at the cut. They may differ inside an iteration, between an
+        update and its write-back."""
         versions: dict[tuple[int, str], dict[Place, int]] = {}
         for (chunk, name, place), content in self.content.items():
             if name in self.states and content is not None:
@@ -192,8 +193,8 @@ class Walk:
                 )
 
     def _check_nothing_lost(self, iteration: int) -> None:
-        """At the cut after iteration `iteration`, some place holds the current parameters of each chunk, also of chunks
-        that no moment reads and that only a checkpoint would miss."""
+        """Check that at the cut after iteration `iteration` some place holds the current parameters of each chunk, also
+        of chunks that no moment reads and that only a checkpoint would miss."""
         for chunk in range(len(self.plan.layout.chunks)):
             wanted = iteration + 1 if chunk in self.expected else 0
             held = (self.content.get((chunk, "param", place)) for place in Place)
@@ -248,7 +249,8 @@ class Walk:
         self.frees[s] = (key[2], self.plan.layout.payload_bytes(key[0], key[1]))
 
     def _present(self, step: Step, key: _Key, why: str, tensor: int | None = None) -> _Content | None:
-        """The contents of a list that has to be there. why: verb of the message; tensor: its object, in the list."""
+        """Returns the contents of a list. Raises PlanError if the list is not there. why: verb of the message. tensor:
+        object of the verb, in the list."""
         if key not in self.content:
             what = "" if tensor is None else f"{self._name(tensor)} in "
             raise PlanError(f"{label(step)} {why} {what}{_key_name(key)}, which is not there")
@@ -278,7 +280,7 @@ class Walk:
             self.frees[s] = (Place.GPU, self._fall[m])
 
     def _read(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
-        """A moment reads tensor t in a working list (or the other ranks' part of it)."""
+        """Check that a moment may read tensor t in a working list, or in the other ranks' part of it."""
         self._look(s, key)
         content = self._present(step, key, "reads", t)
         if content is None:
@@ -295,7 +297,8 @@ class Walk:
             )
 
     def _put_gradient(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
-        """The gradient of tensor t becomes final in a moment; it goes to this list (or to its part of the gradient)."""
+        """Book the gradient of tensor t, which becomes final in a moment, in this list (or in its part of the
+        gradient)."""
         w = self.plan.workload
         assert step.moment is not None
         u = w.moments[step.moment].micro_batch
@@ -307,7 +310,7 @@ class Walk:
             if any((v, t) in content.marks for v in range(w.micro_batches)):
                 raise PlanError(
                     f"{label(step)} puts the gradient of {self._name(t)} of micro-batch {u} in {_key_name(key)} "
-                    "over the one of an earlier micro-batch; it needs a grad list of its own (alloc)"
+                    "over the gradient of an earlier micro-batch; it needs a grad list of its own (alloc)"
                 )
         elif content is None or content.version != k or (key[1] != "grad32" and any(v != u for v, _ in content.marks)):
             content = self.content[key] = _Content(k)
@@ -319,7 +322,7 @@ class Walk:
         content.marks.add((u, t))
 
     def _nothing(self, s: int, k: int, step: Step) -> None:
-        """Nothing to do: a stash is not a list, its bytes are part of the tide, stash_trips.py proves its order."""
+        """Do nothing: a stash is not a list, its bytes are part of the tide, and stash_trips.py proves its order."""
 
     def _alloc(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None and step.place is not None
@@ -338,7 +341,7 @@ class Walk:
             raise PlanError(f"{label(step)} gives up gradients that no reduce_scatter has summed over the ranks")
 
     def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
-        """Check that the contents that a step gives up, or newer ones, are in another place, too."""
+        """Check that another place holds the contents that a step frees, or newer contents."""
         for place in Place:
             other = self.content.get((key[0], key[1], place))
             if other is None:
@@ -363,8 +366,8 @@ class Walk:
         self.content[target] = content.copy()
 
     def _gather(self, s: int, k: int, step: Step) -> None:
-        """Gather, on a sliced layout, the parameters of the other ranks; on a replicated layout, the other slices of a
-        gradient's sum."""
+        """Gather the parameters of the other ranks (sliced layout), or the other slices of a gradient's sum (replicated
+        layout)."""
         assert step.chunk is not None and step.list is not None
         target = (step.chunk, step.list, Place.GPU)
         if not self.sliced:
@@ -412,7 +415,8 @@ class Walk:
             held.marks |= mine.marks
 
     def _check_complete(self, step: Step, verb: str, key: _Key, marks: set[tuple[int, int]]) -> None:
-        """If a list has a gradient of a micro-batch, it has those of all the chunk's tensors in that micro-batch."""
+        """Check that a list with a gradient of a micro-batch has the gradients of all the chunk's tensors in that
+        micro-batch."""
         batches = {u for u, _ in marks}
         missing = set[tuple[int, int]]().union(*(self.due.get((key[0], u), ()) for u in batches)) - marks
         if missing:
@@ -423,14 +427,15 @@ class Walk:
             )
 
     def _total(self, key: _Key, k: int) -> _Content:
-        """Content of a list that sums gradients; replaced by an empty sum if it is of an earlier iteration."""
+        """Returns the contents of a list that sums gradients; an empty sum if its contents are of an earlier
+        iteration."""
         held = self.content[key]
         if held is None or held.version != k:
             held = self.content[key] = _Content(k, summed="yes")
         return held
 
     def _only_ours(self, content: _Content) -> bool:
-        """Whether the list holds gradients of this rank that are not yet wholly summed over all ranks."""
+        """Returns whether the list holds gradients of this rank that are not yet wholly summed over all ranks."""
         return self.ranks > 1 and bool(content.marks) and content.summed != "yes"
 
     def _add(self, s: int, k: int, step: Step) -> None:
@@ -469,7 +474,7 @@ class Walk:
             self._change(s, key)
             content = self._present(step, key, "needs")
             if content is None or content.version != k:
-                raise PlanError(f"{label(step)} needs {_key_name(key)} as the last update left it, and it is not")
+                raise PlanError(f"{label(step)} needs {_key_name(key)} as the last update left it, but it is not")
             content.version = k + 1
         found = self._gradients(s, k, step, place)
         self._check_norm(k, step, place, found)
@@ -483,7 +488,7 @@ class Walk:
         self.content[chunk, "param", place] = _Content(k + 1)
 
     def _gradients(self, s: int, k: int, step: Step, place: Place) -> set[tuple[int, int]]:
-        """Marks of the gradients of this iteration that an update finds at its place."""
+        """Returns the marks of the gradients of this iteration that an update finds at its place."""
         assert step.chunk is not None
         found: set[tuple[int, int]] = set()
         unsummed: list[_Key] = []
@@ -502,8 +507,8 @@ class Walk:
         return found
 
     def _check_norm(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
-        """Where gradients add up on the host, the norm is that of the sums there: check that they contain each
-        gradient. (A sum that the gpu adds up may be on the host in between; the update then has all of it.)"""
+        """Check that the sums on the host contain each gradient, if gradients add up there, because the norm is that of
+        these sums. (A sum that the gpu adds up may be on the host in between; the update then has all of it.)"""
         assert step.chunk is not None
         on_host = (step.chunk, "grad32", Place.HOST)
         summed = place is Place.HOST or (on_host in self.content and step.chunk not in self.sums)

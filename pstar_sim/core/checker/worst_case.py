@@ -1,6 +1,5 @@
-"""The most bytes a place can hold in any legal interleaving: a maximum closure over the start events (which take) and
-the end events (which free), found exactly as a minimum cut. For the checker alone.
-"""
+"""The most bytes that a place can hold in any legal interleaving: a maximum closure over the start events (which take)
+and the end events (which free), found exactly as a minimum cut. The module serves the checker alone."""
 
 from __future__ import annotations
 
@@ -36,10 +35,10 @@ class Worst:
 
 
 def worst_case(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> Worst:
-    """The most bytes the place can hold, and where in the iteration that is."""
+    """Returns the most bytes that the place can hold, and the point of the iteration at which it holds them."""
     held = _held_at_cut(plan, walk, place)
     frees = _frees(program, walk, place)
-    # Each take forces the frees of a prefix of every queue to have happened: how many, per queue.
+    # Each take forces the frees of a prefix of every queue to have happened: number of frees, per queue.
     ends = [[done for done, _ in row] for row in frees]
     groups: dict[tuple[int, ...], int] = {}
     members: dict[tuple[int, ...], list[int]] = {}
@@ -66,13 +65,13 @@ def _held_at_cut(plan: Plan, walk: Walk, place: Place) -> int:
     held = sum(plan.layout.payload_bytes(c, name) for c, name, where in walk.initial if where is place)
     held += sum(size for _, where, size in plan.buffers if where is place)
     if place is Place.GPU:
-        moments = plan.workload.moments  # the last one's fall has happened, the first one's rise has not
+        moments = plan.workload.moments  # the last moment's fall has happened, the first moment's rise has not
         held += min(moments[-1].peak_bytes, moments[0].peak_bytes)
     return held
 
 
 def _frees(program: Unrolled, walk: Walk, place: Place) -> list[list[tuple[int, int]]]:
-    """Per queue: (sequence of the step, bytes that it frees), ascending."""
+    """Returns, per queue, (sequence of the step, bytes that it frees), ascending."""
     frees: list[list[tuple[int, int]]] = [[] for _ in program.queues]
     for s, (where, size) in walk.frees.items():
         if where is place and size:
@@ -83,8 +82,8 @@ def _frees(program: Unrolled, walk: Walk, place: Place) -> list[list[tuple[int, 
 
 
 def _moment_at(plan: Plan, program: Unrolled, running: list[int], done: list[int]) -> int:
-    """The moment under way, or the last one before, when these instances run and these numbers of steps have ended on
-    the queues; -1 if there is none."""
+    """Returns the moment under way, or the last moment before, when these instances run and these numbers of steps have
+    ended on the queues; -1 if there is none."""
     clock = [i for i in range(program.count) if program.queues[program.queue_of[i]] is Queue.COMPUTE]
     compute = program.queue_of[clock[0]]
     ahead = [program.sequence(s) for s in running if program.queue_of[s % program.count] == compute]
@@ -97,14 +96,18 @@ def _moment_at(plan: Plan, program: Unrolled, running: list[int], done: list[int
 
 
 def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) -> tuple[int, list[int]]:
-    """Maximum of (bytes of the chosen takes) - (bytes of the frees they force), and which takes to choose.
+    """Returns the maximum of (bytes of the chosen takes) - (bytes of the frees that they force), and the takes to
+    choose.
 
-    takes: (how many frees of each queue's list are forced, bytes); frees: bytes, in order, per queue. A minimum cut:
-    source -> take -> last forced free of each queue -> the one before it ... , each free -> sink.
+    takes: per take, (number of forced frees in each queue's list, bytes).
+    frees: per queue, bytes of the frees in order.
+
+    The problem is a minimum cut: source -> take -> last forced free of each queue -> the free before it ..., and each
+    free -> sink.
     """
     if not takes:
         return 0, []
-    first = len(takes) + 1  # node of the first free, behind the source and the takes
+    first = len(takes) + 1  # node of the first free, after the source and the takes
     sink_bytes, tails, heads = _forced_frees([forced for forced, _ in takes], frees, first)
     source, sink = 0, first + len(sink_bytes)
     capacities = [size for _, size in takes] + sink_bytes
@@ -129,8 +132,8 @@ def closure(takes: list[tuple[tuple[int, ...], int]], frees: list[list[int]]) ->
 def _forced_frees(
     takes: list[tuple[int, ...]], frees: list[list[int]], first: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """Nodes of the frees, counted from `first`, and the edges that force them: (bytes of each node, tails, heads).
-    Frees that every take forces together, or not at all, are one node."""
+    """Returns the nodes of the frees, counted from `first`, and the edges that force them: (bytes of each node, tails,
+    heads). Frees that every take forces together, or not at all, are one node."""
     sink_bytes: list[int] = []
     tails: list[int] = []
     heads: list[int] = []
@@ -160,24 +163,24 @@ def _min_cut(
     source: int,
     sink: int,
 ) -> tuple[int, NDArray[np.bool_]]:
-    """(maximum flow, nodes on the source's side of a minimum cut), exact for 64-bit capacities.
+    """Returns (maximum flow, nodes on the source's side of a minimum cut), exact for 64-bit capacities.
 
-    scipy's solver counts in 32 bits. So: solve in units of a power of two, rounded down; that flow is legal, and short
-    of the maximum by less than a unit for each edge of the residual graph. The rest of the maximum is a flow in the
-    residual graph, in which no capacity above that bound matters. It is found in smaller units in the same way, until
-    the unit is a byte.
+    scipy's solver counts in 32 bits. So the first solution is in units of a power of two, rounded down. Its flow is
+    legal, and short of the maximum by less than a unit for each edge of the residual graph. The rest of the maximum is
+    a flow in the residual graph, in which no capacity above that bound matters. The rest is found in smaller units in
+    the same way, until the unit is a byte.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     nodes = sink + 1
-    # Of 32 bits, too: before 1.15 scipy's solver takes no other indices.
+    # Indices have 32 bits too: before 1.15 scipy's solver takes no others.
     at, to = (np.concatenate(ends).astype(np.int32) for ends in ((tails, heads), (heads, tails)))
 
     def solve(size: NDArray[np.int64]) -> tuple[int, NDArray[np.int64]]:
         graph: Any = csr_array((size.astype(np.int32), (at, to)), shape=(nodes, nodes))
         result = maximum_flow(graph, source, sink)
-        sent = csr_array(result.flow)[tails, heads]  # net: negative where it goes back
+        sent = csr_array(result.flow)[tails, heads]  # net: negative if the flow goes back
         return int(result.flow_value), np.asarray(sent).ravel().astype(np.int64)
 
     value, most = 0, int(capacities[:finite].sum())
