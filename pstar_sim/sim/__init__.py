@@ -1,4 +1,5 @@
-"""Plays any plan on a modelled machine: `play(plan) -> Timeline`. Knows steps, bytes and seconds, and no policy."""
+"""Plays any plan on a modelled machine: `play(plan) -> Timeline`. The simulator knows steps, bytes and seconds, and no
+policy."""
 
 from pstar_sim.sim.play import play
 

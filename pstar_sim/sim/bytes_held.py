@@ -1,7 +1,7 @@
 """Bytes at each place over the iteration that counts, as the ledger books them.
 
-Kept apart from the checker on purpose: this follows one interleaving as it happened and refuses the first illegal
-change; it proves nothing about other interleavings.
+This module is kept apart from the checker on purpose. It follows one interleaving as it happened and refuses the first
+illegal change. It proves nothing about other interleavings.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Held:
     """Bytes over one iteration.
 
     cells: bytes of each cell (place * WIDTH + category) when the iteration began.
-    time_s: of each change, seconds since then. Changes are in the order in which they happened.
-    cell: of each change, its cell.
-    size: of each change, the bytes added; negative when freed.
-    peaks: place -> most bytes. Includes gpu and host, and other places that ever held anything.
+    time_s: per change, seconds since then. Changes are in order of time.
+    cell: per change, its cell.
+    size: per change, the bytes added; negative when freed.
+    peaks: place -> most bytes. Includes gpu and host, and other places that ever held bytes.
     """
 
     cells: tuple[int, ...]
@@ -37,7 +37,7 @@ class Held:
     peaks: dict[str, int]
 
     def samples(self) -> dict[str, list[Any]]:
-        """Columns of a timeline's samples: what each cell holds at the start, then at each change."""
+        """Returns the columns of a timeline's samples: the bytes of each cell at the start, then at each change."""
         cells, changed = list(self.cells), self.cell.tolist()
         shown = [cell for cell in range(len(cells)) if PLACES[cell // WIDTH] in self.peaks]
         values = [cells[cell] for cell in shown]
@@ -54,7 +54,8 @@ class Held:
 
 
 def held(moves: Moves, record: Record) -> Held:
-    """The bytes of the record's last iteration. Raises PlanError for the first illegal change of any iteration."""
+    """Returns the bytes of the record's last iteration. Raises PlanError for the first illegal change of any
+    iteration."""
     changes = moves.book(record.events)
     last = record.iterations - 1
     low, high = np.searchsorted(changes.event, record.marks[last - 1 : last + 1])

@@ -27,13 +27,14 @@ def play_one(
     *,
     moved_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
-    """One rank that has DRAM and link of the plan's machine to itself. moved_bytes: by default those of the plan."""
+    """Returns the timeline of one rank that has DRAM and link of the plan's machine to itself. moved_bytes: None: the
+    plan's."""
     program = Program.of(plan)
     moves = Moves(plan)
     costs = cost.step_costs(plan)
     try:
         record = follow(program, costs, cost.rates(), factor=jitter, most=max_iterations)
-    except Deadlock as error:  # what went wrong before comes first
+    except Deadlock as error:  # an error before the deadlock comes first
         if error.record is not None:
             moves.book(error.record.events)
         raise

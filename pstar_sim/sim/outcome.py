@@ -3,12 +3,13 @@
 [Note: where an iteration begins] Iteration k lasts from the end of the compute queue's last step of k-1 to the end of
 its last step of k. Samples, peaks and stalls are those of this window, and of the compute steps in it.
 
-[Note: stall causes] While the compute queue waits, the chain of steps that it waits for is followed backwards in
-time: the step that ended last, before it the step that this step waited for (or followed on its queue), and so on until
-the wait began. Every second of the wait counts for the queue of the chain's step that ran then: "h2d", "d2h", "adam". A
-fetch that itself waited for CPU Adam thus blames Adam for that part and the link for its own. Adam held back by the
-barrier (it names the optimizer step in `after`, or follows one that does) is "barrier"; the part of a copy or an Adam
-by which short DRAM bandwidth stretched it is "dram". A span carries the cause with the most seconds.
+[Note: stall causes] While the compute queue waits, the chain of steps that cause the wait is followed backwards in
+time. The chain begins with the step that ended last. Before each step comes the step for which it waited, or which it
+followed on its queue, and so on until the wait began. Every second of the wait counts for the queue of the chain's step
+that ran then: "h2d", "d2h", "adam". If a fetch waited for CPU Adam, the wait for this fetch therefore counts partly for
+Adam and partly for the link. Adam held back by the barrier (it names the optimizer step in `after`, or follows an Adam
+that does) counts as "barrier". The part of a copy or an Adam by which short DRAM bandwidth stretched it counts as
+"dram". A span carries the cause with the most seconds.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ __all__ = ["timeline"]
 
 
 def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, int] | None = None) -> Timeline:
-    """The timeline of a plan that was followed; the last iteration of the record is the one that counts. moved_bytes:
-    by default those of the plan."""
+    """Returns the timeline of a plan that was followed. The last iteration of the record counts. moved_bytes: None: the
+    plan's."""
     program, times = record.program, record.times
     k = record.iterations - 1
     worked_s = times.end[k] - times.begin[k]
@@ -56,7 +57,7 @@ def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, i
 
 
 def _spans(plan: Plan, record: Record, waits: _Waits) -> dict[str, list[Any]]:
-    """Columns of the spans: every step of every iteration, in the order of the plan."""
+    """Returns the columns of the spans: every step of every iteration, in the order of the plan."""
     steps, count, times = plan.steps, record.iterations, record.times
     return {
         "step": [step.id for step in steps] * count,
@@ -83,7 +84,7 @@ class _Waits:
         self._ready, self._begin, self._end = times.ready.tolist(), times.begin.tolist(), times.end.tolist()
 
     def stall_s(self, k: int) -> dict[str, float]:
-        """Cause -> seconds that the compute queue waited in iteration k."""
+        """Returns cause -> seconds for which the compute queue waited in iteration k."""
         stall_s: dict[str, float] = defaultdict(float)
         order = np.array(self._program.order[self._program.compute])
         for i in order[self._waited[k][order]].tolist():
@@ -92,19 +93,19 @@ class _Waits:
         return dict(stall_s)
 
     def causes(self) -> list[str]:
-        """Cause of each step of each iteration; "" if the step did not wait."""
+        """Returns the cause of each step of each iteration; "" if the step did not wait."""
         program, causes = self._program, [""] * self._waited.size
         for n in np.flatnonzero(self._waited).tolist():
             k, i = divmod(n, len(program.ids))
             blame = self._blame(i, k) if program.queue_of[i] == program.compute else {}
             if blame:
                 causes[n] = max(blame, key=lambda c: blame[c])
-            else:  # a collective may also have waited for other ranks only
+            else:  # a collective may have waited only for other ranks
                 causes[n] = program.lanes[self._record.last_wait[k].get(i, i)]
         return causes
 
     def _blame(self, i: int, k: int) -> dict[str, float]:
-        """Seconds by cause of the wait of step i of iteration k."""
+        """Returns the seconds by cause of the wait of step i of iteration k."""
         program, last_wait, dram_loss_s = self._program, self._record.last_wait, self._record.dram_loss_s
         since_s, at_s = self._ready[k][i], self._begin[k][i]
         blame: dict[str, float] = defaultdict(float)

@@ -1,8 +1,9 @@
-"""play(plan): the plan followed on its machine until two successive iterations agree, bytes and seconds of every step.
+"""play(plan): follows the plan on its machine until two successive iterations agree, and returns bytes and seconds of
+every step.
 
-core/follow.py (one.py) follows a single rank, or one rank that stands for all equal ones. SimPy (several_ranks.py)
-simulates ranks that differ, and ranks one by one. Nothing is decided here: order and waits are the plan's, seconds are
-the cost model's.
+core/follow.py (one.py) follows a single rank, or one rank that stands for all equal ranks. SimPy (several_ranks.py)
+simulates ranks that differ, and ranks one by one. The simulator decides nothing: the plan gives order and waits, the
+cost model gives seconds.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ def play(
     workloads: Sequence[Workload] | None = None,
     rank: int | None = None,
 ) -> Timeline:
-    """Simulate the plan on its machine until it is steady, at most `max_iterations` (>= 2) iterations.
+    """Simulates the plan on its machine until it is steady, for at most `max_iterations` (>= 2) iterations. Returns the
+    timeline. Equal arguments give equal timelines.
 
-    cost: cost model, by default of the plan's own workload, machine and layout. On a machine of several ranks equal
-        ones are simulated once (several_ranks.py).
-    every_rank: simulate all ranks, one by one.
-    workloads: each rank's own workload, where it is not the plan's.
-    rank: whose timeline, where ranks differ; None: the slowest rank's.
+    cost: cost model; None: that of the plan's own workload, machine and layout. On a machine of several ranks, equal
+        ranks are simulated once (several_ranks.py).
+    jitter: factor on the seconds of each step, for tests.
+    every_rank: whether to simulate all ranks one by one.
+    workloads: each rank's own workload; None: the plan's.
+    rank: rank of the timeline, if ranks differ; None: the slowest rank.
 
-    Raises PlanError, naming the step, for a plan that deadlocks, goes over a budget, or whose steps contradict each
-    other. Equal arguments give equal timelines.
+    Raises PlanError, naming the step, for a plan that deadlocks, that goes over a budget, or whose steps contradict
+    each other.
     """
     if max_iterations < 2:
         raise PlanError(f"max_iterations must be at least 2 (two that may agree), not {max_iterations}")

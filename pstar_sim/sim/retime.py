@@ -1,9 +1,9 @@
-"""retime: how long the plan's iterations take in the simulator, given the seconds that each step took in a run.
+"""retime: seconds of the plan's iterations in the simulator, given the measured seconds of each step of a run.
 
-A wrong prediction has two possible reasons: the steps did not last what the cost model said, or the queues did not work
-together as the simulator thinks. Steps of the simulated iteration k last exactly what those of the run's iteration k
-lasted, so only the second reason is left in the result. What queues cost each other by sharing a link or host memory is
-in the measured seconds already and is not modelled again.
+A wrong prediction has two possible reasons: the steps did not last as long as the cost model said, or the queues did
+not work together as the simulator assumes. Steps of the simulated iteration k last exactly as long as those of the
+run's iteration k, so only the second reason is left in the result. The measured seconds include what queues lose by
+sharing a link or host memory, so this loss is not modelled again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["retime"]
 
 
 class _OneSecond(CostModel):
-    """A cost model in which every step lasts one second and shares nothing; the factors of `play`'s jitter are then
+    """A cost model in which every step lasts one second and shares no resource. The factors of `play`'s jitter are then
     seconds."""
 
     def seconds(self, step: Step) -> float:
@@ -36,12 +36,12 @@ class _OneSecond(CostModel):
 
     @cached_property
     def gpu_adds(self) -> GpuAdds:
-        """None, because the seconds of the moments contain the adds."""
+        """No adds, because the seconds of the moments contain them."""
         return GpuAdds(self.workload, self.layout, 1.0, lambda tensor: 0, free=True)
 
     @cached_property
     def update_adds(self) -> UpdateAdds:
-        """None: the seconds of an update have them already."""
+        """No adds, because the seconds of an update contain them."""
         return _NoAdds(self, 1.0)
 
 
@@ -51,10 +51,10 @@ class _NoAdds(UpdateAdds):
 
 
 def retime(plan: Plan, measured: Timeline) -> float:
-    """Median seconds per iteration of the plan, simulated with the seconds of the measured steps.
+    """Returns the median seconds per iteration of the plan, simulated with the seconds of the measured steps.
 
-    The first of several iterations does not count, because no iteration precedes it. Raises PlanError where `measured`
-    lacks a step of the plan in one of its iterations, or where the plan's ranks differ (each has steps of its own).
+    The first of several iterations does not count, because no iteration precedes it. Raises PlanError if `measured`
+    lacks a step of the plan in one of its iterations, or if the plan's ranks differ (each has steps of its own).
     """
     took_s = {(span.step, span.iteration): span.end_s - span.start_s for span in measured.spans}
     last = measured.iterations - 1

@@ -1,17 +1,17 @@
 """play_ranks: a plan on a machine of several ranks, which all run its steps.
 
 Collectives are a rendezvous: each starts on all ranks when the last rank has come to it, and ends on all at once. The
-ranks of a node share host DRAM and PCIe switches with whatever runs on the node at the time.
+ranks of a node share host DRAM and PCIe switches with all steps that run on the node at the time.
 
-[Note: representative ranks] Ranks with the same GPU, link and workload, in nodes and on PCIe switches of the same
-make-up, do the same at the same time. So one rank of each such class is simulated and counts for all of its class. If
-all ranks are of one class, they also always share evenly; then one rank with its part of DRAM and switch is simulated.
-`every_rank` simulates each rank by itself; tests compare the two.
+[Note: representative ranks] Take ranks with the same GPU, link and workload, in nodes and on PCIe switches of the same
+make-up. Such ranks form a class: they do the same at the same time. So one rank of each class is simulated and counts
+for all of its class. If all ranks are of one class, they also always share evenly; then one rank with its part of DRAM
+and switch is simulated. `every_rank` simulates each rank by itself; tests compare the two.
 
-[Note: PCIe switches] All copies of one direction through a switch may together want more bytes per second than the
-switch passes. Then it is divided max-min fairly: no copy gets less than another that wants more. A shared switch
-stretches the time of a copy's bytes, not its latency. The measured factors by which queues slow each other down
-(`Machine.slowdowns`) hold where all ranks are of one class; where they differ, only DRAM and links are shared.
+[Note: PCIe switches] All copies of one direction through a switch together may want more bytes per second than the
+switch passes. Then its bandwidth is divided max-min fairly: no copy gets less than another copy that wants more. A
+shared switch stretches the time of a copy's bytes, not its latency. The measured factors by which queues slow each
+other down (`Machine.slowdowns`) apply if all ranks are of one class. If ranks differ, only DRAM and links are shared.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def play_ranks(
     workloads: Sequence[Workload] | None = None,
     rank: int | None = None,
 ) -> Timeline:
-    """The timeline of the slowest class of ranks (the first of equally slow ones), whose period is the machine's; or
-    that of `rank`.
+    """Returns the timeline of `rank`; with None, of the slowest class of ranks (the first of equally slow classes),
+    whose period is the machine's.
 
     Raises PlanError as `play` does, for `workloads` that are not one per rank with the plan's moments and uses, and for
     a rank that the machine does not have.
@@ -95,7 +95,7 @@ def _play_one_class(
     jitter: Jitter | None,
     workloads: Sequence[Workload] | None,
 ) -> Timeline:
-    """The timeline of equal ranks: that of one rank with its part of DRAM and switch."""
+    """Returns the timeline of equal ranks: that of one rank with its part of DRAM and switch."""
     whole = plan if workloads is None else replace(plan, workload=workloads[0])
     seconds = cost or CostModel(whole.workload, plan.machine, plan.layout)
     one = replace(whole, machine=_one_rank(plan.machine))
@@ -103,7 +103,7 @@ def _play_one_class(
 
 
 def _require_ends(runs: Sequence[_RankRun]) -> None:
-    """Raise the error of a rank's memory where there is one, else PlanError for a rank that waits for ever."""
+    """Raise the error of a rank's memory if there is one, else PlanError for a rank that waits for ever."""
     stuck = next((run for run in runs if not run.stopped), None)
     if stuck is None:
         return
@@ -113,8 +113,8 @@ def _require_ends(runs: Sequence[_RankRun]) -> None:
 
 
 def new_environment() -> simpy.Environment:
-    """A clock at zero. The one place that loads SimPy, so that a machine without it can import all the rest, and run
-    and simulate plans of equal ranks. Raises PstarError where simpy cannot be imported."""
+    """Returns a clock at zero. Only this function loads SimPy, so that a machine without SimPy can import all other
+    modules, and run and simulate plans of equal ranks. Raises PstarError if simpy cannot be imported."""
     try:
         import simpy
     except ModuleNotFoundError as error:
@@ -135,7 +135,7 @@ def _check_workloads(plan: Plan, workloads: Sequence[Workload]) -> None:
 
 
 def _one_rank(machine: Machine) -> Machine:
-    """The part of the machine that one of several equal ranks has while all do the same."""
+    """Returns the part of the machine that one of several equal ranks has while all do the same."""
     local = machine.local_ranks
     host = replace(machine.host, dram_bytes_per_s=machine.host.dram_bytes_per_s / local)
     rank = replace(machine.ranks[0], link=expected_link(machine), batch_share=1.0)
@@ -143,7 +143,7 @@ def _one_rank(machine: Machine) -> Machine:
 
 
 def classes_of(machine: Machine, workloads: Sequence[Workload] | None = None) -> list[int]:
-    """Class number of each rank ([Note: representative ranks]), counted in order of first appearance."""
+    """Returns the class number of each rank ([Note: representative ranks]), counted in order of first appearance."""
     local = machine.local_ranks
     colours: list[Hashable] = []
     seen: list[tuple[Rank, int]] = []
@@ -180,7 +180,7 @@ def _counted(colours: Sequence[Hashable]) -> Hashable:
 
 @dataclass(frozen=True)
 class _Commons:
-    """What a simulated rank shares with others.
+    """The resources that a simulated rank shares with others.
 
     node: its node.
     root: its PCIe switch; None without one.
@@ -208,7 +208,7 @@ def _commons_of(machine: Machine, classes: Sequence[int], r: int, *, alone: bool
 
 
 class _Simulation:
-    """All ranks of one simulation: their clock and jitter, where they meet, and when the simulation ends."""
+    """All ranks of one simulation: their clock and jitter, their collectives, and the end of the simulation."""
 
     def __init__(self, env: simpy.Environment, max_iterations: int, jitter: Jitter | None) -> None:
         self.env = env
@@ -221,7 +221,8 @@ class _Simulation:
         self.runs.append(run)
 
     def meet(self, i: int, k: int, duration: float, event: simpy.Event) -> None:
-        """The last rank to come starts the collective on all ranks; it lasts as long as the slowest rank takes."""
+        """Record that a rank has come to a collective. The last rank to come starts the collective on all ranks. It
+        lasts as long as on the slowest rank."""
         waiting = self._waiting[i, k]
         waiting.append((event, duration))
         if len(waiting) == len(self.runs):
@@ -232,7 +233,7 @@ class _Simulation:
     def end_iteration(self, k: int) -> None:
         if any(run.through < k for run in self.runs):
             return
-        verdicts = [run.record.end_iteration(k) for run in self.runs]  # all of them: each reads its times
+        verdicts = [run.record.end_iteration(k) for run in self.runs]  # all runs, because each computes its times
         steady = all(verdicts)
         if steady or k == self.max_iterations - 1:
             for run in self.runs:
@@ -240,7 +241,7 @@ class _Simulation:
 
 
 class _RankRun:
-    """One rank among others: one SimPy process per queue, each running its steps in order."""
+    """One rank among others: one SimPy process per queue, each of which runs its steps in order."""
 
     def __init__(
         self,
@@ -269,7 +270,7 @@ class _RankRun:
         self.wire_s = [_wire_s(step, cost) for step in plan.steps]
         self.done = [-1] * len(program.ids)  # last iteration in which the step ended
         self.waiters: list[list[simpy.Event]] = [[] for _ in program.ids]
-        self.at: dict[int, tuple[int, int]] = {}  # where a queue stands: (step, iteration)
+        self.at: dict[int, tuple[int, int]] = {}  # queue -> its (step, iteration)
         self.queues_done = [0] * max_iterations
         for q in range(len(program.queues)):
             env.process(self._follow_queue(q))
@@ -328,7 +329,8 @@ class _RankRun:
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:
-    """The part of a copy's nominal seconds in which its bytes pass the link; 0 for what is not a copy."""
+    """Returns the part of a copy's nominal seconds in which its bytes pass the link; 0 for a step that is not a
+    copy."""
     if step.kind not in COPIES:
         return 0.0
     link = cost.link
@@ -361,8 +363,8 @@ class _Task:
 
 
 class _Node:
-    """What runs on the ranks of one node, and how fast: [Note: shared rates] of core/rules.py for all of them together,
-    and [Note: PCIe switches].
+    """The tasks that run on the ranks of one node, and their speeds: [Note: shared rates] of core/rules.py for all
+    tasks together, and [Note: PCIe switches].
 
     dram_loss_s: integral over time of (1 - DRAM share), from which the seconds lost to short DRAM in any interval
         follow.
@@ -382,14 +384,14 @@ class _Node:
         return self._loss_s + (self.env.now - self._since_s) * (1.0 - self._share)
 
     def join(self, task: _Task) -> simpy.Event:
-        """Start the task; the event succeeds when it has ended."""
+        """Start the task. Returns the event of its end."""
         self._settle()
         self._tasks.append(task)
         self._retime()
         return task.done
 
     def _settle(self) -> None:
-        """Book the progress made at the old speeds."""
+        """Record the progress made at the old speeds."""
         now = self.env.now
         elapsed = now - self._since_s
         if elapsed > 0:
@@ -399,7 +401,7 @@ class _Node:
         self._since_s = now
 
     def _retime(self) -> None:
-        """New speeds for the tasks that run now; a new alarm for each task whose speed changed."""
+        """Compute new speeds for the tasks that run now, and a new alarm for each task whose speed changed."""
         for task, speed in zip(self._tasks, self._speeds()):
             if speed != task.speed:
                 task.speed = speed
@@ -426,7 +428,7 @@ class _Node:
         return [on_link * self._share for on_link in on_links]
 
     def _on_links(self) -> list[float]:
-        """Speeds by links and switches alone."""
+        """Returns the speeds by links and switches alone."""
         copying = Counter(id(t.rank) for t in self._tasks if t.wire_s)
         speeds: list[float] = []
         through: dict[tuple[Hashable, Kind], list[int]] = defaultdict(list)
@@ -449,7 +451,8 @@ class _Node:
 
 
 def fair_rates(wanted: Sequence[float], counts: Sequence[int], capacity: float) -> list[float]:
-    """Max-min fair division of `capacity` (bytes/s) among flows by demand (bytes/s), each counted `counts` times."""
+    """Returns the max-min fair division of `capacity` (bytes/s) among flows by demand (bytes/s). Each flow counts
+    `counts` times."""
     rates = [0.0] * len(wanted)
     left, flows = capacity, sum(counts)
     for n in sorted(range(len(wanted)), key=lambda n: wanted[n]):

@@ -1,21 +1,21 @@
 """LoRA: a preset whose own parameters are frozen and whose matrices have low-rank adapters beside them.
 
-`AdaptedTape` writes the same families (presets/) down with y = W x + s B (A x) for each target matrix W: A is
-rank x in, B is out x rank. What differs from training the whole model:
+`AdaptedTape` writes the same families (presets/) down with y = W x + s B (A x) for each target matrix W. A is rank x
+in, B is out x rank. The workload differs from training the whole model in these points:
 
-- parameters: every base tensor is frozen (read, no gradient, no optimizer states); A and B are trained, in the working
-  dtype with the optimizer's states like any other parameter. (PEFT keeps adapters in fp32; in 16-bit training that is
-  2 bytes more for each adapter parameter.)
-- flops: forward takes 2 T r (in + out) more for each target, backward twice that; the gradients of the base matrices, a
+- parameters: every base tensor is frozen (read, no gradient, no optimizer states). A and B are trained, in the working
+  dtype with the optimizer's states like any other parameter. (PEFT keeps adapters in fp32; in 16-bit training that is 2
+  bytes more for each adapter parameter.)
+- flops: forward takes 2 T r (in + out) more for each target, backward twice that. The gradients of the base matrices, a
   third of the model's matrix flops, are not computed.
-- activations: A x (T r values) is kept for backward for each target. While an adapter runs, its output, the scaled one
-  and the sum are alive beside the base's output. No dropout before A, so no copy of x.
-- recompute: where a checkpointed layer's last matrix has an adapter, it is recomputed too: the tensor that backward
-  needs last, A x, comes after it.
+- activations: A x (T r values) is kept for backward for each target. While an adapter runs, its output, the scaled
+  output and the sum are alive beside the base's output. There is no dropout before A, so no copy of x.
+- recompute: if a checkpointed layer's last matrix has an adapter, that matrix is recomputed too, because the tensor
+  that backward needs last, A x, comes after it.
 
-An upper bound in two places: inputs that autograd keeps only for a frozen matrix's gradient still count as kept, and
-the backward pass still goes down to the embedding, though nothing below the lowest adapter is needed. Weights quantized
-to less than the working dtype (QLoRA) are not modelled. Source: Hu et al., LoRA, 2021; peft's Linear layer.
+The workload is an upper bound in two places. Inputs that autograd keeps only for a frozen matrix's gradient still count
+as kept. The backward pass still goes down to the embedding, though nothing below the lowest adapter is needed. Weights
+quantized to less than the working dtype (QLoRA) are not modelled. Source: Hu et al., LoRA, 2021; peft's Linear layer.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Adapter:
     """A low-rank adapter.
 
     rank: columns of A^T and B.
-    targets: last names of the modules inside the layers that get one ("q_proj"), or ("all-linear",) for every matrix
-        there; None: the family's usual ones (`default_targets`).
+    targets: last names of the modules inside the layers that get an adapter (such as "q_proj"), or ("all-linear",) for
+        every matrix there; None: the family's usual targets (`default_targets`).
     """
 
     rank: int = 16
@@ -62,11 +62,11 @@ class Adapter:
 
 
 def adapter(given: Adapter | str | int) -> Adapter:
-    """An adapter as people write it: "r=16", "16", "r=8,targets=q_proj+v_proj", or a rank. Raises ModelError for
-    anything else."""
+    """Returns an adapter from its usual forms: "r=16", "16", "r=8,targets=q_proj+v_proj", or a rank. Raises ModelError
+    for any other value."""
     if isinstance(given, Adapter):
         return given
-    number: object = given  # numpy's are numbers, too
+    number: object = given  # numbers of numpy are numbers too
     if not isinstance(number, bool) and isinstance(number, Integral):
         return Adapter(rank=int(number))
     if not isinstance(given, str):
@@ -90,12 +90,12 @@ def adapter(given: Adapter | str | int) -> Adapter:
 
 
 def default_targets(family: str) -> tuple[str, ...]:
-    """The modules peft adapts when none is named: query and value, or the fused matrix that holds them."""
+    """Returns the modules that peft adapts when none is named: query and value, or the fused matrix that holds them."""
     return _DEFAULT[family]
 
 
 def adapter_of(workload: Workload) -> Adapter | None:
-    """The adapter that a workload written by `AdaptedTape` has, read off its tensors; None if it has none."""
+    """Returns the adapter of a workload written by `AdaptedTape`, derived from its tensors; None if it has none."""
     found = [t for t in workload.tensors if t.name.endswith(".lora_A.weight")]
     if not found:
         return None
@@ -116,7 +116,7 @@ class AdaptedTape(Tape):
     """A tape on which every parameter is frozen and every target matrix has an adapter.
 
     tokens: rows of every matmul.
-    input_first: matrices are declared in x out (GPT-2's), not out x in.
+    input_first: whether matrices are declared in x out (as in GPT-2) instead of out x in.
     """
 
     def __init__(self, dtype: str, adapter: Adapter, *, family: str, tokens: int) -> None:
@@ -160,7 +160,7 @@ class AdaptedTape(Tape):
             self._targets[name] = _Target(a, b, inputs, outputs, shape[0] * shape[1])
 
     def size(self, names: Iterable[str]) -> int:
-        """Bytes of the gradients; base parameters have no gradient."""
+        """Returns the bytes of the gradients; base parameters have no gradient."""
         return 0
 
     def weight_products(self, *products: Product) -> list[Product]:
@@ -181,8 +181,8 @@ class AdaptedTape(Tape):
         return target.a, target.b
 
     def _settle(self) -> None:
-        """Add the matmuls of matrices that the moment read but did not multiply: in a recompute that would have ended
-        early, an adapter needs the matmul before it."""
+        """Add the matmuls of matrices that the moment read but did not multiply. A recompute would have ended before
+        these, but an adapter needs the matmul before it."""
         left, self._pending = self._pending, []
         for name in left:
             if name in self._targets and self._phase is Phase.RECOMPUTE:
@@ -233,7 +233,7 @@ class AdaptedTape(Tape):
         self._inside = False
 
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
-        """Base parameters have no gradient; the gradients of adapters are written by `linear_backward`."""
+        """Do nothing: base parameters have no gradient, and `linear_backward` writes the gradients of adapters."""
 
     def linear_backward(
         self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0

@@ -1,18 +1,19 @@
-"""Mixing: block by block, activations kept, recomputed, or moved to the host and back.
+"""Mixing: block by block, activations are kept, recomputed, or moved to the host and back.
 
 Kept and recomputed blocks come from two variants of one model: one keeps the activations of all blocks, the other
 recomputes them. An offloaded block is taken from the variant that keeps.
 
-A block is a module's path up to its first number ("h.5" of "h.5.mlp.c_fc"). What a block leaves behind in forward takes
-memory until its backward is over. So every moment of block b holds the bytes that it holds in the variant it is taken
-from, plus the bytes that the blocks before b leave behind here, less those that they leave behind in that variant.
-Activations of different blocks do not overlap; a trace in which they do is not a stack of blocks and is refused.
+A block is a module's path up to its first number ("h.5" of "h.5.mlp.c_fc"). The activations of a block's forward take
+memory until its backward is over. Every moment of block b therefore holds the bytes that it holds in its own variant,
+plus the bytes that the blocks before b keep here, less the bytes that they keep in that variant. Activations of
+different blocks do not overlap. A trace in which they do is not a stack of blocks and is refused.
 
 [Note: two stashes at a time] A stash has the time of the next offloaded block's forward pass to reach the host, and the
-time of its backward pass to come back: the tide counts the bytes of a block until the first moment behind the next
-offloaded block's forward pass, and again from the last moment before that block's backward pass. So the GPU holds at
-most two stashes: the one that is being made (or used) and the one on its way. Where every second block is offloaded
-each has the time of two blocks. The last offloaded block gets as many blocks' time as the one before it.
+time of that block's backward pass to come back. The tide counts the bytes of a block until the first moment behind the
+next offloaded block's forward pass, and again from the last moment before that block's backward pass. So the GPU holds
+at most two stashes: the stash that is being made (or used) and the stash on its way. If every second block is
+offloaded, each stash has the time of two blocks. The last offloaded block gets as many blocks' time as the one before
+it.
 """
 
 from __future__ import annotations
@@ -38,27 +39,27 @@ __all__ = [
 
 _BLOCK = re.compile(r"(.*?\.\d+)(?:\.|$)")
 BlockRun = tuple[str | None, bool, range]
-"""Block (None: moments of no block), whether it is the forward pass, moments."""
+"""(block, whether it is the forward pass, moments). The block is None for moments of no block."""
 
-_RUNS = ("runs of blocks",)  # of what a workload keeps (`Workload.derived`)
+_RUNS = ("runs of blocks",)  # key of `Workload.derived`
 _Block = tuple[str, range, range]  # name, moments forward, moments backward
 
 
 def block_of(path: str) -> str | None:
-    """The block of a module or parameter ("h.5" of "h.5.mlp.weight"); None outside blocks."""
+    """Returns the block of a module or parameter ("h.5" of "h.5.mlp.weight"); None outside blocks."""
     match = _BLOCK.match(path)
     return match and match[1]
 
 
 def block_names(w: Workload) -> list[str]:
-    """Blocks in the order of the forward pass; empty for a model that is not a stack of them."""
+    """Returns the blocks in the order of the forward pass; empty for a model that is not a stack of blocks."""
     return [block for block, forward, _ in block_runs(w) if block is not None and forward]
 
 
 def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> Workload:
-    """The workload in which the blocks `keep` keep their activations and all others recompute theirs.
+    """Returns the workload in which the blocks `keep` keep their activations and all others recompute theirs.
 
-    Raises TraceError for variants of several micro-batches, for two that are not of the same job, and where they are
+    Raises TraceError for variants of several micro-batches, for variants of different jobs, and for variants that are
     not stacks of the same blocks.
     """
     ours, theirs = block_runs(recomputed), block_runs(kept)
@@ -72,7 +73,7 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
     order = {block: n for n, block in enumerate(blocks)}
     moments: list[Moment] = []
     uses: list[Use] = []
-    below = 0  # blocks whose activations are there
+    below = 0  # blocks whose activations are on the GPU
     for (at, forward, mine), (_, _, other) in zip(ours, theirs):
         variant = int(at in keep)
         if at is not None:
@@ -86,7 +87,7 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
             below += 1
     how = tuple((block, "keep" if block in keep else "recompute") for block in blocks)
     if len({choice for _, choice in how}) == 1:
-        how = ()  # as the variant has it
+        how = ()  # as in the variant
     checkpointing = any(block not in keep for block in blocks)
     return replace(
         recomputed, moments=tuple(moments), uses=tuple(uses), activations=how, stashes=(), checkpointing=checkpointing
@@ -96,7 +97,8 @@ def mix_blocks(recomputed: Workload, kept: Workload, keep: Collection[str]) -> W
 def _check_variants(
     recomputed: Workload, kept: Workload, ours: Sequence[BlockRun], theirs: Sequence[BlockRun]
 ) -> list[str]:
-    """The blocks of both workloads. Raises TraceError unless both are of one job and stacks of the same blocks."""
+    """Returns the blocks of both workloads. Raises TraceError unless both are of one job and stacks of the same
+    blocks."""
     if recomputed.micro_batches != 1 or kept.micro_batches != 1:
         raise TraceError("blocks are mixed in variants of one micro-batch; mix first, then repeat the micro-batch")
     if (recomputed.fingerprint, recomputed.batch, recomputed.sequence) != (kept.fingerprint, kept.batch, kept.sequence):
@@ -117,15 +119,15 @@ def _check_variants(
 
 
 def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> None:
-    """Check names of blocks. Raises TraceError where a name is not a block's, or where there are no blocks."""
+    """Check names of blocks. Raises TraceError for a name that is not a block's, and if there are no blocks."""
     unknown = sorted(set(named) - set(blocks))
     if unknown or not blocks:
         raise TraceError(f"{w.model!r} has no blocks {', '.join(unknown)}" if blocks else "there are no blocks")
 
 
 def _more_below(blocks: Sequence[str], keep: Collection[str], left: Sequence[dict[str, int]]) -> list[list[int]]:
-    """Per variant: bytes that the blocks before the n-th leave behind here, less the bytes that they leave behind in
-    the variant. left: per variant (recomputed, kept), what each block leaves behind in it."""
+    """Returns, per variant, the bytes that the blocks before the n-th keep here, less the bytes that they keep in the
+    variant. left: per variant (recomputed, kept), block -> bytes that it keeps."""
     more = [[0] for _ in left]
     for block in blocks:
         chosen = left[block in keep][block]
@@ -142,10 +144,10 @@ def _uses_by_moment(w: Workload) -> dict[int, list[Use]]:
 
 
 def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
-    """The workload in which the blocks `offload`, which keep their activations in w, move them to the host and back
-    ([Note: two stashes at a time]).
+    """Returns the workload in which the blocks `offload`, which keep their activations in w, move them to the host and
+    back ([Note: two stashes at a time]).
 
-    Raises TraceError as `stashes_of`.
+    Raises the errors of `stashes_of`.
     """
     stashes = stashes_of(w, offload)
     if not stashes:
@@ -157,10 +159,11 @@ def offload_blocks(w: Workload, offload: Collection[str]) -> Workload:
 
 
 def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
-    """The stashes of the blocks `offload`, by [Note: two stashes at a time].
+    """Returns the stashes of the blocks `offload`, by [Note: two stashes at a time].
 
-    Raises TraceError for a workload of several micro-batches or that offloads already, one that is not a stack of
-    blocks, and for a block that recomputes, leaves nothing behind, or is needed again before it could be gone.
+    Raises TraceError for a workload that has several micro-batches, that offloads already, or that is not a stack of
+    blocks. Raises TraceError for a block that recomputes, that keeps nothing, or that is needed again before it could
+    be gone.
     """
     if w.micro_batches != 1 or w.stashes:
         raise TraceError(
@@ -186,8 +189,8 @@ def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
 
 
 def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> list[_Block]:
-    """The blocks in the order of the forward pass. Raises TraceError where w is not a stack of them, or where one to
-    offload is not among them."""
+    """Returns the blocks in the order of the forward pass. Raises TraceError if w is not a stack of blocks, or if a
+    block to offload is not among them."""
     ahead = [(block, run) for block, forward, run in runs if block is not None and forward]
     blocks = [block for block, _ in ahead]
     backward = {block: run for block, forward, run in runs if block is not None and not forward}
@@ -199,8 +202,8 @@ def _stack(w: Workload, runs: Sequence[BlockRun], offload: Collection[str]) -> l
 
 
 def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) -> Stash:
-    """The stash of the n-th block, which has the time of the blocks up to `until` to go to the host and come back.
-    Raises TraceError where that leaves no time."""
+    """Returns the stash of the n-th block, which has the time of the blocks up to `until` to go to the host and come
+    back. Raises TraceError if there is no time."""
     block, forward, backward = stack[n]
     gone, back = stack[until][1][-1] + 1, stack[until][2][0] - 1
     if until == n or back <= gone:
@@ -212,7 +215,7 @@ def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) 
 
 
 def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]:
-    """The moments, less the bytes of stashes that are on the host then."""
+    """Returns the moments without the bytes of stashes that are on the host then."""
     start, peak, end = ([0] * len(w.moments) for _ in range(3))
     for stash in stashes:
         for m in range(stash.gone, stash.back + 1):
@@ -226,8 +229,8 @@ def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]
 
 
 def block_runs(w: Workload) -> Sequence[BlockRun]:
-    """Moments in runs of one block and direction; moments of no block between two runs are a run of their own. Derived
-    once per workload."""
+    """Returns the moments in runs of one block and direction. Moments of no block between two runs are a run of their
+    own. The runs are derived once per workload."""
     known = w.derived.get(_RUNS)
     if not isinstance(known, tuple):
         known = w.derived[_RUNS] = tuple(_block_runs(w.moments))
@@ -244,7 +247,7 @@ def _block_runs(moments: Sequence[Moment]) -> Iterator[BlockRun]:
 
 
 def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
-    """Bytes by which the end of each block's forward lies above its start."""
+    """Returns, per block, the bytes by which the end of its forward lies above its start."""
     return {
         block: w.moments[run[-1]].end_bytes - w.moments[run[0]].start_bytes
         for block, forward, run in runs
@@ -253,7 +256,7 @@ def _left_behind(w: Workload, runs: Sequence[BlockRun]) -> dict[str, int]:
 
 
 def shifted(moment: Moment, shift: int) -> Moment:
-    """The moment with `shift` more non-model bytes, at least 0."""
+    """Returns the moment with `shift` more non-model bytes, at least 0."""
     if not shift:
         return moment
     start, peak, end = (max(0, size + shift) for size in (moment.start_bytes, moment.peak_bytes, moment.end_bytes))
@@ -261,7 +264,7 @@ def shifted(moment: Moment, shift: int) -> Moment:
 
 
 def _with_bytes(moment: Moment, start: int, peak: int, end: int) -> Moment:
-    """The moment with other non-model bytes. (`dataclasses.replace` takes several times as long.)"""
+    """Returns the moment with other non-model bytes. (`dataclasses.replace` takes several times as long.)"""
     return Moment(
         name=moment.name,
         phase=moment.phase,

@@ -1,14 +1,14 @@
-"""Optimizers by name: which states each keeps and what one update moves through memory.
+"""Optimizers by name: the states that each keeps, and the bytes that one update moves through memory.
 
-Bytes per parameter. Every one keeps an fp32 master copy of the parameter (`param32`). The traffic of an update is each
-state read and written, the 2-byte gradient read and the 2-byte parameter written:
+Figures are bytes per parameter. Every optimizer keeps an fp32 master copy of the parameter (`param32`). In an update
+each state is read and written, the 2-byte gradient is read and the 2-byte parameter is written:
 
 - adamw: two fp32 moments. 4 + 4 + 4 read and written, 2 in, 2 out: 28.
 - adamw-bf16-states: both moments in bf16. 4 + 2 + 2 read and written, 2 in, 2 out: 20.
 - sgd-momentum: one fp32 momentum. 4 + 4 read and written, 2 in, 2 out: 20.
 - sgd: no state but the master copy. 4 read and written, 2 in, 2 out: 12.
 
-The executor runs adamw and adamw-bf16-states and says so; the others can be planned.
+The executor runs adamw and adamw-bf16-states, and refuses the others; these can only be planned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPTIMIZERS = {
 
 
 def optimizer_spec(name: str) -> OptimizerSpec:
-    """The optimizer of that name. Raises UnknownName."""
+    """Returns the optimizer of that name. Raises UnknownName."""
     text("optimizer", name, f"one of {', '.join(OPTIMIZERS)}")
     if name not in OPTIMIZERS:
         raise UnknownName("optimizer", name, tuple(OPTIMIZERS))
@@ -46,5 +46,5 @@ def optimizer_spec(name: str) -> OptimizerSpec:
 
 
 def with_optimizer(workload: Workload, name: str) -> Workload:
-    """The same workload under another optimizer. Raises UnknownName."""
+    """Returns the same workload with another optimizer. Raises UnknownName."""
     return replace(workload, optimizer=optimizer_spec(name))

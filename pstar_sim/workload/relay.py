@@ -2,20 +2,21 @@
 
 Depth-first, each micro-batch runs forward and backward through the whole model before the next one begins. In a relay,
 each block runs forward for all micro-batches before the next block does, and then backward for all of them. So a
-block's parameters are needed twice per iteration, however many micro-batches there are.
+block's parameters are needed twice per iteration, for any number of micro-batches.
 
-[Note: cells] The moments of a micro-batch are cut into parts: one per block forward, one per block backward, one for
-what lies between two blocks. What lies between the last block's forward and the last block's backward (head, loss) is
-one part, so that only one micro-batch's logits are alive at a time. A cell is one part of one micro-batch. A relay runs
-the cells part by part, within a part from the first micro-batch to the last. So gradients are added in the same order
-as depth-first, and sums are equal to the bit.
+[Note: cells] The moments of a micro-batch are cut into parts: one part per block forward, one per block backward, and
+one for the moments between two blocks. The moments between the last block's forward and the last block's backward
+(head, loss) are one part, so that only one micro-batch's logits are alive at a time. A cell is one part of one
+micro-batch. A relay runs the cells part by part, and within a part from the first micro-batch to the last. So gradients
+are added in the same order as depth-first, and sums are bit-identical.
 
-The live bytes of a cell are its own and what the other micro-batches have left behind so far. In a model that
-recomputes its activations that is a block's input for each block and micro-batch (the boundary stash), the output of
-the latest block for each micro-batch, and what else autograd holds across parts, such as the gradient of a tied head
-until the embedding's gradient is there. What goes to the host for a block is its input: what the block before has put
-out (`_boundary_bytes`). Two things hold that of the first block as well: a model's own variable, until its forward
-returns (transformers' `inputs_embeds`), so it is on the GPU until then; and the loop, where it is the batch itself.
+The live bytes of a cell are its own bytes and the bytes that the other micro-batches have left so far. In a model that
+recomputes its activations the latter are a block's input for each block and micro-batch (the boundary stash), the
+output of the latest block for each micro-batch, and other bytes that autograd holds across parts, such as the gradient
+of a tied head until the embedding's gradient is there. The stash of a block is its input, the output of the block
+before it (`_boundary_bytes`). Two things may also hold the stash of the first block. A variable of the model
+(transformers' `inputs_embeds`) holds it until the model's forward returns, so it stays on the GPU until then. The loop
+holds it if it is the batch itself.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from pstar_sim.workload.workload import Moment, Stash, Use, Workload, odd_micro_
 __all__ = ["STASH_PLACES", "parts_of", "relay"]
 
 STASH_PLACES = ("gpu", "host")
-"""Where the boundary stash may be."""
+"""Places where the boundary stash may be."""
 
 
 def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
-    """The workload in layer-major order ([Note: cells]); with one micro-batch and the stash on the GPU that is the
-    workload itself.
+    """Returns the workload in layer-major order ([Note: cells]). With one micro-batch and the stash on the GPU, this is
+    the workload itself.
 
     stash: "gpu", or "host" for a boundary stash that goes to the host while the next cell runs and comes back one cell
         before it is needed. A block needed again before its stash could be gone keeps the stash on the GPU: the last
-        block, where there is one micro-batch.
+        block, if there is one micro-batch.
 
-    Raises TraceError for a workload that is layer-major already, offloads activations, is not a stack of blocks, or
-    whose micro-batches do not all have the same moments; and with the stash on the host for one that keeps its
-    activations.
+    Raises TraceError for a workload that is layer-major already, that offloads activations, that is not a stack of
+    blocks, or whose micro-batches do not all have the same moments. With the stash on the host, also raises TraceError
+    for a workload that keeps its activations.
     """
     instance("workload", workload, Workload, "a Workload", error=TraceError)
     if stash not in STASH_PLACES:
@@ -77,15 +78,15 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
 
 
 def parts_of(workload: Workload) -> list[tuple[int, int]]:
-    """(first, last) moment of each part of a layer-major workload, all its micro-batches together. The optimizer step
-    is a part of its own."""
+    """Returns the (first, last) moment of each part of a layer-major workload, of all micro-batches together. The
+    optimizer step is a part of its own."""
     parts: list[tuple[int, int]] = []
     last: tuple[str | None, bool] | None = None
     step = len(workload.moments) - 1
     for block, forward, moments in block_runs(workload):
         if moments[0] == step:
             break
-        kind = (block, block is None or forward)  # the turn is one part
+        kind = (block, block is None or forward)  # the turn to the backward pass is one part
         if kind != last:
             parts.append((moments[0], moments[-1]))
         parts[-1] = (parts[-1][0], min(moments[-1], step - 1))
@@ -94,7 +95,7 @@ def parts_of(workload: Workload) -> list[tuple[int, int]]:
 
 
 def _bodies(w: Workload) -> list[range]:
-    """The moments of each micro-batch. Raises TraceError where these are not the same for all."""
+    """Returns the moments of each micro-batch. Raises TraceError if these are not the same for all micro-batches."""
     begin = [next(i for i, m in enumerate(w.moments) if m.micro_batch == u) for u in range(w.micro_batches)]
     bodies = [range(a, b) for a, b in zip(begin, [*begin[1:], len(w.moments) - 1])]
     odd = odd_micro_batch(w)
@@ -107,7 +108,7 @@ def _bodies(w: Workload) -> list[range]:
 
 
 def _parts(w: Workload, body: range) -> list[BlockRun]:
-    """The parts of a micro-batch. Raises TraceError where there are no blocks."""
+    """Returns the parts of a micro-batch. Raises TraceError if there are no blocks."""
     runs = [
         (block, forward, range(moments[0], min(moments[-1], body[-1]) + 1))
         for block, forward, moments in block_runs(w)
@@ -124,7 +125,7 @@ def _parts(w: Workload, body: range) -> list[BlockRun]:
 
 
 def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
-    """The moments of all cells in order, with the bytes of the other micro-batches added."""
+    """Returns the moments of all cells in order, with the bytes of the other micro-batches added."""
     level = {w.moments[cell[0]].micro_batch: w.moments[cell[0]].start_bytes for cell in reversed(cells)}
     total = sum(level.values())
     moments: list[Moment] = []
@@ -138,12 +139,12 @@ def _levelled(w: Workload, cells: Sequence[Sequence[int]]) -> list[Moment]:
 
 
 def _step(w: Workload, moments: Sequence[Moment]) -> Moment:
-    """The optimizer step, behind all micro-batches instead of the last."""
+    """Returns the optimizer step, behind all micro-batches instead of the last."""
     return shifted(w.moments[-1], moments[-2].end_bytes - w.moments[-2].end_bytes)
 
 
 def _stashed(made: Workload, source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequence[int]]) -> Workload:
-    """The layer-major workload `made` of `source` with the boundary stash on the host."""
+    """Returns the layer-major workload `made` of `source`, with the boundary stash on the host."""
     count = source.micro_batches
     first = list(accumulate((len(cell) for cell in cells), initial=0))  # moment of each cell
     backward = _backward_parts(parts)
@@ -173,13 +174,15 @@ def _stashed(made: Workload, source: Workload, parts: Sequence[BlockRun], cells:
 
 
 def _boundary_bytes(w: Workload, begin: int, ahead: Sequence[Sequence[int]], back: Sequence[int]) -> list[int]:
-    """What goes to the host for each block of one micro-batch.
+    """Returns the bytes that go to the host for each block of one micro-batch.
 
-    begin: its first moment. ahead: the moments of each block's forward. back: where each block's backward begins.
+    begin: its first moment.
+    ahead: the moments of each block's forward.
+    back: the moment at which each block's backward begins.
 
-    Where a block's backward begins, the level is what all blocks up to it have left behind, and the gradient of its
-    output. From one block to the next this rises by a block's output, which is the input of the block after it. Where
-    blocks keep activations of their own it rises by those.
+    When a block's backward begins, the level is the sum of the bytes that all blocks up to it keep, and the gradient of
+    its output. From one block to the next this sum rises by a block's output, which is the input of the block after it.
+    If blocks keep activations of their own, it rises by those too.
     """
     if not back:
         return []
@@ -193,17 +196,19 @@ def _boundary_bytes(w: Workload, begin: int, ahead: Sequence[Sequence[int]], bac
 
 
 def _backward_parts(parts: Sequence[BlockRun]) -> dict[str, int]:
-    """Block -> the part that is its backward."""
+    """Returns block -> the part that is its backward."""
     return {block: n for n, (block, forward, _) in enumerate(parts) if block is not None and not forward}
 
 
 def _stashes_of(
     block: str, sizes: Sequence[int], first: Sequence[int], ahead: int, back: int, held: int
 ) -> list[Stash]:
-    """The stash of each micro-batch in a block; none where one of the micro-batches has nothing to stash or no time.
+    """Returns the stash of each micro-batch in a block; none if a micro-batch has nothing to stash or no time.
 
-    sizes: bytes for each micro-batch. first: the first moment of each cell. ahead, back: the block's first cell in
-    forward and in backward. held: the cell of the first micro-batch up to which something else holds the bytes.
+    sizes: bytes for each micro-batch.
+    first: the first moment of each cell.
+    ahead, back: the block's first cell in forward and in backward.
+    held: the cell of the first micro-batch up to which something else holds the bytes.
     """
     made: list[Stash] = []
     for u, size in enumerate(sizes):
