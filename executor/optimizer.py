@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["OffloadedAdamW"]
 
 _STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance", "param32": "param32"}
-"""Keys of a parameter's state in a state dict, and the chunks' lists that hold them."""
+"""Key of a parameter's state in a state dict -> the chunks' list that holds it."""
 _KERNEL = {"fused": True, "foreach": None, "decoupled_weight_decay": True}
 """What torch.optim.AdamW calls the arithmetic of every update here; it takes its kernel from the groups it loads."""
 
@@ -34,7 +34,7 @@ _KERNEL = {"fused": True, "foreach": None, "decoupled_weight_decay": True}
 class OffloadedAdamW(torch.optim.Optimizer):
     """The optimizer of a prepared model.
 
-    `session`: the run behind it.
+    session: the run behind it.
     """
 
     session: Session
@@ -42,7 +42,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
     def __init__(self, groups: Sequence[dict[str, Any]], spec: AdamW) -> None:
         self._sealed = False
         numbers: dict[str, Any] = {name: getattr(spec, name) for name in NUMBERS}
-        # Of this torch's own AdamW, so that groups carry whatever its groups do.
+        # The defaults of this torch's own AdamW, so that groups have the same keys.
         defaults = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], **numbers, fused=True).defaults
         super().__init__([dict(group) for group in groups], defaults)
         self._name_kernel()
@@ -53,8 +53,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
             group.update({name: value for name, value in _KERNEL.items() if name in self.defaults})
 
     def hyper(self) -> list[Hyper]:
-        """Numbers of every group now. Raises ContractError for a switch that is on and that updates here do not
-        support."""
+        """Returns the current settings of every group. Raises ContractError for a switch that is on and not supported
+        here."""
         for number, group in enumerate(self.param_groups):
             if refused := refused_in(group):
                 raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; set it to False")
@@ -82,8 +82,8 @@ class OffloadedAdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def share_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the groups of another optimizer over the same parameters from now on: a scheduler that was made with it
-        writes there, and hears that steps are taken."""
+        """Read the groups of another optimizer over the same parameters from now on. A scheduler that was made with
+        that optimizer writes to these groups, and is told of each step."""
         for mine, theirs in zip(self.param_groups, optimizer.param_groups):
             theirs.update({key: value for key, value in mine.items() if key not in theirs})
         self.param_groups = optimizer.param_groups
@@ -95,10 +95,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         self.register_step_post_hook(tell)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the current states, in torch.optim.AdamW's form: "state" by parameter number with step, exp_avg and
-        exp_avg_sq. Parameters narrower than fp32 also have "param32", the master copy; with loss scaling there is also
-        "loss_scaling". A torch.optim.AdamW over the same fp32 parameters that loads the states goes on bit-identically;
-        it ignores these two extra keys and has no master copies."""
+        """Returns copies of the current states, in torch.optim.AdamW's form: "state" by parameter number with step,
+        exp_avg and exp_avg_sq. Parameters narrower than fp32 also have "param32", the master copy; with loss scaling
+        there is also "loss_scaling". A torch.optim.AdamW over the same fp32 parameters that loads the states continues
+        bit-identically; it ignores these two extra keys and has no master copies."""
         session = self.session
         rows: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -116,7 +116,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
                 rows[parameter] = row
         self.state.update(rows)
         try:
-            packed = super().state_dict()  # numbers parameters and calls the hooks, as in torch
+            packed = super().state_dict()  # torch's own method numbers the parameters and calls the hooks
         finally:
             self.state.clear()
         return packed if session.scaling is None else {**packed, "loss_scaling": session.scaling.state_dict()}
@@ -146,7 +146,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
             post_hook(self)
 
     def _load_row(self, tensor: int, row: Mapping[str, Any] | None) -> None:
-        """The states of one tensor; None: it has had no update yet."""
+        """Load the states of one tensor; None: it has had no update yet."""
         session = self.session
         session.contents.steps_taken[tensor] = 0 if row is None else int(row["step"])
         for key, list_name in _STATES.items():
@@ -188,16 +188,16 @@ class OffloadedAdamW(torch.optim.Optimizer):
         return save(self, folder, extra=extra)
 
     def load(self, folder: str | Path, *, generators: bool = True) -> Restored:
-        """Go on from a checkpoint, under this plan or another. See `executor.saving.restoring.load`."""
+        """Continue from a checkpoint, under this plan or another. See `executor.saving.restoring.load`."""
         return load(self, folder, generators=generators)
 
     def _tensors(self) -> list[int | None]:
-        """Tensor index of every parameter, in the order of the groups."""
+        """Returns the tensor index of every parameter, in the order of the groups."""
         return [tensor_of(p) for group in self.param_groups for p in group["params"]]
 
 
 def _check_row(what: str, key: Any, row: Mapping[str, Any], shape: tuple[int, ...] | None) -> None:
-    """The states of one parameter are AdamW's, of its shape."""
+    """Check that the states of one parameter are AdamW's and have its shape."""
     missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in row]
     if missing:
         raise ContractError(f"{what}: the state of parameter {key} has no {missing[0]}; give the state of an AdamW")

@@ -1,4 +1,4 @@
-"""prepare: put a model under a plan. Everything that can be wrong is found before anything is allocated or changed."""
+"""prepare: puts a model under a plan. It finds all errors before anything is allocated or changed."""
 
 from __future__ import annotations
 
@@ -70,28 +70,28 @@ def prepare(
     count: CountOf = count_of,
     timeout_s: float = 600.0,
 ) -> tuple[nn.Module, OffloadedAdamW]:
-    """Run `model` under `plan` from now on: the same model, and the optimizer whose `step` the loop calls.
+    """Run `model` under `plan` from now on. Returns the same model, and the optimizer whose `step` the loop calls.
 
-    device: "virtual", "cuda" or "cuda:N". The model is on the CPU (or on meta, with weights), or on that device; its
-        buffers are moved there, the loop's batches have to be there.
-    machine: the machine the run is on, compared with the plan's.
+    device: "virtual", "cuda" or "cuda:N". The model is on the CPU (or on meta, with weights), or on that device. Its
+        buffers are moved to the device, and the loop's batches have to be there.
+    machine: the machine of this run, compared with the plan's.
     bandwidth, adam_threads, gpu_memory: see DeviceOptions.
-    weights: a folder (or file) of safetensors whose values the model gets, streamed into the chunks; the model's
-        parameters may then be on meta (see `parameters_on_meta`), and nothing but the chunks is allocated.
+    weights: a folder (or file) of safetensors with the model's values, streamed into the chunks; the model's parameters
+        may then be on meta (see `parameters_on_meta`), and nothing but the chunks is allocated.
     queues: "threads", or a queues object.
     threads: torch threads of the virtual accelerator's compute queue until the session is closed (None leaves them).
     watchdog_s: see ThreadQueues.
     replan_after: number of iterations off plan in a row after which a new plan is made (0: never).
-    check: run the plan's independent checker first, and compare the first iteration's tide with the plan's (where it is
-        higher, the session goes on under a new plan: measuring/first.py).
-    group: the processes of a plan of several ranks (default: torch.distributed's, if it is initialised); every one
+    check: run the plan's independent checker first, and compare the first iteration's tide with the plan's (if it is
+        higher, the session continues under a new plan: measuring/first.py).
+    group: the processes of a plan of several ranks (default: torch.distributed's, if it is initialised). Every process
         calls prepare with the same plan and settings, and all begin with the parameters and buffers of the first.
     count: [Note: the weight of a rank] in distributed/ranks.py.
     timeout_s: seconds after which a collective of the run's own fails.
 
-    Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine,
-    ContractError for a model that is prepared already, DoesNotFit if host memory is short, WeightsError for weights
-    that are broken or not of this model; the model is then unchanged. If reading the weights fails, or anything after
+    Raises PlanError for a plan that fails its check or was made for another model, dtype, optimizer setting or machine;
+    ContractError for a model that is prepared already; DoesNotFit if host memory is short; WeightsError for weights
+    that are broken or for another model. The model is then unchanged. If reading the weights fails, or anything after
     that, parameters whose values are in the weights are left without memory.
     """
     options = DeviceOptions(bandwidth=bandwidth, adam_threads=adam_threads, gpu_memory_bytes=gpu_memory)
@@ -127,7 +127,7 @@ def prepare(
             model, plan, given.parameters, arena=arena, backend=made, queues=driven, ranks=ranks, options=settings
         )
         sessions.append(session)
-        undo.pop_all()  # the session's matter from here on
+        undo.pop_all()  # the session gives these back from here on
         session.listen()
         session.resources.at_end.append(take_threads_back)
         session.on_close.append(put_buffers_back)
@@ -175,7 +175,7 @@ def _require_unprepared(model: nn.Module) -> None:
         return
     reader = reader_left(prepared)
     if reader is not None and reader.host.queues.progress is None:
-        reader.host.loop.require_running()  # a prepare that was interrupted: there is no optimizer to close
+        reader.host.loop.require_running()  # left by an interrupted prepare, which returned no optimizer to close
     raise ContractError("the model is prepared already; call optimizer.session.close() before preparing it again")
 
 
@@ -209,11 +209,12 @@ def _require_same(ranks: Ranks, given: _Given) -> None:
     )
 
 
-# -- what the session is made of --------------------------------------------------------------------------------------
+# -- parts of the session ---------------------------------------------------------------------------------------------
 
 
 def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Arena:
-    """Returns the plan's memory, not taken yet. Raises DoesNotFit where the host has less than it needs."""
+    """Returns the arena of the plan, before it takes memory. Raises DoesNotFit where the host has less memory than it
+    needs."""
     arena = Arena(given.plan, backend, rank=0 if ranks is None else ranks.rank)
     check_host_memory(
         given.plan,
@@ -227,14 +228,14 @@ def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Ar
 
 
 def _host_bytes(parameters: Sequence[nn.Parameter]) -> int:
-    """Returns host memory of the model's own storages, each counted once: views share one storage; storages of a device
-    are not in host memory."""
+    """Returns the bytes of host memory of the model's own storages. Views share a storage, which counts once; storages
+    of a device are not in host memory."""
     storages = {storage_key(p): p.untyped_storage() for p in parameters if p.device.type == "cpu"}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> Queues:
-    """Returns the queues asked for. Raises PlanError for a name that is not known, and for queues that do not suit the
+    """Returns the requested queues. Raises PlanError for a name that is not known, and for queues that do not suit the
     backend."""
     if queues == "threads":
         queues = queues_for(backend, watchdog_s=watchdog_s)
@@ -252,7 +253,7 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
 
 def _set_up_process(backend: Backend, threads: int | None) -> Callable[[], None]:
     """Set the process up where the host computes for the accelerator: freed pages are kept, and torch gets `threads`
-    threads (None: all it has). Returns a function that gives the threads back."""
+    threads (None: no change). Returns a function that gives the threads back."""
     if backend.device.type != "cpu":
         return lambda: None
     if not keep_freed_pages():
@@ -284,7 +285,7 @@ def _skeleton(model: nn.Module) -> nn.Module | None:
         )
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:  # a module may hold anything; only captures of other shapes are lost
+    except Exception as error:  # a module may hold any object; without a copy only captures of other shapes are lost
         log.info("%s cannot be copied: %s", type(model).__name__, error)
         return None
 
@@ -293,14 +294,14 @@ def _skeleton(model: nn.Module) -> nn.Module | None:
 
 
 def _load(session: Session, source: Weights | None) -> None:
-    """The values move into the chunks. Raises WeightsError for a file that changed after its header was read."""
+    """Move the values into the chunks. Raises WeightsError for a file that changed after its header was read."""
     session.weights_note = source.note if source is not None else ""
     with torch.no_grad():
         load_parameters(session, source)
 
 
 def _stop_at_exit(session: Session) -> None:
-    """Stop the queues before the interpreter goes down, when no thread may be inside torch."""
+    """Stop the queues before the interpreter ends, when no thread may be inside torch."""
     keeper = weakref.ref(session)
 
     def stop() -> None:
@@ -317,7 +318,7 @@ def _stop_at_exit(session: Session) -> None:
 def _given_back_on_error(
     backend: Backend | None, sessions: Sequence[Session], source: Weights | None = None
 ) -> Iterator[None]:
-    """On an error inside, give back everything taken for the run, which does not begin.
+    """Inside this context, an error gives back everything taken for the run, which then does not begin.
 
     backend: None where the caller made it.
     sessions: holds the run's session once there is one; the session gives the backend back itself.
@@ -335,8 +336,8 @@ def _given_back_on_error(
 
 def _call_off(session: Session, error: BaseException, source: Weights | None) -> None:
     """End a session that `prepare` does not return. The model gets its values back, except for values that came from a
-    source, and not where ranks hold slices of them. An interruption ends the run as it stands: the values may be in no
-    one place."""
+    source, and not where ranks hold slices of them. After an interruption the run ends at once, without values: they
+    may be incomplete in both places."""
     if not isinstance(error, Exception):
         session.ending.interrupt(
             "executor.prepare was interrupted while values moved into the chunks; build or load the model again"
@@ -345,7 +346,7 @@ def _call_off(session: Session, error: BaseException, source: Weights | None) ->
     try:
         if session.ranks is None:
             unload_parameters(session, session.home, source)
-    except Exception as second:  # the device may be lost; the error that prepare ends with is the first
+    except Exception as second:  # the device may be lost; prepare raises the first error
         log.warning("the parameters are left without values: %s: %s", type(second).__name__, second)
     finally:
         session.close(restore=False)
@@ -353,7 +354,7 @@ def _call_off(session: Session, error: BaseException, source: Weights | None) ->
 
 @contextlib.contextmanager
 def _announced_on_error(ranks: Ranks | None) -> Iterator[None]:
-    """An error inside reaches the other ranks, which would wait for this one."""
+    """Inside this context, an error is reported to the other ranks, which would otherwise wait for this rank."""
     try:
         yield
     except BaseException as error:

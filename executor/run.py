@@ -1,7 +1,7 @@
-"""A training job by name: build the model, record its warm-up, run a plan, run the same steps in plain PyTorch.
+"""A training job by name: builds the model, records its warm-up, runs a plan, runs the same steps in plain PyTorch.
 
-What `pstar run`, the demo and the benchmarks do between loading a plan and printing a table. The loop itself is
-`training.py`, the run is `prepare`'s; this adds the checks before and the clean end whatever happens.
+It is the part of `pstar run`, the demo and the benchmarks between loading a plan and printing a table. The loop itself
+is `training.py`, the run is `prepare`'s; this file adds the checks before and a clean end in every case.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a training job did, and what was measured of it.
+    """The results of a training job, and its measured figures.
 
     reports: one per step.
     timeline: measured timeline of the last timed iterations; None if the last iteration left the plan. Its tide is
         measured where there is `measured`, else it is the plan's tide at measured times.
-    measured: bytes of one untimed iteration that keeps the predicted order of events (None if it was not asked for).
+    measured: bytes of one untimed iteration that keeps the predicted order of events (None if it was not requested).
     deviations: how the run left the plan, if it did.
     plan: the plan that the run ended with.
     tide: tide of the first iteration, beside the plan's tide.
-    notes: where weights came from, and the checkpoint from which the run went on.
+    notes: where weights came from, and the checkpoint from which the run continued.
     shared: figures of all ranks together; None on one rank.
     taken_by_others: share of the machine's processor time that other programs had during the steps, 0 to 1; None where
         that cannot be measured.
@@ -70,14 +70,14 @@ class RunResult:
 
 
 def check_device(plan: Plan, device: str) -> None:
-    """Raise PlanError if the plan cannot run on `device` in one process: made for several, for other hardware, or not
-    from a trace of a module."""
+    """Raise PlanError if the plan cannot run on `device` in one process: it was made for several processes, for other
+    hardware, or not from a trace of a module."""
     check_processes(plan, 1)
     check_hardware(plan, device)
 
 
 def check_hardware(plan: Plan, device: str) -> None:
-    """`check_device` for any number of ranks."""
+    """Do the checks of `check_device` that hold for any number of ranks."""
     if is_cuda(device):
         cuda_device(device)
     elif device != "virtual":
@@ -98,9 +98,9 @@ def check_hardware(plan: Plan, device: str) -> None:
 
 
 def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: int | None) -> Machine:
-    """Returns the machine whose GPU budget a warm-up on `device` keeps. If no machine is given: the virtual
-    accelerator's figures with the memory given; on CUDA also with the card's name, and by default with the card's
-    memory less the room that a run keeps (executor/devices/headroom.py)."""
+    """Returns the machine whose GPU budget a warm-up on `device` keeps. Without `machine` it has the virtual
+    accelerator's figures and the given memory. On CUDA it then has the card's name and, by default, the card's memory
+    less the room that a run keeps (executor/devices/headroom.py)."""
     if not is_cuda(device):
         if device != "virtual":
             raise PlanError(f"device {device!r} is not known; use --device virtual, cuda or cuda:N")
@@ -123,7 +123,7 @@ def recording_machine(device: str, machine: Machine | None, gpu_memory_bytes: in
 
 
 def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Returns the batches, each copied to the device as it is drawn."""
+    """Yields the batches, each copied to the device as it is drawn."""
     if device.type == "cpu":
         return batches
     return (map_batch(one, lambda tensor: tensor.to(device, non_blocking=True)) for one in batches)
@@ -134,10 +134,10 @@ class TrainingJob:
     """A training job by name.
 
     model: name of the model, as for `pstar trace`.
-    batch, sequence: sequences of one micro-batch, and tokens of each.
+    batch, sequence: sequences of one micro-batch, and tokens per sequence.
     data: "text:FOLDER" or None.
     bandwidth: bytes per second of the virtual link, (to the gpu, to the host); None = as fast as memory copies.
-    weights: folder that the model's values come from; None: initialised by the seed.
+    weights: folder with the model's values; None: initialised by the seed.
     """
 
     model: str
@@ -157,8 +157,8 @@ class TrainingJob:
     def of_plan(
         cls, plan: Plan, model: str, *, data: str | None, lr: float, seed: int, weights: str | None = None
     ) -> TrainingJob:
-        """Returns the job a plan was made for, on a model given by name. Where the plan chooses for each block, the
-        model's own checkpointing stays off: the plan's choices are carried out by `prepare`."""
+        """Returns the job that a plan was made for, on a model given by name. If the plan chooses for each block, the
+        model's own checkpointing stays off: `prepare` carries out the plan's choices."""
         w = plan.workload
         return cls(
             model=model,
@@ -175,7 +175,10 @@ class TrainingJob:
         )
 
     def build(self, *, empty: bool = False) -> BuiltModel:
-        """Returns the model with real weights, the same for the same seed; empty: its parameters on meta."""
+        """Returns the model with real weights, the same for the same seed.
+
+        empty: whether its parameters are on meta.
+        """
         return build(
             self.model,
             batch=self.batch,
@@ -189,15 +192,22 @@ class TrainingJob:
         )
 
     def batches(self, built: BuiltModel, *, text: ByteText | None = None, skip: int = 0) -> Iterator[Any]:
-        """Endless batches, the same for the same seed. text: the data, if it is open. skip: sequences drawn before."""
+        """Yields endless batches, the same for the same seed.
+
+        text: the data, if it is open.
+        skip: number of sequences drawn before.
+        """
         text = open_data(self.data) if text is None else text
         return batches_like(built.example_batch, text, vocabulary=built.vocabulary, seed=self.seed, skip=skip)
 
     def record(
         self, machine: Machine, *, device: str = "virtual", gpu_memory: int | None = None, group: Any = None
     ) -> Workload:
-        """Returns the workload of a real warm-up iteration on `device`, within the GPU budget of `machine`. gpu_memory:
-        what it may use of a CUDA device, as for `prepare`. group: of this process alone, where it is one of several."""
+        """Returns the workload of a real warm-up iteration on `device`, within the GPU budget of `machine`.
+
+        gpu_memory: bytes of a CUDA device that it may use, as for `prepare`.
+        group: a process group of this process alone, where it is one of several.
+        """
         if is_cuda(device):
             machine = recording_machine(device, machine, gpu_memory)
         built = self.build(empty=self.weights is not None)
@@ -233,9 +243,11 @@ class TrainingJob:
 
         steps: number of steps in all; steps before the checkpoint count too.
         bandwidth, gpu_memory: as for `prepare`.
-        order: predicts a plan's timeline; with it, one more iteration is run untimed in the order that it predicts of
-            the plan that the run ended with, to measure bytes.
-        keeping: checkpoints. The session is closed whatever happens; what was raised goes on.
+        order: predicts a plan's timeline. With it, one more iteration runs untimed, in the order predicted for the plan
+            that the run ended with, to measure bytes.
+        keeping: checkpoints.
+
+        The session is closed in every case; errors pass through.
         """
         check_hardware(plan, device)
         keeping = keeping or Keeping()
@@ -297,7 +309,7 @@ class TrainingJob:
             session.close(restore=False)
 
     def _unread(self, keeping: Keeping) -> str:
-        """For the user: weights that were given and not read; "" for none."""
+        """Returns a note for the user on weights that were given and not read; "" for none."""
         if keeping.weights is None or self.weights is None:
             return ""
         return f"{self.weights} was not read: the weights are the checkpoint's"
@@ -305,7 +317,7 @@ class TrainingJob:
     def run_plain(
         self, plan: Plan, *, steps: int, on_step: Callable[[StepReport], None] | None = None
     ) -> list[StepReport]:
-        """Returns the same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`.
+        """Run the same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`.
         Plain AdamW has no fp32 master weights, so a bf16 job's losses agree only roughly."""
         built = self.build()
         parameters = list(built.module.parameters())
@@ -342,15 +354,15 @@ def _look_back(
     micro_batches: int,
     order: Callable[[Plan], Timeline] | None,
 ) -> tuple[Timeline | None, Measured | None]:
-    """Timeline of a run's last iterations, None if the last was not on plan; and the bytes of one more iteration in the
-    order that `order` predicts (None: in its own, on several ranks alone)."""
+    """Returns the timeline of a run's last iterations, None if the last was not on plan; and the bytes of one more
+    iteration in the order that `order` predicts (None: in its own order, on several ranks only)."""
     session = optimizer.session
     if not any(log.on_plan for log in list(session.steps.logs)[-1:]):
         return None, None
     timeline = session.timeline()
     if order is None and session.ranks is None:
         return timeline, None
-    # Drawn before: the corpus lies in host memory and is not a part of what the accelerator holds.
+    # Drawn before the count: the corpus lies in host memory and does not count for the accelerator.
     drawn = iter([next(batches) for _ in range(2 * micro_batches)])
     measured = session.measure_iteration(
         lambda: train_step(model, optimizer, drawn, micro_batches), None if order is None else order(session.plan)

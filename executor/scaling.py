@@ -1,15 +1,15 @@
 """Loss scaling: keeps fp16 gradients in range without any change of the user's loop.
 
 Gradients of an fp16 model are multiplied where they enter it and divided in the fp32 update, so `loss.backward();
-optimizer.step()` stays as it is. The scale moves as torch.amp.GradScaler moves it: an iteration in which a gradient is
-not finite updates nothing (no value, no moment, no step count) and the scale falls; after `growth_interval` good ones
-in a row it grows.
+optimizer.step()` stays as it is. The scale changes as in torch.amp.GradScaler: an iteration in which a gradient is not
+finite updates nothing (no value, no moment, no step count), and the scale falls. After `growth_interval` iterations
+without an overflow in a row it grows.
 
-[Note: where the scale acts] Inside the model only. `guard_boundary` puts a view behind every output of the root whose
-backward multiplies, and one before every input that requires a gradient whose backward divides. A tensor hook on the
-output itself would not do: an output such as the logits is also an inner value of the loss beside it, and what comes
-down from there is scaled already. Gradients outside the model (of the loop's own tensors, of what feeds the model) are
-plain torch's, and a model called on its own output scales once.
+[Note: where the scale acts] The scale acts inside the model only. `guard_boundary` puts a view behind every output of
+the root whose backward multiplies, and a view before every input with a gradient whose backward divides. A tensor hook
+on the output itself would be wrong: an output such as the logits is also an inner value of the loss beside it, and the
+gradient from the loss is scaled already. Gradients outside the model (of the loop's own tensors, of modules before the
+model) are plain torch's, and a model called on its own output scales once.
 
 Knows neither chunks nor plans; `Update` (memory/update.py) carries the decision of one iteration.
 """
@@ -36,10 +36,12 @@ log = logging.getLogger("executor")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How the scale moves; the defaults are torch.amp.GradScaler's.
+    """The settings of the scale; the defaults are torch.amp.GradScaler's.
 
-    growth_interval: iterations without an overflow after which it grows, 0 for a scale that never moves (an overflow
-    then only skips the update). Raises PlanError for numbers out of range.
+    growth_interval: number of iterations without an overflow after which the scale grows; 0 for a fixed scale (an
+        overflow then only skips the update).
+
+    Raises PlanError for numbers out of range.
     """
 
     init_scale: float = 2.0**16
@@ -59,14 +61,14 @@ class LossScale:
 
 
 def needs_loss_scaling(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether gradients of a model with these parameters pass through fp16: some parameter is fp16, frozen ones
-    included (an adapter in fp32 on an fp16 base)."""
+    """Returns whether gradients of a model with these parameters pass through fp16: whether some parameter is fp16,
+    frozen ones included (an adapter in fp32 on an fp16 base)."""
     return any(t.dtype == "fp16" for t in tensors)
 
 
 def loss_scale_for(asked: str | float | LossScale | None, tensors: Iterable[Tensor]) -> LossScale | None:
-    """What AdamW(loss_scale=asked) means for a model of these parameters. None asks for what they need: a dynamic
-    scale if some are fp16, else none. Raises PlanError for anything else."""
+    """Returns the scale that AdamW(loss_scale=asked) means for a model of these parameters. None means a dynamic scale
+    if some parameters are fp16, else no scale. Raises PlanError for another value."""
     if asked is None:
         return LossScale() if needs_loss_scaling(tensors) else None
     if isinstance(asked, LossScale):
@@ -84,8 +86,8 @@ def loss_scale_for(asked: str | float | LossScale | None, tensors: Iterable[Tens
 class LossScaling:
     """The scale of a run.
 
-    scale: factor with which gradients that arrive now were multiplied.
-    skipped_steps: iterations that overflowed.
+    scale: factor by which gradients that arrive now were multiplied.
+    skipped_steps: number of iterations that overflowed.
     """
 
     def __init__(self, spec: LossScale) -> None:
@@ -99,8 +101,8 @@ class LossScaling:
         self._norms = []
 
     def see(self, gradient: torch.Tensor) -> None:
-        """Note the norm of a gradient that arrived. The norm tells of an element that is not finite (or of one beyond
-        1e19, which only bf16 and fp32 have)."""
+        """Note the norm of a gradient that arrived. The norm shows an element that is not finite (or beyond 1e19, which
+        only bf16 and fp32 have)."""
         self._norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
 
     def overflowed(self) -> bool:
@@ -113,7 +115,7 @@ class LossScaling:
         return not all(bool(torch.isfinite(torch.stack(norms)).all()) for norms in devices.values())
 
     def close_iteration(self, overflowed: bool) -> None:
-        """Move the scale, as GradScaler.update does."""
+        """Change the scale, as GradScaler.update does."""
         self._norms = []
         moves = self.spec.growth_interval > 0
         if overflowed:
@@ -145,8 +147,8 @@ class LossScaling:
 
 
 class _Boundary(torch.autograd.Function):
-    """The same values; the gradient times `factor()`. A view, so it costs no memory; a scalar is copied, because loops
-    write into losses (`loss /= n`) and torch forbids that in a view of this kind (it raises)."""
+    """Passes values on unchanged and multiplies their gradient by `factor()`. The result is a view, so it costs no
+    memory. A scalar is copied, because loops write into losses (`loss /= n`), which torch forbids in such a view."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, factor: Callable[[], float]) -> torch.Tensor:
@@ -165,8 +167,11 @@ def guard_boundary(
     *,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda hook: hook,
 ) -> list[Any]:
-    """Scale gradients inside `model` from now on; see [Note: where the scale acts]. scale: read in each backward. wrap:
-    applied to both hooks (`executor.moments.compiled.untraced`). Returns the hooks' handles."""
+    """Scale gradients inside `model` from now on; see [Note: where the scale acts]. Returns the hooks' handles.
+
+    scale: read in each backward.
+    wrap: applied to both hooks (`executor.moments.compiled.untraced`).
+    """
 
     def shrink() -> float:
         return 1.0 / scale()
@@ -186,7 +191,7 @@ def guard_boundary(
 
 
 def _bounded(value: Any, factor: Callable[[], float], made: dict[int, torch.Tensor]) -> Any:
-    """`value` with a boundary at each tensor that has a gradient; the same object where there is none."""
+    """Returns `value` with a boundary at each tensor that has a gradient; the same object where there is none."""
 
     def bounded(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())):

@@ -37,11 +37,13 @@ def train_step(
     *,
     number: int = 0,
 ) -> float:
-    """One step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean
-    loss. Raises ModelError when a loss is not finite, before its backward. number: of the step, for the message.
+    """Run one step of the usual loop: every micro-batch forward and backward, then step and zero_grad. Returns the mean
+    loss. Raises ModelError when a loss is not finite, before its backward.
 
-    Where the accelerator refuses memory inside an operator, a prepared model climbs its ladder (see off_plan/) and
-    the same micro-batches run again, with the same random numbers. Under a plan of the relay the session runs the step.
+    number: number of the step, for the message.
+
+    If the accelerator refuses memory inside an operator, a prepared model climbs its ladder (see off_plan/), and the
+    same micro-batches run again with the same random numbers. Under a plan of the relay the session runs the step.
     """
     session = getattr(optimizer, "session", None)
     if session is not None and session.plan.workload.relayed:
@@ -60,7 +62,7 @@ def train_step(
         except (OutOfMemory, torch.OutOfMemoryError) as error:
             if session is None:
                 raise
-            refused = error.with_traceback(None)  # its frames hold what the forward left
+            refused = error.with_traceback(None)  # the error's frames hold the forward's tensors
         session.ladder.recover(refused)
         before.restore()
     optimizer.step()
@@ -86,7 +88,8 @@ def _finite(loss: torch.Tensor, number: int) -> float:
 
 
 def _checked(prepared: torch.nn.Module, micro_batches: int, number: int) -> Callable[[torch.nn.Module, Any], Any]:
-    """Returns the loss of a forward; finite in the prepared model (its copy under fake tensors has no values)."""
+    """Returns a loss function that raises ModelError if the prepared model's loss is not finite. The model's copy under
+    fake tensors has no values and is not checked."""
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         value = forward_loss(model, batch)

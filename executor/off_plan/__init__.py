@@ -1,1 +1,1 @@
-"""Iterations without a plan, or off the plan: on-demand fetches, warm-up, and the ladder when memory runs out."""
+"""Off the plan: iterations without a plan, on-demand fetches, warm-up, and the ladder when memory runs out."""

@@ -1,4 +1,4 @@
-"""Cut: the places of a plan between two iterations, and the ways back to them."""
+"""Cut: the places of a plan's payloads between two iterations, and the ways to bring payloads back there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Host", "Places", "PlanCut"]
 
 GPU, HOST = Place.GPU, Place.HOST
 Places = frozenset[tuple[Place, int, str]]
-"""(place, chunk, list) of what is resident."""
+"""(place, chunk, list) of each resident payload."""
 
 
 class Climbing(Protocol):
@@ -57,7 +57,7 @@ class PlanCut:
         self.states = states
 
     def return_to(self) -> None:
-        """Bring the places to the plan's cut and let the queues begin the next iteration."""
+        """Bring the payloads to the plan's cut and let the queues begin the next iteration."""
         host = self.host
         self.in_use.clear()
         host.arena.log.mark("after", len(host.timetable.names) - 1)
@@ -71,12 +71,12 @@ class PlanCut:
         host.cursor.off_plan = False
         host.queues.jump(host.iteration)
         host.following.next_iteration(on_plan=False)
-        host.held = host.ladder.pending  # then everything stays where it is until there is a new plan
+        host.held = host.ladder.pending  # then all payloads stay until there is a new plan
         if not host.held:
             host.queues.resume()
 
     def start_over(self) -> None:
-        """Drop the iteration's gradients and begin it anew. No update of it has been made."""
+        """Drop the iteration's gradients and begin it anew. It must not have made any update."""
         host = self.host
         self.shares.forget()
         self.return_to()
@@ -86,23 +86,24 @@ class PlanCut:
 
     @property
     def places(self) -> Places:
-        """(place, chunk, list) of all payloads that have memory now."""
+        """Returns (place, chunk, list) of all payloads that have memory now."""
         return frozenset((r.place, r.chunk, r.list) for r in self.host.arena.present)
 
     def reach(self, wanted: Places) -> None:
-        """Make exactly `wanted` resident, with current content, beside the tide between two iterations. Values
-        survive: what leaves its last place is copied first. Raises OutOfMemory where the accelerator refuses memory."""
+        """Make exactly `wanted` resident, with current content, beside the tide between two iterations. Values survive:
+        a payload that leaves its last place is copied first. Raises OutOfMemory where the accelerator refuses
+        memory."""
         arena = self.host.arena
         present = self.places
         wanted = frozenset(row for row in wanted if row[1] >= 0)
         new = wanted - present
         coming, leaving = sorted(new), sorted(present - wanted)
-        # Host copies first, so that the gpu can let go.
+        # Host copies first, so that the gpu's memory can be freed.
         for place, chunk, name in coming:
             if place is HOST:
                 self.inline.bring(HOST, chunk, name)
         for place, chunk, name in leaving:
-            if place is GPU or (GPU, chunk, name) not in new:  # else the gpu gets it from here first
+            if place is GPU or (GPU, chunk, name) not in new:  # otherwise the gpu fetches it from the host first
                 self._leave(place, chunk, name)
         for place, chunk, name in coming:
             if place is GPU:
@@ -120,7 +121,7 @@ class PlanCut:
             self.inline.perform(self.inline.drop(HOST, chunk, list_name))
 
     def _refresh(self) -> None:
-        """Bring working lists up to date that stayed and are not current any more."""
+        """Update the working lists that stayed and are not current any more."""
         host = self.host
         for chunk, state in enumerate(host.contents.chunks):
             for place in (GPU, HOST):

@@ -1,16 +1,16 @@
 """Demand: runs an iteration on demand after it has left the plan.
 
-A parameter is fetched when it is read, and something else is dropped to make room. Nothing is overlapped, every
-update happens in `optimizer.step()`, results are those of plain torch. At the optimizer step the places are brought
-back to the plan's cut and the next iteration is on plan again.
+A parameter is fetched when it is read, and other chunks are dropped to make room. Nothing is overlapped, every update
+happens in `optimizer.step()`, and results are those of plain torch. At the optimizer step the payloads are brought back
+to the plan's cut, and the next iteration is on plan again.
 
-The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, the places are put back as
-they were) and a warm-up, which is a session whose plan has no steps.
+The same mode serves an evaluation between two iterations (`visiting`: nothing is counted, and the payloads are put back
+to their places) and a warm-up, which is a session whose plan has no steps.
 
-This file says when the plan is left and what an event means then. `room_maker.py` and `states.py` say which chunks have
-to be on the gpu and which leave it, `gradients_off_plan.py` where gradients go, `stepping.py` how an iteration updates,
-`cut.py` how it comes back to the plan, `mending.py` how it goes on after an interruption. `inline.py` performs the
-steps. `reads.py` finds out which parameters are read where the plan does not say so.
+This file decides when the plan is left and what an event then means. `room_maker.py` and `states.py` decide which
+chunks have to be on the gpu and which leave it, `gradients_off_plan.py` where gradients go. `stepping.py` updates,
+`cut.py` returns to the plan, `mending.py` continues after an interruption. `inline.py` performs the steps. `reads.py`
+detects parameters that are read where the plan does not say so.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Demand:
 
     Attributes:
         in_a_row: number of iterations off plan since the last on plan.
-        moment: the plan's moment that corresponds to what runs off plan; -1 without one.
+        moment: the plan's moment that corresponds to the code that runs off plan; -1 without one.
     """
 
     def __init__(self, session: Host) -> None:
@@ -82,7 +82,7 @@ class Demand:
         self._cut = cut.PlanCut(session, self._inline, self._in_use, shares, self._states)
         self._stepping = stepping.Stepping(session, self._inline, self._states, self._room, self._gradients, self._cut)
         self._mending = mending.Mending(session, self._gradients, self._states, self._stepping, self._cut)
-        self._before_visit: cut.Places | None = None  # during a visit: the places as they were
+        self._before_visit: cut.Places | None = None  # during a visit: the payloads' places before it
         self._tides = room_maker.Tides(session.plan.workload.moments)
         self._owned: dict[str, set[int]] = {}  # module -> chunks of its own parameters
         self._prefix = False  # the current iteration began on plan
@@ -92,8 +92,10 @@ class Demand:
     def on_event(self, event: ModuleEvent, found: Answer, known_tide_bytes: int | None = None) -> None:
         """Carry out an event off the plan.
 
-        found: the answer of the contract's table to the event. known_tide_bytes: non-model bytes of the moment that
-        begins, where they are measured; else the plan's for an event of that name."""
+        found: the answer of the contract's table to the event.
+        known_tide_bytes: non-model bytes of the moment that begins, where they are measured; else the plan's for an
+            event of that name.
+        """
         s = self.session
         if found is Answer.VISIT:
             self.visit()
@@ -131,8 +133,8 @@ class Demand:
         )
 
     def _own_chunks(self, module: str) -> set[int]:
-        """Returns the chunks of the parameters that the module owns directly: what autograd saved of them is read by
-        its backward, also where the plan knows no such moment."""
+        """Returns the chunks of the parameters that the module owns directly. The module's backward reads tensors that
+        autograd saved of them, also where the plan has no such moment."""
         if module not in self._owned:
             s = self.session
             own = s.clock.units[module].parameters(recurse=False) if module in s.clock.units else ()
@@ -165,7 +167,7 @@ class Demand:
         self._in_use.only(s.timetable.reads[s.cursor.moment] if s.cursor.moment >= 0 else ())
         s.cursor.moment = max(s.cursor.moment, 0)
 
-    # -- what an iteration off the plan asks --------------------------------------------------------------------------
+    # -- needs of an iteration off the plan ---------------------------------------------------------------------------
 
     def ensure(self, chunks: Iterable[int]) -> None:
         """Make the working lists of `chunks` readable on the gpu. Raises DoesNotFit if there is no room."""
@@ -176,11 +178,11 @@ class Demand:
         return self._arrivals.held(chunk)
 
     def join(self, chunk: int) -> None:
-        """Gather the other ranks' slices of the working list, where there is room for them already."""
+        """Gather the other ranks' slices of the working list, if there is room for them."""
         self._inline.join(chunk)
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Take a gradient that was accumulated: see `Gradients.accept`."""
+        """Take an accumulated gradient: see `Gradients.accept`."""
         self._gradients.accept(tensor, gradient)
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
@@ -208,8 +210,8 @@ class Demand:
         self._cut.start_over()
 
     def mend(self) -> None:
-        """After an interruption inside the engine's own work: see `mending.py`. Raises the error that ends the run if
-        it cannot be mended."""
+        """Repair an interruption inside the engine's own work: see `mending.py`. Raises the error that ends the run if
+        this is not possible."""
         self._mending.mend()
 
     def half_update_error(self) -> Interrupted:
@@ -217,8 +219,8 @@ class Demand:
         return self._mending.half_update_error()
 
     def replan(self) -> None:
-        """Called after each optimizer step off plan. Makes the ladder's plan if memory ran out; otherwise, if the last
-        iterations were all off plan, a new plan by the same policy for what they did."""
+        """Make a new plan, if one is due, after an optimizer step off plan. If memory ran out, it is the ladder's plan.
+        Otherwise, if the last iterations were all off plan, the same policy makes a plan for their batches."""
         s = self.session
         if s.ladder.pending:
             s.ladder.replan()
@@ -231,7 +233,7 @@ class Demand:
             policy = find_policy(s.plan.policy)
             s.renew(policy(s.batches.workload_of_last(s.now.backwards), s.plan.machine, s.plan.settings))
         except PstarError as error:
-            # Training goes on, on demand: slower, not wrong.
+            # Training continues on demand: slower, not wrong.
             log.warning("no new plan after %d iterations off plan: %s", s.replan_after, error)
             return
         log.info("new plan after %d iterations off plan", s.replan_after)
@@ -240,7 +242,7 @@ class Demand:
     # -- evaluation between iterations --------------------------------------------------------------------------------
 
     def visit(self) -> None:
-        """Begin an evaluation between two iterations: let the updates end, hold the queues."""
+        """Begin an evaluation between two iterations: wait for the updates and pause the queues."""
         s = self.session
         if s.cursor.visiting:
             return
@@ -248,16 +250,16 @@ class Demand:
         self._before_visit = self._cut.places
         s.cursor.visiting = True
         if s.ranks is not None:
-            # How far each rank's copies have run ahead is its own; from the same places on they ask for the same.
+            # The ranks' copies have run ahead differently; from equal places on, all ranks ask for the same.
             s.arena.set_tide(0)
             self._cut.reach(s.timetable.cut)
         self._in_use.only(())
         s.reader.set_open(False)
 
     def end_visit(self) -> None:
-        """End the evaluation: put the places back as they were."""
+        """End the evaluation: put the payloads back to their places."""
         s, before = self.session, self._before_visit
-        assert before is not None  # to reach none would be to give up everything
+        assert before is not None  # reaching no places would drop every payload
         self._in_use.only(())
         s.arena.set_tide(0)
         if not s.ladder.pending:

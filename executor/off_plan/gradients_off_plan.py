@@ -1,4 +1,4 @@
-"""Gradients: where the gradients of an iteration off the plan go, and how they come back for its update."""
+"""Gradients off the plan: where the gradients of such an iteration go, and how they come back for its update."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class OffPlanGradients:
         self.states = states
 
     def leave_gpu(self) -> None:
-        """Take every gradient off the gpu's working and grad lists, so that parameters can be read again, and sums to
-        the chunk's states."""
+        """Move every gradient off the gpu's working and grad lists, so that parameters can be read again, and move sums
+        to the chunk's states."""
         host, perform, drop = self.host, self.inline.perform, self.inline.drop
         for chunk in range(len(host.plan.layout.chunks)):
             self._sum_leaves_gpu(chunk)
@@ -60,8 +60,8 @@ class OffPlanGradients:
                 perform(drop(GPU, chunk, "param"))
 
     def _sum_leaves_gpu(self, chunk: int) -> None:
-        """Move the sum of a chunk whose states live on the host there. A chunk whose sum the plan never has there gets
-        the list, since off the plan all its gradients add up on the host."""
+        """Move the sum of a chunk whose states live on the host to the host. If the plan never has a sum there, the
+        chunk gets the list, because off the plan all its gradients add up on the host."""
         host, inline = self.host, self.inline
         if host.plan.modes[chunk] not in ("cpu", "stream") or (GPU, chunk, "grad32") in host.timetable.cut:
             return
@@ -74,8 +74,8 @@ class OffPlanGradients:
             inline.bring(HOST, chunk, "grad32")
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Take a gradient that was accumulated: add it to what the tensor has. Raises ContractError after the tensor's
-        eager update, PlanError where the plan has no optimizer states for it."""
+        """Take an accumulated gradient and add it to the tensor's earlier gradients. Raises ContractError after the
+        tensor's eager update, PlanError where the plan has no optimizer states for it."""
         host = self.host
         if tensor in host.updates.begun:
             raise ContractError(
@@ -91,7 +91,7 @@ class OffPlanGradients:
         self.shares.accept(tensor, gradient)
 
     def collect_left_over(self) -> None:
-        """Collect gradients that autograd still holds, because they arrived less often than the plan counted."""
+        """Take gradients that autograd still holds because they arrived less often than the plan counted."""
         host = self.host
         for t in host.timetable.chunk_of:
             grad = raw_grad(host.parameters[t])

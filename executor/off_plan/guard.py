@@ -1,11 +1,11 @@
 """Guard: watches every operator of an iteration for a lack of memory.
 
-A dispatch mode that stands under a session's iterations. On a virtual accelerator with a limit it counts what is alive
-beside the chunks, operator by operator, and an operator whose result no longer fits has room made for it by the ladder
-before the next one runs. Where an operator itself is refused (torch.OutOfMemoryError on CUDA), the ladder gives back
-what it can and the operator runs again: it allocates before it writes.
+A dispatch mode below a session's iterations. On a virtual accelerator with a limit it counts the live bytes beside the
+chunks, operator by operator. If the result of an operator no longer fits, the ladder makes room before the next
+operator runs. If an operator itself is refused memory (torch.OutOfMemoryError on CUDA), the ladder gives back memory
+and the operator runs again: it allocates before it writes.
 
-Counting costs time for every operator; a session has a guard only where the accelerator has a limit of its own, or
+Counting costs time for every operator. A session has a guard only where the accelerator has a limit of its own, or
 where memory ran out before.
 """
 
@@ -46,8 +46,8 @@ class Host(StandingHost, LoopHost, Protocol):
 
 
 class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
-    """Watches what runs inside the model's modules and in backward, from `begin` to `end`. Other tensors of a loop (a
-    loss of its own, an evaluation's figures) count once the model's operators or backward use them."""
+    """Watches the operators inside the model's modules and in backward, from `begin` to `end`. Other tensors of a loop
+    (a loss of its own, an evaluation's figures) count once the model's operators or backward use them."""
 
     def __init__(self, session: Host) -> None:
         super().__init__(session)
@@ -69,7 +69,7 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
         return s.cursor.moment >= 0 or s.cursor.off_plan or s.cursor.visiting
 
     def closes_moment(self) -> int:
-        """A moment closes: the most bytes alive since the last call."""
+        """Close a moment. Returns the most bytes alive since the last call."""
         peak = self.peak
         self.reset_peak()
         return peak
@@ -99,10 +99,10 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
                     raise
                 undisturbed = getattr(self._session.backend, "undisturbed", None)
                 if undisturbed is not None and left == TRIES - 1:
-                    # See [Note: refused beside a pool] in cuda_blocks.py: nothing may be short at all.
+                    # See [Note: refused beside a pool] in cuda_blocks.py: the memory may in fact suffice.
                     with undisturbed(), contextlib.suppress(torch.OutOfMemoryError):
                         return super().__torch_dispatch__(func, types, args, kwargs)
-                # How much was asked for is only in the text; what its inputs hold is of the same order.
+                # The requested bytes are only in the text; otherwise the bytes of the inputs are of the same order.
                 asked = sum(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))
                 self._make_room(self._refusal(func, asked, None))
                 self._session.backend.give_back()  # chunks and activations come from different pools

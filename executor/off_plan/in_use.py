@@ -1,7 +1,8 @@
 """InUse: chunks that code running off the plan may still read, by the events of modules.
 
-Chunks used since the enclosing module began (forward) or since the last event (backward) stay; those that a
-recomputation used stay until the next one begins or the backward ends: autograd reads what it saved of them.
+Chunks used since the enclosing module began (forward) or since the last event (backward) stay. Chunks that a
+recomputation used stay until the next recomputation begins or the backward ends, because autograd reads tensors that it
+saved of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class InUse:
     """Chunks that code running off the plan may still read.
 
     Attributes:
-        position: moment of the plan that was reached last, as far as names of events tell; uses are counted from it.
+        position: the latest moment of the plan that was reached, by the names of events; uses are counted from it.
     """
 
     def __init__(self) -> None:
@@ -32,11 +33,11 @@ class InUse:
         return set().union(*self._frames) | self._recomputed
 
     def add(self, chunks: Iterable[int]) -> None:
-        """Keep these chunks, which the code that runs now reads."""
+        """Keep these chunks, which the running code reads."""
         self._frames[-1] |= set(chunks)
 
     def only(self, chunks: Iterable[int]) -> None:
-        """Keep only these chunks until the next event, because what runs now began on plan, or nothing runs."""
+        """Keep only these chunks until the next event, because the running code began on plan, or no code runs."""
         self._frames = [set(chunks)]
 
     def clear(self) -> None:
@@ -44,7 +45,7 @@ class InUse:
         self._recomputed = set()
 
     def see(self, event: ModuleEvent) -> None:
-        """See an event: a module begins or ends, or backward reaches the output of a module."""
+        """Handle an event: a module begins or ends, or backward reaches the output of a module."""
         if event.kind == "begin":
             if event.phase is Phase.RECOMPUTE and self._in_backward:
                 self._recomputed = set()

@@ -1,4 +1,4 @@
-"""Inline: steps that no plan has, performed at once in the user's thread while the queues stand still.
+"""Inline: steps that are in no plan, performed at once in the user's thread while the queues stand still.
 
 A step begins, works and ends through the same contents as on a queue. On a queue, which runs in order, the step would
 wait for the plan's steps, and the plan's steps would wait for it. Work that no step expresses is a named operation of
@@ -43,7 +43,7 @@ class Host(BytesHost, Protocol):
 
 
 class Inline:
-    """Only while the queues are paused."""
+    """Performs steps in the user's thread. Only for use while the queues are paused."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -84,8 +84,10 @@ class Inline:
         update: Update | None = None,
         norms: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
-        """Do all of the step. update, norms: update and norms of the iteration, for Adam steps. Raises OutOfMemory,
-        nothing changed, if the accelerator refuses what the step takes."""
+        """Do all of the step. Raises OutOfMemory, with nothing changed, if the accelerator refuses the step's memory.
+
+        update, norms: update and norms of the iteration, for Adam steps.
+        """
         contents, chunk = self.host.contents, step.chunk
         assert chunk is not None
         state = contents.chunks[chunk]
@@ -97,7 +99,7 @@ class Inline:
         try:
             with torch.no_grad():
                 contents.work(step, update, norms)
-        except Exception:  # not an interruption, which leaves what is half done to be mended
+        except Exception:  # not for an interruption: mending repairs half-done work
             if moves:
                 state.adding = False
             raise
@@ -108,7 +110,7 @@ class Inline:
 
     def _take(self, chunk: int, taken: Resident | None, take: Callable[[], object]) -> set[tuple[Place, str]]:
         """Let a list take its memory. The list is hollow until the caller has filled it: see [Note: between two lines]
-        in memory/chunk_state.py. Nothing where the list has memory."""
+        in memory/chunk_state.py. Does nothing for a list that has memory."""
         new = {(taken.place, taken.list)} if taken is not None and not self._has(taken) else set()
         hollow = self.host.contents.chunks[chunk].hollow
         hollow |= new
@@ -123,7 +125,7 @@ class Inline:
         return self.host.arena.has(row.place, row.chunk, row.list)
 
     def _fill(self, row: Resident, fill: Callable[[], object]) -> None:
-        """Do what no step expresses: take the list's memory if it has none, then fill it."""
+        """Do work that no step expresses: take the list's memory if it has none, then fill it."""
         arena = self.host.arena
         new: set[tuple[Place, str]] = set()
         if not self._has(row):
@@ -135,17 +137,22 @@ class Inline:
     # -- bringing a list ----------------------------------------------------------------------------------------------
 
     def bring(self, place: Place, chunk: int, list_name: str, *, needed: set[int] | None = None) -> None:
-        """Give the list memory at the place, and current content. needed: chunks that stay while room is made for what
-        the accelerator refuses; None: OutOfMemory is raised. Raises PlanError if the content is nowhere, DoesNotFit if
-        no room can be made."""
+        """Give the list memory at the place, and current content. Raises PlanError if no place has the content,
+        DoesNotFit if no room can be made.
+
+        needed: chunks that stay while room is made after the accelerator's refusal; None: OutOfMemory is raised.
+        """
         if needed is None:
             self._bring(place, chunk, list_name)
         else:
             self.until_taken(lambda: self._bring(place, chunk, list_name), needed=needed)
 
     def until_taken(self, take: Callable[[], object], *, needed: set[int]) -> None:
-        """Call `take`; after each refusal of the accelerator let the ladder make room and call it again.
-        needed: chunks that stay. Raises DoesNotFit if no room can be made."""
+        """Call `take`. After each refusal of the accelerator let the ladder make room and call it again. Raises
+        DoesNotFit if no room can be made.
+
+        needed: chunks that stay.
+        """
         while True:
             try:
                 take()

@@ -1,14 +1,12 @@
-"""Ladder: carries a session on when the accelerator refuses memory that the plan counted on.
+"""Ladder: lets a session continue when the accelerator refuses memory that the plan counted on.
 
-The iteration in progress is carried to its end on demand (`demand.py`): working lists that are not in use leave the
-accelerator, then optimizer states of pinned chunks, and the memory that was refused is asked for again. After the
-optimizer step
-the next plan is made by the first rung that fits the memory that exists: [Note: rungs] in rungs.py. Nothing is computed
-twice and nothing is lost: the updates of that iteration are those of plain torch, as of any iteration off plan.
+The running iteration is carried to its end on demand (`demand.py`): unused working lists leave the accelerator, then
+optimizer states of pinned chunks, and the refused memory is requested again. After the optimizer step the next plan is
+made by the first rung that fits the existing memory: [Note: rungs] in rungs.py. Nothing is computed twice and nothing
+is lost: the updates of that iteration are those of plain torch, as of any iteration off plan.
 
-[Note: what is measured] A virtual accelerator with a limit counts every byte that is alive (`guard.py`), so the tide of
-each moment is known. Elsewhere only the refusal is known: then the budget shrinks to what was held when memory was
-refused.
+[Note: what is measured] A virtual accelerator with a limit counts every live byte (`guard.py`), so the tide of each
+moment is known. Elsewhere only the refusal is known: then the budget shrinks to the bytes held at the refusal.
 """
 
 from __future__ import annotations
@@ -85,25 +83,25 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 class Ladder(Sequence[Rung]):
-    """The rungs climbed so far, oldest first.
+    """The rungs climbed by now, oldest first.
 
-    pending: memory ran out and there is no new plan yet.
+    pending: whether memory ran out and there is no new plan yet.
     level: index into RUNGS of the rung that made the plan, -1 for the plan that was given.
     measured: moment -> non-model bytes seen in it, where they are counted.
-    unforeseen_bytes: by how much the measured bytes were above the plan's where memory ran out.
+    unforeseen_bytes: bytes by which the measured tide exceeded the plan's where memory ran out.
     """
 
     def __init__(self, session: Host) -> None:
         self.session = session
         self.pending = False
-        self.given_up = False  # the iteration in progress does not fit, whatever is done
+        self.given_up = False  # the running iteration cannot be made to fit
         self.level = -1
         self.measured: dict[int, int] = {}
         self.unforeseen_bytes = 0
         self._rungs: list[Rung] = []
         self._error: OutOfMemory | None = None
-        self._made: Plan | None = None  # the last plan the ladder made
-        self._known: tuple[int, tuple[int, ...]] | None = None  # (budget, tide) the last plan was made for
+        self._made: Plan | None = None  # the latest plan of the ladder
+        self._known: tuple[int, tuple[int, ...]] | None = None  # (budget, tide) of the latest plan
 
     @overload
     def __getitem__(self, index: int) -> Rung: ...
@@ -121,7 +119,7 @@ class Ladder(Sequence[Rung]):
     # -- inside an iteration ------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent) -> bool:
-        """Called before each event: note the bytes measured since the last event, and a queue that is short of memory.
+        """Note the bytes measured since the last event, and a queue that is short of memory. Called before each event.
         Returns whether this has changed the loop's state."""
         s = self.session
         dropped = self.given_up and event.kind == "begin" and event.phase is Phase.FWD
@@ -144,7 +142,10 @@ class Ladder(Sequence[Rung]):
         return True
 
     def note(self, error: OutOfMemory, done: str, alive_bytes: int | None = None) -> None:
-        """Memory ran out; a new plan is due. alive_bytes: non-model bytes that are needed, if they are known."""
+        """Note that memory ran out; a new plan is due.
+
+        alive_bytes: non-model bytes that are needed, if they are known.
+        """
         self.pending = True
         without_locals(error)
         self._error = error
@@ -152,7 +153,7 @@ class Ladder(Sequence[Rung]):
         self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes, moment)
 
     def _log(self, error: OutOfMemory, done: str) -> int:
-        """Log one more rung, and the moment in which it was climbed."""
+        """Log one more rung, and the moment in which it was climbed. Returns the moment."""
         s = self.session
         moment = s.demand.moment if s.cursor.off_plan else s.cursor.moment
         name = s.timetable.names[moment] if moment >= 0 else ""
@@ -165,8 +166,8 @@ class Ladder(Sequence[Rung]):
         return moment
 
     def _shrink(self, error: OutOfMemory, alive_bytes: int, moment: int) -> None:
-        """Limit what the arena may hold for the rest of the iteration. The queues stand still by then, because a step
-        of the plan that begins now would count on the plan's budget."""
+        """Limit the bytes that the arena may hold for the rest of the iteration. The queues must stand still, because a
+        step of the plan that begins now would count on the plan's budget."""
         s = self.session
         if not s.cursor.off_plan:
             s.loop.drain()
@@ -179,8 +180,8 @@ class Ladder(Sequence[Rung]):
         arena.gpu_budget_bytes = min(arena.gpu_budget_bytes, budget)
 
     def climb(self, error: OutOfMemory) -> None:
-        """Carry on after a step of the plan was refused memory: the iteration goes on on demand; between two iterations
-        a new plan is made at once."""
+        """Continue after a step of the plan was refused memory: the iteration continues on demand; between two
+        iterations a new plan is made at once."""
         s = self.session
         if s.ranks is not None:
             raise self.ends_ranks(error) from error
@@ -193,12 +194,12 @@ class Ladder(Sequence[Rung]):
             s.demand.leave(f"out of memory: {error.what} in moment {s.cursor.moment}")
 
     def recover(self, error: OutOfMemory | torch.OutOfMemoryError) -> None:
-        """An operator of the loop's own forward or backward was refused memory and the error came out of it (a CUDA
-        allocation inside an operator; on a virtual accelerator the guard sees to it). Call this from the loop: the
-        iteration's gradients are dropped, nothing of it has updated anything, the next plan is made for less, and the
-        loop runs the iteration's micro-batches again, as `executor.training.train_step` does. Operators are watched
-        from then on. Raises the error itself where eager updates of this iteration have been made, and PlanError on
-        several ranks, which wait for each other."""
+        """Recover from a refusal of memory inside the loop's own forward or backward, whose error reached the loop (a
+        CUDA allocation inside an operator; on a virtual accelerator the guard handles it). Call this from the loop. The
+        iteration's gradients are dropped, and none of them has updated anything. The next plan is made for less memory,
+        and the loop runs the iteration's micro-batches again, as `executor.training.train_step` does. Operators are
+        watched from then on. Raises the error itself where eager updates of this iteration have been made, and
+        PlanError on several ranks, which wait for each other."""
         s = self.session
         if s.updates.begun and s.ranks is None:
             add_note(error, "it cannot be run again: AdamW(eager=True) has updated parameters inside its backward")
@@ -231,8 +232,11 @@ class Ladder(Sequence[Rung]):
         s.now.arrived.clear()
 
     def give_back(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> None:
-        """Make room for memory that an operator, or a chunk off plan, was refused. alive_bytes: as in `note`. Raises
-        DoesNotFit if that cannot be."""
+        """Make room for memory that an operator, or a chunk off plan, was refused. Raises DoesNotFit if that is not
+        possible.
+
+        alive_bytes: as in `note`.
+        """
         s = self.session
         if s.ranks is not None:
             raise self.ends_ranks(error) from error
@@ -252,12 +256,12 @@ class Ladder(Sequence[Rung]):
         self.note(error, "and ".join(words).strip() or "nothing is left to give back", alive_bytes)
         if freed < short:
             self.given_up = True
-            s.clock.reset()  # the forward that runs ends with the error
+            s.clock.reset()  # the running forward ends with the error
             raise self._does_not_fit(error, short - freed)
 
     def ends_ranks(self, error: OutOfMemory) -> PlanError:
         """Returns the error to raise where one of several ranks was refused memory. The other ranks are told. They wait
-        for what the plan says comes next, so this rank can neither leave it nor begin the iteration again."""
+        for the plan's next steps, so this rank can neither leave the plan nor begin the iteration again."""
         s = self.session
         assert s.ranks is not None
         if s.cursor.visiting:
@@ -295,15 +299,15 @@ class Ladder(Sequence[Rung]):
     # -- between two iterations ---------------------------------------------------------------------------------------
 
     def replan(self) -> None:
-        """The next plan, from the first rung that fits. Raises DoesNotFit if none does; the session then stands between
-        two iterations with the values of the last whole iteration, and tries again after the next."""
+        """Make the next plan, by the first rung that fits. Raises DoesNotFit if none does. The session then stands
+        between two iterations with the values of the last whole iteration, and tries again after the next."""
         s = self.session
         assert s.cursor.moment < 0 and not s.cursor.off_plan and not s.cursor.visiting
         self.given_up = False
         if not s.held:
             s.loop.drain()
             s.held = True
-        if s.plan is not self._made:  # somebody else made a plan since
+        if s.plan is not self._made:  # another part has made a plan since
             self.level, self._known = -1, None
         workload, budget = self._workload(), self._available()
         first = max(self.level, 0) if (budget, tide_of(workload)) != self._known else self.level + 1
@@ -317,7 +321,7 @@ class Ladder(Sequence[Rung]):
                 return
             log.warning("rung %r (%s): %s", RUNGS[level], spec, error)
             tried[spec] = error
-        s.clock.reset()  # a forward that was about to begin does not
+        s.clock.reset()  # the forward that was about to begin does not run
         last = list(tried.values())[-1] if tried else None
         raise self._no_rung_fits(list(tried), last, budget) from last
 
@@ -355,9 +359,9 @@ class Ladder(Sequence[Rung]):
         )
 
     def _available(self) -> int:
-        """Returns the bytes a new plan may count on: what the accelerator has, or, where that would change nothing and
-        the tide is not counted, an eighth less than before (at least what was asked for), because fragments or a tide
-        above the plan's took the memory."""
+        """Returns the bytes that a new plan may count on: the accelerator's bytes. If those would change nothing and
+        the tide is not counted, fragments or a tide above the plan's took the memory; then the result is an eighth less
+        than before, or less by the requested bytes if those are more."""
         s = self.session
         budget = s.plan.gpu_budget_bytes
         limit = s.backend.available_gpu_bytes()

@@ -1,11 +1,12 @@
 """Mending: puts the engine in order after Ctrl-C came inside its own work.
 
-[Note: interrupted] Ctrl-C may come between any two lines. Inside the engine's own work it leaves `AtWork.torn`, and
-`zero_grad()` (or whatever comes first, where no gradient is lost by it) mends that. Before `optimizer.step()` has begun
-to update, the iteration is dropped: its gradients go, values that they overwrote come back from the master copy, the
-places go back to the cut. From then on (`Cursor.committed`) the optimizer step is finished instead: a chunk that has a
-gradient is not updated yet. An interruption that cannot be mended (a chunk in the middle of its update, eager updates
-of half a backward) ends the run with `Interrupted`. See [Note: between two lines] in memory/chunk_state.py.
+[Note: interrupted] Ctrl-C may come between any two lines. Inside the engine's own work it sets `AtWork.torn`.
+`zero_grad()` (or the first act of the loop that loses no gradient) then mends the engine. Before `optimizer.step()` has
+begun to update, the iteration is dropped: its gradients are dropped, values that they overwrote are restored from the
+master copy, and the payloads return to the cut. From then on (`Cursor.committed`) the optimizer step is finished
+instead: a chunk that has a gradient is not updated yet. An interruption that cannot be mended (a chunk in the middle of
+its update, eager updates of half a backward) ends the run with `Interrupted`. See [Note: between two lines] in
+memory/chunk_state.py.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Mending:
         self.cut = cut
 
     def mend(self) -> None:
-        """Mend what an interruption left half done: [Note: interrupted]. Raises the error that ends the run if it
-        cannot be mended."""
+        """Repair the work that an interruption left half done: [Note: interrupted]. Raises the error that ends the run
+        if this is not possible."""
         host = self.host
         self._refuse_to_mend()
         host.queues.settle(host.iteration - 1)

@@ -1,11 +1,11 @@
-"""Reads: parameters that are read while the plan does not say so, and from outside every module.
+"""Reads: detects parameters that are read while the plan does not say so, and from outside every module.
 
-[Note: reads off plan] In forward (and recompute) every parameter is parked, so that each torch call that takes one
-comes through `touch`, which makes its chunk resident for the call. Autograd reads saved parameters without asking
-Python, so the call is made under saved-tensor hooks that keep (chunk, view) instead of the tensor and fetch when
-autograd unpacks it. What ran on plan before the deviation saved plain views: for those, each event in backward fetches
-what the plan says its moment reads. Chunks used since the enclosing module began (forward) or since the last event
-(backward) stay.
+[Note: reads off plan] In forward (and recompute) every parameter is parked, so that each torch call with a parameter
+comes through `touch`, which makes its chunk resident for the call. Autograd reads saved parameters without calling
+Python. Therefore the call is made under saved-tensor hooks that keep (chunk, view) instead of the tensor and fetch the
+chunk when autograd unpacks it. Code that ran on plan before the deviation saved plain views. For those, each event in
+backward fetches the chunks that its moment reads by the plan. Chunks used since the enclosing module began (forward) or
+since the last event (backward) stay.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Reads:
             self._storages[storage_key(host.arena.payloads.whole(c.index, "param"))] = c.index
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-        """Call a torch function that takes parked parameters: see [Note: reads off plan]."""
+        """Call a torch function with parked parameters among its arguments: see [Note: reads off plan]."""
         s = self.host
         if s.closed:
             raise refused(Refusal.CLOSED, s)
@@ -90,7 +90,7 @@ class Reads:
                 s.demand.visit()
         pack, unpack = self._hooks
         own = saved_tensor_hooks()
-        if own is not None:  # the loop's: activation offload, or checkpointing, which counts what is saved
+        if own is not None:  # the loop's hooks: activation offload, or checkpointing, which counts saved tensors
             pack, unpack = _beside(own, self._hooks, self.chunk_of_storage)
         with torch._C.DisableTorchFunctionSubclass(), _Calls(self):
             if not torch.is_grad_enabled() or pack is None:
@@ -99,7 +99,7 @@ class Reads:
                 return func(*args, **kwargs)
 
     def read(self, chunks: set[int]) -> None:
-        """Make the working lists of `chunks` readable for the operator that comes next."""
+        """Make the working lists of `chunks` readable for the next operator."""
         s = self.host
         with s.at_work, unseen():
             if s.updates.eager and s.cursor.moment >= 0:
@@ -139,7 +139,7 @@ class Reads:
         return view
 
     def _shown(self, func: Any, parameter: ChunkParameter, *args: Any, **kwargs: Any) -> Any:
-        """Returns the text of a parked parameter for debuggers and logs, which may ask at any time."""
+        """Returns the text of a parked parameter. Debuggers and logs may ask for it at any time."""
         s = self.host
         try:
             value = s.reader.current_value(parameter.plan_tensor).to(s.backend.device)
@@ -148,7 +148,7 @@ class Reads:
         return func(value.requires_grad_(parameter.requires_grad), *args, **kwargs)
 
     def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call the function with copies of current values, where parameters are read while no module runs."""
+        """Call the function with copies of current values, for parameters that are read while no module runs."""
         s = self.host
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:
@@ -162,8 +162,8 @@ class Reads:
 
 
 class _Calls(TorchDispatchMode):
-    """Entered around one call: tells `reads` of each operator that takes (a view of) a working list. A call may end
-    before it reads all it was given: a recomputation that has restored enough stops in the middle of one."""
+    """Entered around one call: reports each operator that takes (a view of) a working list to `reads`. A call may end
+    before it reads all its arguments: a recomputation that has restored enough stops early."""
 
     def __init__(self, reads: Reads) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -182,7 +182,7 @@ class _Calls(TorchDispatchMode):
 
 
 def _held_weakly(reads: Reads) -> tuple[Any, Any]:
-    """Saved-tensor hooks that hold the session weakly, because what hangs on a graph is not collected."""
+    """Returns saved-tensor hooks that hold the session weakly, because objects that a graph holds are not collected."""
     keeper = weakref.ref(reads)
 
     def held() -> Reads:
@@ -195,8 +195,8 @@ def _held_weakly(reads: Reads) -> tuple[Any, Any]:
 
 
 def _beside(own: tuple[Any, Any], mine: tuple[Any, Any], chunk_of: Callable[[torch.Tensor], int | None]) -> Any:
-    """Saved-tensor hooks that keep working lists by chunk and leave every other tensor to the loop's own hooks. (None,
-    None) for those of torch.utils.checkpoint, which must see all."""
+    """Returns saved-tensor hooks that keep working lists by chunk and leave every other tensor to the loop's own hooks.
+    Returns (None, None) if the loop's hooks are torch.utils.checkpoint's, which must see all tensors."""
     pack, unpack = own
     if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
         return None, None

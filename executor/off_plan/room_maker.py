@@ -1,7 +1,7 @@
-"""Room and arrivals: which chunks have to be on the gpu off the plan, and which leave it for that.
+"""Room maker: decides off the plan which chunks have to be on the gpu, and which leave it to make room.
 
-Working lists that are not in use go first, and of these the one whose next use in the plan is farthest (Belady's rule);
-where memory ran out, optimizer states of pinned chunks follow.
+Unused working lists leave first; of these, the list whose next use in the plan is farthest (Belady's rule). Where
+memory ran out, optimizer states of pinned chunks follow.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RoomMaker:
         self.states = states
 
     def set_tide(self, size: int) -> None:
-        """Set the tide, after dropping working lists until it has room on the gpu, as far as possible."""
+        """Set the tide, after dropping working lists until the gpu has room for it, as far as possible."""
         arena = self.host.arena
         free = arena.gpu_budget_bytes - arena.payload_bytes(GPU)
         if size > free:
@@ -56,8 +56,10 @@ class RoomMaker:
         arena.set_tide(min(size, max(free, 0)))
 
     def make(self, size: int, *, needed: set[int], strict: bool = True) -> None:
-        """Drop working lists, the one used last first, until `size` bytes are free. strict: raise DoesNotFit if that is
-        not possible."""
+        """Drop working lists, the list with the farthest next use first, until `size` bytes are free.
+
+        strict: whether to raise DoesNotFit if that is not possible.
+        """
         host = self.host
         arena = host.arena
         if arena.room_on_gpu() >= size:
@@ -66,7 +68,7 @@ class RoomMaker:
             self._drop(chunk)
             if arena.room_on_gpu() >= size:
                 return
-        # The tide known here is that of the plan's moments; give up of it what is only an estimate.
+        # The known tide is that of the plan's moments; give up the part of it that is only an estimate.
         short = size - arena.room_on_gpu()
         if strict and host.ladder.pending:
             short -= self.unpin(short, needed=needed)[1]
@@ -84,7 +86,7 @@ class RoomMaker:
             )
 
     def _victims(self, needed: set[int]) -> list[int]:
-        """Returns chunks whose working list may leave the gpu now, the one used last first."""
+        """Returns the chunks whose working list may leave the gpu now, the chunk with the farthest next use first."""
         host = self.host
         protected = self.in_use.chunks | needed
         victims = [
@@ -99,15 +101,16 @@ class RoomMaker:
         return sorted(victims, key=lambda chunk: (-host.timetable.until_use(chunk, position), chunk))
 
     def _drop(self, chunk: int) -> None:
-        """Drop the working list of a chunk from the gpu; of a chunk that cannot leave, drop the other ranks' slices."""
+        """Drop the working list of a chunk from the gpu. Of a chunk that cannot leave, drop only the other ranks'
+        slices."""
         if self.host.arena.has(GPU, chunk, "remote"):
             self.inline.perform(self.inline.drop(GPU, chunk, "remote"))
         if movable(self.host.arena, chunk):
             self.inline.perform(self.inline.drop(GPU, chunk, "param"))
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """Drop working lists that are not in use until the gpu holds `size` bytes less, as far as possible. Returns
-        (chunks dropped, bytes)."""
+        """Drop unused working lists until the gpu holds `size` bytes less, as far as possible. Returns (chunks dropped,
+        bytes)."""
         dropped: list[int] = []
         freed = 0
         for chunk in self._victims(needed):
@@ -120,7 +123,7 @@ class RoomMaker:
 
     def unpin(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
         """Move the optimizer states of pinned chunks to the host until the gpu holds `size` bytes less, as far as the
-        host has room; (chunks moved, bytes). Their update of this iteration runs there."""
+        host has room. Their update of this iteration runs on the host. Returns (chunks moved, bytes)."""
         host, layout = self.host, self.host.plan.layout
         moved: list[int] = []
         freed = 0
@@ -152,8 +155,10 @@ class Arrivals:
         return contents.values.holds(chunk) and not contents.chunks[chunk].where(GPU, "param")
 
     def ensure(self, chunks: Iterable[int], *, required: bool = True) -> None:
-        """Make the working lists of `chunks` readable on the gpu; those not `required` only if there is room. Raises
-        DoesNotFit if there is none."""
+        """Make the working lists of `chunks` readable on the gpu. Raises DoesNotFit if there is no room.
+
+        required: whether there has to be room; otherwise lists without room are left out.
+        """
         host = self.host
         wanted = set(chunks)
         for chunk in sorted(wanted):
@@ -178,14 +183,14 @@ class Arrivals:
 
 
 class Tides:
-    """Peaks of moments by the event that opens them."""
+    """Non-model peaks of moments, by the event that opens them."""
 
     def __init__(self, moments: Sequence[Moment]) -> None:
         self._by_name: dict[str, int] = {}
         for m in moments:
             self._by_name[m.name] = max(self._by_name.get(m.name, 0), m.peak_bytes)
         forward = [m for m in moments if m.phase is Phase.FWD] or list(moments)
-        # Without gradients nothing is kept: what one moment adds, twice (input and output of the next one).
+        # Without gradients no activations are kept: a moment adds its bytes twice (its output, and the next one's).
         self.no_grad_bytes = forward[0].start_bytes + 2 * max(m.peak_bytes - m.start_bytes for m in forward)
 
     def at(self, name: str, otherwise: int) -> int:

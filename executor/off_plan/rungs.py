@@ -1,10 +1,10 @@
-"""Rungs: the plans that the ladder can make in place of the one in use, one after another, and a record of each.
+"""Rungs: the plans that the ladder can make in place of the present plan, one after another, and a record of each.
 
-[Note: rungs] 0 "margin": the same policy, for the memory the accelerator really has and the tide that was measured.
-1 "states on the host": no chunk's optimizer states stay on the accelerator. 2 "no prefetch": besides, a chunk comes
-when it is needed. 3 "static": static_partition, room for the highest tide in every moment. After a refusal under a plan
-made by a rung, the same rung makes the next plan if the refusal tells something new (less memory, a higher tide);
-otherwise the next rung does. Policies without these coordinates continue as `tide`.
+[Note: rungs] 0 "margin": the same policy, for the memory that the accelerator really has and the measured tide. 1
+"states on the host": as before, and no chunk's optimizer states stay on the accelerator. 2 "no prefetch": as before,
+and a chunk is fetched only when it is needed. 3 "static": static_partition, room for the highest tide in every moment.
+After a refusal under a plan made by a rung, the same rung makes the next plan if the refusal tells something new (less
+memory, a higher tide); otherwise the next rung does. Policies without these options continue as `tide`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RUNGS = ("margin", "states on the host", "no prefetch", "static")
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One thing the ladder did.
+    """One reaction of the ladder.
 
-    moment: index and name of the moment that was open (-1: between two iterations).
-    what, asked_bytes: what asked for memory, and for how much.
+    moment: index and name of the open moment (-1: between two iterations).
+    what, asked_bytes: the step or operator that requested memory, and the requested bytes.
     payload_bytes, other_bytes: bytes of chunks and of everything else on the accelerator then.
-    limit_bytes: what the accelerator has, None where it does not say.
-    done: what was done about it.
+    limit_bytes: bytes of the accelerator, None where it does not say.
+    done: the reaction, in words.
     """
 
     iteration: int
@@ -57,7 +57,7 @@ class Rung:
 
 
 def asked_bytes(text: str) -> int:
-    """Returns the bytes that torch's message says it tried to allocate; 0 where it does not say."""
+    """Returns the bytes that torch tried to allocate, by its message; 0 where the message does not say."""
     found = re.search(r"allocate ([0-9.]+) ?([KMGT]i?B|bytes)", text)
     if found is None:
         return 0
@@ -76,7 +76,8 @@ def with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def spec_of_rung(spec: str, level: int) -> str:
-    """Returns the policy that the rung makes of the one in use. Raises UnknownName for a policy that is not known."""
+    """Returns the policy of the rung, made from the present policy. Raises UnknownName for a policy that is not
+    known."""
     if level == 0:
         return spec
     name, text = split_spec(spec)
@@ -95,5 +96,5 @@ def spec_of_rung(spec: str, level: int) -> str:
 
 
 def tide_of(workload: Workload) -> tuple[int, ...]:
-    """Non-model bytes at the peak of each moment."""
+    """Returns the non-model bytes at the peak of each moment."""
     return tuple(m.peak_bytes for m in workload.moments)

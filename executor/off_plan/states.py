@@ -24,7 +24,8 @@ class States:
         self.shares = shares
 
     def pinned(self, chunk: int) -> bool:
-        """Returns whether the master copy is on the gpu: the working list can be rewritten there and needs no host."""
+        """Returns whether the master copy is on the gpu: the working list can then be rewritten there without the
+        host."""
         return self.host.arena.has(GPU, chunk, "param32")
 
     def home(self, chunk: int) -> Place:
@@ -32,7 +33,7 @@ class States:
         return GPU if self.pinned(chunk) else HOST
 
     def leave_gpu(self, chunk: int, list_name: str) -> None:
-        """Drop the list on the gpu. If it was updated there since it came, copy it to the host first."""
+        """Drop the list on the gpu. A list that was updated on the gpu is copied to the host first."""
         perform, inline = self.inline.perform, self.inline
         if list_name in self.host.contents.chunks[chunk].ahead:
             perform(inline.copy(HOST, chunk, list_name))
@@ -51,8 +52,7 @@ class States:
 
     def unpin(self, chunk: int, room_bytes: int) -> int:
         """Move the states and gradients of a pinned chunk to the host; its update runs there from now on. Returns the
-        number of bytes that this frees on the gpu: 0, with nothing moved, if they need more than `room_bytes` on the
-        host."""
+        bytes that this frees on the gpu: 0, with nothing moved, if they need more than `room_bytes` on the host."""
         arena, layout = self.host.arena, self.host.plan.layout
         lists = [n for n in (*layout.state_lists, "grad32") if arena.has(GPU, chunk, n)]
         if sum(layout.payload_bytes(chunk, n) for n in ("param", *lists)) > room_bytes:

@@ -1,4 +1,4 @@
-"""Update: every update of an iteration off the plan, in `optimizer.step()`."""
+"""Stepping: makes every update of an iteration off the plan, in `optimizer.step()`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Stepping:
         self.carry_out(update)
 
     def carry_out(self, update: Update) -> None:
-        """Make the updates that have not been made yet: the updates of chunks that have a gradient."""
+        """Make the updates that have not been made yet: those of chunks that still have a gradient."""
         host = self.host
         contents = host.contents
         self._take_kept_back()
@@ -77,17 +77,19 @@ class Stepping:
         self.cut.return_to()
 
     def _take_kept_back(self) -> None:
-        """Move gradients of pinned chunks back to the gpu, into the working list, which is not read any more."""
+        """Move gradients of pinned chunks back to the gpu, into the working list, whose parameters are not read any
+        more."""
         shares, chunk_of = self.gradients.shares, self.host.contents.slots.chunk_of
         for t in list(shares.kept):
             self._take(chunk_of(t))
             shares.kept_to_param(t, self.states.home(chunk_of(t)))
 
     def _take(self, chunk: int) -> None:
-        """Memory for the chunk's working list where the chunk is updated. Raises DoesNotFit if there is no room."""
+        """Take memory for the chunk's working list at the place of its update. Raises DoesNotFit if there is no
+        room."""
 
         def take() -> None:
-            home = self.states.home(chunk)  # another one if room was made by moving the chunk's states
+            home = self.states.home(chunk)  # another place if the chunk's states were moved to make room
             if not self.host.arena.has(home, chunk, "param"):
                 self.inline.perform(self.inline.alloc(home, chunk, "param"))
 

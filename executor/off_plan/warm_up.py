@@ -1,4 +1,4 @@
-"""The engine's side of a recorded iteration: on-demand mode with a recorder listening."""
+"""Warm-up: the engine's side of a recorded iteration, on-demand mode with a recorder."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ class Host(Protocol):
 class WarmUp:
     """Passes events on to the on-demand mode.
 
-    With a recorder (and its live storages): it gets every event and gradient first. With a script ((chunks read,
-    non-model peak) of each moment): the chunks are fetched before the moment begins, and each moment's seconds without
-    that go to `durations`, read from `clock`. Copies of gradients to the host do not count either: a plan copies a
-    gradient into its chunk's list on the device, and such a copy is made and counted instead.
+    With a recorder (and its live storages), the recorder gets every event and gradient first. With a script ((chunks
+    read, non-model peak) of each moment), the chunks are fetched before the moment begins, and the seconds of each
+    moment without the fetches go to `durations`, read from `clock`. Copies of gradients to the host do not count
+    either. A plan would copy a gradient into its chunk's list on the device, so such a copy is made and counted
+    instead.
 
-    firings: gradients a tensor gets in one micro-batch, where more than one.
+    firings: number of gradients of a tensor in one micro-batch, where more than one.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class WarmUp:
         self._micro_batch = 0
         self._begun_s: float | None = None
         largest = max((p.numel() for p in session.reader.parameters), default=0)
-        # In place of a chunk's list; zeros, so that its pages are there before a moment begins.
+        # Stands for a chunk's list; zeros, so that its pages exist before a moment begins.
         self._list = (
             None if script is None else torch.zeros(largest, dtype=torch.float32, device=session.backend.device)
         )
@@ -104,8 +105,8 @@ class WarmUp:
             self._begun_s = None
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
-        """Take a gradient that is final to the host. A copy on the device counts for the moment's seconds, the copy to
-        the host does not."""
+        """Take a final gradient to the host. A copy on the device counts for the moment's seconds; the copy to the host
+        does not."""
         if self._list is not None:
             flat = gradient.reshape(-1)
             self._list.view(flat.dtype)[: flat.numel()].copy_(flat)
@@ -115,7 +116,7 @@ class WarmUp:
             self._begun_s += self._clock() - begun_s
 
     def gradient_is_final(self, tensor: int) -> bool:
-        """Called when a gradient was accumulated. Returns whether it is the tensor's last one in this micro-batch."""
+        """Note that a gradient was accumulated. Returns whether it is the tensor's last in this micro-batch."""
         if self._recorder is not None:
             return self._recorder.gradient(tensor) >= self._firings.get(tensor, 1)
         key = (self._micro_batch, tensor)
@@ -126,7 +127,7 @@ class WarmUp:
 def listen(
     session: Host, recorder: MomentRecorder | None, live: LiveStorages | None, firings: Mapping[int, int]
 ) -> None:
-    """Tell `recorder` of every event and gradient from now on; None: no more."""
+    """Send every event and gradient to `recorder` from now on; None: stop."""
     if recorder is None or live is None:
         session.warming = None
     else:
@@ -140,8 +141,10 @@ def time_moments(
     iteration: Callable[[], None],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Returns the seconds of each moment of one iteration, waits left out. script: (chunks read, non-model peak) of
-    each moment."""
+    """Returns the seconds of each moment of one iteration, without waits.
+
+    script: (chunks read, non-model peak) of each moment.
+    """
     session.warming = warm = WarmUp(session, firings, script=script, clock=clock)
     try:
         iteration()

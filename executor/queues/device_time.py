@@ -1,7 +1,8 @@
-"""Times at which steps happened on the device, for logs that were written when the steps were issued.
+"""Device times: times at which steps happened on the device, for logs that were written when the steps were issued.
 
-Each step has an event where it begins on its stream and one where it ends. They are turned into seconds once they are
-complete, between iterations, so that nothing waits for them; `apply` then moves the host's logs into the device's time.
+Each step has an event at its begin on its stream and an event at its end. They are turned into seconds once they are
+complete, between iterations, so that no thread waits for them. `apply` then moves the host's logs into the device's
+time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["DeviceTimes"]
 
 KEPT_ITERATIONS = 20
-_SETTLED = 2  # iterations after which events are as good as sure to be complete
+_SETTLED = 2  # iterations after which events are almost surely complete
 
 
 class DeviceTimes:
@@ -46,25 +47,28 @@ class DeviceTimes:
             row[1] = event
 
     def resolve(self, iteration: int) -> None:
-        """Iteration `iteration` begins: turn events that are old enough into seconds, and forget events that are too
-        old."""
+        """Turn events that are old enough into seconds, and drop events that are too old. Called when iteration
+        `iteration` begins."""
         old = [key for key in list(self._open) if key[1] <= iteration - _SETTLED]
         for key in old:
             if self._open[key][1] is None:
-                del self._open[key]  # a moment that the iteration left in the middle
+                del self._open[key]  # the iteration left the plan in the middle of this moment
         self._take([key for key in old if key in self._open], wait=False)
         for key in [key for key in self._seconds if key[1] < iteration - KEPT_ITERATIONS]:
             del self._seconds[key]
 
     def resolve_all(self, *, wait: bool) -> None:
-        """Every step that has ended, however recent. wait: for those in flight too."""
+        """Turn the events of every step that has ended into seconds, however recent.
+
+        wait: whether to wait for steps in flight.
+        """
         self._take([key for key, row in list(self._open.items()) if row[1] is not None], wait=wait)
 
     def _take(self, keys: Sequence[tuple[int, int]], *, wait: bool) -> None:
         backend = self._backend
         for key in keys:
             begin, end = self._open[key]
-            # Both: the two of a moment may lie on two streams of the user's, and a time is had of complete ones only.
+            # Both events: those of a moment may lie on two streams of the user's, and only complete events have a time.
             if wait:
                 backend.synchronize(begin)
                 backend.synchronize(end)
@@ -76,8 +80,8 @@ class DeviceTimes:
     def apply(
         self, steps: Sequence[StepLog], iterations: Sequence[IterationLog], changes: Sequence[ByteChange]
     ) -> tuple[list[StepLog], list[IterationLog], list[ByteChange]]:
-        """Returns the logs in the device's time. A step of a device queue is ready when its stream is done with the one
-        before; a moment that begins later than that names what it waited for."""
+        """Returns the logs in the device's time. A step of a device queue counts as ready when its stream has done the
+        step before. A moment that begins later names the queue that it waited for."""
         assert self._progress is not None
         position = self._progress.compiled.position
         moved: dict[tuple[int, int], StepLog] = {}
@@ -108,7 +112,7 @@ class DeviceTimes:
         )
 
     def _cause(self, key: tuple[int, int], moved: dict[tuple[int, int], StepLog], ready_s: float) -> str:
-        """Returns the queue of the step that a moment's stream waited for last; "" if it waited for none."""
+        """Returns the queue of the step for which a moment's stream waited last; "" if it waited for none."""
         assert self._progress is not None
         i, iteration = key
         before = [moved[j, iteration - back] for j, back in self._progress.after[i] if (j, iteration - back) in moved]

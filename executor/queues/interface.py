@@ -1,12 +1,12 @@
-"""The queues of a plan in motion, as everything else sees them.
+"""The interface of a plan's running queues.
 
-Each runs its steps in order; a step starts when the steps in its `after` have ended. Queues do not know what a step
-does: they call `Work`.
+Each queue runs its steps in order; a step starts when the steps in its `after` have ended. Queues do not know the work
+of a step: they call `Work`.
 
 [Note: iterations] Every queue runs all steps of iteration k before those of k+1. `allow(k)` lets steps of iterations up
-to k run. Those of the net queue wait for `allow_net(k)` besides, which comes with the first moment of iteration k:
-between two iterations no collective is in flight on any rank. `done[i]` is the last iteration in which step i ended, -1
-before the first, so `id@-1` is satisfied at the start.
+to k run. Steps of the net queue also wait for `allow_net(k)`, which comes with the first moment of iteration k: between
+two iterations no collective is in flight on any rank. `done[i]` is the last iteration in which step i ended, -1 before
+the first, so `id@-1` is satisfied at the start.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SIDE_QUEUES = (Queue.H2D, Queue.D2H, Queue.ADAM, Queue.NET)
 
 
 def without_locals(error: BaseException) -> None:
-    """The error without the local variables of its traceback, so that keeping it does not keep the work alive."""
+    """Clear the local variables in the error's traceback, so that keeping the error does not keep the work alive."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -53,7 +53,7 @@ def without_locals(error: BaseException) -> None:
 
 
 class Progress:
-    """A plan's steps by position (core/program.py), and how far they have come.
+    """A plan's steps by position (core/program.py), and how far each has come.
 
     done: see [Note: iterations].
     """
@@ -63,7 +63,7 @@ class Progress:
         self.compiled = compiled = Program.of(plan) if plan.steps else NO_STEPS
         self.after = compiled.waits
         self.order = dict(zip(compiled.queues, compiled.order))
-        self.wakes: list[set[Queue]] = [set() for _ in plan.steps]  # other queues that have a step after this one
+        self.wakes: list[set[Queue]] = [set() for _ in plan.steps]  # other queues with a step that waits for this one
         for step, waits in zip(plan.steps, compiled.waits):
             for j, _ in waits:
                 if plan.steps[j].queue is not step.queue:
@@ -77,26 +77,27 @@ class Progress:
         return not self.after[i] or not self.compiled.missing(i, iteration, self.done)
 
     def missing(self, i: int, iteration: int) -> list[int]:
-        """Returns the positions of the steps that step i still waits for."""
+        """Returns the positions of the steps for which step i still waits."""
         return [j for j, _ in self.compiled.missing(i, iteration, self.done)]
 
     def waiting(self, i: int, iteration: int) -> str:
-        """For the watchdog: the step, and the steps it waits for."""
+        """Returns the step and the steps for which it waits, in words, for the watchdog."""
         missing = [self.word(j, iteration - back) for j, back in self.compiled.missing(i, iteration, self.done)]
         return self.word(i, iteration) + (f", which waits for {', '.join(missing[:4])}" if missing else "")
 
     def word(self, i: int, iteration: int) -> str:
-        """For messages: "step 12 (fetch of chunk 3) of iteration 4"."""
+        """Returns the step in words, for messages: "step 12 (fetch of chunk 3) of iteration 4"."""
         step = self.steps[i]
         about = f" of chunk {step.chunk}" if step.chunk is not None else f" of moment {step.moment}"
         return f"step {step.id} ({step.kind.value}{about}) of iteration {iteration}"
 
 
 class Work(Protocol):
-    """What a step does, in two halves: `begin` takes memory, `finish` (after `work`) frees it and writes the log.
+    """The work of a step, in two halves: `begin` takes memory, `finish` (after `work`) frees it and writes the log.
 
     [Note: short of memory] `begin` may raise OutOfMemory, having changed nothing. The queue then keeps the step and
-    starts nothing until `jump`; the others go on. The user's thread gets the error from `wait`, or finds it in `short`.
+    starts nothing until `jump`; the other queues continue. The user's thread gets the error from `wait`, or finds it in
+    `short`.
     """
 
     def begin(self, i: int, iteration: int, ready_s: float, waited_for: int | None) -> None: ...
@@ -106,40 +107,40 @@ class Work(Protocol):
     def finish(self, i: int, iteration: int) -> None: ...
 
     def note_landing(self, chunk: int) -> None:
-        """Note that the compute queue may now read what was copied to the gpu for this chunk."""
+        """Note that the compute queue may now read the copied lists of this chunk on the gpu."""
         ...
 
     def enter_thread(self, queue: Queue) -> None: ...
 
 
 class Lifetime(Protocol):
-    """How queues begin and end."""
+    """Begin and end of queues."""
 
     @property
     def progress(self) -> Progress | None:
-        """The progress that `start` was given; None before."""
+        """The progress given to `start`; None before."""
         ...
 
     def start(self, progress: Progress, work: Work) -> None:
-        """Begin; nothing runs before the first `allow`. The work is held weakly, except while one of its steps runs."""
+        """Begin. Nothing runs before the first `allow`. The work is held weakly, except while one of its steps runs."""
         ...
 
     def stop(self) -> None:
-        """End the queues; returns when they have."""
+        """End the queues. Returns when they have ended."""
         ...
 
     def stopper(self) -> Callable[[], object]:
-        """Returns a function that ends the queues' threads when the work is not held any more. It holds neither the
-        work nor the queues."""
+        """Returns a function that ends the queues' threads when the work is not held any more. The function holds
+        neither the work nor the queues."""
         ...
 
     def renew(self) -> Queues:
-        """Queues of the same kind that have not been started."""
+        """Returns queues of the same kind that have not been started."""
         ...
 
 
 class ComputeSide(Protocol):
-    """Calls from the compute queue, which is the user's thread, to the others."""
+    """Calls from the compute queue, which is the user's thread, to the other queues."""
 
     def allow(self, iteration: int) -> None:
         """Let steps of iterations up to this one run."""
@@ -150,7 +151,8 @@ class ComputeSide(Protocol):
         ...
 
     def wait(self, i: int, iteration: int) -> int | None:
-        """Return when compute-queue step i may start; the step it waited for last, None if it did not wait."""
+        """Return when compute-queue step i may start. The result is the last step that it waited for, None if it did
+        not wait."""
         ...
 
     def before_end(self, i: int, iteration: int) -> None:
@@ -162,8 +164,7 @@ class ComputeSide(Protocol):
         ...
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
-        """Return when these steps of the iteration have ended. Called for a step while it is being executed, in any
-        thread."""
+        """Return when these steps of the iteration have ended. Called for a running step, in any thread."""
         ...
 
 
@@ -172,11 +173,11 @@ class Landing(Protocol):
 
     @property
     def in_flight(self) -> Container[int]:
-        """Chunks whose copy to the gpu is issued and that the compute queue has not `land`ed yet."""
+        """Chunks whose copy to the gpu is issued and for which `land` has not been called yet."""
         ...
 
     def land(self, chunk: int) -> None:
-        """What the compute queue does from now on comes after the chunk's copy, if one is in flight."""
+        """Order all later work of the compute queue after the chunk's copy, if a copy is in flight."""
         ...
 
 
@@ -188,25 +189,25 @@ class Stillness(Protocol):
         ...
 
     def pause(self) -> None:
-        """Return when no step is being executed; none starts before `resume`."""
+        """Return when no step is running. None starts before `resume`."""
         ...
 
     def resume(self) -> None: ...
 
     def jump(self, iteration: int) -> None:
-        """While paused: every step of iterations up to this one counts as done, the queues stand at the next."""
+        """Count every step of iterations up to this one as done; the queues stand at the next. Only while paused."""
         ...
 
 
 class Handover(Protocol):
-    """While paused: where the queues stand, for other queues to go on from."""
+    """The positions of paused queues, from which other queues can continue."""
 
     def standing(self) -> dict[Queue, tuple[int, int]]:
-        """While paused: (iteration, index in the queue's order) of each queue's next step."""
+        """Returns (iteration, index in the queue's order) of each queue's next step. Only while paused."""
         ...
 
     def stand(self, at: Mapping[Queue, tuple[int, int]]) -> None:
-        """While paused: let each queue go on from its place in `at`."""
+        """Let each queue continue from its position in `at`. Only while paused."""
         ...
 
 
@@ -226,14 +227,15 @@ class Timing(Protocol):
         *,
         wait: bool = True,
     ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
-        """Returns the logs with the times at which things happened; they were written when things were issued. wait:
-        wait for what has not happened yet; otherwise an entry that has not happened keeps the time at which it was
-        issued."""
+        """Returns the logs with the times at which work happened; they were written when it was issued.
+
+        wait: whether to wait for work that has not happened yet; otherwise its entries keep the times of issue.
+        """
         ...
 
 
 class Health(Protocol):
-    """Reasons that keep queues from going on."""
+    """Reasons for which queues cannot continue."""
 
     @property
     def failure(self) -> BaseException | None:
@@ -242,7 +244,7 @@ class Health(Protocol):
 
     @property
     def short(self) -> OutOfMemory | None:
-        """The error that holds a queue back: see [Note: short of memory]."""
+        """The error that stops a queue: see [Note: short of memory]."""
         ...
 
     @property
@@ -251,7 +253,7 @@ class Health(Protocol):
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Called from any thread: the run is over, and every wait raises `error`."""
+        """End the run: every wait raises `error`. May be called from any thread."""
         ...
 
 
@@ -261,7 +263,7 @@ class Queues(Lifetime, ComputeSide, Landing, Stillness, Handover, Timing, Health
 
 
 class QueuesBase:
-    """The common part of all kinds of queues. `in_flight` to `measured` are those of queues whose steps have happened
+    """The common part of all kinds of queues. Its `in_flight` to `measured` are for queues whose steps have happened
     when they have ended; StreamQueues has its own."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The Timeline made of a run's logs, in the simulator's schema.
 
-Logging appends to lists (`logs.py`, `memory/byte_log.py`); nothing is computed before it is asked for. An iteration is
+Logging appends to lists (`logs.py`, `memory/byte_log.py`); a timeline is computed only on request. An iteration is
 measured as the simulator counts it: from the end of the compute queue's last step in the iteration before to the end of
 its last step in this one.
 """
@@ -27,7 +27,9 @@ def build_timeline(
     changes: Iterable[ByteChange],
     first_s: float,
 ) -> Timeline:
-    """Timeline of the run's last stretch of iterations on plan. first_s: when the run began.
+    """Returns the timeline of the run's last stretch of iterations on plan.
+
+    first_s: time at which the run began.
 
     iteration_s, samples, peaks and stalls are those of the last finished iteration. Raises PlanError if none finished.
     """
@@ -86,7 +88,7 @@ def build_timeline(
 
 
 def _last_stretch(iterations: Sequence[IterationLog]) -> list[IterationLog]:
-    """Returns the newest iterations that ran on plan one after the other, oldest first."""
+    """Returns the newest iterations that ran on plan without a gap, oldest first."""
     stretch: list[IterationLog] = []
     for row in reversed(iterations):
         if not row.on_plan or (stretch and row.number != stretch[0].number - 1):
@@ -98,7 +100,7 @@ def _last_stretch(iterations: Sequence[IterationLog]) -> list[IterationLog]:
 def _samples(
     plan: Plan, changes: Iterable[ByteChange], start_s: float, end_s: float
 ) -> tuple[tuple[ByteSample, ...], dict[str, int]]:
-    """Byte samples in [start_s, end_s), the state at start_s first; peaks by place."""
+    """Returns byte samples in [start_s, end_s), with the state at start_s first, and the peaks by place."""
     held = {(place, category): 0 for place in (Place.GPU, Place.HOST) for category in CATEGORIES}
     for _, place, size in plan.buffers:
         held[place, "buffer"] += size

@@ -9,11 +9,11 @@ __all__ = ["Moved"]
 
 
 class Moved:
-    """[Note: whose bytes] Bytes over the link by iteration. A copy of the plan belongs to the iteration whose step it
-    is, whenever it runs: fetches run ahead of their iteration, writebacks run on into the next. What is copied on
-    demand belongs to the iteration in progress, what an evaluation copies to the one that follows. So the figures of
-    an iteration on plan are the plan's, and those of all iterations add up to what the backend has copied. What it has
-    copied between two points in time is the figure of no iteration."""
+    """[Note: whose bytes] Bytes over the link by iteration. A copy of the plan belongs to the iteration of its step,
+    whenever it runs: fetches run ahead of their iteration, writebacks run on into the next. A copy on demand belongs to
+    the running iteration, a copy of an evaluation to the iteration that follows. So the bytes of an iteration on plan
+    are the plan's, and the bytes of all iterations add up to the backend's. The bytes that the backend copies between
+    two points in time are not those of an iteration."""
 
     def __init__(self, already: Mapping[str, int]) -> None:
         """already: bytes copied by direction before the first iteration."""
@@ -29,7 +29,7 @@ class Moved:
             self._ended[iteration] = self._ended.get(iteration, 0) + 1
 
     def others(self, iteration: int, copied_bytes: Mapping[str, int]) -> None:
-        """Count all other bytes that the backend has copied so far to this iteration. Nothing is under way."""
+        """Count all other bytes that the backend has copied by now to this iteration. No copy may be running."""
         with self._lock:
             for direction, total in copied_bytes.items():
                 self._add(iteration, direction, total - self._known[direction])

@@ -1,4 +1,4 @@
-"""SerialQueues: one step at a time and in an order that a chooser decides, inside the user's thread.
+"""SerialQueues: one step at a time, in an order that a chooser decides, inside the user's thread.
 
 For tests of interleavings, and for measurements that follow a predicted order (`follow`).
 """
@@ -21,7 +21,7 @@ __all__ = ["QueueEvent", "SerialQueues", "follow"]
 
 @dataclass(frozen=True, slots=True)
 class QueueEvent:
-    """A step that could start, or one in flight that could end (kind "start" or "end"), by position in the plan."""
+    """A step that could start, or a running step that could end (kind "start" or "end"), by position in the plan."""
 
     kind: str
     step: Step
@@ -29,12 +29,12 @@ class QueueEvent:
 
 
 Chooser = Callable[[Sequence[QueueEvent], QueueEvent, bool], int | None]
-"""(possible events, what the compute queue is about to do, whether it may) -> index of the event to let happen, or None
-to let compute go on; None where compute may not go on yet stands for the first event."""
+"""(possible events, the compute queue's next event, whether it may happen) -> index of the event that happens, or None
+for the compute queue's event. If that event may not happen yet, None stands for index 0."""
 
 
 class SerialQueues(QueuesBase):
-    """No threads: at each point where the compute queue starts or ends a step, the chooser decides which steps of the
+    """Queues without threads: whenever the compute queue starts or ends a step, the chooser decides which steps of the
     other queues start and end first.
 
     works_early(step): whether the step's work is done when it starts rather than when it ends (a missing edge then
@@ -45,8 +45,8 @@ class SerialQueues(QueuesBase):
         super().__init__()
         self._chooser = chooser
         self._works_early = works_early or (lambda step: False)
-        self._flying: dict[Queue, bool] = {}  # queue -> whether the step it executes has done its work
-        self._inside: set[Queue] = set()  # queues whose step is being executed right now
+        self._flying: dict[Queue, bool] = {}  # queue -> whether its running step has done its work
+        self._inside: set[Queue] = set()  # queues inside a call of their step's work
 
     def renew(self) -> SerialQueues:
         return SerialQueues(self._chooser, works_early=self._works_early)
@@ -159,7 +159,7 @@ class SerialQueues(QueuesBase):
                 if self.short is not None:
                     raise self.short
                 raise PlanError(f"the queues are stuck before the end of iteration {iteration}")
-            with contextlib.suppress(OutOfMemory):  # it is in `short`; the others go on
+            with contextlib.suppress(OutOfMemory):  # the error is in `short`; the other queues continue
                 self._happen(*possible[0])
 
     def pause(self) -> None:
@@ -182,8 +182,8 @@ class SerialQueues(QueuesBase):
 
 
 def follow(timeline: Timeline, plan: Plan) -> Chooser:
-    """Returns a chooser that lets steps start and end in the order a timeline predicts for its steady (last) iteration,
-    which then repeats with the timeline's period. Ends come before starts at equal times."""
+    """Returns a chooser that lets steps start and end in the order that a timeline predicts for its steady (last)
+    iteration, repeated with the timeline's period. Ends come before starts at equal times."""
     last = timeline.iterations - 1
     begun: dict[int, float] = {}
     ended: dict[int, float] = {}
@@ -198,7 +198,7 @@ def follow(timeline: Timeline, plan: Plan) -> Chooser:
     def rank(event: QueueEvent) -> tuple[float, int]:
         starts = event.kind == "start"
         time_s = (begun if starts else ended)[event.step.id] + event.iteration * period
-        # 1 ns of slack: times of two iterations are compared, each with its own rounding
+        # 1 ns of slack, because the compared times of two iterations are rounded separately
         return (round(time_s, 9), 1 if starts and event.step.kind is not Kind.DROP else 0)
 
     def choose(possible: Sequence[QueueEvent], compute: QueueEvent, may: bool) -> int | None:

@@ -1,19 +1,20 @@
-"""StreamQueues: the queues of a plan on an accelerator that is given work ahead of time.
+"""StreamQueues: the queues of a plan on an accelerator to which work is issued ahead of time.
 
-The threads are those of ThreadQueues; what they do with a step of a device queue is issue it. A step of a device queue
-has *ended* for the other threads when it is issued, and its event says when it has happened. A step of a host queue
-(CPU Adam's; disks') has ended when it has happened.
+The threads are those of ThreadQueues. A thread of a device queue issues its steps. For the other threads such a step
+has *ended* when it is issued; its event says when it has happened. A step of a host queue (CPU Adam's; disks') has
+ended when it has happened.
 
-[Note: edges on streams] Who starts a step waits on the host until the steps it is after have ended in that sense. Then,
-for each of them that is of another queue: from a device step to a device step, its stream waits for the event; from a
-device step to a host step, the thread waits for the event; from a host step to a device step nothing is left to do, it
-has happened. So no event is ever waited for before it is recorded (that would wait for nothing and silently compute
-with wrong data), and the training thread waits on the host only for what is not issued yet: in the steady state, for
-host steps. Steps of one queue follow each other on its stream.
+[Note: edges on streams] The thread that starts a step waits on the host until the steps in its `after` have ended in
+that sense. For each of them that is on another queue, more is needed. From a device step to a device step, the later
+step's stream waits for the event. From a device step to a host step, the thread waits for the event. From a host step
+to a device step nothing remains to be done, because the host step has happened. So no event is ever waited for before
+it is recorded (such a wait returns at once, and the step would silently compute with wrong data). The training thread
+waits on the host only for steps that are not issued yet: in the steady state, for host steps. Steps of one queue follow
+each other on its stream.
 
 [Note: in flight] A chunk's ledger says "on the gpu" when its copy is issued. The compute stream may read it only after
-its event, so its parameters stay parked until `land`, which a moment calls for every chunk it reads, and the on-demand
-mode for what is read unplanned.
+the copy's event, so its parameters stay parked until `land`. A moment calls `land` for every chunk that it reads, the
+on-demand mode for unplanned reads.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _POLL_S = 2e-4
 
 
 def queues_for(backend: Backend, *, watchdog_s: float) -> ThreadQueues:
-    """Returns the queues that suit the backend: queues that issue work where it has streams."""
+    """Returns the queues that suit the backend: StreamQueues if it has streams, else ThreadQueues."""
     if hasattr(backend, "record"):
         return StreamQueues(cast("StreamBackend", backend), watchdog_s=watchdog_s)
     return ThreadQueues(watchdog_s=watchdog_s)
@@ -51,8 +52,8 @@ def queues_for(backend: Backend, *, watchdog_s: float) -> ThreadQueues:
 class StreamQueues(ThreadQueues):
     """One daemon thread per queue, which issues to the backend's stream of that queue. Arguments as for ThreadQueues.
 
-    host_wait_s: seconds the training thread has waited on the host: for what was not issued yet, and for figures that
-        it has to have before it goes on (`waited`: whether an fp16 gradient overflowed).
+    host_wait_s: seconds that the training thread has waited on the host: for steps that were not issued yet, and for
+        figures that it needs before it continues (`waited`: whether an fp16 gradient overflowed).
     host_waits: number of these waits.
     """
 
@@ -68,7 +69,7 @@ class StreamQueues(ThreadQueues):
         self._backend = backend
         self._events: list[dict[int, Any]] = []  # step -> iteration -> event, of the last two iterations
         self._latest: dict[Queue, Any] = {}
-        self._in_flight: dict[int, Any] = {}  # chunk -> event of its copy, None while that is being issued
+        self._in_flight: dict[int, Any] = {}  # chunk -> event of its copy; None while the copy is being issued
         self._times = DeviceTimes(backend)
         self.host_wait_s = 0.0
         self.host_waits = 0
@@ -95,7 +96,7 @@ class StreamQueues(ThreadQueues):
                 continue
             if on_host:
                 backend.synchronize(event)
-                if self._failure is not None:  # a lost rank: collectives were ended, not done
+                if self._failure is not None:  # a rank was lost: its collectives were aborted, not done
                     raise self._failure
             elif not backend.query(event):
                 backend.wait_event(queue, event)
@@ -147,8 +148,8 @@ class StreamQueues(ThreadQueues):
         return waited_for
 
     def await_steps(self, steps: Sequence[int], iteration: int) -> None:
-        """In addition, what this thread issues from now on happens after these steps; in a thread of a host queue the
-        steps have happened."""
+        """As in ThreadQueues. In addition, work that this thread issues from now on happens after these steps; in a
+        thread of a host queue the steps have happened."""
         super().await_steps(steps, iteration)
         backend = self._backend
         queue = backend.queue
@@ -208,7 +209,7 @@ class StreamQueues(ThreadQueues):
             self.land(chunk)
 
     def resume(self) -> None:
-        """Go on, once everything that the compute queue was given meanwhile (parameters loaded, an iteration off plan)
+        """Continue, once all work that the compute queue was given meanwhile (parameters loaded, an iteration off plan)
         has happened: no edge orders that work before the other streams."""
         if self._started is not None:
             self._backend.synchronize(self._backend.record(Queue.COMPUTE))
@@ -220,13 +221,13 @@ class StreamQueues(ThreadQueues):
             events.clear()
 
     def stop(self) -> None:
-        """In addition, raises the error that ended a stream, unless an error has been raised for it already; this comes
-        once every stream has ended."""
+        """As in ThreadQueues. In addition, raises the error that ended a stream, unless it was raised before, once
+        every stream has ended."""
         super().stop()
         unreported: Exception | None = None
         for queue in self._latest:
             try:
-                # Also what was issued by a step that failed halfway.
+                # Also work issued by a step that failed halfway.
                 self._backend.synchronize(self._backend.record(queue))
             except Exception as error:
                 if self._failure is None:
@@ -237,7 +238,7 @@ class StreamQueues(ThreadQueues):
             raise unreported
 
     def _catch_up(self, queues: Sequence[Queue]) -> None:
-        """Return when everything issued to the queues' streams has happened. Names what does not happen."""
+        """Return when all work issued to the queues' streams has happened. Logs work that does not happen."""
         for queue in queues:
             event = self._latest.get(queue)
             if event is None:

@@ -17,12 +17,12 @@ __all__ = ["ThreadQueues"]
 
 log = logging.getLogger("executor")
 
-_LOOK_S = 1.0  # how often a wait looks whether the threads are alive
+_LOOK_S = 1.0  # seconds after which a wait checks that the threads are alive
 
 
 class _Crew:
-    """The threads of queues and what they wait on. The lock is reentrant: a collection of garbage may stop the crew in
-    the middle of anything, also in one of its own threads."""
+    """The threads of queues and the condition that they wait on. The lock is reentrant: a collection of garbage may
+    stop the crew at any point, also in one of its own threads."""
 
     def __init__(self, join_s: float) -> None:
         self.lock = threading.RLock()
@@ -40,7 +40,7 @@ class _Crew:
             self.stopping = True
             self.notify_all()
         if threading.current_thread() in self.threads:
-            return  # the others may need what this one holds; they end as soon as they can
+            return  # the other threads may need a lock that this thread holds; they end later
         for thread in self.threads:
             thread.join(self._join_s)
         stuck = [thread.name for thread in self.threads if thread.is_alive()]
@@ -52,8 +52,8 @@ class ThreadQueues(QueuesBase):
     """One daemon thread per queue.
 
     watchdog_s: seconds without the end of any step, while the user's thread waits, after which the log names the step
-        that waits; if no step is being executed or may start either, no step can ever end, and PlanError is raised.
-    join_s: how long `stop` waits for a step that is being executed.
+        that waits. If no step is running or may start either, no step can ever end, and PlanError is raised.
+    join_s: seconds for which `stop` waits for a running step.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ThreadQueues(QueuesBase):
             self._work.enter_thread(queue)
             while self._one(queue):
                 pass
-        except BaseException as error:  # handed to the user's thread, which raises it
+        except BaseException as error:  # the user's thread raises it
             with self._lock:
                 iteration, at = self._at[queue]
                 word = self._progress.word(self._progress.order[queue][at], iteration)
@@ -112,7 +112,7 @@ class ThreadQueues(QueuesBase):
                 self._notify_all()
 
     def _one(self, queue: Queue) -> bool:
-        """Run the queue's next step; False when the queues stop."""
+        """Run the queue's next step. Returns False when the queues stop."""
         progress, condition = self._progress, self._conditions[queue]
         order = progress.order[queue]
         ready_s = self._clock()
@@ -132,7 +132,7 @@ class ThreadQueues(QueuesBase):
                 condition.wait()
                 self._waiting.discard(queue)
             self._busy.add(queue)
-        work = self._work  # held until the step has ended
+        work = self._work  # holds the work until the step has ended
         self._arrive(queue, i, iteration)
         try:
             work.begin(i, iteration, ready_s, waited_for)
@@ -159,7 +159,7 @@ class ThreadQueues(QueuesBase):
         the lock."""
 
     def _refused(self, i: int) -> None:
-        """The step that arrived last got no memory; it will arrive again, or the queues jump over it."""
+        """Note that the step that arrived last got no memory. It will arrive again, or the queues jump over it."""
 
     def _depart(self, queue: Queue, i: int, iteration: int) -> None:
         """Note that a step has ended, before other threads know. Called as `_arrive`."""
@@ -211,11 +211,11 @@ class ThreadQueues(QueuesBase):
 
     def wait(self, i: int, iteration: int) -> int | None:
         if self._failure is None and (not self._progress.after[i] or self._progress.ready(i, iteration)):
-            return None  # without the lock: what has ended has ended
+            return None  # without the lock: ended steps stay ended
         return self._wait_for(i, iteration)
 
     def _wait_for(self, i: int, iteration: int) -> int | None:
-        """Return when step i may start; the step that it waited for last."""
+        """Return when step i may start. The result is the last step that it waited for."""
         progress = self._progress
         waited_for: int | None = None
 
@@ -233,10 +233,13 @@ class ThreadQueues(QueuesBase):
         return None
 
     def end_step(self, i: int, iteration: int) -> None:
-        """[Note: who is woken] The lock is for a thread that looks, finds the step not done and goes to sleep. A queue
-        may sleep until this step ends only if one of its steps waits for this one (`wakes`). Any other sleeper is in
-        `await_steps`, which counts itself in `_awaited` before it looks. Without either nobody is woken, and the lock
-        is not taken."""
+        """Note that compute-queue step i has ended.
+
+        [Note: who is woken] The lock is for a thread that finds the step not done and goes to sleep. A queue may sleep
+        until this step ends only if one of its steps waits for this one (`wakes`). Any other sleeper is in
+        `await_steps`, which counts itself in `_awaited` before it checks. Otherwise no thread has to be woken, and the
+        lock is not taken.
+        """
         self._progress.done[i] = iteration
         if self._progress.wakes[i] or self._awaited:
             with self._lock:
@@ -280,7 +283,7 @@ class ThreadQueues(QueuesBase):
         idle_is_stuck: bool = True,
         needs_all: bool = False,
     ) -> None:
-        """Wait in the user's thread. Raises the error that ended a queue; PlanError if nothing can ever end;
+        """Wait in the user's thread. Raises the error that ended a queue, PlanError if no step can ever end,
         OutOfMemory if a queue is short of memory and nothing else moves (needs_all: at once)."""
         compute = self._conditions[Queue.COMPUTE]
         with self._lock:
@@ -306,7 +309,7 @@ class ThreadQueues(QueuesBase):
                     if idle_is_stuck and not self._moves():
                         raise PlanError(f"the queues are stuck: {message}")
                     log.warning("%s", message)
-                    if not self._busy:  # a step may start: its thread gets no processor, or was not woken
+                    if not self._busy:  # a step may start, but its thread has no processor or was not woken
                         self._notify_all()
             finally:
                 self._waiting.discard(Queue.COMPUTE)
@@ -319,7 +322,7 @@ class ThreadQueues(QueuesBase):
             self._notify_all()
 
     def _moves(self) -> bool:
-        """Returns whether a step is being executed or may start."""
+        """Returns whether a step is running or may start."""
         if self._busy:
             return True
         return not self._paused and any(
@@ -330,7 +333,7 @@ class ThreadQueues(QueuesBase):
         )
 
     def _standing(self) -> str:
-        """Returns the place of every queue, in words, for the watchdog."""
+        """Returns the position of every queue, in words, for the watchdog."""
         words = []
         for queue, (iteration, at) in self._at.items():
             i = self._progress.order[queue][at]

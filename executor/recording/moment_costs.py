@@ -1,11 +1,10 @@
 """The cost of a moment of training beside its products: bandwidth of its operators, and a constant per moment.
 
-[Note: seconds of a moment] seconds = constant + flops / rate of a product that large + bytes / bandwidth, where the
-bytes are what its operators read and write as a capture counts them, and what the engine does to a gradient that
-arrives (copy and norm: three times its bytes). Operators run one after another, so the terms add up. Rates of products
-are measured alone (`compute.matmul_rates`); bandwidth and constant are fitted to moments that the engine recorded of a
-small model of our own, because caches and the allocator treat operators differently inside a training step than
-alone.
+[Note: seconds of a moment] seconds = constant + flops / rate of a product that large + bytes / bandwidth. The bytes are
+those that its operators read and write, as a capture counts them, and those of the engine's work on an arriving
+gradient (copy and norm: three times its bytes). Operators run one after another, so the terms add up. Rates of products
+are measured alone (`compute.matmul_rates`). Bandwidth and constant are fitted to moments that the engine recorded of a
+small reference model, because caches and the allocator treat operators differently inside a training step than alone.
 
 The engine's own part of the constant (waits between threads, bookkeeping) is not in a recorded moment. It is the
 difference between the engine and plain torch on a model of many layers too small to compute anything.
@@ -46,12 +45,15 @@ class Sample:
 
 
 def fit(samples: Sequence[Sample], product_s: Callable[[float], float]) -> tuple[float, float]:
-    """(constant in s, bandwidth in bytes/s) of [Note: seconds of a moment], by least squares of relative errors.
+    """Returns (constant in s, bandwidth in bytes/s) of [Note: seconds of a moment], by least squares of relative
+    errors. The constant is at least 0.
 
-    product_s: seconds of a product, by its flops. The constant is at least 0. Raises ValueError where the samples
-    do not say what the bandwidth is (fewer than two, all of one size, or no time left for bytes).
+    product_s: seconds of a product, by its flops.
+
+    Raises ValueError where the samples do not determine the bandwidth (fewer than two, all of one size, or no time left
+    for bytes).
     """
-    # With weights 1/seconds: minimise sum of (constant a + slope b - 1 - rest c)**2, all of them over seconds.
+    # Weights are 1/seconds: minimise the sum of (constant a + slope b - 1 - rest c)**2, with a, b and c over seconds.
     rows = [(1 / s.seconds, s.size_bytes / s.seconds, 1 - product_s(s.flops) / s.seconds) for s in samples]
     aa, ab, bb = sum(a * a for a, _, _ in rows), sum(a * b for a, b, _ in rows), sum(b * b for _, b, _ in rows)
     ac, bc = sum(a * c for a, _, c in rows), sum(b * c for _, b, c in rows)
@@ -67,7 +69,7 @@ def fit(samples: Sequence[Sample], product_s: Callable[[float], float]) -> tuple
 
 
 class _SampleBlock(nn.Module):
-    """A transformer's block written out, so that each operator reads and writes what it does in most models."""
+    """A transformer's block written out, so that each operator reads and writes as in most models."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -114,7 +116,9 @@ def recorded_samples(
 ) -> list[Sample]:
     """Returns the moments of the reference model (width, blocks, words), as the engine records them at each (batch,
     sequence).
-    clock: CPU seconds of the compute thread."""
+
+    clock: CPU seconds of the compute thread.
+    """
     torch.manual_seed(0)
     model = _Reference(*shape)
     samples: list[Sample] = []
@@ -154,8 +158,11 @@ class _Tiny(nn.Module):
 def engine_overhead_s(
     device: Device, bench: Bench, machine: Machine, *, clock: Callable[[], float] = time.thread_time
 ) -> float:
-    """Returns the seconds that the engine adds to a moment, at least 0. machine: one that the executor runs on and that
-    holds a few kilobytes. clock: CPU seconds of the compute thread."""
+    """Returns the seconds that the engine adds to a moment, at least 0.
+
+    machine: a machine on which the executor runs and that holds a few kilobytes.
+    clock: CPU seconds of the compute thread.
+    """
     optimizer = AdamW(lr=1e-4, max_grad_norm=1.0)
     x = torch.ones(_ROWS, _WIDTH)
     workload = record(

@@ -1,9 +1,9 @@
 """record: a real warm-up iteration, written down as a Workload with the schema and the moments of a capture.
 
-A warm-up is the engine's on-demand mode under a plan without steps. First one iteration that counts every operator:
-live bytes, reads and gradients, each chunk fetched when an operator is about to read it. Then iterations that are timed
-and count nothing: by then it is known what each moment reads, so its chunks are fetched before it begins and the time
-that takes is left out. The model and torch's random numbers are left as they were: gradients are dropped, nothing is
+A warm-up is the engine's on-demand mode under a plan without steps. The first iteration counts every operator (live
+bytes, reads and gradients) and fetches each chunk when an operator is about to read it. The following iterations are
+timed and count nothing. By then the reads of each moment are known, so its chunks are fetched before it begins, and the
+time of the fetches is left out. The model and torch's random numbers stay unchanged: gradients are dropped, nothing is
 updated.
 """
 
@@ -60,17 +60,18 @@ def record(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Workload:
     """Returns the workload of one iteration of `model` on `batches` (one per micro-batch), run for real within
-    `machine`'s gpu budget. device: as for `prepare`; the batches are copied there.
+    `machine`'s gpu budget.
 
+    device: as for `prepare`; the batches are copied there.
     batch, sequence: by default the first two extents of the batch's first tensor.
-    optimizer: the optimizer that `prepare` will get (its groups and whether it clips are part of what is recorded).
+    optimizer: the optimizer that `prepare` will get (its groups and whether it clips are part of the recording).
     loss: forward pass and loss; it is divided by the number of micro-batches, as the loops here do.
     timed: number of iterations whose median gives each moment's seconds; 0 for none.
     weights, gpu_memory: as for `prepare`.
     group: a process group of this process alone, where it is one of several.
     clock: gives seconds.
 
-    Raises DoesNotFit if what one operator reads does not fit the gpu, ModelError as capture does.
+    Raises DoesNotFit if the parameters that one operator reads do not fit the gpu, ModelError as capture does.
     """
     if not batches:
         raise PlanError("record: batches is empty; give one batch for each micro-batch of an iteration")
@@ -90,11 +91,11 @@ def record(
 
     def fresh(one: Any) -> Any:
         made: dict[int, torch.Tensor] = {}  # ids and labels are often one tensor
-        with unseen():  # a loader made it before; it counts from the first operator that reads it
+        with unseen():  # a loader made the batch before; it counts from the first operator that reads it
             return map_batch(one, lambda tensor: made.setdefault(id(tensor), tensor.clone()))
 
     def iteration() -> None:
-        # The usual loop, as in a capture: a batch is there until the next one is drawn.
+        # The usual loop, as in a capture: a batch stays alive until the next one is drawn.
         for one in batches:
             drawn = fresh(one)
             value = loss(model, drawn) / len(batches)
@@ -124,15 +125,15 @@ def record(
 
 
 def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give buffers their values back, which a forward may have changed (running statistics)."""
+    """Give buffers back their values, which a forward may have changed (running statistics)."""
     with torch.no_grad():
         for buffer, before in buffers:
             buffer.copy_(before)
 
 
 def _counted(session: Session, iteration: Callable[[], None]) -> MomentRecorder:
-    """One iteration in which every operator is seen. Twice if some gradient fires more than once per micro-batch: only
-    then is it known when it is final."""
+    """Run one iteration in which every operator is counted. If some gradient fires more than once per micro-batch, run
+    it twice: only then is it known which firing is the last."""
     firings: dict[int, int] = {}
     while True:
         recorder = _count_once(session, iteration, firings)
@@ -145,7 +146,7 @@ def _counted(session: Session, iteration: Callable[[], None]) -> MomentRecorder:
 def _count_once(session: Session, iteration: Callable[[], None], firings: dict[int, int]) -> MomentRecorder:
     """Run one iteration in which every operator is counted.
 
-    firings: tensor index -> gradients it gets in one micro-batch, where more than one.
+    firings: tensor index -> number of its gradients in one micro-batch, where more than one.
     """
     own = sorted(session.plan.layout.chunk_of)
     chunk_of = session.plan.layout.chunk_of
@@ -175,7 +176,7 @@ def _count_once(session: Session, iteration: Callable[[], None], firings: dict[i
 def _timed(
     session: Session, iteration: Callable[[], None], w: Workload, repeats: int, clock: Callable[[], float]
 ) -> tuple[Moment, ...]:
-    """Returns the moments with their seconds: the median of `repeats` iterations, what was waited for left out."""
+    """Returns the moments with their seconds: the median of `repeats` iterations, without waits."""
     chunk_of = session.plan.layout.chunk_of
     script = [({chunk_of[t] for t in reads}, m.peak_bytes) for reads, m in zip(w.reads, w.moments)]
     final: dict[tuple[int, int], int] = {}

@@ -25,7 +25,7 @@ _READ_AT_MOST_BYTES = 8_000_000
 
 @dataclass(frozen=True)
 class ByteText:
-    """A folder's text as one run of bytes (uint8, shape [n])."""
+    """A folder's text as a single array of bytes (uint8, shape [n])."""
 
     folder: Path
     bytes: torch.Tensor
@@ -56,7 +56,10 @@ class ByteText:
         return hashlib.blake2b(bytes(self.bytes.numpy()), digest_size=8).hexdigest()
 
     def windows(self, *, batch: int, sequence: int, seed: int, skip: int = 0) -> Iterator[torch.Tensor]:
-        """Endless int64 tensors [batch, sequence], windows drawn with the seed. skip: sequences drawn before."""
+        """Yields endless int64 tensors [batch, sequence], windows drawn with the seed.
+
+        skip: number of sequences drawn before.
+        """
         if len(self.bytes) <= sequence:
             raise ModelError(
                 f"text in {str(self.folder)!r} is {len(self.bytes)} bytes, shorter than one sequence of {sequence}"
@@ -70,8 +73,8 @@ class ByteText:
 
 
 def _texts(folder: Path) -> Iterator[Path]:
-    """Returns text files of the folder and of its subfolders, lazily, in the order of their paths, one folder after the
-    other. Links to folders are not followed; a folder that may not be listed counts as empty, as in `rglob`."""
+    """Yields the text files of the folder and of its subfolders, lazily, in the order of their paths, one folder after
+    the other. Links to folders are not followed; a folder that may not be listed counts as empty, as in `rglob`."""
     try:
         entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
     except PermissionError:
@@ -94,9 +97,12 @@ def open_data(spec: str | None) -> ByteText:
 
 
 def batches_like(example: Any, text: ByteText, *, vocabulary: int | None, seed: int, skip: int = 0) -> Iterator[Any]:
-    """Endless batches shaped as `example`: a dict with integer "input_ids" [batch, sequence] gets text (and labels, if
-    it has them); any other example (images, a module's own tuple) is repeated as it is, because text means nothing to
-    it. skip: sequences of text drawn before."""
+    """Yields endless batches shaped as `example`. A dict with integer "input_ids" [batch, sequence] gets text (and
+    labels, if it has them). Any other example (images, a module's own tuple) is repeated as it is, because its values
+    are not text.
+
+    skip: number of sequences of text drawn before.
+    """
     if not isinstance(example, Mapping) or "input_ids" not in example:
         while True:
             yield example

@@ -1,6 +1,6 @@
-"""Keeping a job: where its checkpoints go, how often, and where a later run takes up its data again.
+"""Keeping a job: where and how often it saves checkpoints, and where a later run continues its data.
 
-Between `TrainingJob.run` and `optimizer.save`: knows jobs, neither chunks nor file formats.
+It is between `TrainingJob.run` and `optimizer.save`: it knows jobs, neither chunks nor file formats.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["JobPosition", "Keeping"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """How far a job has come.
+    """The position of a job.
 
     steps: optimizer steps done.
     sequences: sequences of its data drawn.
     empty: whether the model was built without memory, which draws other random numbers.
-    note: the checkpoint that the job goes on from, in words.
+    note: the checkpoint from which the job continues, in words.
     """
 
     steps: int = 0
@@ -38,11 +38,11 @@ class JobPosition:
 
 @dataclass(frozen=True, kw_only=True)
 class Keeping:
-    """Where the checkpoints of a job go, and which one it continues from.
+    """The folder for a job's checkpoints, and the checkpoint from which it continues.
 
     save: folder for checkpoints.
-    every: steps between two (None: one at the end).
-    resume: checkpoint to go on from.
+    every: number of steps between two checkpoints (None: only one at the end).
+    resume: checkpoint to continue from.
 
     Raises CheckpointError for flags that do not go together.
     """
@@ -56,9 +56,11 @@ class Keeping:
             raise CheckpointError(f"--save-every {self.every} needs a folder: add --save FOLDER")
 
     def check(self, steps: int) -> Restored | None:
-        """Facts of the checkpoint `resume`, if it is given. steps: in all. Raises CheckpointError for a checkpoint from
-        which the job cannot continue, for a checkpoint in `save` that would be lost, and where `save` cannot be
-        written."""
+        """Returns facts of the checkpoint `resume`, if it is given. Raises CheckpointError for a checkpoint from which
+        the job cannot continue, for a checkpoint in `save` that would be lost, and where `save` cannot be written.
+
+        steps: number of steps in all.
+        """
         if self.save is not None and is_checkpoint(self.save):
             goes_on = self.resume is not None and Path(self.resume).resolve() == Path(self.save).resolve()
             if not goes_on:
@@ -80,8 +82,10 @@ class Keeping:
         return stored
 
     def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> JobPosition:
-        """Decide where the job begins. data: name of the stream of data; if the checkpoint's stream has another name,
-        the data begins anew. Raises as `check` does, before anything is built."""
+        """Returns the position at which the job begins. Raises as `check` does, before anything is built.
+
+        data: name of the stream of data; if the checkpoint's stream has another name, the data begins anew.
+        """
         stored = self.check(steps)
         if stored is None:
             return JobPosition(empty=empty)
@@ -98,7 +102,7 @@ class Keeping:
 
     @property
     def weights(self) -> Path | None:
-        """The folder that the model's values come from; None for a job that begins."""
+        """The folder with the model's values; None for a job that begins."""
         return None if self.resume is None else find_checkpoint(self.resume)
 
     def load(self, optimizer: OffloadedAdamW) -> None:
@@ -113,8 +117,11 @@ class Keeping:
         extra: Callable[[int], Any],
         on_step: Callable[[StepReport], None] | None,
     ) -> Callable[[StepReport], None]:
-        """Returns the function to call after each step: it calls `on_step`, then saves a checkpoint if one is due.
-        last: number of the last step. extra(steps): what is saved in addition, after this many steps."""
+        """Returns the function to call after each step. It calls `on_step`, then saves a checkpoint if one is due.
+
+        last: number of the last step.
+        extra(steps): additional values to save after this many steps.
+        """
 
         def after(report: StepReport) -> None:
             if on_step is not None:
@@ -127,7 +134,7 @@ class Keeping:
 
 
 def _try_folder(folder: Path) -> None:
-    """Raise CheckpointError if nothing can be written where `folder` is, or will be."""
+    """Raise CheckpointError if nothing can be written to `folder`, or to its parent if it does not exist yet."""
     place = next(p for p in (folder.resolve(), *folder.resolve().parents) if p.exists())
     try:
         with TemporaryFile(dir=place) as file:

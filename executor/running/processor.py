@@ -1,8 +1,8 @@
-"""How much processor time other programs took while this one ran: this tells a slow machine from a wrong prediction.
+"""Processor time of other programs while this one ran: it distinguishes a slow machine from a wrong prediction.
 
-Read from /proc/stat, which counts every core of the machine, and from the times of this process. Time that a
-hypervisor gave to another machine counts as taken by others. Where /proc/stat is missing or stands still (other systems
-than Linux, some sandboxes) the answer is None: not measurable here.
+Read from /proc/stat, which counts every core of the machine, and from the times of this process. Time that a hypervisor
+gave to another machine counts as taken by others. If /proc/stat is missing or does not change (other systems than
+Linux, some sandboxes), the answer is None: not measurable here.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pathlib import Path
 __all__ = ["ProcessorTime", "taken_by_others"]
 
 STAT = Path("/proc/stat")
-_IDLE = (3, 4)  # idle, iowait
+_IDLE = (3, 4)  # positions of idle and iowait
 _COUNTED = 8  # user, nice, system, idle, iowait, irq, softirq, steal; guests are in user already
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessorTime:
-    """Seconds of all cores since the machine started (total_s), those in which a core worked (busy_s), and those of
-    this process and of its children that have ended (own_s)."""
+    """Seconds of all cores since the machine started (total_s), the part in which a core worked (busy_s), and the
+    seconds of this process and of its ended children (own_s)."""
 
     total_s: float
     busy_s: float
@@ -45,7 +45,7 @@ class ProcessorTime:
 
 
 def taken_by_others(before: ProcessorTime | None, after: ProcessorTime | None) -> float | None:
-    """Returns the share of the processor time between two readings, 0 to 1, in which other programs ran; None if
+    """Returns the share (0 to 1) of the processor time between two readings in which other programs ran; None if
     unknown."""
     if before is None or after is None or after.total_s <= before.total_s:
         return None

@@ -1,4 +1,4 @@
-"""A training job on several ranks: each rank's part of the data, and what all of them did together."""
+"""A training job on several ranks: each rank's part of the data, and the figures of all ranks together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["SharedRun", "own_batches", "share_results"]
 
 @dataclass(frozen=True, kw_only=True)
 class SharedRun:
-    """What all ranks of a run did together.
+    """The figures of all ranks of a run together.
 
     losses: loss of each step, over the batches of all ranks.
     peak_gpu_bytes: GPU peak of each rank, in the measured iteration.
@@ -35,8 +35,8 @@ class SharedRun:
 
 
 def own_batches(batches: Iterator[Any], session: Session) -> Iterator[Any]:
-    """This rank's part of the data. Of every P batches in a row, rank r takes batch r: all of it, or where the ranks'
-    shares differ as many of its first sequences as the rank's share has."""
+    """Yields this rank's part of the data. Of every P batches in a row, rank r takes batch r: the whole batch, or,
+    where the ranks' shares differ, its first sequences in the number of the rank's share."""
     ranks, whole = session.ranks, session.plan.workload.batch
     if ranks is None:
         return batches
@@ -58,7 +58,7 @@ def _first(batch: Any, sequences: int, of: int) -> Any:
 def share_results(
     session: Session, reports: Sequence[StepReport], measured: Measured | None, sent_bytes: int
 ) -> SharedRun | None:
-    """What the ranks tell each other after the last step; every rank calls it. None on one rank."""
+    """Exchange the ranks' results after the last step; every rank calls it. Returns None on one rank."""
     ranks = session.ranks
     if ranks is None:
         return None

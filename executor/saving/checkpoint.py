@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on, in a folder that transformers loads too.
+"""Checkpoints: everything that a run needs to continue, in a folder that transformers loads too.
 
     config.json                   of a transformers model
     model*.safetensors (+ index)  weights in the working dtype, by their names in the state_dict
@@ -7,15 +7,15 @@
     extra.safetensors             tensors of the user's `extra`, if any
     pstar.json                    schema, iteration, parameters, groups, files with their sizes; written last
 
-All is by tensor name and nothing by chunk, so that a run goes on under another plan, policy, budget, chunk size or
-number of ranks. Under the same plan it goes on bit by bit.
+Everything is stored by tensor name and nothing by chunk, so that a run can continue under another plan, policy, budget,
+chunk size or number of ranks. Under the same plan it continues bit-identically.
 
-[Note: saving takes no memory] Values are written from the chunks where they lie; what has to be cast or comes from a
-device goes through one buffer of 16 MiB. Reading (`restoring.py`) is the reverse. A save waits for the updates that are
+[Note: saving takes no memory] Values are written directly from the chunks. Values that have to be cast or come from a
+device go through one buffer of 16 MiB. Reading (`restoring.py`) is the reverse. A save waits for the updates that are
 still in flight.
 
-[Note: slices in a checkpoint] A rank writes what it holds of a list: "momentum/NAME@1024" begins at element 1024 of the
-tensor. A reader takes the elements it wants from whatever pieces there are.
+[Note: slices in a checkpoint] A rank writes its part of a list: "momentum/NAME@1024" begins at element 1024 of the
+tensor. A reader takes the elements that it needs from the existing pieces.
 """
 
 from __future__ import annotations
@@ -71,13 +71,16 @@ _OURS = re.compile(r"(model|optimizer)(-[\w-]+)?\.safetensors(\.index\.json)?|ex
 
 
 def save(optimizer: Trained, folder: str | Path, *, extra: Any = None, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write the run's state to `folder`, atomically; an earlier checkpoint there stays until then.
+    """Write the run's state to `folder`, atomically. An earlier checkpoint there stays until the new one is complete.
+    Returns the folder. Files in the folder that are not a checkpoint's (a tokenizer) stay.
 
-    Files in the folder that are not a checkpoint's (a tokenizer) stay. extra: anything of numbers, texts, tensors,
-    lists and dicts that `load` is to give back (the state_dict of a scheduler, the position in the data). shard_bytes:
-    of one file, about. On several ranks every one calls it, with one folder that all of them see; the first one's
-    `extra` is kept. Raises ContractError between a forward and `step()`, CheckpointError where the folder is something
-    else, the disk has no room, or writing fails (on any rank); what was there before is then still there.
+    extra: numbers, texts, tensors, lists and dicts that `load` is to give back (the state_dict of a scheduler, the
+        position in the data).
+    shard_bytes: approximate size of one file.
+
+    On several ranks every rank calls it, with one folder that all of them see; the first rank's `extra` is kept. Raises
+    ContractError between a forward and `step()`, CheckpointError if the folder holds other files, the disk has no room,
+    or writing fails (on any rank); the former content is then still there.
     """
     session = optimizer.session
     session.loop.require_running()
@@ -106,8 +109,8 @@ T = TypeVar("T")
 
 
 def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
-    """Run `action` on every rank and return its result once all have done it. An error on one rank ends it on all: on
-    that rank with its own error, on the others with one that names the rank. OSError becomes CheckpointError."""
+    """Run `action` on every rank. Returns its result once all have done it. An error on one rank ends it on all: on
+    that rank with its own error, on the others with an error that names the rank. OSError becomes CheckpointError."""
     error: PstarError | None = None
     result: Any = None
     try:
@@ -132,7 +135,7 @@ def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class _Writing:
-    """What a rank writes: rows by file, and what the manifest says.
+    """The work of a rank: rows by file, and the content of the manifest.
 
     asked: rows of weights whose values were read, which on several ranks takes all of them.
     """
@@ -149,7 +152,7 @@ class _Writing:
 
 
 def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -> _Writing:
-    """Prepare everything that a save writes. Every error that can be found before writing is raised here."""
+    """Prepare everything that a save writes. Errors that can be found before writing are raised here."""
     session = optimizer.session
     check_between_iterations(session, "save")
     if folder.exists() and not folder.is_dir():
@@ -198,7 +201,7 @@ def _noted(row: TensorToStore, asked: set[str]) -> TensorToStore:
 
 
 def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
-    """Returns the temporary folder, made by the first rank."""
+    """Make the temporary folder (the first rank does) and return it."""
     if not first:
         return whole_folder.temporary(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -212,8 +215,8 @@ def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
 
 
 def _write(session: Session, work: _Writing, folder: Path) -> list[str]:
-    """This rank's files: the first one's are the weights, which the others help to put together, and each has its
-    states. Names of the files."""
+    """Write this rank's files. Returns their names. The first rank writes the weights, for which the others give their
+    parts; each rank writes its states."""
     buffer = piece_buffer()
     ranks = session.ranks
     if ranks is not None and ranks.rank:
@@ -225,7 +228,7 @@ def _write(session: Session, work: _Writing, folder: Path) -> list[str]:
     except OSError:
         for row in (row for rows in work.weights for row in rows):
             if row.name not in work.asked:
-                row.pieces()  # the others wait for this rank's part
+                row.pieces()  # the other ranks wait for this rank's part
         raise
     files += _write_shards(folder, "optimizer" if ranks is None else "optimizer-rank0", work.states, buffer)
     if work.extras:
@@ -236,7 +239,7 @@ def _write(session: Session, work: _Writing, folder: Path) -> list[str]:
 
 
 def _finish(work: _Writing, folder: Path, temporary: Path, count: int) -> None:
-    """Write the manifest, put the folder in its place."""
+    """Write the manifest, and move the folder to its place."""
     files = {p.name: p.stat().st_size for p in sorted(temporary.iterdir()) if _OURS.fullmatch(p.name)}
     if len(files) != count:
         raise CheckpointError(
@@ -262,7 +265,7 @@ def _frozen(session: Session, tensor: int) -> bool:
 
 
 def _own(tensors: Sequence[Tensor]) -> dict[int, list[str]]:
-    """Returns the index of each tensor that has memory -> all its names, its own first."""
+    """Returns index of each tensor that has memory -> all its names, its own name first."""
     names: dict[int, list[str]] = {}
     for index, t in enumerate(tensors):
         names.setdefault(index if t.tied_to is None else t.tied_to, []).append(t.name)
@@ -274,8 +277,8 @@ def _row(name: str, value: torch.Tensor) -> TensorToStore:
 
 
 def _weight_rows(session: Session) -> list[TensorToStore]:
-    """Returns every parameter's current value, under the name that transformers keeps of tied ones, and every buffer
-    that a state_dict holds."""
+    """Returns every parameter's current value and every buffer that a state_dict holds. Of tied names, a value has the
+    name that transformers keeps."""
     derived = getattr(session.model, "_tied_weights_keys", None) or ()
     rows = []
     for index, names in _own(session.plan.workload.tensors).items():
@@ -305,12 +308,13 @@ def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tens
 
 
 def _whole(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
-    """Returns all of a tensor; on several ranks put together from the parts, one tensor at a time."""
+    """Returns a whole tensor. On several ranks it is joined from the ranks' parts."""
     return session.contents.exchange.joined(tensor, part) if session.contents.sliced else part
 
 
 def _state_rows(session: Session) -> list[TensorToStore]:
-    """Returns every optimizer state, chunk by chunk; of fp32 parameters the weights are the master."""
+    """Returns every optimizer state, chunk by chunk. The weights of fp32 parameters are their masters and are left
+    out."""
     rows = []
     for chunk in session.plan.layout.chunks:
         for slot in () if chunk.frozen else chunk.slots:
@@ -338,7 +342,8 @@ def _state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable
 
 
 def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[TensorToStore]]:
-    """Returns the rows in files of about `shard_bytes`; in each, wide dtypes first, so that every tensor is aligned."""
+    """Returns the rows in files of about `shard_bytes`. In each file wide dtypes come first, so that every tensor is
+    aligned."""
     shards: list[list[TensorToStore]] = [[]]
     size = 0
     for row in rows:
@@ -353,7 +358,8 @@ def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[Tensor
 def _write_shards(
     folder: Path, stem: str, shards: Sequence[Sequence[TensorToStore]], buffer: torch.Tensor
 ) -> list[str]:
-    """Returns the names of the files written. Several files of weights get the index that transformers looks for."""
+    """Write the shards. Returns the names of the files. Several files of weights get the index that transformers looks
+    for."""
     count = len(shards)
     ends = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]
     names = [f"{stem}{end}.safetensors" for end in ends]

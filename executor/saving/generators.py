@@ -1,4 +1,4 @@
-"""The global random number generators (torch's, Python's, numpy's) as tensors of bytes, for checkpoints."""
+"""Generators: the global random number generators (torch's, Python's, numpy's) as tensors of bytes, for checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["generator_states", "set_generators"]
 
 
 def generator_states() -> dict[str, torch.Tensor]:
-    """Returns the name of each generator -> its state, uint8. Of numpy the global one, which data loaders use."""
+    """Returns name of each generator -> its state, uint8. numpy's is the global one, which data loaders use."""
     kind, keys, *rest = numpy.random.get_state()
     found = {
         "torch": torch.get_rng_state(),
@@ -31,7 +31,7 @@ def _as_bytes(value: Any) -> torch.Tensor:
 
 
 def set_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Go on from these states; states of devices that are not here are left out."""
+    """Set the generators to these states. States of devices that are not here are left out."""
     for name, state in states.items():
         if name == "torch":
             torch.set_rng_state(state)

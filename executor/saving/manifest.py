@@ -1,4 +1,4 @@
-"""Manifest: the file of a checkpoint that is written last and says what is in it."""
+"""Manifest: the file of a checkpoint that is written last and lists its content."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class Trained(Protocol):
 
 
 def is_checkpoint(folder: str | Path) -> bool:
-    """Returns whether a whole checkpoint was put there."""
+    """Returns whether the folder is a complete checkpoint."""
     return (Path(folder) / MANIFEST).is_file()
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """Returns the newest complete checkpoint of the folder: the folder itself, or the one beside it if a save was
-    killed between two renames."""
+    """Returns the newest complete checkpoint: the folder itself, or the folder beside it if a save was killed between
+    two renames."""
     return whole_folder.find(Path(folder).expanduser(), is_checkpoint)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint. Raises CheckpointError where the folder has none, or one that cannot be
+    """Returns the manifest of a checkpoint. Raises CheckpointError if the folder has no manifest, or one that cannot be
     used."""
     if not folder.is_dir():
         raise CheckpointError(f"checkpoint {str(folder)!r} is not a folder; give one that optimizer.save wrote")
@@ -96,7 +96,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_between_iterations(session: Session, what: str) -> None:
-    """Raise ContractError where gradients of an iteration are under way."""
+    """Raise ContractError if an iteration is open."""
     if session.cursor.inside or (session.now.arrived and not session.cursor.stepped):
         raise ContractError(
             f"optimizer.{what} inside an iteration, whose gradients are in the chunks; call it after optimizer.step() "
@@ -105,7 +105,7 @@ def check_between_iterations(session: Session, what: str) -> None:
 
 
 def model_table(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """Returns the table of the model in a checkpoint."""
+    """Returns the parameters of the model as the table in a checkpoint."""
     return [
         {
             "name": t.name,
@@ -119,7 +119,7 @@ def model_table(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
 
 
 def groups_table(optimizer: Trained, tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
-    """Parameter groups: their numbers, and their parameters by name."""
+    """Returns the parameter groups: their settings, and their parameters by name."""
     session = optimizer.session
     return [
         {

@@ -1,7 +1,7 @@
-"""Loading checkpoints: what `checkpoint.py` wrote, into a prepared model, under the same plan or another.
+"""Restoring: loads a checkpoint of `checkpoint.py` into a prepared model, under the same plan or another.
 
-Everything that can be wrong with a folder is found before anything changes: files that are missing or of another size,
-another model or other groups, a newer schema, states that do not cover their tensors.
+All errors of a folder are found before anything changes: files that are missing or of another size, another model or
+other groups, a newer schema, states that do not cover their tensors.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Restored:
     """Values that a checkpoint gave back beside parameters and states.
 
     iteration: optimizer steps done when it was saved.
-    extra: what was given to `save`.
-    note: one line on what was read.
+    extra: the value given to `save`.
+    note: one line on the loaded checkpoint.
     """
 
     iteration: int
@@ -59,7 +59,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Elements from `start` on of one list of one tensor: `name` in the file."""
+    """Elements from `start` on of one list of one tensor. `name` is the piece's name in the file."""
 
     file: TensorFile
     name: str
@@ -72,7 +72,7 @@ class _Piece:
 
 @dataclass
 class _SoundCheckpoint:
-    """A checkpoint whose files are all there with the sizes they were written with."""
+    """A checkpoint whose files all exist and have their original sizes."""
 
     folder: Path
     manifest: dict[str, Any]
@@ -83,10 +83,11 @@ class _SoundCheckpoint:
 def load(optimizer: Trained, folder: str | Path, *, generators: bool = True) -> Restored:
     """Put parameters, optimizer states, step counts, groups and loss scale of a checkpoint into a prepared model.
 
-    The plan may differ from the plan under which the checkpoint was saved. generators: also set the global random
-    number generators (torch, Python, numpy), each rank its own. On several ranks every rank calls this. Raises
-    CheckpointError for a folder that is partial, of another model, or from a newer version, before anything is changed;
-    ContractError between a forward and `step()`.
+    The plan may differ from the plan under which the checkpoint was saved. On several ranks every rank calls this.
+    Raises CheckpointError for a folder that is partial, of another model, or from a newer version, before anything is
+    changed; ContractError between a forward and `step()`.
+
+    generators: whether to set the global random number generators (torch, Python, numpy) too, each rank its own.
     """
     session = optimizer.session
     session.loop.require_running()
@@ -134,7 +135,7 @@ def _checked(optimizer: Trained, folder: Path) -> tuple[_SoundCheckpoint, Weight
 
 def stored_extra(folder: str | Path) -> Restored:
     """Returns the values of a checkpoint beside parameters and states, without loading it. Raises CheckpointError as
-    `load` does for a broken one."""
+    `load` does for a broken checkpoint."""
     opened = _open(Path(folder).expanduser())
     manifest = opened.manifest
     return Restored(int(manifest["iteration"]), decode(manifest["extra"], opened.extra), f"checkpoint {opened.folder}")
@@ -214,12 +215,12 @@ def _wanted_states(session: Session) -> list[tuple[int, str]]:
 
 
 def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
-    """Check that each optimizer state is there, from the first element to the last."""
+    """Check that the checkpoint has every element of each optimizer state."""
     stored = {row["name"]: row["dtype"] for row in opened.manifest["tensors"]}
     for tensor, list_name in _wanted_states(session):
         t = session.plan.workload.tensors[tensor]
         if list_name == "param32" and stored[t.name] == "fp32":
-            continue  # its weights are the master
+            continue  # the parameter's weights are its master
         reached = 0
         for piece in sorted(opened.pieces.get((list_name, t.name), []), key=lambda piece: piece.start):
             reached = piece.stop if piece.start == reached else -1
@@ -231,7 +232,7 @@ def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
 
 
 def _fill_states(opened: _SoundCheckpoint, session: Session) -> None:
-    """Read this rank's part of every state into all places that hold its list; the working copies follow their
+    """Read this rank's part of every state into all places that hold its list. The working copies follow their
     masters."""
     contents, arena, chunk_of = session.contents, session.arena, session.plan.layout.chunk_of
     buffer = piece_buffer()
@@ -248,7 +249,7 @@ def _fill_states(opened: _SoundCheckpoint, session: Session) -> None:
                 targets = [(p, n) for p in (Place.HOST, Place.GPU) for n in lists if arena.has(p, chunk, n)]
                 begin, end = max(piece.start, part.skip), min(piece.stop, part.skip + part.numel)
                 if list_name == "param32" and arena.sliced and arena.has(Place.GPU, chunk, "remote"):
-                    begin, end = piece.start, piece.stop  # the other ranks' slices of the working list are here too
+                    begin, end = piece.start, piece.stop  # the other ranks' slices are on the gpu too
                 if begin >= end:
                     continue
                 within = piece.file.pieces(descriptor, piece.name, buffer, begin - piece.start, end - piece.start)

@@ -1,11 +1,11 @@
 """Tensors in files: the safetensors format, read and written a piece at a time.
 
 Neither the reader nor the writer ever holds a whole tensor or a whole file. The reader copies with `pread` into one
-buffer that is used again; nothing is mapped, so no page of the file counts as memory of the process. The writer is
-handed rows whose elements come when they are asked for. Knows no model and no chunk.
+buffer that is used again; nothing is mapped, so no page of the file counts as memory of the process. The writer gets
+rows whose elements are made on request. Knows no model and no chunk.
 
-Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian length n, n bytes of JSON that give each tensor
-dtype, shape and first and last byte, then the bytes. Every byte belongs to exactly one tensor.
+Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian length n; n bytes of JSON that give each
+tensor's dtype, shape, and first and last byte; then the bytes. Every byte belongs to exactly one tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def piece_buffer(size_bytes: int = PIECE_BYTES) -> torch.Tensor:
-    """uint8 [size_bytes] on the host, for `TensorFile.pieces` and `write_tensor_file`."""
+    """Returns uint8 [size_bytes] on the host, for `TensorFile.pieces` and `write_tensor_file`."""
     return torch.empty(size_bytes, dtype=torch.uint8)
 
 
@@ -60,7 +60,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 class StoredTensor:
     """One tensor of a file: bytes [start, stop) of it.
 
-    dtype: None for one that torch does not know (`code` names it).
+    dtype: None for a dtype that torch does not know (`code` names it).
     """
 
     code: str
@@ -77,7 +77,7 @@ class StoredTensor:
 class TensorFile:
     """A safetensors file whose header was read and found valid.
 
-    entries: tensor name -> where it is in the file.
+    entries: tensor name -> its position in the file.
     metadata: the header's own metadata.
 
     Raises WeightsError for a file that is missing, truncated, longer than its header says, or not of this format.
@@ -155,7 +155,8 @@ class TensorFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[int]:
-        """The file's descriptor, for `pieces`. The bytes read leave the page cache at the end: they are wanted once."""
+        """Yields the file's descriptor, for `pieces`. The bytes read leave the page cache at the end, because they are
+        read once."""
         try:
             descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
@@ -170,8 +171,8 @@ class TensorFile:
     def pieces(
         self, descriptor: int, name: str, buffer: torch.Tensor, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Returns elements [start, stop) of a tensor, flattened, as (number of the first, tensor in the file's dtype);
-        each tensor is a view of `buffer` (uint8) and good until the next. Raises WeightsError where the bytes end
+        """Yields elements [start, stop) of a tensor, flattened, as (number of the first, tensor in the file's dtype).
+        Each tensor is a view of `buffer` (uint8) and valid until the next. Raises WeightsError where the bytes end
         early."""
         entry = self.entries[name]
         if entry.dtype is None:
@@ -230,10 +231,10 @@ class TensorToStore:
 def write_tensor_file(
     path: Path, rows: Sequence[TensorToStore], buffer: torch.Tensor, metadata: Mapping[str, str] | None = None
 ) -> int:
-    """Write the rows to a new file, in the order given, and have it on the disk; returns its bytes.
+    """Write the rows to a new file, in the given order, and flush it to the disk. Returns its bytes.
 
-    Elements go through `buffer` (uint8) piece by piece, where they are cast (after `Tensor.numpy()` on a chunk, the
-    chunk's storage could not be evicted any more). Raises OSError (disk full, ...); AssertionError if a row gives more
+    Elements go through `buffer` (uint8) piece by piece, where they are cast. (After `Tensor.numpy()` on a chunk, the
+    chunk's storage could not be evicted any more.) Raises OSError (disk full, ...); AssertionError if a row gives more
     or fewer elements than its shape says.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

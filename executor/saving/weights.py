@@ -1,18 +1,18 @@
-"""Weights from a folder straight into chunks.
+"""Weights: streams weights from a folder straight into chunks.
 
-`Weights` reads the headers of a folder of safetensors and compares them with a model, before anything is allocated;
-then it streams the values: each tensor is read a piece at a time into one buffer and cast from there into every list
+`Weights` reads the headers of a folder of safetensors and compares them with a model, before anything is allocated.
+Then it streams the values: each tensor is read a piece at a time into one buffer and cast from there into every list
 that holds it, the fp32 master first. The model itself needs no memory: build it under `parameters_on_meta()`
 (devices/on_meta.py). Host memory at its peak is then the steady state (slabs and chunks), the model's buffers, and one
 piece (16 MiB).
 
 [Note: which value a master gets] Masters are made from the values of the file, whatever its dtype, and the working copy
-is cast(master): an fp32 file under a bf16 plan gives masters that are more precise than the working copies; a bf16 file
-gives masters that begin as the file's values. `Weights.note` says which of these was done.
+is cast(master). An fp32 file under a bf16 plan gives masters that are more precise than the working copies; a bf16 file
+gives masters that begin as the file's values. `Weights.note` says which case applies.
 
 [Note: adapters] A model under peft is loaded from the folder of its base model: the file's names lack
-"base_model.model." and ".base_layer", and no file holds what the adapters add. Adapters keep the values they have;
-those on meta (peft puts them where the base is) get memory and peft's own initial values.
+"base_model.model." and ".base_layer", and no file holds the adapters' parameters. Adapters keep their values. Adapters
+on meta (peft puts them on the device of the base) get memory and peft's own initial values.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path | None) -> Weights | None:
-    """Returns the weights to load, matched with the model (None without a folder). tensors: the model's parameters.
+    """Returns the weights to load, matched with the model (None without a folder).
 
-    Raises WeightsError if the model has no values and no folder gives them, or the folder is not the model's.
+    tensors: the model's parameters.
+
+    Raises WeightsError if the model has no values and no folder gives them, or if the folder is for another model.
     """
     if folder is not None:
         source = Weights(folder)
@@ -68,7 +70,7 @@ def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Returns the name in the state_dict -> (module, name in it) of every buffer that a state_dict holds."""
+    """Returns name in the state_dict -> (module, name in the module) of every buffer that a state_dict holds."""
     found: dict[str, tuple[nn.Module, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in buffer_table(module).items():
@@ -98,13 +100,13 @@ def _is_adapter(model: nn.Module, name: str) -> bool:
 
 def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
     """Turn parameters on meta into views of their chunks on the gpu. They stay the same objects, so that optimizers,
-    ties and the user's lists go on naming them."""
+    ties and the user's lists keep referring to them."""
     for chunk in arena.layout.chunks:
         if not any(parameters[slot.tensor].is_meta for slot in chunk.slots):
             continue
         for slot, view in views_of(arena, chunk, parameters):
             parameter = parameters[slot.tensor]
-            # .data: a version counter of its own, as autograd would else see every copy into the chunk as a write to it
+            # .data has a version counter of its own; else autograd would count copies into the chunk as writes
             twin = nn.Parameter(view.data, parameter.requires_grad)
             try:
                 torch.utils.swap_tensors(parameter, twin)  # type: ignore[no-untyped-call]
@@ -121,7 +123,7 @@ def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
 @dataclass(frozen=True)
 class _StoredValue:
     file: TensorFile
-    name: str  # in the file
+    name: str  # its name in the file
 
     @property
     def entry(self) -> StoredTensor:
@@ -134,7 +136,7 @@ class _FolderMatch:
 
     used: names in the folder.
     missing: names in the model.
-    odd_shapes, odd_dtypes: in words.
+    odd_shapes, odd_dtypes: tensors with another shape or dtype, in words.
     """
 
     used: set[str] = field(default_factory=set)
@@ -147,7 +149,8 @@ class Weights:
     """The tensors of a folder of weights, by name; only headers are read here.
 
     folder: holds model.safetensors, or shards and their model.safetensors.index.json, or is one .safetensors file.
-    Raises WeightsError for what is missing, truncated or not of this format.
+
+    Raises WeightsError for files that are missing, truncated or not of this format.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -177,7 +180,7 @@ class Weights:
         return frozenset(self._sources)
 
     def _files(self) -> dict[Path, list[str] | None]:
-        """File -> the tensors an index says it holds (None: whatever it holds)."""
+        """Returns file -> the tensors that it holds by the index (None: all that it holds)."""
         folder = self.folder
         if folder.is_file():
             return {folder: None}
@@ -214,10 +217,11 @@ class Weights:
     # -- of this model? -----------------------------------------------------------------------------------------------
 
     def match(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """Find each parameter and buffer of the model in the folder. tensors: the parameters, tied names included.
+        """Find each parameter and buffer of the model in the folder. A tensor may be stored under any of its tied
+        names, and with or without the prefix of the base model, as transformers does. Raises WeightsError that names
+        tensors that are missing, left over or of another shape.
 
-        A tensor may be stored under any of its tied names, and with or without the prefix of the base model, as
-        transformers does. Raises WeightsError that names what is missing, left over or of another shape.
+        tensors: the parameters, tied names included.
         """
         rename = self._renaming(model, [t.name for t in tensors])
         found = _FolderMatch()
@@ -269,8 +273,8 @@ class Weights:
             self._buffers.append((module, key, source))
 
     def _renaming(self, model: nn.Module, names: Sequence[str]) -> Callable[[str], str]:
-        """Model name -> file name: unchanged, or without or with the base model's prefix, whichever finds most
-        names."""
+        """Returns a function from a name in the model to the name in the file: unchanged, or with the base model's
+        prefix added or removed, whichever finds most names."""
         ways: list[Callable[[str], str]] = [lambda name: name]
         if hasattr(model, "peft_config"):
             ways.append(lambda name: name.removeprefix("base_model.model.").replace(".base_layer.", "."))
@@ -332,9 +336,8 @@ class Weights:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def fill(self, arena: Arena, contents: Contents) -> None:
-        """Read every matched tensor into all lists of its chunk that hold its value, in the order of the files.
-
-        Raises WeightsError where a file ends early or cannot be read any more.
+        """Read every matched tensor into all lists of its chunk that hold its value, in the order of the files. Raises
+        WeightsError where a file ends early or cannot be read any more.
         """
         self.fill_buffers()
         buffer = piece_buffer()
@@ -379,6 +382,6 @@ def _shapes(name: str, stored: Sequence[int], wanted: Sequence[int]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Returns the first few names, and how many more there are."""
+    """Returns the first few names, and the number of further ones, for a message."""
     more = len(names) - NAMED_AT_MOST
     return ", ".join(names[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

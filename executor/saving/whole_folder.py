@@ -1,8 +1,8 @@
-"""A folder written atomically: beside its place first, then renamed.
+"""Atomic writing of a folder: it is written beside its place first, then renamed.
 
-A reader of the folder, also after a SIGKILL at any moment, finds what was there before or what was written, never a
-mixture. `begin` gives a temporary folder on the same disk, `finish` puts it in place (on Linux two
-folders change names in one system call; elsewhere two renames, between which `find` looks for the older one).
+A reader of the folder, also after a SIGKILL at any moment, finds the old content or the new, never a mixture. `begin`
+gives a temporary folder on the same disk, and `finish` puts it in place. On Linux two folders change names in one
+system call. Elsewhere there are two renames, between which `find` returns the older folder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def temporary(folder: Path) -> Path:
-    """Returns the folder that is written first."""
+    """Returns the path of the temporary folder, which is written first."""
     return folder.with_name(f".{folder.name}.saving")
 
 
@@ -29,7 +29,7 @@ def _previous(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Returns an empty folder to write in; files that a killed save left there are removed. Raises OSError."""
+    """Returns an empty folder to write to. Files that a killed save left there are removed. Raises OSError."""
     written = temporary(folder)
     if written.exists():
         shutil.rmtree(written)
@@ -43,7 +43,7 @@ def abandon(folder: Path) -> None:
 
 
 def find(folder: Path, is_whole: Callable[[Path], bool]) -> Path:
-    """Returns the newest complete folder: `folder` itself, or the one beside it if a write was killed between two
+    """Returns the newest complete folder: `folder` itself, or the folder beside it if a write was killed between two
     renames."""
     previous = _previous(folder)
     return previous if not folder.exists() and is_whole(previous) else folder
@@ -52,8 +52,8 @@ def find(folder: Path, is_whole: Callable[[Path], bool]) -> Path:
 def finish(folder: Path, replaces: Collection[str], swap: Callable[[Path, Path], bool] | None = None) -> None:
     """Move the written folder to its place. Its files have to be on the disk already.
 
-    replaces: names in the old folder that the new folder replaces; everything else there is carried over (as hard links
-        where the disk has them).
+    replaces: names in the old folder that the new folder replaces; all other files there are carried over (as hard
+        links where the disk has them).
     swap: `exchange`, or another function that swaps two paths.
 
     Raises OSError; the old folder is then still there.
@@ -103,7 +103,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def sync(folder: Path) -> None:
-    """Write the folder's entries to the disk (where folders can be opened for that)."""
+    """Flush the folder's entries to the disk (where folders can be opened for that)."""
     with contextlib.suppress(PermissionError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

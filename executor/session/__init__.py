@@ -1,1 +1,1 @@
-"""A session's parts. Timetable and cursor decide, and know no torch; the others carry out."""
+"""A session's parts. Timetable and cursor decide, and do not know torch; the other parts carry out."""

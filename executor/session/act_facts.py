@@ -1,4 +1,4 @@
-"""Facts: the conditions of the cursor's table for one act of the loop, and the words that its refusals fill in.
+"""Facts: the conditions of the cursor's table for one act of the loop, and the words in its refusals.
 
 Both are read from the session when they are needed.
 """
@@ -48,10 +48,10 @@ class Host(LoopHost, Protocol):
 class ActFacts:
     """The `cursor.FactSource` of one act.
 
-    event: the clock's; None for a call.
+    event: the clock's event; None for a call.
     tensor: index of the parameter that the call is about; -1 for none.
     what: the call in words, for messages.
-    keeps: `zero_grad` is to keep gradient tensors.
+    keeps: whether `zero_grad` is to keep gradient tensors.
     """
 
     __slots__ = ("_what", "asks", "event", "host", "keeps", "tensor")
@@ -100,7 +100,7 @@ class ActFacts:
 
     @property
     def planned(self) -> int:
-        """Micro-batches of the plan."""
+        """Number of micro-batches of the plan."""
         return self.host.plan.workload.micro_batches
 
     @property

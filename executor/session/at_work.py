@@ -1,9 +1,9 @@
-"""AtWork: whether an interruption came while the engine changed what it keeps.
+"""AtWork: whether an interruption came while the engine changed its own state.
 
-An error of the engine's own (any `Exception`) leaves what it keeps in order; Ctrl-C may come between any two lines.
-Every way into the engine from the user's thread is a block `with at_work:`, and an interruption inside sets `torn`,
-whatever line the interruption came at. While `torn` is set the loop stands in `State.INTERRUPTED` of the contract's
-table (`session/cursor.py`).
+An error of the engine's own (any `Exception`) leaves that state in order; Ctrl-C may come between any two lines. Every
+way into the engine from the user's thread is a block `with at_work:`, and an interruption inside sets `torn`, at
+whatever line it came. While `torn` is set the loop is in `State.INTERRUPTED` of the contract's table
+(`session/cursor.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["AtWork"]
 
 
 class AtWork:
-    """Whether the engine's own work is under way, or was interrupted.
+    """Whether the engine's own work is running, or was interrupted.
 
     Attributes:
-        depth: number of `with at_work:` blocks that are open.
-        torn: an interruption left a block, and nothing has been mended since. `Loop.mend` clears it.
+        depth: number of open `with at_work:` blocks.
+        torn: whether an interruption left a block and has not been mended since. `Loop.mend` clears it.
     """
 
     __slots__ = ("depth", "torn")
@@ -49,16 +49,16 @@ class AtWork:
             self.note(error)
             self.depth -= 1
             raise
-        self.depth -= 1  # not in a `finally`: interrupted before it is noted, the block stays open and is found
+        self.depth -= 1  # not in a `finally`: a block interrupted before this line stays open, and `outermost` finds it
 
     def note(self, error: BaseException) -> None:
-        """Note the exception with which a block is left."""
+        """Note the exception that leaves a block."""
         if not isinstance(error, Exception):
             self.torn = True
 
     def outermost(self) -> None:
-        """Called where no block can be open. If a block still counts as open, an interruption came while it was entered
-        or left: close the block and set `torn`."""
+        """Close a block that is still open. Called where no block can be open: then an interruption came while the
+        block was entered or left. Sets `torn`."""
         if self.depth:
             self.torn = True
             self.depth = 0

@@ -1,7 +1,7 @@
-"""Batches: how the next forward's batch compares with the one that the plan was made for.
+"""Batches: compares the next forward's batch with the batch that the plan was made for.
 
-A batch of another shape is looked at under fake tensors, on a copy of the model without memory: if its tide is nowhere
-higher than the plan's, it runs on plan; if it fits the budget, it runs on demand; otherwise it is refused before
+A batch of another shape is captured under fake tensors, on a copy of the model without memory. If its tide is nowhere
+higher than the plan's, it runs on plan. If it fits the budget, it runs on demand. Otherwise it is refused before
 anything changes.
 """
 
@@ -40,14 +40,14 @@ class Host(BytesHost, LoopHost, Protocol):
 
 
 def movable(arena: Arena, chunk: int) -> bool:
-    """Returns whether the chunk's working list may leave the gpu, because its values can be had again."""
+    """Returns whether the chunk's working list may leave the gpu, because its values can be restored."""
     if arena.has(Place.GPU, chunk, "param32"):
         return False
     return arena.has(Place.HOST, chunk, "param") or arena.has(Place.HOST, chunk, "param32")
 
 
 class Capture(Protocol):
-    """`executor.capture.capture_module`: lies above this file, and comes in as an argument."""
+    """Type of `executor.capture.capture_module`, which lies above this file and comes in as an argument."""
 
     def __call__(
         self, model: nn.Module, batch: Any, /, *, name: str, loss: Callable[[nn.Module, Any], torch.Tensor]
@@ -55,7 +55,9 @@ class Capture(Protocol):
 
 
 class Shapes:
-    """The model under fake tensors, for batches of any shape. capture: makes a workload of a model and a batch.
+    """The model under fake tensors, for batches of any shape.
+
+    capture: makes a workload of a model and a batch.
 
     Attributes:
         skeleton: a copy of the model whose parameters have no memory; None where it cannot be copied.
@@ -80,8 +82,7 @@ class Shapes:
         return as_planned(captured, planned)
 
     def copy_attributes(self) -> None:
-        """Give the skeleton the plain attributes that the model's modules have now (`training`, switches of their
-        own)."""
+        """Give the skeleton the present plain attributes of the model's modules (`training`, switches of their own)."""
         assert self.skeleton is not None
         copies = dict(self.skeleton.named_modules())
         for name, module in self.model.named_modules():
@@ -94,10 +95,12 @@ class Shapes:
 
 
 class Batches:
-    """The batches of one plan. count: see `others.CountOf`.
+    """The batches of one plan.
+
+    count: see `others.CountOf`.
 
     Attributes:
-        samples: over how many (sequences, tokens) the loss of the last batch is a mean; 1 on one rank.
+        samples: number of items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.
         moments: moments of the last batch, under fake tensors; None where the batch has the plan's shape, or is not
             compared (an evaluation, an empty batch, a plan without steps).
         last: (args, kwargs) of the last training forward, tensors on meta; None before the first.
@@ -112,17 +115,17 @@ class Batches:
         self._known: dict[Any, tuple[Moment, ...] | None] = {}  # shapes -> moments; None: the plan's own shapes
 
     def see(self, args: Any, kwargs: Any) -> None:
-        """Look at the batch with which the root's forward is about to begin. Raises DoesNotFit before anything
+        """Handle the batch with which the root's forward is about to begin. Raises DoesNotFit before anything
         changes."""
         host = self.host
         self.samples = self._counted(args, kwargs) if host.ranks is not None else 1.0
         if not host.reader.trains or host.timetable.on_demand_only:
             self.moments = None
             return
-        if not self.samples:  # of an empty batch there is nothing to look at
+        if not self.samples:  # an empty batch has nothing to compare
             self.moments = None
             return
-        # Its form only: keeping the batch would keep its memory.
+        # Only the batch's form: keeping the batch would keep its memory.
         self.last = map_batch((args, kwargs), lambda t: torch.empty_like(t, device="meta"))
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of((args, kwargs)))
         if shapes not in self._known:
@@ -146,7 +149,8 @@ class Batches:
 
     @property
     def planned_size(self) -> int:
-        """Sequences of this rank's micro-batch; a plan for ranks with unequal shares is made for the largest share."""
+        """Number of sequences of this rank's micro-batch. A plan for ranks with unequal shares is made for the largest
+        share."""
         batch = self.host.plan.workload.batch
         if self.host.ranks is None:
             return batch
@@ -161,7 +165,7 @@ class Batches:
     @property
     def fits(self) -> bool:
         """Whether the last batch may run on plan: its tide is nowhere higher than the plan's. In a relay, moments hold
-        bytes of other micro-batches too; there a batch fits that is no longer than the plan's in any dimension."""
+        bytes of other micro-batches too; there a batch fits if no dimension is longer than the plan's."""
         moments = self.moments
         if moments is None:
             return True
@@ -187,7 +191,7 @@ class Batches:
 
     def _is_planned(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
         """Returns whether the first tensor with dimensions has the plan's batch and (of tokens) sequence. Only the
-        first batch that does so counts: its shapes are the plan's, other shapes are captured."""
+        first such batch counts: its shapes become the plan's, and other shapes are captured."""
         w = self.host.plan.workload
         if None in self._known.values():
             return False
@@ -198,8 +202,8 @@ class Batches:
         return True
 
     def _check_fits(self, shapes: Any, moments: tuple[Moment, ...]) -> None:
-        """Check that each moment fits. Raises DoesNotFit where a moment needs more than the gpu budget: what never
-        leaves, the chunks that the moment reads, and its non-model data."""
+        """Raise DoesNotFit where a moment needs more than the gpu budget for the payloads that never leave, the chunks
+        that the moment reads, and its non-model data."""
         plan, table = self.host.plan, self.host.timetable
         worst, at = 0, 0
         for m, moment in enumerate(moments):
@@ -222,8 +226,8 @@ class Batches:
 
 
 def some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Returns a scalar to run backward from: the model's loss, or (where the loop computes the loss itself) the sum of
-    its outputs."""
+    """Returns a scalar for backward: the model's loss, or (where the loop computes the loss itself) the sum of its
+    outputs."""
     args, kwargs = batch
     outputs = [t for t in tensors_of(model(*args, **kwargs)) if t.requires_grad]
     if not outputs:

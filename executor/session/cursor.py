@@ -1,10 +1,10 @@
-"""Cursor: where the loop stands, and the loop contract as one table.
+"""Cursor: the state of the loop, and the loop contract as one table.
 
-`TABLE[state, act]` has rows for an `Act` of the loop where the loop stands in a `State`. The first row whose conditions
-all hold counts. Conditions are names of `Fact`, "!" before one that must not hold; a row without conditions always
-holds. A row gives an `Answer`, or a `Refusal`, whose ContractError is in `refusals.py`.
+`TABLE[state, act]` has the rows for an `Act` of the loop in a `State`. The first row whose conditions all hold counts.
+Conditions are names of `Fact`, with "!" before a fact that must not hold; a row without conditions always holds. A row
+gives an `Answer`, or a `Refusal`, whose ContractError is in `refusals.py`.
 
-Nothing is done here, and nothing is known of torch: the caller carries out the answer. The contract in words is in
+This file only decides, and does not know torch: the caller carries out the answer. The contract in words is in
 `contract.py`.
 """
 
@@ -29,14 +29,12 @@ class _Word(Enum):
 
 
 class State(_Word):
-    """Where the loop stands. `Cursor.state` tells the first four apart; `Loop.ask` puts the last two before them.
+    """The state of the loop. `Cursor.state` distinguishes the first four; `Loop.ask` gives the last two precedence.
 
-    BETWEEN: no iteration is open: from the end of `optimizer.step()` to the next first event.
-    VISITING: an evaluation runs between two iterations.
-    ON_PLAN: the open moment is the plan's.
-    OFF_PLAN: the iteration has left the plan and goes on on demand.
-    INTERRUPTED: an interruption came inside the engine's own work and has not been mended.
-    CLOSED: the session has ended.
+    BETWEEN: no iteration is open: from the end of `optimizer.step()` to the first event of the next iteration.
+    VISITING: an evaluation runs between two iterations. ON_PLAN: the open moment is the plan's. OFF_PLAN: the iteration
+    has left the plan and continues on demand. INTERRUPTED: an interruption came inside the engine's own work and has
+    not been mended. CLOSED: the session has ended.
     """
 
     BETWEEN = "between"
@@ -48,7 +46,7 @@ class State(_Word):
 
 
 class Act(_Word):
-    """What the loop does: six events of the clock, from FORWARD to STEP, then calls of the user's code."""
+    """An act of the loop: six events of the clock, from FORWARD to STEP, then calls of the user's code."""
 
     FORWARD = "a module's forward begins"
     RECOMPUTE = "a module's forward begins inside backward"
@@ -69,19 +67,11 @@ class Act(_Word):
 class Answer(_Word):
     """The engine's reaction to an act.
 
-    FOLLOW: go to the moment of the plan that the event opens.
-    LEAVE: leave the plan, then continue on demand.
-    CARRY: continue on demand.
-    VISIT: an evaluation begins.
-    STAY: the evaluation goes on.
-    END_VISIT: end the evaluation, then ask again.
-    MEND: mend what the interruption left, then ask again.
-    FINISH: mend, which finishes the optimizer step that was interrupted.
-    NOTHING: ignore the act.
-    STEP: update, as the plan has the update or on demand.
-    DROP: drop the iteration's gradients, then allow.
-    HALF: end the run: a backward ended in the middle of its eager updates.
-    ALLOW: do what the call says.
+    FOLLOW: go to the moment of the plan that the event opens. LEAVE: leave the plan, then continue on demand. CARRY:
+    continue on demand. VISIT: begin an evaluation. STAY: continue the evaluation. END_VISIT: end the evaluation, then
+    ask again. MEND: mend the interruption, then ask again. FINISH: mend the interruption by finishing the optimizer
+    step. NOTHING: ignore the act. STEP: update, by the plan or on demand. DROP: drop the iteration's gradients, then
+    allow. HALF: end the run: a backward ended in the middle of its eager updates. ALLOW: do as the call says.
     """
 
     FOLLOW = "follow"
@@ -100,7 +90,7 @@ class Answer(_Word):
 
 
 class Fact(_Word):
-    """Conditions in the table, beside the state. `session/act_facts.py` says how each is found out."""
+    """Conditions in the table, beside the state. `session/act_facts.py` determines each of them."""
 
     TRAINS = "trains"
     """A forward that runs now is one of training."""
@@ -155,12 +145,12 @@ class Fact(_Word):
 
 
 class FactSource(Protocol):
-    """Facts of one act, each found out only where a row needs it. Its attributes are the words that the texts of
-    refusals (`refusals.TEXTS`) fill in."""
+    """Facts of one act, each determined only where a row needs it. Its attributes are the words in the texts of
+    refusals (`refusals.TEXTS`)."""
 
     @property
     def asks(self) -> Mapping[Fact, Callable[[Any], bool]]:
-        """For each fact the function that finds out, given these facts, whether it holds."""
+        """Returns for each fact the function that determines, from this source, whether the fact holds."""
         ...
 
 
@@ -280,7 +270,7 @@ _ROWS: dict[State, dict[Act, tuple[TableRow, ...]]] = {
 TABLE: Mapping[tuple[State, Act], tuple[TableRow, ...]] = MappingProxyType(
     {(state, act): rows for state, mine in _ROWS.items() for act, rows in {**_CALLS, **mine}.items()}
 )
-"""(where the loop stands, what the loop does) -> rows; the first that holds counts."""
+"""(state of the loop, act of the loop) -> rows; the first row that holds counts."""
 
 
 _KINDS = {"end": Act.END, "grad": Act.GRADIENT, "backward-end": Act.BACKWARD_END, "step": Act.STEP}
@@ -307,13 +297,13 @@ def answer(state: State, act: Act, facts: FactSource) -> Answer:
 
 
 class Cursor:
-    """Where the loop stands.
+    """The state of the loop.
 
     Attributes:
         moment: index of the open moment; -1 between two iterations.
-        visiting: an evaluation runs between two iterations.
-        off_plan: the current iteration has left the plan.
-        stepped: `optimizer.step()` came after gradients arrived.
+        visiting: whether an evaluation runs between two iterations.
+        off_plan: whether the current iteration has left the plan.
+        stepped: whether `optimizer.step()` came after gradients arrived.
         committed: the last iteration whose updates `optimizer.step()` has begun, -1 before the first.
     """
 

@@ -1,7 +1,7 @@
-"""Following: an iteration on plan. Events become moments, gradients go into their chunks, the side queues go on.
+"""Following: an iteration on plan. Events become moments, gradients go into their chunks, the side queues run.
 
-The user's thread is the compute queue: an event ends the open moment, runs what the plan has for the compute queue
-before the next one, waits for that moment's `after` edges and begins it.
+The user's thread is the compute queue. An event ends the open moment. The thread then runs the other steps of the
+compute queue before the next moment, waits for that moment's `after` edges and begins it.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ class Following:
     clock: gives seconds.
 
     Attributes:
-        in_parts: a backward runs part by part (driving/drive.py).
-        keeps_tied: off the plan too, the gradient of a tied parameter stays there until `take_tied`: its parts are
-            added first, as autograd adds them.
-        takes_norms: off the plan, the norm of each gradient is taken and thrown away, so that recording a run that will
-            clip takes as long as the run.
+        in_parts: whether a backward runs part by part (driving/drive.py).
+        keeps_tied: whether the gradient of a tied parameter stays in the parameter until `take_tied`, off the plan
+            too: its parts are added first, as autograd adds them.
+        takes_norms: whether the norm of each gradient is taken off the plan and dropped, so that recording a run that
+            will clip takes as long as the run.
     """
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
@@ -127,23 +127,23 @@ class Following:
         self.keeps_tied = False
         self.takes_norms = False
         self._clock = clock
-        self._weight = 1.0  # of this rank's gradients in the micro-batch that runs
+        self._weight = 1.0  # weight of this rank's gradients in the running micro-batch
 
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def moment_of(self, event: ModuleEvent) -> int | None:
-        """Returns the moment that the event opens on plan: the next one, or a later one where this rank has nothing to
+        """Returns the moment that the event opens on plan: the next moment, or a later one if this rank has nothing to
         compute before it."""
         host, table = self.host, self.host.timetable
         if table.on_demand_only:
             return None
         following = host.cursor.moment + 1
-        if following < len(table.names) and table.names[following] == event.name:  # not behind the last one
+        if following < len(table.names) and table.names[following] == event.name:  # not after the last moment
             return following
         return None if host.absent is None else host.absent.moment_of(event)
 
     def weigh(self, event: ModuleEvent, found: Answer) -> None:
-        """On several ranks: give the micro-batch that begins its weight ([Note: the weight of a rank] in
+        """On several ranks, give the micro-batch that begins its weight ([Note: the weight of a rank] in
         distributed/ranks.py), whether its batch may run on plan or not."""
         host = self.host
         if event.kind != "begin" or event.module != "":
@@ -213,7 +213,7 @@ class Following:
             self.host.steps.run_inline(i, self.host.iteration)
 
     def forget_open_step(self) -> None:
-        """Forget the open moment's step, which will not end as the plan has it: the iteration left the plan."""
+        """Forget the open moment's step. It will not end by the plan, because the iteration left the plan."""
         host = self.host
         if host.cursor.moment >= 0 and not host.timetable.on_demand_only:
             host.steps.forget(host.timetable.compute[host.cursor.moment])
@@ -233,8 +233,8 @@ class Following:
         host.queues.allow_net(host.iteration)
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
-        """Go on to the next iteration: compute is over, the side queues finish this iteration's steps and begin the
-        next one's."""
+        """Go to the next iteration. Compute is over; the side queues finish this iteration's steps and begin the next
+        one's."""
         host = self.host
         host.steps.close_iteration(host.iteration, on_plan=on_plan)
         host.updates.last = host.now.update_of(host.iteration) or host.updates.last
@@ -248,14 +248,14 @@ class Following:
     def hook_gradients(
         self, parameters: Sequence[nn.Parameter], wrap: Callable[[Callable[..., None]], Callable[..., None]]
     ) -> list[torch.utils.hooks.RemovableHandle]:
-        """Hook every gradient that autograd accumulates in a trainable parameter."""
+        """Hook every gradient that autograd accumulates in a trainable parameter. Returns the hooks' handles."""
         return [
             parameters[t].register_post_accumulate_grad_hook(wrap(self._gradient_hook(t)))  # type: ignore[no-untyped-call]
             for t in sorted(self.host.timetable.trainable)
         ]
 
     def _gradient_hook(self, tensor: int) -> Callable[[torch.Tensor], None]:
-        keeper = weakref.ref(self)  # what a parameter's hooks hold is not collected
+        keeper = weakref.ref(self)  # weak: objects that a parameter's hooks hold are not collected
 
         def hook(parameter: torch.Tensor) -> None:
             held = keeper()
@@ -266,7 +266,7 @@ class Following:
         return hook
 
     def on_gradient(self, tensor: int, parameter: torch.Tensor) -> None:
-        """Take the gradient that was accumulated into `parameter`."""
+        """Take the gradient accumulated into `parameter`."""
         host = self.host
         cursor = host.cursor
         as_planned = cursor.moment >= 0 and tensor in host.timetable.due[cursor.moment]
@@ -279,7 +279,7 @@ class Following:
         self._take_out(tensor, parameter)
 
     def take_tied(self) -> None:
-        """A micro-batch is over: what is left in tied parameters is whole."""
+        """Take the gradients left in tied parameters, which are whole at the end of a micro-batch."""
         for tensor in self.host.timetable.tied:
             parameter = self.host.parameters[tensor]
             if raw_grad(parameter) is not None:
@@ -287,7 +287,7 @@ class Following:
                     self._take_out(tensor, parameter)
 
     def _take_out(self, tensor: int, parameter: torch.Tensor) -> None:
-        """The gradient is whole: it leaves the parameter."""
+        """Take the gradient, which is whole, out of the parameter."""
         grad = raw_grad(parameter)
         assert grad is not None
         if modes_standing() or torch.is_grad_enabled():
@@ -298,7 +298,7 @@ class Following:
         set_raw_grad(parameter, None)
 
     def _take(self, tensor: int, grad: torch.Tensor) -> None:
-        """Take a whole gradient out of autograd."""
+        """Take a whole gradient out of autograd into its chunk."""
         host = self.host
         if host.cursor.off_plan:
             if self.takes_norms:
@@ -319,14 +319,14 @@ class Following:
         host.cursor.stepped = False
 
     def _is_final(self, tensor: int) -> bool:
-        """Returns whether a gradient that is not due in the open moment is whole. The iteration leaves the plan for a
-        gradient that the plan does not have there."""
+        """Returns whether a gradient that is not due in the open moment is whole. If the plan has no such gradient
+        there, the iteration leaves the plan."""
         host = self.host
         table, moment = host.timetable, host.cursor.moment
         if moment >= 0 and tensor in table.early[moment]:
-            return False  # it fires again in this micro-batch
+            return False  # the gradient fires again in this micro-batch
         if self.in_parts and table.final_in(moment, tensor) > moment:
-            return False  # the same: each part that uses it gives its share
+            return False  # the gradient comes again: each part that uses the parameter gives its share
         if host.absent is not None and host.absent.waits(tensor):
             return False
         host.demand.leave(
@@ -335,10 +335,10 @@ class Following:
         return True
 
     def _accept(self, tensor: int, grad: torch.Tensor) -> None:
-        """Move the gradient to the list in which the plan has it."""
+        """Move the gradient to its list by the plan."""
         host = self.host
         goes_to = host.timetable.gradient_list(host.cursor.moment, tensor)
-        if self._weight == 0.0:  # of an empty batch: what a mean over nothing gives is not a number
+        if self._weight == 0.0:  # an empty batch: the mean over no items is not a number
             grad.zero_()
         elif self._weight != 1.0:
             grad.mul_(self._weight)

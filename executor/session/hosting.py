@@ -1,7 +1,7 @@
-"""Hosting: the parts of a session that several of its own parts use.
+"""Hosting: protocols for the parts of a session that several of its other parts use.
 
-Each part declares a protocol `Host`: what it needs of its session. `Host` inherits a protocol of this file and adds
-what only that part needs. This file imports no part that declares a `Host`, so that no imports form a circle.
+Each part declares a protocol `Host` with its needs of the session. `Host` inherits a protocol of this file and adds the
+needs of that part only. This file imports no part that declares a `Host`, so that no imports form a circle.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["BytesHost", "LoopHost", "PlanHost"]
 
 
 class PlanHost(Protocol):
-    """The plan that a run follows, and how far the run has come.
+    """The plan that a run follows, and the run's position.
 
     iteration: number of the current or next iteration, from 0.
     """
@@ -54,9 +54,9 @@ class BytesHost(PlanHost, Protocol):
 
 
 class LoopHost(PlanHost, Protocol):
-    """`BytesHost`, and the parts of the session that the training loop meets.
+    """`BytesHost`, and the parts of the session that deal with the training loop.
 
-    ranks: None if this is the only one.
+    ranks: None if this process is the only rank.
     """
 
     @property

@@ -1,7 +1,7 @@
 """Iteration: values that belong to one iteration of the loop and are replaced with it.
 
-The session replaces the value when the next iteration begins: one assignment, so that an interruption finds the old one
-or the new one. Steps that run into the next forward still ask for the value of their own iteration.
+The session replaces the value when the next iteration begins: one assignment, so that an interruption finds the old
+value or the new one. Steps that run into the next forward still use the value of their own iteration.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Iteration:
         early: tensors whose eager update has begun.
         norms: tensor -> norm of its gradient (one element, fp32), where the norm was taken as the gradient arrived.
         backwards: number of backwards that have ended.
-        update: what the Adam steps need; None until `optimizer.step()` (with eager updates: from the beginning).
+        update: values that the Adam steps need; None until `optimizer.step()` (with eager updates: from the beginning).
     """
 
     number: int
@@ -44,20 +44,20 @@ class Iteration:
     update: Update | None = None
 
     def next(self, number: int, update: Update | None) -> Iteration:
-        """Returns the value of iteration `number`, which begins. Iterations before the last two are let go."""
+        """Returns the value for iteration `number`, which begins. It keeps the last two iterations only."""
         if self.before is not None:
             self.before.before = None
         return Iteration(number=number, before=self, update=update)
 
     def of(self, number: int) -> Iteration | None:
-        """Returns the value of iteration `number`: this one or one before it. None if it has not begun or has been let
-        go."""
+        """Returns the value of iteration `number`, this one or an earlier one. Returns None if it has not begun or is
+        no longer kept."""
         found: Iteration | None = self
         while found is not None and found.number != number:
             found = found.before
         return found
 
     def update_of(self, number: int) -> Update | None:
-        """Returns the update of iteration `number`; None if it has none, has not begun or has been let go."""
+        """Returns the update of iteration `number`; None if it has none, has not begun or is no longer kept."""
         found = self.of(number)
         return None if found is None else found.update

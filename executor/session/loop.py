@@ -1,7 +1,8 @@
 """Loop: looks up each act of the training loop in the contract's table and carries the answer out.
 
-An iteration is on plan until an event, a gradient or a batch says otherwise; then the on-demand mode carries it to its
-end, and the next begins on plan again. `cursor.py` has the answer to each act; this file carries it out.
+An iteration is on plan until an event, a gradient or a batch leaves the plan. Then the on-demand mode carries the
+iteration to its end, and the next begins on plan again. `cursor.py` has the answer to each act; this file carries it
+out.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Loop:
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
         self.host = host
         self._now = clock
-        self._of_event = ActFacts(host)  # of the event being handled
+        self._of_event = ActFacts(host)  # memory of the event being handled
         self._standing = False  # inside `still`
         self._alone = host.ranks is None and host.scaling is None
 
@@ -174,7 +175,7 @@ class Loop:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def on_event(self, event: ModuleEvent) -> None:
-        """The clock's only caller. Between events the user's thread computes."""
+        """Handle an event of the clock, which alone calls this. Between events the user's thread computes."""
         host = self.host
         if self._as_planned(event):
             host.at_work.run(self._next_moment, event)
@@ -192,7 +193,7 @@ class Loop:
             found = self._ask_of(event, act)
         except ContractError:
             if host.queues.failure is not None:
-                raise host.queues.failure from None  # what the run died of comes before what the loop does wrong
+                raise host.queues.failure from None  # an error that ended the run comes before a mistake of the loop
             raise
         if found is Answer.MEND:
             self.mend()
@@ -201,9 +202,9 @@ class Loop:
             self._carry_out(event, act, found)
 
     def _as_planned(self, event: ModuleEvent) -> bool:
-        """Returns whether the event is the plan's next, nothing stands in its way and no counter listens: the table
-        then answers FOLLOW for every act, and nothing but following is to be done. An iteration has hundreds of such
-        events. All other events, those of the root and of calls included, go through the table."""
+        """Returns whether the event is the plan's next, nothing hinders it and no counter listens. The table then
+        answers FOLLOW for every act, and only `follow` has to be done. An iteration has hundreds of such events. All
+        other events, including those of the root and of calls, go through the table."""
         host = self.host
         cursor, now, table = host.cursor, host.now, host.timetable
         return (
@@ -216,7 +217,7 @@ class Loop:
         )
 
     def _undisturbed(self) -> bool:
-        """Returns whether the session works as it was made, and only the plan's rows look at events."""
+        """Returns whether the session works as it was made, and only the plan's rows need events."""
         host = self.host
         at_work, reader = host.at_work, host.reader
         return (
@@ -282,8 +283,8 @@ class Loop:
         return found
 
     def _climb(self, event: ModuleEvent, error: OutOfMemory) -> Answer:
-        """Memory ran out on the way to the event's moment: let the ladder climb, then carry out the answer to the
-        event."""
+        """Let the ladder climb after memory ran out on the way to the event's moment, then carry out the answer to the
+        event. Returns that answer."""
         host = self.host
         host.ladder.climb(error)
         found = self._ask_of(event, ACTS[event.kind, event.phase])
@@ -294,7 +295,7 @@ class Loop:
         return found
 
     def see_batch(self, args: Any, kwargs: Any) -> None:
-        """See the batch with which the root's forward is about to begin."""
+        """Handle the batch with which the root's forward is about to begin."""
         host = self.host
         if host.first is not None and torch.is_grad_enabled():
             host.first.require_plan()
@@ -302,7 +303,7 @@ class Loop:
             try:
                 host.batches.see(args, kwargs)
             except Exception as error:
-                if host.ranks is not None:  # the others are about to wait for this one
+                if host.ranks is not None:  # the other ranks are about to wait for this rank
                     host.ranks.life.fail(f"{type(error).__name__}: {error}")
                 raise
 
@@ -355,7 +356,7 @@ class Loop:
         if host.plan.workload.micro_batches == 1 and host.ranks is None and not update.skip:
             update.coefficient(lambda: host.updates.norms(k))
         host.cursor.committed = k
-        host.clock.step()  # the event "step": comes back through on_event
+        host.clock.step()  # fires the event "step", which calls on_event
         assert host.cursor.moment == len(host.timetable.names) - 1 or host.cursor.off_plan
         if not host.cursor.off_plan:
             for watch in host.watches:
@@ -392,8 +393,8 @@ class Loop:
     # -- interruptions, and standing still ----------------------------------------------------------------------------
 
     def meet_interruption(self) -> None:
-        """Mend an interruption before values are looked at: [Note: interrupted] in off_plan/mending.py. Raises
-        ContractError if only the loop can say that the iteration's gradients are to be dropped."""
+        """Mend an interruption before values are read: [Note: interrupted] in off_plan/mending.py. Raises ContractError
+        if only the loop can decide that the iteration's gradients are to be dropped."""
         if self.host.at_work.torn:
             self.require_running()
             if self.ask(Act.LOOK) is Answer.MEND:
@@ -401,7 +402,7 @@ class Loop:
 
     def mend(self) -> None:
         """After an interruption, drop the iteration or finish the optimizer step in which it came. Raises the error
-        that ends the run where neither is possible."""
+        that ends the run if neither is possible."""
         host = self.host
         with host.at_work, unseen(), torch.no_grad():
             host.following.in_parts = host.following.keeps_tied = self._standing = False
@@ -416,11 +417,12 @@ class Loop:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        """Updates of finished iterations are done and nothing moves inside; the queues go on afterwards."""
+        """Inside this context, updates of finished iterations are done and nothing moves. The queues continue
+        afterwards."""
         host = self.host
         if not host.at_work.depth:
             self.meet_interruption()
-        # They may stand still already.
+        # The queues may stand still already.
         held = host.held or self._standing or host.cursor.off_plan or host.cursor.visiting
         with host.at_work:
             if not held:

@@ -12,17 +12,18 @@ from pstar_sim.errors import PlanError
 __all__ = ["CountOf", "Others"]
 
 CountOf = Callable[[Any, Any], float]
-"""(args, kwargs) of the model's forward -> over how many (sequences, tokens) the loss of this rank is a mean."""
+"""(args, kwargs) of the model's forward -> number of items (sequences, tokens) that the loss of this rank is a mean
+over."""
 
 
 class Life(Protocol):
-    """The line over which ranks hear of each other's end."""
+    """The connection over which ranks learn of each other's end."""
 
     def fail(self, what: str) -> None: ...
 
 
 class Others(Protocol):
-    """`distributed/ranks.py` documents the methods."""
+    """The other ranks, as a session calls them. `distributed/ranks.py` documents the methods."""
 
     @property
     def rank(self) -> int: ...

@@ -62,10 +62,10 @@ class Reader:
     Attributes:
         parameters: the model's own objects, by tensor.
         consumed: tensors whose gradient left autograd and that no `zero_grad` has cleared yet.
-        switched: tensors whose requires_grad is not the plan's at present.
-        is_open: a module runs, so that parameters may be read as they stand, where they are readable.
-        on_demand: called with a torch function that takes parked parameters, as `touch` is; the session sets it for
-            each plan.
+        switched: tensors whose present requires_grad is not the plan's.
+        is_open: whether a module runs, so that parameters may be read directly where they are readable.
+        on_demand: called with a torch function that takes parked parameters, like `touch`; the session sets it for each
+            plan.
     """
 
     def __init__(self, host: Host, parameters: Sequence[nn.Parameter]) -> None:
@@ -77,11 +77,11 @@ class Reader:
         self.on_demand: Callable[[Any, Sequence[nn.Parameter], Any, Any], Any] = _nobody
         self._classes = threading.Lock()  # a queue's thread and the user's may change a parameter's class at once
 
-    # -- which parameters may be read as they stand -------------------------------------------------------------------
+    # -- which parameters may be read directly ------------------------------------------------------------------------
 
     def refresh(self, chunk: int, tensors: Sequence[int] | None = None) -> None:
-        """The chunk's working list (or these tensors of it) became readable, or ceased to be: put the parameters into
-        the class that says so."""
+        """Put parameters into the class for readable or for parked ones, after the chunk's working list (or these
+        tensors of it) became readable or ceased to be."""
         host, parameters = self.host, self.parameters
         with self._classes:
             readable = self.is_open and chunk not in host.queues.in_flight and host.contents.values.readable(chunk)
@@ -91,8 +91,7 @@ class Reader:
                 parameters[t].__class__ = ChunkParameter if as_it_stands else ParkedParameter
 
     def set_open(self, open_: bool) -> None:
-        """Note that a module runs from now on, or that none does; the parameters of every chunk change class with
-        that."""
+        """Note whether a module runs from now on. The parameters of every chunk change class accordingly."""
         if open_ != self.is_open:
             self.is_open = open_
             for chunk in range(len(self.host.timetable.tensors_of)):
@@ -104,25 +103,25 @@ class Reader:
         switched off for an evaluation."""
         return torch.is_grad_enabled() and not (self.switched and self.switched >= self.host.timetable.trainable)
 
-    # -- what parameters ask (contract.ParameterAccess) ---------------------------------------------------------------
+    # -- calls of parameters (contract.ParameterAccess) ---------------------------------------------------------------
 
     def name_of(self, tensor: int) -> str:
         return self.host.plan.workload.tensors[tensor].name
 
     def grad_of(self, tensor: int) -> torch.Tensor | None:
-        """Value of `p.grad`. Raises ContractError where the gradient has left for its chunk."""
+        """Returns the value of `p.grad`. Raises ContractError where the gradient has left for its chunk."""
         self.host.loop.ask(Act.READ_GRAD, tensor=tensor)
         return raw_grad(self.parameters[tensor])
 
     def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
-        """`p.grad = value`. Raises ContractError for a tensor, and for None while the gradient is in its chunk and not
-        used by `optimizer.step()` yet."""
+        """Set `p.grad = value`. Raises ContractError for a tensor, and for None while the gradient is in its chunk and
+        not used by `optimizer.step()` yet."""
         self.host.loop.ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
         self.consumed.discard(tensor)
         set_raw_grad(self.parameters[tensor], None)
 
     def see_requires_grad(self, tensor: int, value: bool) -> None:
-        """requires_grad of a parameter is about to be `value`. Around an evaluation this has no effect."""
+        """Note that requires_grad of a parameter is about to be `value`. Around an evaluation this has no effect."""
         if value == (not self.host.plan.workload.tensors[tensor].frozen):
             self.switched.discard(tensor)
         else:
@@ -141,7 +140,7 @@ class Reader:
     # -- copies of values and states ----------------------------------------------------------------------------------
 
     def value_now(self, tensor: int) -> torch.Tensor:
-        """`current_value`, also where the contract does not let the loop read."""
+        """Returns the same as `current_value`, also where the contract does not let the loop read."""
         host = self.host
         chunk = host.timetable.chunk_of[tensor]
         row = host.plan.workload.tensors[tensor]
@@ -172,17 +171,17 @@ class Reader:
         return value.reshape(host.plan.workload.tensors[tensor].shape)
 
     def _meet_others(self, tensor: int, list_name: str) -> None:
-        """Where each rank holds a part of the tensor: meet the other ranks, which read the tensor too."""
+        """Meet the other ranks, which read the tensor too, if each rank holds a part of the tensor."""
         if self.host.ranks is not None and self.host.contents.sliced:
             lists = ("param", *self.host.plan.layout.state_lists)
             self.host.ranks.come_to_read(float(tensor * len(lists) + lists.index(list_name)))
 
     def still(self) -> AbstractContextManager[None]:
-        """Inside, the updates of finished iterations are done and nothing moves."""
+        """Returns a context in which the updates of finished iterations are done and nothing moves."""
         return self.host.loop.still()
 
     def own_slice(self, chunk: int) -> torch.Tensor:
-        """This rank's slice of a chunk's parameters as they are now, flat, a copy in host memory. While nothing
+        """Returns a copy of this rank's slice of a chunk's current parameters, flat, in host memory. Only while nothing
         moves."""
         state, arena = self.host.contents.chunks[chunk], self.host.arena
         for place in (Place.HOST, Place.GPU):
@@ -193,22 +192,22 @@ class Reader:
                 return arena.at(place, chunk, "param32").to(arena.dtype(chunk, "param"), copy=True).cpu()
         raise PlanError(f"no place holds the current values of chunk {chunk}")
 
-    # -- what is written from outside ---------------------------------------------------------------------------------
+    # -- writes from outside ------------------------------------------------------------------------------------------
 
     def set_state_value(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
-        """Write a tensor's part (any shape) of an optimizer state list, wherever the list has memory."""
+        """Write a tensor's part (any shape) of an optimizer state list, in every place where the list has memory."""
         with unseen(), torch.no_grad(), self.host.loop.still():
             self.put_state(tensor, list_name, value)
 
     def put_state(self, tensor: int, list_name: str, value: torch.Tensor) -> None:
-        """`set_state_value`, while nothing moves."""
+        """Do the same as `set_state_value`, while nothing moves."""
         host = self.host
         for place in (Place.HOST, Place.GPU):
             if host.arena.has(place, host.timetable.chunk_of[tensor], list_name):
                 host.contents.slots.put(place, tensor, list_name, value)
 
     def rewrite_from_master(self, tensor: int) -> None:
-        """The master copy changed (a loaded state): every copy of the working list follows."""
+        """Rewrite every copy of the working list after the master copy changed (a loaded state)."""
         host = self.host
         chunk = host.timetable.chunk_of[tensor]
         with unseen(), torch.no_grad(), host.loop.still():

@@ -1,5 +1,5 @@
-"""Refusals: the words of the ContractErrors that acts of the loop raise. `cursor.py` says which act is refused in which
-state."""
+"""Refusals: the texts of the ContractErrors that acts of the loop raise. `cursor.py` decides which act is refused in
+which state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TEXTS", "Refusal", "refused"]
 
 
 class Refusal(Enum):
-    """Reasons for a ContractError; `TEXTS` has the words."""
+    """Reasons for a ContractError; `TEXTS` has the texts."""
 
     CLOSED = "closed"
     INTERRUPTED = "interrupted"
@@ -121,5 +121,8 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
 
 
 def refused(refusal: Refusal, facts: object) -> ContractError:
-    """Returns the error of a refusal. facts: has an attribute for each word `{f.WORD}` in the refusal's text."""
+    """Returns the error of a refusal.
+
+    facts: has an attribute for each word `{f.WORD}` in the refusal's text.
+    """
     return ContractError(TEXTS[refusal].format(f=facts))

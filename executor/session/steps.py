@@ -1,7 +1,7 @@
-"""Steps: what the queues call for each step of one plan, and the logs of it.
+"""Steps: the calls of the queues for each step of one plan, and the logs of them.
 
-The compute queue's steps run in the user's thread, every other queue's in its own; `memory/contents.py` says what a
-step does to payloads, `activations/stashes.py` what it does to activations.
+The compute queue's steps run in the user's thread, every other queue's in its own. `memory/contents.py` does a step's
+work on payloads, `activations/stashes.py` its work on activations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pstar_sim.core.timeline import Timeline
 __all__ = ["Host", "Steps"]
 
 KEPT_ITERATIONS = 16
-KEPT_CHANGES = 2_000  # of bytes, at least; older ones are summed up once there are twice as many as those kept
+KEPT_CHANGES = 2_000  # least number of changes of bytes to keep; at twice this number the older ones are summed up
 
 
 class Stashing(Protocol):
@@ -54,13 +54,15 @@ class Host(BytesHost, Protocol):
 
 
 class Steps:
-    """`queues.interface.Work` of one plan. clock: gives seconds.
+    """The `queues.interface.Work` of one plan.
+
+    clock: gives seconds.
 
     Attributes:
         logs: the last iterations.
         span_log: their steps, in the order in which they ended.
         moved: bytes copied by each iteration.
-        first_s: when the plan's first iteration may begin.
+        first_s: time from which the plan's first iteration may begin.
     """
 
     def __init__(self, host: Host, clock: Callable[[], float]) -> None:
@@ -71,7 +73,7 @@ class Steps:
         self.span_log: deque[StepLog] = deque(maxlen=KEPT_ITERATIONS * max(1, len(host.plan.steps)))
         self.moved = Moved(host.backend.copied_bytes)
         self.first_s = clock()
-        self._begun: dict[int, tuple[float, float, str]] = {}  # step -> when it was ready, when it began, and why then
+        self._begun: dict[int, tuple[float, float, str]] = {}  # step -> (ready, begun, cause of the wait)
         self._copied: dict[int, int] = {}  # step that copies -> bytes
         self._last_moment = len(host.timetable.names) - 1
         self._most_changes = KEPT_CHANGES
@@ -80,7 +82,7 @@ class Steps:
         """Note that the first iteration may begin; bytes that were copied before do not count."""
         self.moved = Moved(self.host.backend.copied_bytes)
 
-    # -- Work: what queues call ---------------------------------------------------------------------------------------
+    # -- Work: calls of the queues ------------------------------------------------------------------------------------
 
     def enter_thread(self, queue: Queue) -> None:
         self.host.backend.enter_thread(queue)
@@ -138,7 +140,7 @@ class Steps:
         self.span_log.append(tuple.__new__(StepLog, row))  # past a constructor in Python
 
     def run_inline(self, i: int, iteration: int) -> None:
-        """Run a step of the compute queue that is not a moment, in the user's thread."""
+        """Run a step of the compute queue, other than a moment, in the user's thread."""
         queues = self.host.queues
         ready_s = self._clock()
         waited_for = queues.wait(i, iteration)
@@ -149,7 +151,7 @@ class Steps:
         queues.end_step(i, iteration)
 
     def forget(self, i: int) -> None:
-        """Forget a step that has begun and will not end as the plan has it."""
+        """Forget a step that has begun and will not end by the plan."""
         self._begun.pop(i, None)
 
     def close_iteration(self, iteration: int, *, on_plan: bool) -> None:
@@ -161,14 +163,14 @@ class Steps:
         if not on_plan:
             self.moved.others(iteration, host.backend.copied_bytes)
         self.moved.forget(self.logs[0].number)
-        measured = arena.log.marks is not None  # somebody counts the changes of this iteration
+        measured = arena.log.marks is not None  # a measurement needs the changes of this iteration
         if len(self.logs) == KEPT_ITERATIONS and len(arena.log.changes) > self._most_changes and not measured:
             arena.log.trim(self.logs[0].end_s)
             self._most_changes = max(KEPT_CHANGES, 2 * len(arena.log.changes))
 
     def timeline(self) -> Timeline:
-        """Timeline of the last iterations on plan; waits for their last copies and updates. Raises PlanError before the
-        first has run."""
+        """Returns the timeline of the last iterations on plan. Waits for their last copies and updates. Raises
+        PlanError before the first has run."""
         host = self.host
         if not host.closed:
             host.queues.settle(host.iteration - 1)

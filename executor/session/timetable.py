@@ -1,7 +1,7 @@
 """Timetable: a plan's steps and tables by moment.
 
-Compiled once per plan, before anything runs. It knows neither torch nor what has happened: the caller says where the
-iteration stands.
+Compiled once per plan, before anything runs. It knows neither torch nor the course of the run: the caller says where
+the iteration stands.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ class Timetable:
         peaks: moment -> non-model bytes at its peak.
         cut_tide: non-model bytes between two iterations.
         between: moment -> non-model bytes between it and the next, over the border of the iteration.
-        cut: (place, chunk, list) of what is resident between two iterations.
+        cut: (place, chunk, list) of each payload that is resident between two iterations.
         stashes: number of stashes of activations.
-        micro_batch: moment -> micro-batch it belongs to.
+        micro_batch: moment -> micro-batch that it belongs to.
         reads: moment -> chunks that it reads.
         uses: chunk -> moments that read it.
         compute: moment -> its compute step.
-        on_demand_only: whether the plan has no steps; every chunk then comes when it is read.
+        on_demand_only: whether the plan has no steps; every chunk is then fetched when it is read.
         before: moment -> other steps of the compute queue that come before it.
         rows: moment -> values that opening it needs: its `before`, `compute`, `reads`, `peaks` and `due`.
-        following: moment -> event that opens the next one; "" behind the last, and everywhere in a plan with stashes,
-            where opening a moment takes more than what is in its row.
+        following: moment -> event that opens the next moment; "" after the last, and everywhere in a plan with stashes,
+            where opening a moment takes more than its row.
         micro_batches: number of backwards per iteration.
         relayed: see `Workload.relayed`.
-        tail: steps of the compute queue behind the last moment.
+        tail: steps of the compute queue after the last moment.
         chunk_of: tensor -> chunk.
         tensors_of: chunk -> tensors.
         trainable: tensors that get an update.
-        tied: those of them whose gradient may come in several parts: others are tied to them, or their module is called
-            more than once.
+        tied: trainable tensors whose gradient may come in several parts: others are tied to them, or their module is
+            called more than once.
         due: moment -> tensors whose gradient is final in it.
         early: moment -> tensors whose gradient arrives in it and again later in the micro-batch.
-        goes_to: (chunk, micro-batch) -> list that gradients of the chunk go to.
-        sums: steps of the net queue behind which sums of gradients over the ranks are whole.
+        goes_to: (chunk, micro-batch) -> list that takes gradients of the chunk.
+        sums: steps of the net queue after which sums of gradients over the ranks are whole.
         first_complete: moment in which the first chunk has all its gradients.
         permanent_bytes: bytes on the gpu that cannot leave it between two iterations.
     """
@@ -94,7 +94,7 @@ class Timetable:
         return self._final.get((self.micro_batch[moment], tensor), -1)
 
     def gradient_list(self, moment: int, tensor: int) -> str:
-        """Returns the list that a gradient of the tensor goes to in `moment`."""
+        """Returns the list that takes a gradient of the tensor in `moment`."""
         return self.goes_to[self.chunk_of[tensor], self.micro_batch[moment]]
 
     def read_in(self, name: str) -> set[int]:
@@ -102,8 +102,8 @@ class Timetable:
         return self._by_name.get(name, set())
 
     def read_behind(self, name: str) -> set[int]:
-        """Returns the chunks that the moments right behind moments of this name read. The event that closes a moment
-        may not come: what follows belongs to it then."""
+        """Returns the chunks that the moments right after moments of this name read. The event that closes a moment may
+        not come; then the next moment's reads belong to it."""
         return self._by_name_next.get(name, set())
 
     def next_of_name(self, name: str, position: int) -> int | None:
@@ -116,8 +116,8 @@ class Timetable:
         yield from range(position)
 
     def until_use(self, chunk: int, position: int) -> int:
-        """Returns the moments from `position` until the chunk is read again, over the border of the iteration; far if
-        never."""
+        """Returns the number of moments from `position` until the chunk is read again, over the border of the
+        iteration; a large number if never."""
         uses, count = self.uses[chunk], len(self.names)
         if not uses:
             return 2 * count
@@ -126,7 +126,7 @@ class Timetable:
 
 
 def _read_often(w: Workload) -> set[int]:
-    """Returns the tensors that several moments of one micro-batch's forward read, tied ones among them: each of these
+    """Returns the tensors that several moments of one micro-batch's forward read, including tied ones. Each of these
     moments gives a part of the gradient."""
     ahead = [reads for m, reads in zip(w.moments, w.reads) if m.micro_batch == 0 and m.phase is Phase.FWD]
     found = Counter(t for reads in ahead for t in reads)
@@ -134,7 +134,7 @@ def _read_often(w: Workload) -> set[int]:
 
 
 def _compute_steps(plan: Plan) -> tuple[list[int], list[list[int]], list[int]]:
-    """`compute`, `before` and `tail` of a timetable."""
+    """Returns `compute`, `before` and `tail` of a timetable."""
     compute: list[int] = []
     before: list[list[int]] = []
     waiting: list[int] = []
@@ -155,7 +155,7 @@ def _compute_steps(plan: Plan) -> tuple[list[int], list[list[int]], list[int]]:
 
 
 def _uses(reads: Sequence[Iterable[int]], chunks: int) -> list[list[int]]:
-    """Chunk -> moments that read it."""
+    """Returns chunk -> moments that read it."""
     uses: list[list[int]] = [[] for _ in range(chunks)]
     for m, read in enumerate(reads):
         for chunk in read:
@@ -164,7 +164,7 @@ def _uses(reads: Sequence[Iterable[int]], chunks: int) -> list[list[int]]:
 
 
 def _by_name(names: Sequence[str], reads: Sequence[Iterable[int]]) -> dict[str, set[int]]:
-    """Returns the name of a moment -> chunks that any moment of that name reads."""
+    """Returns name of a moment -> chunks that any moment of that name reads."""
     found: dict[str, set[int]] = {}
     for name, chunks in zip(names, reads):
         found.setdefault(name, set()).update(chunks)
@@ -172,13 +172,13 @@ def _by_name(names: Sequence[str], reads: Sequence[Iterable[int]]) -> dict[str, 
 
 
 def _sums(plan: Plan) -> list[int]:
-    """Returns the steps of the net queue behind which sums of gradients over the ranks are whole."""
+    """Returns the steps of the net queue after which sums of gradients over the ranks are whole."""
     last = Kind.REDUCE_SCATTER if plan.layout.ranks > 1 else Kind.GATHER
     return [i for i, step in enumerate(plan.steps) if step.queue is Queue.NET and step.kind is last]
 
 
 def _complete(final: dict[tuple[int, int], int], chunk_of: dict[int, int]) -> dict[int, int]:
-    """Chunk -> moment of its last gradient."""
+    """Returns chunk -> moment of its last gradient."""
     complete: dict[int, int] = {}
     for (_, tensor), moment in final.items():
         chunk = chunk_of[tensor]

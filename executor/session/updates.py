@@ -1,7 +1,8 @@
 """Updates: the values that the Adam steps of an iteration need (`memory.update.Update`), and whether these steps have
 begun.
 
-Eager updates run inside backward, each as soon as a chunk's gradients are complete; others in `optimizer.step()`.
+Eager updates run inside backward, each as soon as a chunk's gradients are complete. Other updates run in
+`optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class Host(BytesHost, LoopHost, Protocol):
 class Updates:
     """The updates of one plan.
 
-    hyper: gives the settings of the optimizer's groups as they are now.
+    hyper: returns the current settings of the optimizer's groups.
     clock: gives seconds.
 
     Attributes:
-        eager: updates run inside backward.
-        max_grad_norm: the global norm that gradients are clipped at; None without clipping.
+        eager: whether updates run inside backward.
+        max_grad_norm: the global norm at which gradients are clipped; None without clipping.
         last: the update of the last finished iteration that had one. `Iteration.update_of` gives the updates of the
             current iteration and of the one before.
     """
@@ -68,7 +69,7 @@ class Updates:
         self._clock = clock
 
     def new(self) -> Update:
-        """Returns the update of an iteration, with the optimizer's settings as they are now."""
+        """Returns the update of an iteration, with the optimizer's present settings."""
         host = self.host
         sliced = host.ranks is not None and host.contents.sliced
         agree = self._agreed if sliced else None
@@ -76,8 +77,8 @@ class Updates:
         return Update(hyper=self._hyper(), max_grad_norm=self.max_grad_norm, agree=agree, streams=streams)
 
     def _agreed(self, norm: torch.Tensor) -> torch.Tensor:
-        """Returns the norm on which all ranks agree. If an update on the accelerator asks first, the training thread
-        waits, and the queues note it."""
+        """Returns the norm on which all ranks agree. If an update on the accelerator needs it first, the training
+        thread waits, and the queues note the wait."""
         host = self.host
         assert host.ranks is not None
         begun_s = self._clock()
@@ -100,13 +101,13 @@ class Updates:
     @property
     def running(self) -> bool:
         """Whether parameters may be changing: with eager updates, from the first chunk whose gradients are complete
-        until `optimizer.step()`. Decided by the plan's moments, so that the same loop always gets the same answer,
-        however fast the queues are."""
+        until `optimizer.step()`. The plan's moments decide, not the speed of the queues, so that the same loop always
+        gets the same answer."""
         return self.eager and (self.host.cursor.moment > self.host.timetable.first_complete or bool(self.begun))
 
     def decide_scaling(self, update: Update) -> None:
-        """Under loss scaling, once all gradients of the iteration are there: set what undoes the scale, and skip the
-        update where a gradient on any rank is not finite. Every rank calls this in the same place."""
+        """Under loss scaling, once all gradients of the iteration have arrived: set the factor that undoes the scale,
+        and skip the update if a gradient on any rank is not finite. Every rank calls this in the same place."""
         host = self.host
         if host.scaling is None:
             return
@@ -121,8 +122,8 @@ class Updates:
         host.scaling.close_iteration(overflowed)
 
     def norms(self, iteration: int) -> Iterable[torch.Tensor]:
-        """Norms of all gradients of an iteration, called by its first Adam step under clipping. On several ranks: of
-        what this one holds of their sums."""
+        """Returns the norms of all gradients of an iteration. Its first Adam step calls this under clipping. On several
+        ranks the norms are of this rank's part of the gradients' sums."""
         host = self.host
         contents, progress = host.contents, host.progress
         update = host.now.update_of(iteration)
@@ -134,7 +135,7 @@ class Updates:
                 return [norms[t] for t in sorted(norms)]
             contents.gradients.fold_on_gpu()
         if host.plan.workload.micro_batches == 1:
-            return [update.norms[t] for t in sorted(update.norms)]  # as clip_grad_norm_ has them
+            return [update.norms[t] for t in sorted(update.norms)]  # in the order of clip_grad_norm_
         for i in progress.order.get(Queue.ADAM, []):
             if host.plan.steps[i].kind is Kind.CPU_ADD and progress.done[i] < iteration:
                 raise PlanError(
