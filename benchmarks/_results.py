@@ -44,6 +44,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "event_cost": EXECUTED,
     "demo": (*EXECUTED, "pstar_sim/cli/**", "pstar_sim/report/**"),
     "families": PLANNED,
+    "fit_efficiency": (*PLANNED, "pstar_sim/validation/**"),
     "frameworks": (*PLANNED, "pstar_sim/frameworks/**"),
     "gemm": ("benchmarks/data/gemm_efficiency.csv", "pstar_sim/catalog/product_shape.py"),
     "gpu_*": (*EXECUTED, "tests/**"),

@@ -1,15 +1,18 @@
 """Fits the efficiency model to the published rows that scope.toml calls fitted or to fit.
 
-Least squares of log(predicted / published) of times and phases, over the ten numbers below, with a weak pull to where
-they start. Residuals are plans made and simulated, as in `pstar validate`; their derivatives are differences of such
-runs, taken once at the start, so one run of this script is one step of Gauss and Newton: repeat it until nothing moves.
-hbm and launch_us are held where --hold says: the rows cannot tell them from one another, and a free fit takes half the
-datasheet's bandwidth and 240 us of launches.
+Least squares of log(predicted / published) of times and phases, over the numbers below, with a weak pull to where they
+start. Residuals are plans made and simulated, as in `pstar validate`; their derivatives are differences of such runs,
+taken once at the start, so one run of this script is one step of Gauss and Newton: repeat it until nothing moves. The
+fit is replayed at the end, which says how good the derivatives were. hbm and launch_us are held where --hold says: the
+rows cannot tell them from one another, and a free fit takes half the datasheet's bandwidth and 240 us of launches.
 
-Prints each number with its physical meaning and its sensitivity (by how much the median time changes when the number
-grows by a tenth), and the fit with each whole machine left out in turn: errors on the rows of that machine.
+Prints each number with its physical meaning and its sensitivity: how many rows it moves, and the errors of fitted and
+of tested rows if it were a tenth smaller or larger. Tested rows are read for this alone. Then the fit with each whole
+machine left out in turn: errors on the rows of that machine.
 
-    python benchmarks/fit_efficiency.py        # some minutes; writes benchmarks/results/fit_efficiency.json
+A run is replayed again only where a number changes its job.
+
+    python benchmarks/fit_efficiency.py        # about seven minutes; writes benchmarks/results/fit_efficiency.json
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from _results import write_result
@@ -27,6 +30,7 @@ from scipy.optimize import least_squares
 from pstar_sim.catalog.efficiency import fitted
 from pstar_sim.catalog.generations import generations
 from pstar_sim.catalog.loader import load_catalog
+from pstar_sim.cost import flops_rate
 from pstar_sim.validation.experiments import experiment_of, runs_of
 from pstar_sim.validation.replay import replay, row_value
 from pstar_sim.validation.rows import PublishedRow, published_rows
@@ -35,6 +39,10 @@ from pstar_sim.validation.setups import Experiment, published_machine
 
 HARNESS = "deep-optimizer-states-results"
 VM = "v100-32-vm"
+FASTER = ("tokens_per_s_per_gpu", "total_TFLOPS_8N")
+TIMES = (*FASTER, "fwd_s", "bwd_s", "adam_s", "iter_s")
+ON_GPU = ("all_on_gpu", "zero3_resident")
+"""Policies whose plans use no host memory, so that no number of the host moves them."""
 MEANING = {
     "matmul": "share of the fp32 peak that large products reach",
     "hbm": "share of the GPU memory's bandwidth that operators reach (held)",
@@ -44,6 +52,7 @@ MEANING = {
     "adam_dram": "share of a node's DRAM bandwidth that CPU Adam reaches",
     "adam_gparams_core": "fused AdamW of one core",
     "pageable_gb_per_s": "blocking copies of memory that is not pinned",
+    "bound_adam_gparams": "CPU Adam of Polaris' node where each process is bound to a NUMA domain",
     "loop_ms": "reading of the batch and logging in Deep Optimizer States' script, per micro-batch",
     "vm_adam_gparams": "CPU Adam of STRONGHOLD's virtual machine",
 }
@@ -51,11 +60,23 @@ STEP, PULL = 0.05, 0.03
 Array = NDArray[np.float64]
 
 
+Run = tuple[PublishedRow, ...]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A run's job with some numbers, and log(predicted / published seconds) of its rows. A run that does not fit has
+    errors that are not numbers."""
+
+    job: Experiment
+    errors: tuple[float, ...]
+
+
 def start() -> dict[str, float]:
-    """Returns the numbers that are shipped."""
+    """The numbers that are shipped."""
     e = fitted()
-    vm = published_machine(VM, e, "deepspeed")
-    loop_s = next(experiment_of(run, e).loop_s for run in fit_runs() if run[0].source.startswith(HARNESS))
+    hosts = {name: published_machine(name, e, "deepspeed").host for name in (VM, "polaris-bound")}
+    loop_s = next(experiment_of(run, e).loop_s for run in runs_for("fitted") if run[0].source.startswith(HARNESS))
     return {
         "matmul": e.matmul,
         "hbm": e.hbm,
@@ -65,54 +86,74 @@ def start() -> dict[str, float]:
         "adam_dram": e.adam_dram,
         "adam_gparams_core": e.adam_params_per_core_s / 1e9,
         "pageable_gb_per_s": e.pageable_bytes_per_s / 1e9,
+        "bound_adam_gparams": hosts["polaris-bound"].adam_params_per_s / 1e9,
         "loop_ms": loop_s * 1e3,
-        "vm_adam_gparams": vm.host.adam_params_per_s / 1e9,
+        "vm_adam_gparams": hosts[VM].adam_params_per_s / 1e9,
     }
 
 
-def fit_runs() -> list[tuple[PublishedRow, ...]]:
-    """Runs whose rows are fitted or to fit, their times and phases only."""
+def runs_for(*uses: str) -> list[Run]:
+    """Runs whose rows scope.toml gives one of these uses, their times and phases only."""
     rules = published_scope()
-    rows = [r for r in published_rows() if rule_of(r, rules).use in ("fitted", "to fit")]
-    return runs_of(r for r in rows if r.metric.endswith("_ms") or r.metric == "tokens_per_s_per_gpu")
+    rows = [r for r in published_rows() if rule_of(r, rules).use in uses]
+    return runs_of(r for r in rows if r.metric.endswith("_ms") or r.metric in TIMES)
 
 
-def job(run: tuple[PublishedRow, ...], v: dict[str, float]) -> Experiment:
-    """Returns the run with these numbers in place of the shipped ones."""
-    efficiency = replace(
-        fitted(),
-        matmul=v["matmul"],
-        hbm=v["hbm"],
-        launch_s=v["launch_us"] * 1e-6,
-        adam_dram=v["adam_dram"],
-        adam_params_per_core_s=v["adam_gparams_core"] * 1e9,
-        pageable_bytes_per_s=v["pageable_gb_per_s"] * 1e9,
-    )
+def job(run: Run, v: dict[str, float]) -> Experiment:
+    """The run with these numbers in place of the shipped ones, where they can move it."""
+    on_gpu = experiment_of(run, fitted()).policy.partition(":")[0] in ON_GPU
+    efficiency = replace(fitted(), matmul=v["matmul"], hbm=v["hbm"], launch_s=v["launch_us"] * 1e-6)
+    if not on_gpu:
+        efficiency = replace(
+            efficiency,
+            adam_dram=v["adam_dram"],
+            adam_params_per_core_s=v["adam_gparams_core"] * 1e9,
+            pageable_bytes_per_s=v["pageable_gb_per_s"] * 1e9,
+        )
     experiment = experiment_of(run, efficiency)
     machine = experiment.machine
-    assert machine.framework is not None and machine.gpu.products is not None
+    shape = machine.gpu.products
+    assert machine.framework is not None and shape is not None
     if machine.framework.name == "deepspeed":
         machine = replace(machine, framework=replace(machine.framework, wait_s=v["wait_us"] * 1e-6))
-    shape = replace(machine.gpu.products, flash=v["flash"])
-    machine = replace(machine, ranks=tuple(replace(r, gpu=replace(r.gpu, products=shape)) for r in machine.ranks))
-    if machine.name == VM:
-        machine = replace(machine, host=replace(machine.host, adam_params_per_s=v["vm_adam_gparams"] * 1e9))
+    if experiment.attention == "flash" and shape.flash == generations()["a100"].flash:
+        shape = replace(shape, flash=v["flash"])
+    rates = {experiment.dtype: flops_rate(machine, experiment.dtype)}  # a rate that is not used moves nothing
+    gpu = replace(machine.gpu, products=shape, flops_per_s=rates)
+    machine = replace(machine, ranks=tuple(replace(r, gpu=gpu) for r in machine.ranks))
+    own = {VM: "vm_adam_gparams", "polaris-bound": "bound_adam_gparams"}.get(machine.name.partition(" (")[0])
+    if own is not None and not on_gpu:
+        machine = replace(machine, host=replace(machine.host, adam_params_per_s=v[own] * 1e9))
     loop_s = v["loop_ms"] / 1e3 if run[0].source.startswith(HARNESS) else 0.0
     return replace(experiment, machine=machine, loop_s=loop_s)
 
 
-def residuals(runs: Sequence[tuple[PublishedRow, ...]], values: dict[str, float]) -> Array:
-    """log(predicted / published seconds) of every row; a run that does not fit is an error of the experiment."""
-    found: list[float] = []
-    for run in runs:
-        outcome = replay(job(run, values))
-        if outcome.reason:
-            raise SystemExit(f"{run[0].system}, {run[0].params}: {outcome.reason}")
-        for row in run:
-            value = row_value(row, outcome)
-            assert value is not None
-            found.append(math.log(value / row.value) * (-1 if row.metric == "tokens_per_s_per_gpu" else 1))
-    return np.array(found)
+def replayed(run: Run, values: dict[str, float], known: Replayed | None = None) -> Replayed:
+    """The run replayed with these numbers; `known` where it is the same job."""
+    made = job(run, values)
+    if known is not None and made == known.job:
+        return known
+    outcome = replay(made)
+    errors: list[float] = []
+    for row in run:
+        value = row_value(row, outcome)
+        log = math.nan if value is None else math.log(value / row.value)
+        errors.append(-log if row.metric in FASTER else log)
+    return Replayed(made, tuple(errors))
+
+
+def errors_of(found: Sequence[Replayed]) -> Array:
+    return np.array([error for one in found for error in one.errors])
+
+
+def derivatives(runs: Sequence[Run], values: dict[str, float], known: Sequence[Replayed]) -> Array:
+    """Of the errors of all rows, by the logarithm of each number."""
+    base = errors_of(known)
+    columns = []
+    for name in values:
+        more = {**values, name: values[name] * math.exp(STEP)}
+        columns.append((errors_of([replayed(r, more, k) for r, k in zip(runs, known)]) - base) / STEP)
+    return np.stack(columns, axis=1)
 
 
 def solved(base: Array, slopes: Array, held: Array) -> Array:
@@ -125,41 +166,81 @@ def solved(base: Array, slopes: Array, held: Array) -> Array:
 
 
 def spread(errors: Array) -> dict[str, float]:
-    sizes = np.abs(np.expm1(errors))
+    """Errors as `pstar validate` gives them; a row without a prediction counts 100 %."""
+    sizes = np.where(np.isnan(errors), 1.0, np.abs(np.expm1(errors)))
     return {
         "rows": len(errors),
         "median": round(float(np.median(sizes)), 4),
         "p90": round(float(np.quantile(sizes, 0.9)), 4),
-        "bias": round(float(np.median(errors)), 4),
+        "bias": round(float(np.nanmedian(errors)), 4),
     }
+
+
+def sensitivity(base: Array, slope: Array) -> dict[str, object]:
+    """What a number does to rows: how many it moves, by how much, and the errors with a tenth less and a tenth more."""
+    moves = np.abs(np.nan_to_num(slope)) > 0.01
+    return {
+        "rows_moved": int(moves.sum()),
+        "moved_by_a_tenth_more": round(float(np.median(slope[moves]) * math.log(1.1)), 4) if moves.any() else 0.0,
+        "a_tenth_less": spread(base + slope * math.log(0.9)),
+        "a_tenth_more": spread(base + slope * math.log(1.1)),
+    }
+
+
+def in_words(found: dict[str, object]) -> str:
+    less, more = found["a_tenth_less"], found["a_tenth_more"]
+    assert isinstance(less, dict) and isinstance(more, dict)
+    return (
+        f"moves {found['rows_moved']} rows by {found['moved_by_a_tenth_more']:+.1%}; a tenth less {less['median']:.1%} "
+        f"/ {less['p90']:.1%}, a tenth more {more['median']:.1%} / {more['p90']:.1%}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hold", nargs="*", default=["hbm", "launch_us"], help="numbers that are not fitted")
     held = np.array([name in parser.parse_args().hold for name in MEANING])
-    runs, values = fit_runs(), start()
-    base = residuals(runs, values)
-    columns = [(residuals(runs, {**values, n: values[n] * math.exp(STEP)}) - base) / STEP for n in values]
-    slopes = np.stack(columns, axis=1)
-    machines = np.array([row.hardware for run in runs for row in run])
+    values = start()
+    runs, unseen = runs_for("fitted", "to fit"), runs_for("tested")
+    known, others = [replayed(r, values) for r in runs], [replayed(r, values) for r in unseen]
+    base, tested = errors_of(known), errors_of(others)
+    if np.isnan(base).any():
+        raise SystemExit("a fitted run does not fit: its experiment is wrong")
+    slopes = derivatives(runs, values, known)
     change = solved(base, slopes, held)
+    best = {name: float(f"{value * math.exp(x):.3g}") for (name, value), x in zip(values.items(), change)}
+    found = errors_of([replayed(r, best) for r in runs])
+    other_slopes = derivatives(unseen, values, others)
+    print(f"{len(values) - held.sum()} numbers fitted, {held.sum()} held; median and 90th percentile of errors:")
+    print(f"fitted rows {spread(base)}, with the fit {spread(base + slopes @ change)}, replayed {spread(found)}")
+    print(f"tested rows {spread(tested)}")
     numbers: dict[str, object] = {}
     for i, (name, value) in enumerate(values.items()):
-        grown = float(np.median(np.abs(slopes[:, i])) * math.log(1.1))
-        best = float(f"{value * math.exp(change[i]):.3g}")
-        numbers[name] = {"meaning": MEANING[name], "shipped": value, "fit": best, "a_tenth_more": round(grown, 4)}
-        print(f"{name:18s} {value:8.4g} -> {best:8.4g}   a tenth more: {grown:.2%}   {MEANING[name]}")
+        does = {"fitted": sensitivity(base, slopes[:, i]), "tested": sensitivity(tested, other_slopes[:, i])}
+        numbers[name] = {"meaning": MEANING[name], "held": bool(held[i]), "shipped": value, "fit": best[name], **does}
+        print(f"{name:18s} {value:8.4g} -> {best[name]:8.4g}   {MEANING[name]}")
+        print("\n".join(f"    {use} {in_words(said)}" for use, said in does.items()))
+    machines = np.array([row.hardware for run in runs for row in run])
     without: dict[str, object] = {}
     for machine in dict.fromkeys(machines):
         out = machines == machine
         other = solved(base[~out], slopes[~out], held)
-        without[machine] = {"out": spread((base + slopes @ other)[out]), "in": spread((base + slopes @ change)[out])}
+        without[machine] = {
+            "out": spread((base + slopes @ other)[out]),
+            "in": spread((base + slopes @ change)[out]),
+            "numbers": {n: float(f"{v * math.exp(x):.3g}") for (n, v), x in zip(values.items(), other)},
+        }
         print(f"without {machine}: {without[machine]}")
-    print(spread(base), spread(base + slopes @ change))
     write_result(
         "fit_efficiency",
-        {"numbers": numbers, "shipped": spread(base), "fit": spread(base + slopes @ change), "left_out": without},
+        {
+            "numbers": numbers,
+            "shipped": spread(base),
+            "fit": spread(base + slopes @ change),
+            "fit_replayed": spread(found),
+            "tested": spread(tested),
+            "left_out": without,
+        },
     )
 
 

@@ -39,7 +39,8 @@ NOTES = (
     "memory is what the GPUs report (32 GiB of a V100), not the catalog's nominal 32 GB",
     "host memory of DeepSpeed: 24 bytes per parameter (its estimator's 16 x 1.5) and 20 GiB of system and processes",
     "the Yard's runs classify sequences, as PatrickStar's code has it, DeepSpeed's for comparison too: no logits",
-    "DeepSpeed on the Yard is ZeRO-3 with buckets of 10 M parameters; its checkpoints, in host memory there, stay here",
+    "DeepSpeed on the Yard is ZeRO-3 with buckets of 10 M parameters; its checkpoints go to CPU memory, unpinned",
+    "ZeRO-Offload is stage 2: no hooks of parameters, so no moment waits for them",
     "one process on DGX-2 and Yard reaches the cores and the memory of one of two sockets",
     "PatrickStar may use 0.8 of the GPU and of the host (overall_gpu_mem_ratio, overall_cpu_mem_ratio)",
     "checkpoints are reentrant, as these systems made them: a recompute runs the whole layer",
@@ -65,8 +66,9 @@ UNEXPLAINED = (
 OTHER_HOST_BYTES = 20 * GIB
 HOST_BYTES_PER_PARAM = 24.0
 PATRICKSTAR_RATIO = 0.8
-YARD_DEEPSPEED = "zero3_offload:bucket=10000000,prefetch=10000000"
-"""Stage 3 with clipping, as PatrickStar's authors ran it for comparison (tests/ds_zero_stage_3_config.json there)."""
+YARD_DEEPSPEED = "zero3_offload:bucket=10000000,prefetch=10000000,checkpoints=host"
+"""Stage 3 with clipping and checkpoints in CPU memory, as PatrickStar's authors ran it for comparison
+(tests/ds_zero_stage_3_config.json there)."""
 KV_HEADS, DOS_VOCAB, GPT_VOCAB = 4, 50304, 50257
 POLARIS_CORES_A_RANK = 7
 
@@ -197,7 +199,7 @@ def _dgx2(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     return Experiment(
         rows=run,
-        machine=first_ranks(published_machine("dgx2", efficiency, "deepspeed"), row.gpus, sockets=2),
+        machine=first_ranks(published_machine("dgx2", efficiency, "pytorch"), row.gpus, sockets=2),
         policy="zero_offload",
         sizes=(_gpt_of(row),),
         sequence=whole_number(row, "sequence", row.sequence),
@@ -267,7 +269,7 @@ def _vm(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     sequence = whole_number(row, "sequence", row.sequence)
     largest = row.metric == "max_trainable_model"
-    framework = "deepspeed" if row.system.startswith("ZeRO") else "pytorch"
+    framework = "deepspeed" if row.system.startswith("ZeRO-Infinity") else "pytorch"
     return Experiment(
         rows=run,
         machine=published_machine("v100-32-vm", efficiency, framework),

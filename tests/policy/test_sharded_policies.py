@@ -15,7 +15,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.errors import DoesNotFit, PlanError, PstarError
+from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError, PstarError
 from pstar_sim.policy import find_policy
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.builder import Builder
@@ -29,6 +29,7 @@ from pstar_sim.policy.systems.sharded_visits import (
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import GB, MIB
+from pstar_sim.workload.presets import preset
 from pstar_sim.workload.workload import Workload
 
 SETTINGS = Settings(update="step", clip=False, chunk_bytes=2 * MIB)
@@ -208,6 +209,26 @@ def test_asynchronous_flush_stands_in_it_as_fp32() -> None:
     assert plan.moved_bytes["d2h"] == 16 * MIB
     assert all(s.via is None for s in plan.steps)
     assert play(plan).iteration_s == pytest.approx(14 + 4 + 8)
+
+
+def test_checkpoints_on_the_host_are_blocking_copies_of_unpinned_memory() -> None:
+    """Each block's input goes down and comes back at 1 MiB/s while compute waits. The last block recomputes at once."""
+    workload = preset("gpt2", batch=1, seq=64, checkpointing=True)
+    here = machine(
+        h2d_bytes_per_s=64 * MIB, d2h_bytes_per_s=64 * MIB, gpu_memory_bytes=8 * GB, host_memory_bytes=8 * GB
+    )
+    on_gpu, on_host = (planned(f"zero3_offload:checkpoints={place}", here, workload) for place in ("gpu", "host"))
+    out = of(on_host, Kind.STASH_OUT)
+    assert [s.bytes for s in out] == [64 * 768 * 2] * 11
+    assert {s.via for s in (*out, *of(on_host, Kind.STASH_IN))} == {PAGEABLE}
+    copies_s = 2 * sum(s.bytes for s in out) / MIB
+    assert play(on_host).iteration_s == pytest.approx(play(on_gpu).iteration_s + copies_s, rel=1e-3)
+    tide = [[m.peak_bytes for m in plan.workload.moments] for plan in (on_gpu, on_host)]
+    assert all(b <= a for a, b in zip(*tide)) and sum(tide[0]) - sum(tide[1]) > 50 * out[0].bytes
+    with pytest.raises(CannotPlan, match="checkpoints=host is for one micro-batch, not 2; checkpoints=gpu is for any"):
+        planned("zero3_offload:checkpoints=host", here, preset("gpt2", batch=1, seq=64, micro_batches=2))
+    with pytest.raises(CannotPlan, match="keeps its activations"):
+        planned("zero3_offload:checkpoints=host", here, preset("gpt2", batch=1, seq=64, checkpointing=False))
 
 
 def test_two_buckets_at_most_are_under_way() -> None:

@@ -66,7 +66,7 @@ def check_structure(plan: Plan) -> list[int]:
 def _check_step(plan: Plan, step: Step) -> None:
     """Check the fields of one step alone. Raises PlanError."""
     queues = _QUEUES[step.kind]
-    if step.via is not None and step.kind not in (Kind.FETCH, Kind.WRITEBACK):
+    if step.via is not None and step.kind not in (Kind.FETCH, Kind.WRITEBACK, Kind.STASH_OUT, Kind.STASH_IN):
         raise PlanError(f"{label(step)} has via={step.via}; only copies between host and gpu can go another way")
     if step.queue not in queues:
         raise PlanError(f"{label(step)} is on queue {step.queue.value}; it belongs on {', '.join(queues)}")

@@ -20,11 +20,14 @@ __all__ = ["StashMoves", "moment_of", "stash_cuts"]
 class StashMoves:
     """Stashes by the moments that make them, wait for them or need them.
 
-    made, gone, back, needed: moment -> indices of stashes, by the moments of [Note: stashes].
+    blocking: whether a stash is copied out and in while the compute queue waits: out before the moment behind the one
+        that makes it, in behind the moment before the one that needs it.
+    made, gone, back, needed: moment -> indices of stashes, by the moments of [Note: stashes]; `gone` and `back` of
+        blocking copies are nearer.
     out_of, in_of: stash -> step of its copy out, step of its copy in, once these steps are written.
     """
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, *, blocking: bool = False) -> None:
         self.made: dict[int, list[int]] = {}
         self.gone: dict[int, list[int]] = {}
         self.back: dict[int, list[int]] = {}
@@ -33,8 +36,8 @@ class StashMoves:
         self.in_of: dict[int, int] = {}
         for n, stash in enumerate(workload.stashes):
             self.made.setdefault(stash.made, []).append(n)
-            self.gone.setdefault(stash.gone, []).append(n)
-            self.back.setdefault(stash.back, []).append(n)
+            self.gone.setdefault(stash.made + 1 if blocking else stash.gone, []).append(n)
+            self.back.setdefault(stash.needed - 1 if blocking else stash.back, []).append(n)
             self.needed.setdefault(stash.needed, []).append(n)
 
     def waits(self, moment: int) -> list[int]:

@@ -45,6 +45,8 @@ class Builder:
     layout: the layout; None: the layout that follows from the settings and the machine's ranks.
     stashes: whether `compute` also writes the copies of the workload's stashes. False for a policy that writes the
         copies itself. The buffers contain the stashes' room on the host in both cases.
+    stash_via: None for copies of stashes beside compute. "pageable" for copies from and to host memory that is not
+        pinned: the next moment waits for each, as it does in a training process that copies with `to("cpu")`.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Builder:
         *,
         layout: Layout | None = None,
         stashes: bool = True,
+        stash_via: str | None = None,
     ) -> None:
         self.policy = policy
         self.workload = workload
@@ -77,7 +80,10 @@ class Builder:
         self.stash_bytes = sum(size for _, size in workload.stash_room)  # bytes that the host holds for stashes
         if self.stash_bytes:
             self.buffers.append((STASHES, Place.HOST, self.stash_bytes))
-        self._stash_moves = StashMoves(workload) if stashes and workload.stashes else None
+        self._stash_moves = (
+            StashMoves(workload, blocking=stash_via is not None) if stashes and workload.stashes else None
+        )
+        self._stash_via = stash_via
         self.choices: dict[str, object] = {}
         self.predictions: dict[str, float] = {}
         self._steps: list[Step] = []
@@ -156,7 +162,8 @@ class Builder:
     def _stash(self, kind: Kind, stash: int, after: After) -> int:
         """Adds the copy of a stash from the GPU to the host (stash_out) or back (stash_in), and returns its id."""
         queue = Queue.D2H if kind is Kind.STASH_OUT else Queue.H2D
-        return self.add(queue, kind, stash=stash, moment=moment_of(self.workload, kind, stash), after=after)
+        moment = moment_of(self.workload, kind, stash)
+        return self.add(queue, kind, stash=stash, moment=moment, after=after, via=self._stash_via)
 
     def alloc(
         self, queue: Queue, chunk: int, list_name: str, place: Place, moment: int | None = None, after: After = ()

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import PAGEABLE, Place
+from pstar_sim.errors import CannotPlan
+from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.options import Option, one_of, share, switch, whole_number
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded import (
@@ -28,6 +30,7 @@ from pstar_sim.policy.systems.sharded import (
 from pstar_sim.policy.systems.sharded_visits import params_before, sub_groups, traced_visits
 from pstar_sim.policy.systems.shards import Flush, Scheme
 from pstar_sim.units import format_bytes
+from pstar_sim.workload.relay import STASH_PLACES
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
 __all__ = [
@@ -60,6 +63,9 @@ OPTIONS = {
     "ratio": Option(share(), "share of the optimizer that is on the CPU; the rest stays on the GPU", 1.0),
     "flush": Option(one_of("blocking", "async"), "how the last gradients go to the host", "blocking"),
     "params": Option(one_of("gpu", "cpu"), "where parameters live between uses", "gpu"),
+    "checkpoints": Option(
+        one_of(*STASH_PLACES), "place of the inputs of blocks that recompute; host: for one micro-batch", "gpu"
+    ),
     "pinned": Option(switch(), "updated parameters go up from pinned memory", True),
     **TRACED_OPTIONS,
 }
@@ -74,6 +80,7 @@ def zero3_offload(
     ratio: float = 1.0,
     flush: str = "blocking",
     params: str = "gpu",
+    checkpoints: str = "gpu",
     pinned: bool = True,
     bucket: int = REDUCE_BUCKET_PARAMS,
     reuse: int = MAX_REUSE_PARAMS,
@@ -85,7 +92,11 @@ def zero3_offload(
 
     Raises DoesNotFit if the host or the GPU has less.
     """
-    b = Builder("zero3_offload", workload, machine, settings)
+    stash_via = None
+    if checkpoints == "host":
+        workload = _with_host_checkpoints(workload)
+        stash_via = None if machine.link.pageable_bytes_per_s is None else PAGEABLE
+    b = Builder("zero3_offload", workload, machine, settings, stash_via=stash_via)
     choice = Offloading(
         home=Place.GPU if params == "gpu" else Place.HOST,
         subgroup=subgroup,
@@ -102,6 +113,10 @@ def zero3_offload(
     o.hold(host_bytes_per_param=BUFFER_FACTOR * (optimizer_bytes(workload) + width))
     b.choices["capacity"] = o.describe()
     b.choices["moves"] = s.describe_moves()
+    if checkpoints == "host":
+        b.choices["checkpoints"] = (
+            f"{format_bytes(b.stash_bytes)} of block inputs go to the host; compute waits for each"
+        )
     o.check_room()
     b.choices["flush"] = (
         "gradients go to unpinned host memory, the GPU waits for each bucket"
@@ -116,6 +131,18 @@ def zero3_offload(
         else f"after the barrier, {len(o.groups)} sub-groups one after the other"
     )
     return b.plan(predict=True)
+
+
+def _with_host_checkpoints(workload: Workload) -> Workload:
+    """Returns the workload with the inputs of its blocks on the host (`cpu_checkpointing`). DeepSpeed copies each with
+    `to("cpu")`, which blocks. Raises CannotPlan for several micro-batches and for a workload that does not
+    recompute."""
+    if workload.micro_batches > 1:
+        raise CannotPlan(
+            f"zero3_offload: checkpoints=host is for one micro-batch, not {workload.micro_batches}; checkpoints=gpu is "
+            "for any number"
+        )
+    return in_order("zero3_offload", workload, "relay-host")
 
 
 def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
