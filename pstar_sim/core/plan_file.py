@@ -105,7 +105,7 @@ def _machine_to_dict(machine: Machine) -> dict[str, object]:
     values = dataclasses.asdict(machine)
     newer = [(rank["gpu"], "products") for rank in values["ranks"]]
     newer += [(values["host"], "pinned_bytes"), (values["nvme"] or {}, "life_bytes"), (values, "unified")]
-    newer.append((values, "framework"))
+    newer += [(values, "framework"), (values["peer"] or {}, "table"), (values["network"] or {}, "table")]
     for part, name in newer:
         if not part.get(name):
             part.pop(name, None)
