@@ -8,11 +8,16 @@ makes. A policy that no published run stands for has the errors of its class.
 [Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy were no farther
 off. A class without enough rows has the bar of ANY_CLASS: that of all rows, times the factor by which the errors of a
 class exceed those of all other classes. The answer then says that no measurement is near.
+
+[Note: error of a change] Two times of one model and one machine share most of their errors, which fall out of their
+ratio. What is left is the error of the seconds by which the two times differ. These seconds are predicted as the others
+are, so their bar is that of both times. The bar does not hold where the model is wrong about what binds.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +29,7 @@ from pstar_sim.units import format_error
 
 __all__ = [
     "ANY", "ANY_CLASS", "FEWEST_ROWS", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "class_name", "class_of",
-    "expected_error", "trust",
+    "error_of_change", "expected_error", "trust",
 ]  # fmt: skip
 
 FILE = files("pstar_sim.catalog") / "expected_errors.json"
@@ -68,6 +73,15 @@ class ExpectedError:
         """For example "± 12 % (18 rows, class h100 node)"."""
         who = "" if self.policy != ANY else ", other policies"
         return f"{format_error(self.bar)} ({self.rows} rows, class {self.machine_class}{who})"
+
+
+def error_of_change(change: float, *errors: float) -> float:
+    """Returns the bar of a change of time, as a share of the time before: [Note: error of a change].
+
+    change: (time after - time before) / time before.
+    errors: bars of both times.
+    """
+    return abs(change) * math.hypot(*errors)
 
 
 def class_of(machine: Machine) -> str:

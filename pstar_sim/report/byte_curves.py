@@ -14,9 +14,19 @@ from numpy.typing import NDArray
 from pstar_sim.core.step import UPDATES, Kind, Queue
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
+from pstar_sim.units import GB, KB, MB
 from pstar_sim.workload.workload import Phase
 
-__all__ = ["CATEGORIES", "Curves", "PhaseBand", "byte_curves", "moment_windows", "phase_bands", "steady_start_s"]
+__all__ = [
+    "CATEGORIES",
+    "Curves",
+    "PhaseBand",
+    "axis_unit",
+    "byte_curves",
+    "moment_windows",
+    "phase_bands",
+    "steady_start_s",
+]
 
 CATEGORIES = ("states", "param", "grad", "buffer", "non-model")
 """Bottom to top, as they are stacked."""
@@ -129,6 +139,11 @@ def _by_moment(timeline: Timeline, curves: Curves) -> Curves:
     at = np.array([lo + int(np.argmax(total[lo : max(hi, lo + 1)])) for lo, hi in zip(first, last)])
     edges = np.append(moments, moments[-1] + 1).astype(np.float64)
     return Curves(place=curves.place, edges=edges, values={c: v[at] for c, v in curves.values.items()})
+
+
+def axis_unit(top_bytes: float) -> tuple[int, str]:
+    """Returns the unit, its bytes and its name, of an axis that ends at `top_bytes`."""
+    return next((unit for unit in ((GB, "GB"), (MB, "MB"), (KB, "kB")) if top_bytes >= unit[0]), (1, "B"))
 
 
 def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]:

@@ -30,7 +30,8 @@ class Figure:
 
     def words(self) -> tuple[str, str, str, str]:
         form = format_bytes if self.unit == "B" else format_s
-        difference = "equal" if self.predicted == self.measured else f"{self.difference:+.1%}"
+        equal = self.predicted == self.measured
+        difference = "equal" if equal else f"{self.difference:+.1%}" if self.predicted else "none predicted"
         return self.name, form(self.predicted), form(self.measured), difference
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from pstar_sim.planner.confidence import confidence, confidence_line
+from pstar_sim.planner.trust import error_of_change
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 from pstar_sim.workload.kernels import kernels_text
@@ -22,6 +23,8 @@ __all__ = [
     "batch_words",
     "cells",
     "comparison_text",
+    "format_change",
+    "format_params",
     "format_percent",
     "format_size",
     "heading",
@@ -56,7 +59,7 @@ def heading(answer: TableAnswer) -> str:
     w, m, s = answer.workload, answer.machine, answer.settings
     barrier = s.barrier(w.dtype)
     parts = [
-        f"{w.model}, {_params(w.params)} parameters",
+        f"{w.model}, {format_params(w.params)} parameters",
         batch_words(answer),
         f"sequence {w.sequence}",
         w.dtype,
@@ -95,7 +98,7 @@ def batch_words(answer: TableAnswer) -> str:
     return words
 
 
-def _params(count: int) -> str:
+def format_params(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
@@ -129,6 +132,20 @@ def format_size(size_bytes: float | None) -> str:
     if size_bytes is None:
         return ""
     return f"{size_bytes / GB:.1f} GB" if abs(size_bytes) >= GB else format_bytes(size_bytes)
+
+
+def format_change(change: float, *errors: float | None) -> str:
+    """Returns a change of time, as a share, with its bar: "-2.1 ± 0.4 %". Below 1 % both have two digits after the
+    point.
+
+    errors: bars of both times, None where one is not known.
+    """
+    if abs(change) < 5e-5:
+        return "no change"
+    digits = 2 if abs(change) < 0.00995 else 1
+    known = [error for error in errors if error is not None]
+    bar = f"{error_of_change(change, *known) * 100:.{digits}f}" if len(known) == len(errors) else "?"
+    return f"{change * 100:+.{digits}f} ± {bar} %"
 
 
 def format_percent(share: float) -> str:

@@ -28,11 +28,11 @@ from pstar_sim.core.step import Place
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Comparison, Planned
-from pstar_sim.report.byte_curves import Curves, byte_curves, phase_bands
+from pstar_sim.report.byte_curves import Curves, axis_unit, byte_curves, phase_bands
 from pstar_sim.report.legends import Handles, shared_legend
 from pstar_sim.report.palette import CATEGORIES as COLOURS
 from pstar_sim.report.palette import PHASES as PHASE_COLOURS
-from pstar_sim.units import GB, KB, MB, format_bytes, format_s
+from pstar_sim.units import format_bytes, format_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,21 +97,29 @@ def _plot(
     hatch: whether to hatch the room that a static partition cannot reach.
     """
     top = max(_capacity(t, place) for t in many)
-    unit, name = next((u for u in ((GB, "GB"), (MB, "MB"), (KB, "kB")) if top >= u[0]), (1, "B"))
+    unit, name = axis_unit(top)
     handles: Handles = {}
     right = 0.0
+    strips: list[tuple[Timeline, Any, _Strip, bool]] = []  # the last: whether it is of a run over its prediction
     for i, (timeline, one) in enumerate(zip(many, axes)):
         over = measured if i == 0 else None
         strip = _Strip.on(one, top / unit, 1 if over is None or x == "moment" else 2)
-        _draw(timeline, one, x, place, unit, handles, strip, hatch=hatch and over is None)
+        _draw(timeline, one, x, place, unit, handles, hatch=hatch and over is None)
         if over is not None:
-            _overlay(timeline, over, one, x, place, unit, handles, strip)
+            _overlay(timeline, over, one, x, place, unit, handles)
+        strips += [(timeline, one, strip, False)]
+        strips += [(over, one, strip, True)] if over is not None and x == "time" else []
         one.set_ylim(0, strip.end)
         right = max(right, one.get_xlim()[1])
         if one.get_subplotspec() is None or one.get_subplotspec().is_first_col():
             one.set_ylabel(f"{place.upper()} memory [{name}]")
     for one in axes:
         one.set_xlim(one.get_xlim()[0], right)
+    named: Handles = {}
+    unnamed: Handles = {}
+    for timeline, one, strip, over_prediction in strips:
+        _phases(timeline, one, x, strip, named, unnamed, measured=over_prediction)
+    handles.update({name: drawn for name, drawn in unnamed.items() if name not in named})
     return handles
 
 
@@ -251,9 +259,7 @@ def _polyline(
     return np.repeat(curves.edges, 2)[1:-1], np.repeat(values, 2) / unit
 
 
-def _draw(
-    timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: Handles, strip: _Strip, *, hatch: bool
-) -> None:
+def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: Handles, *, hatch: bool) -> None:
     curves = byte_curves(timeline, x=x, place=place)
     capacity = _capacity(timeline, place)
     floor = np.zeros(len(curves.edges) - 1, np.int64)
@@ -287,7 +293,6 @@ def _draw(
     handles["capacity (the plan's budget)"] = ax.axhline(
         capacity / unit, color="black", linestyle="--", linewidth=1.4, zorder=4
     )
-    _phases(timeline, ax, x, strip)
     ax.set_xlim(curves.edges[0], curves.edges[-1])
     ax.set_xlabel("time in the iteration [s]" if x == "time" else "moment")
     moved = timeline.moved_bytes.get("h2d")
@@ -298,24 +303,30 @@ def _draw(
         ax.spines[side].set_visible(False)
 
 
-def _phases(timeline: Timeline, ax: Axes, x: str, strip: _Strip, *, measured: bool = False) -> None:
+def _phases(
+    timeline: Timeline, ax: Axes, x: str, strip: _Strip, named: Handles, unnamed: Handles, *, measured: bool
+) -> None:
     """Draw a strip above the capacity line, with the names of phases that have room for a name, and faint shading under
-    it. The strip of a measured timeline lies above the strip of its prediction and has no shading."""
+    it. The strip of a measured timeline lies above the strip of its prediction and has no shading.
+
+    named, unnamed: get the phases that are drawn with a name, and those that are drawn without.
+    """
     bands = phase_bands(timeline, x=x)
     if not bands:
         return
-    whole = bands[-1].end - bands[0].start
+    left, right = ax.get_xlim()
     low = strip.start + (strip.height * 1.15 if measured else 0.0)
     width = _size_points(ax)[0]
     for band in bands:
         colour = PHASE_COLOURS.get(band.name, "#CCCCCC")
-        ax.fill_between([band.start, band.end], low, low + strip.height, color=colour, linewidth=0, zorder=2)
+        drawn = ax.fill_between([band.start, band.end], low, low + strip.height, color=colour, linewidth=0, zorder=2)
         if not measured and band.name != "FWD":
             ax.axvspan(band.start, band.end, color="#000000", alpha=0.05, linewidth=0, zorder=0)
-        room = (band.end - band.start) / whole * width if whole > 0 else 0.0
+        room = (band.end - band.start) / (right - left) * width
         short = band.name.split(" ")[0]
         labels = [f"{short} measured"] if measured else [band.name, short]
         label = next((text for text in labels if len(text) * LETTER_POINTS < room), "")
+        (named if label else unnamed)[band.name] = drawn
         if label:
             ink = "white" if band.name == "ADAM" else "black"
             at = (band.start + band.end) / 2, low + strip.height / 2
@@ -323,7 +334,7 @@ def _phases(timeline: Timeline, ax: Axes, x: str, strip: _Strip, *, measured: bo
 
 
 def _overlay(
-    predicted: Timeline, measured: Timeline, ax: Axes, x: str, place: str, unit: int, handles: Handles, strip: _Strip
+    predicted: Timeline, measured: Timeline, ax: Axes, x: str, place: str, unit: int, handles: Handles
 ) -> None:
     curves = byte_curves(measured, x=x, place=place)
     capacity = _capacity(predicted, place)
@@ -339,8 +350,6 @@ def _overlay(
         fontsize=10.5,
         loc="left",
     )
-    if x == "time":
-        _phases(measured, ax, x, strip, measured=True)
 
 
 def _in_order(handles: Handles) -> list[str]:

@@ -4,6 +4,7 @@ can be pressed works."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -121,6 +122,10 @@ def test_the_what_if_page_answers_in_three_clicks(browser: Browser, whatif: Path
     )
     more = page.locator("#more").text_content()
     assert "with link bandwidth +10%: -" in more and "±" in more
+    bars = "[...document.querySelectorAll('.scroll')].filter(table => table.scrollWidth > table.clientWidth)"
+    assert page.evaluate(f"{bars}.length") == 0, "no table is wider than the screen"
+    change = page.locator("#more-table td[data-head=change]").last.text_content()
+    assert re.fullmatch(r"-\d\.\d+ ± \d\.\d+ %", change), change
     assert page.locator("#pareto .main-svg").count() > 0
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert browser.log == [] and {*browser.asked} == {whatif.as_uri()}

@@ -29,7 +29,7 @@ from pstar_sim.planner.sensitivity import sensitivity
 from pstar_sim.report.ablation import ablation_text
 from pstar_sim.report.capacity_tables import cheapest_text, fits_text, limits_text, sensitivity_text
 from pstar_sim.report.run_figures import figures, figures_text, losses_text
-from pstar_sim.report.tables import comparison_text, format_percent, refusal_text
+from pstar_sim.report.tables import comparison_text, format_change, format_percent, refusal_text
 from pstar_sim.report.validation import validation_text
 from pstar_sim.terminal import narrow_encoding, table_text, wrap
 from pstar_sim.validation.results import validate
@@ -256,3 +256,11 @@ def test_a_share_has_no_negative_zero() -> None:
     assert [format_percent(share) for share in (-2e-15, 0.0, 0.0053, 0.5, -0.02)] == [
         "0.00 %", "0.00 %", "0.53 %", "50.0 %", "-2.0 %",
     ]  # fmt: skip
+
+
+def test_a_change_has_the_bar_of_both_times_on_the_seconds_by_which_they_differ() -> None:
+    """5 % of the time, ± 30 % and ± 40 %: half of the 5 % (3-4-5 triangle)."""
+    assert format_change(-0.05, 0.3, 0.4) == "-5.0 ± 2.5 %"
+    assert format_change(0.004, 0.3, 0.4) == "+0.40 ± 0.20 %"
+    assert format_change(0.05, 0.3, None) == "+5.0 ± ? %"
+    assert format_change(1e-5, 0.3, 0.4) == "no change"

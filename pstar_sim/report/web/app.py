@@ -21,7 +21,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Comparison, Planned, Row, compare
 from pstar_sim.planner.limits import Limit, max_model
 from pstar_sim.policy.registry import built_in
-from pstar_sim.report.tables import BINDS_WORDS, format_percent
+from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent
 from pstar_sim.report.web.charts import Chart, lanes_chart, themed, tide_chart
 from pstar_sim.units import GB, format_bytes, format_error, format_s
 from pstar_sim.workload.presets import default_dtype, preset
@@ -201,8 +201,8 @@ def _more(
     for row in found.rows:
         after = then[row.policy]
         if row.iteration_s and after.iteration_s:
-            percent = 100 * (after.iteration_s / row.iteration_s - 1)
-            change = f"{percent:+.2f} %" if abs(percent) >= 0.005 else "no change"
+            share = after.iteration_s / row.iteration_s - 1
+            change = format_change(share, row.expected_error, after.expected_error)
             now, new = (
                 f"{format_s(row.iteration_s)} {format_error(row.expected_error)}",
                 f"{format_s(after.iteration_s)} {format_error(after.expected_error)}",

@@ -20,11 +20,11 @@ import numpy as np
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.explain import WAITS as WAITS_FOR
-from pstar_sim.report.byte_curves import Curves, byte_curves, phase_bands, steady_start_s
+from pstar_sim.report.byte_curves import Curves, axis_unit, byte_curves, phase_bands, steady_start_s
 from pstar_sim.report.palette import CATEGORIES, PHASES, QUEUE_NAMES, STEPS
 from pstar_sim.report.palette import WAITS as WAIT_COLOURS
 from pstar_sim.report.residence import CONTENTS, Residence
-from pstar_sim.units import GB, format_bytes, format_s
+from pstar_sim.units import format_bytes, format_s
 
 __all__ = [
     "CATEGORY_NAMES",
@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 MOST_CORNERS = 1200
+THINNEST = 0.005  # share of the height that is seen
 RESOLUTION = 400
 
 Figure = dict[str, Any]
@@ -126,6 +127,7 @@ def tide_chart(
     curves, note = _thinned(byte_curves(timeline, x=x))
     capacity = timeline.budget_bytes.get("gpu") or int(curves.total.max())
     xs = _numbers(curves.edges)
+    scale, unit = axis_unit(top_bytes)
     data: list[Figure] = []
     legend: dict[str, str] = {}
     floor = np.zeros(len(curves.edges) - 1)
@@ -134,20 +136,25 @@ def tide_chart(
             continue
         floor = floor + values
         name, colour = CATEGORY_NAMES.get(category, category), CATEGORIES.get(category, "#999999")
-        data.append({**_area(xs, floor, values, name, colour), "fill": "tonexty" if data else "tozeroy"})
+        data.append({**_area(xs, floor, values, name, colour, scale, unit), "fill": "tonexty" if data else "tozeroy"})
         legend[name] = colour
     line = capacity - curves.tide
-    data.append({**_line(xs, line, "@line", 0.4 if len(xs) > 400 else 1.0), "customdata": _gigabytes(curves.tide),
-                 "hovertemplate": "the tide: %{customdata:.2f} GB<extra></extra>"})  # fmt: skip
-    top = {"x": [xs[0], xs[-1]], "y": [capacity / GB] * 2, "mode": "lines", "type": "scatter"}
+    data.append({**_line(xs, line, "@line", 0.4 if len(xs) > 400 else 1.0, scale),
+                 "customdata": _scaled(curves.tide, scale),
+                 "hovertemplate": f"the tide: %{{customdata:.4g}} {unit}<extra></extra>"})  # fmt: skip
+    top = {"x": [xs[0], xs[-1]], "y": [capacity / scale] * 2, "mode": "lines", "type": "scatter"}
     tide = CATEGORIES["non-model"]
     data.append({**top, "fill": "tonexty", "fillcolor": tide, "line": {"width": 0}, "hoverinfo": "skip"})
     data.append({**top, "line": {"color": "@line", "width": 1.5, "dash": "dash"}, "hovertemplate":
                  f"capacity: {format_bytes(capacity)}<extra></extra>"})  # fmt: skip
     legend |= {CATEGORY_NAMES["non-model"]: tide, "capacity (dashed)": "@line"}
+    legend |= {band.name: PHASES.get(band.name, "#CCCCCC") for band in phase_bands(timeline, x=x)}
     notes = [note] if note else []
+    most = int(curves.total.max())
+    if most < THINNEST * top_bytes:
+        notes.append(f"at most {format_bytes(most)} of {format_bytes(capacity)} are taken, too little to be seen here")
     if measured is not None:
-        more, said = _measured_lines(measured, x, capacity)
+        more, said = _measured_lines(measured, x, capacity, scale, unit)
         data += more
         legend |= {"measured model data (line)": "@ink", "measured tide line (dotted)": "#D55E00"}
         notes += [f"measured: {said}"] if said else []
@@ -155,45 +162,45 @@ def tide_chart(
     shown = layout(
         height=330,
         xaxis=axis(name, range=[0, right]),
-        yaxis=axis("GPU memory [GB]", range=[0, top_bytes / GB * 1.1], fixedrange=True),
+        yaxis=axis(f"GPU memory [{unit}]", range=[0, top_bytes / scale * 1.1], fixedrange=True),
         hovermode="x unified",
-        **_phases(timeline, x, top_bytes / GB, right),
+        **_phases(timeline, x, top_bytes / scale, right),
     )
     return Chart(figure={"data": data, "layout": shown}, legend=legend, notes=tuple(notes))
 
 
-def _measured_lines(measured: Timeline, x: str, capacity: int) -> tuple[list[Figure], str]:
+def _measured_lines(measured: Timeline, x: str, capacity: int, scale: int, unit: str) -> tuple[list[Figure], str]:
     curves, note = _thinned(byte_curves(measured, x=x))
     xs = _numbers(curves.edges)
-    model = _line(xs, curves.model_data, "@ink", 2.0)
-    model["hovertemplate"] = "measured model data: %{y:.2f} GB<extra></extra>"
+    model = _line(xs, curves.model_data, "@ink", 2.0, scale)
+    model["hovertemplate"] = f"measured model data: %{{y:.4g}} {unit}<extra></extra>"
     if not curves.tide.any():  # a run always counts payloads; its tide may not be sampled
         return [model], note
-    tide = {**_line(xs, capacity - curves.tide, "#D55E00", 2.0), "customdata": _gigabytes(curves.tide),
-            "hovertemplate": "measured tide: %{customdata:.2f} GB<extra></extra>"}  # fmt: skip
+    tide = {**_line(xs, capacity - curves.tide, "#D55E00", 2.0, scale), "customdata": _scaled(curves.tide, scale),
+            "hovertemplate": f"measured tide: %{{customdata:.4g}} {unit}<extra></extra>"}  # fmt: skip
     tide["line"]["dash"] = "dot"
     return [model, tide], note
 
 
-def _area(xs: list[float], top: Any, values: Any, name: str, colour: str) -> Figure:
+def _area(xs: list[float], top: Any, values: Any, name: str, colour: str, scale: int, unit: str) -> Figure:
     return {
-        **_line(xs, top, colour, 0.0),
+        **_line(xs, top, colour, 0.0, scale),
         "name": name,
-        "customdata": _gigabytes(values),
+        "customdata": _scaled(values, scale),
         "fillcolor": colour,
-        "hovertemplate": f"{name}: %{{customdata:.2f}} GB<extra></extra>",
+        "hovertemplate": f"{name}: %{{customdata:.4g}} {unit}<extra></extra>",
     }
 
 
-def _line(xs: list[float], values: Any, colour: str, width: float) -> Figure:
-    """Returns the trace of a curve that is constant from each x to the next."""
+def _line(xs: list[float], values: Any, colour: str, width: float, scale: int) -> Figure:
+    """Returns the trace of a curve that is constant from each x to the next. scale: bytes of the unit that is drawn."""
     line = {"color": colour, "width": width, "shape": "hv"}
-    return {"type": "scatter", "mode": "lines", "x": xs, "y": _gigabytes(values), "line": line}
+    return {"type": "scatter", "mode": "lines", "x": xs, "y": _scaled(values, scale), "line": line}
 
 
-def _gigabytes(values: Any) -> list[float]:
-    """Returns one value per edge, in GB; the last value holds to the end."""
-    return _numbers(np.append(values, values[-1]) / GB)
+def _scaled(values: Any, scale: int) -> list[float]:
+    """Returns one value per edge, in units of `scale` bytes; the last value holds to the end."""
+    return _numbers(np.append(values, values[-1]) / scale)
 
 
 def _numbers(values: Any) -> list[float]:

@@ -17,6 +17,8 @@ from pstar_sim.report.web.charts import THEMES
 
 __all__ = ["chart_place", "document", "legend_html", "plotly_script", "table_html"]
 
+MOST_NARROW = 3
+
 
 @cache
 def plotly_script() -> str:
@@ -88,10 +90,17 @@ def _css(colour: str) -> str:
 
 
 def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table whose first column names its rows. On a narrow screen the table scrolls by itself."""
+    """Returns a table whose first column names its rows. On a narrow screen a table of more than MOST_NARROW columns is
+    a list of rows, each with a line per column."""
+    wide = len(heads) > MOST_NARROW
     top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
     lines = []
     for first, *others in rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in others)
+        named = zip(heads[1:] if wide else [""] * len(others), others, strict=True)
+        cells = "".join(
+            f'<td data-head="{escape(head)}">{escape(cell)}</td>' if head else f"<td>{escape(cell)}</td>"
+            for head, cell in named
+        )
         lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
-    return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    kind = "scroll wide" if wide else "scroll"
+    return f'<div class="{kind}"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'

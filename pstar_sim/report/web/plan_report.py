@@ -20,7 +20,7 @@ from pstar_sim.planner.stated import Examined
 from pstar_sim.report.byte_curves import CATEGORIES, byte_curves, moment_windows
 from pstar_sim.report.residence import residence
 from pstar_sim.report.run_figures import Figure
-from pstar_sim.report.tables import BINDS_WORDS, format_percent
+from pstar_sim.report.tables import BINDS_WORDS, format_change, format_params, format_percent
 from pstar_sim.report.web.charts import CATEGORY_NAMES, Chart, lanes_chart, residence_chart, tide_chart
 from pstar_sim.report.web.document import chart_place, document, legend_html, table_html
 from pstar_sim.units import format_bytes, format_error, format_s
@@ -100,7 +100,7 @@ class _Page:
         batch = f"batch {w.batch}{' per GPU' if len(m.ranks) > 1 else ''}" + (
             f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
         )
-        job = f"{w.model}, {w.params / 1e9:.2f} B parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
+        job = f"{w.model}, {format_params(w.params)} parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
         theme = '<button data-theme-button aria-label="change between light and dark">dark</button>'
         return (
             f'<div class="row"><h1>{escape(" beside ".join(s.title for s in self.subjects))}</h1>{theme}</div>'
@@ -115,8 +115,10 @@ class _Page:
         for other in others:
             seconds = other.timeline.iteration_s
             share = seconds / base_s - 1
-            than = "as long" if abs(share) < 5e-4 else f"{abs(share):.1%} {'longer' if share > 0 else 'shorter'}"
-            said.append(f"{other.title}: {format_s(seconds)}{_error(other)}, {than.replace('%', ' %')}")
+            errors = [] if other.measured else [s.plan.predictions.get("expected_error") for s in (first, other)]
+            change = format_change(share, *errors) if errors else f"{share:+.1%}".replace("%", " %")
+            than = "as long" if abs(share) < 5e-4 else f"{change[1:]} {'longer' if share > 0 else 'shorter'}"
+            said.append(f"{other.title}: {format_s(seconds)}{_error(other)}, {than}")
         return "; ".join(said) + "."
 
     def _table(self) -> str:
@@ -126,7 +128,7 @@ class _Page:
         heads = ["", *(s.title for s in self.subjects)]
         if len(self.subjects) == 2 and self.subjects[1].measured:
             heads.append("difference")
-            apart = {figure.name: figure.words()[3] for figure in _differences(*self.subjects)}
+            apart = {figure.name: figure.words()[3].replace("%", " %") for figure in _differences(*self.subjects)}
             rows = [(*row, apart.get(row[0], "")) for row in rows]
         return "<h2>Figures</h2>" + table_html(heads, rows)
 
@@ -257,7 +259,7 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
     tokens = plan.workload.tokens * len(plan.machine.ranks)
     yield "tokens/s", f"{tokens / seconds:,.0f}{_error(subject)}"
     bound_s = said.get("lower_bound_s")
-    if bound_s:
+    if bound_s and not subject.measured:  # the bound is one of the predicted seconds
         yield "lower bound", format_s(bound_s)
         yield "above the bound", format_percent(seconds / bound_s - 1)
     if not subject.measured:

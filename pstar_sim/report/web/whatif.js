@@ -33,9 +33,10 @@ function write(id, text) {
 }
 
 function table(id, heads, rows) {
-  const cells = (row) => row.map((cell, n) => (n ? `<td>${escaped(cell)}</td>` : `<th scope="row">${escaped(cell)}</th>`)).join("");
+  const cells = (row) => row.map((cell, n) =>
+    n ? `<td data-head="${escaped(heads[n])}">${escaped(cell)}</td>` : `<th scope="row">${escaped(cell)}</th>`).join("");
   document.getElementById(id).innerHTML = rows.length
-    ? `<div class="scroll"><table><thead><tr>${heads.map((head) => `<th scope="col">${escaped(head)}</th>`).join("")}</tr></thead>` +
+    ? `<div class="scroll wide"><table><thead><tr>${heads.map((head) => `<th scope="col">${escaped(head)}</th>`).join("")}</tr></thead>` +
       `<tbody>${rows.map((row) => `<tr>${cells(row)}</tr>`).join("")}</tbody></table></div>`
     : "";
 }
@@ -104,7 +105,7 @@ function cheapest() {
       `${best.inTime.startsWith("yes") ? "" : " (in time only within its error)"}.`
     : soonest && all.some((offer) => offer.usd !== null)
       ? `No machine of the sweep trains ${name} in time; the fastest is ${where(soonest)}, ${digits(soonest.days)}${error(soonest.point)} days.` : `No machine with a price trains ${name}.`);
-  table("cheapest-table", ["machine, policy", "in time", "$", "days", "$ per million tokens", "price per hour"],
+  table("cheapest-table", ["machine, policy", "in time", "$", "days", "$ per million tokens", "list price per hour"],
     all.map((offer) => [where(offer), offer.inTime, offer.usd === null ? "no price" : `$${digits(offer.usd)}${error(offer.point)}`,
       digits(offer.days) + error(offer.point), perMillion(offer.point) === null ? "" : `$${digits(perMillion(offer.point))}${error(offer.point)}`,
       offer.price ? `$${offer.price[0].toFixed(2)}` : "no price"]));
@@ -126,7 +127,7 @@ function pareto(all) {
     const mine = all.filter((o) => o.point.policy === policy);
     data.push({ type: "scatter", mode: "markers+text", name: label("policy", policy), x: mine.map(x), y: mine.map(y),
       error_x: bars(mine, x), error_y: bars(mine, y), text: mine.map((o) => (front.includes(o) ? label("machine", o.point.machine) : "")),
-      textposition: "top right", cliponaxis: false, customdata: mine.map((o) => `${label("machine", o.point.machine)}, ${label("policy", policy)}`),
+      textposition: "top left", cliponaxis: false, customdata: mine.map((o) => `${label("machine", o.point.machine)}, ${label("policy", policy)}`),
       hovertemplate: "%{customdata}<br>$%{x:.3g} per million tokens<br>%{y:.3g} tokens/s<extra></extra>",
       marker: { size: 11, symbol: symbols[policy % symbols.length], color: values.colours[policy], line: { width: 1, color: "@ink" } } });
   }
@@ -142,6 +143,7 @@ function pareto(all) {
 function more() {
   const now = fastest(alike());
   const rows = [];
+  const changed = (gain, then) => change(gain, [now.expected_error, then.expected_error]);
   for (const axis of parts.filter((name) => name !== "machine" && titles[name].values.length > 1))
     titles[axis].values.forEach((_, index) => {
       if (index === chosen[axis]) return;
@@ -153,9 +155,9 @@ function more() {
       const models = [before, after].map((one) => (one.fits ? label(MODEL, one.fits[MODEL]) : "none"));
       const instead = label(axis, chosen[axis]) === "as it is" ? "" : ` instead of ${label(axis, chosen[axis])}`;
       const grown = models[0] === models[1] ? "" : `, largest model ${models[1]} instead of ${models[0]}`;
-      rows.push({ says: `with ${titles[axis].title} ${label(axis, index)}: ${gain === null ? "does not fit" : `${signed(gain)} in seconds`}${grown}`, cells: [
+      rows.push({ says: `with ${titles[axis].title} ${label(axis, index)}: ${gain === null ? "does not fit" : `${changed(gain, then)} in seconds`}${grown}`, cells: [
         `${titles[axis].title}: ${label(axis, index)}${instead}`,
-        then ? seconds(then.iteration_s) + error(then) : "does not fit", gain === null ? "" : signed(gain),
+        then ? seconds(then.iteration_s) + error(then) : "does not fit", gain === null ? "" : changed(gain, then),
         after.fits ? size(after.fits[MODEL]) : "none", before.fits ? size(before.fits[MODEL]) : "none"] });
     });
   const name = label(MODEL, chosen[MODEL]);
@@ -165,7 +167,13 @@ function more() {
   table("more-table", ["another part", "seconds per iteration", "change", "largest model", "largest now"], rows.map((row) => row.cells));
 }
 
-const signed = (share) => (Math.abs(share) < 5e-5 ? "no change" : `${share > 0 ? "+" : "-"}${digits(100 * Math.abs(share), 2)} %`);
+// A change of time with its bar: [Note: error of a change] in planner/trust.py; in words as report/tables.format_change.
+function change(share, errors) {
+  if (Math.abs(share) < 5e-5) return "no change";
+  const percent = (value) => (100 * value).toFixed(Math.abs(share) < 0.00995 ? 2 : 1);
+  const bar = errors.includes(null) ? "?" : percent(Math.abs(share) * Math.hypot(...errors));
+  return `${share > 0 ? "+" : ""}${percent(share)} ± ${bar} %`;
+}
 
 // Of the points of each model, the fastest that fits, or one that does not.
 function bestOf(found) {

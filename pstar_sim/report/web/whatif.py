@@ -127,7 +127,8 @@ def _body() -> str:
     return f"""<div class="row"><h1>What if?</h1>
 <button data-theme-button aria-label="change between light and dark">dark</button></div>
 <p class="soft">Every figure comes from a sweep that pstar-sim has planned and simulated. ± is one standard deviation
-that validation found for this class of machine; without such runs the bar is that of all classes, which is wider.</p>
+that validation found for this class of machine; without such runs the bar is that of all classes, which is wider. Bytes
+are those that the plan takes, and a run stays within them.</p>
 <div class="row choices" id="choices"></div>
 <h2>This job</h2><p class="answer" id="job" aria-live="polite"></p><div id="job-table"></div>
 <h2>The largest model on this machine</h2><p class="answer" id="largest" aria-live="polite"></p>
@@ -136,8 +137,11 @@ that validation found for this class of machine; without such runs the bar is th
 <div class="choices"><label>tokens, in billions<input id="tokens" type="number" min="0.001" step="any"></label>
 <label>days<input id="days" type="number" min="0.1" step="any"></label></div>
 <p class="answer" id="cheapest" aria-live="polite"></p><div id="cheapest-table"></div><p class="note" id="prices"></p>
+<p class="note">A price is what its list said on that day. It is no prediction and has no bar; $ have the bar of the
+seconds.</p>
 <div id="legend"></div><div class="chart" role="img" aria-label="{escape(says)}" id="pareto"></div>
 <p class="note">A point is a machine with a policy; its bars are the errors. No other point is both cheaper and faster
 than those on the line.</p>
 <h2>What another part brings</h2><p class="answer" id="more" aria-live="polite"></p><div id="more-table"></div>
-<p class="note">Both times of a comparison come from one model of one machine, so their errors go the same way.</p>"""
+<p class="note">Both times of a change come from one model of one machine, so most of their errors go the same way. The
+bar of a change is that of both times, on the seconds by which they differ.</p>"""
