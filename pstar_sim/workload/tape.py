@@ -1,7 +1,7 @@
 """Tape: a workload written down operator by operator, as a model without torch would run it.
 
-A family (presets/) calls `open` where a moment begins, `op` for each operator that allocates, and `gradient` where
-a parameter's gradient is final; the tape keeps the level of live bytes and cuts it into moments. Knows no model.
+A family (presets/) calls `open` at the begin of a moment, `op` for each operator that allocates, and `gradient` when a
+parameter's gradient is final. The tape keeps the level of live bytes and cuts it into moments. The tape knows no model.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ __all__ = ["Tape", "input_gradient", "weight_gradient"]
 
 
 def input_gradient(product: Product) -> Product:
-    """The product that makes the gradient of a linear layer's input. product: that of its forward pass."""
+    """Returns the product that computes the gradient of a linear layer's input. product: the product of its forward
+    pass."""
     batches, m, k, n = product
     return batches, m, n, k
 
 
 def weight_gradient(product: Product) -> Product:
-    """The product that makes the gradient of a linear layer's weight. product: that of its forward pass."""
+    """Returns the product that computes the gradient of a linear layer's weight. product: the product of its forward
+    pass."""
     batches, m, k, n = product
     return batches, n, m, k
 
 
 class Tape:
-    """One micro-batch being written down. All sizes in bytes.
+    """A micro-batch while it is written down. All sizes are in bytes.
 
     level: non-model bytes alive now.
-    saving: autograd keeps what backward needs; False inside a checkpointed segment.
+    saving: whether autograd keeps the tensors that backward needs; False inside a checkpointed segment.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -53,30 +55,30 @@ class Tape:
     # Parameters
 
     def parameter(self, name: str, *shape: int) -> None:
-        """Declare a parameter; its index is its place in the order of declaration."""
+        """Declare a parameter. Its index is its place in the order of declaration."""
         size = math.prod(shape) * self.width
         self._index[name] = len(self.tensors)
         self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size))
 
     def tie(self, name: str, to: str) -> None:
-        """Declare a parameter that shares the storage of an earlier one."""
+        """Declare a parameter that shares the storage of an earlier parameter."""
         owner = self._index[to]
         shape = self.tensors[owner].shape
         self._index[name] = owner
         self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=0, tied_to=owner))
 
     def size(self, names: Iterable[str]) -> int:
-        """Bytes of these parameters."""
+        """Returns the bytes of these parameters."""
         return sum(self.tensors[self._index[name]].bytes for name in names)
 
     def weight_products(self, *products: Product) -> list[Product]:
-        """Products that make gradients of weights; none where the weights are not trained."""
+        """Returns the products that compute gradients of weights; none if the weights are not trained."""
         return list(products)
 
     # Moments
 
     def open(self, event: str, module: str, phase: Phase, reads: Sequence[str] = ()) -> None:
-        """Close the moment before; open the one that begins at this event and reads these parameters."""
+        """Close the moment before, and open the moment that begins at this event and reads these parameters."""
         self._close()
         self._opened = (f"{event}:{module}" if event in ("begin", "end", "grad") else event, phase, module)
         for i in sorted({self._index[name] for name in reads}):
@@ -120,11 +122,12 @@ class Tape:
         products: Sequence[Product] = (),
         read: int | None = None,
     ) -> None:
-        """An operator allocates `out`; after it `dead` bytes are freed, `unsaved` more where autograd saves nothing.
+        """Run an operator that allocates `out` bytes. After it `dead` bytes are freed, and `unsaved` more if autograd
+        saves nothing.
 
-        flops: flops beside those of its products.
+        flops: flops in addition to those of its products.
         products: matrix products, one for each kernel.
-        read: activation bytes that it reads (by default as many as it writes); parameters are counted by `open`.
+        read: activation bytes that it reads; None: as many as it writes. `open` counts parameters.
         """
         self.level += out
         self._peak = max(self._peak, self.level)
@@ -136,9 +139,9 @@ class Tape:
         assert self.level >= 0, "more bytes freed than taken"
 
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
-        """The gradients of these parameters are final and leave the GPU's non-model data at once.
+        """Make the gradients of these parameters final. They leave the GPU's non-model data at once.
 
-        allocated: their bytes have been counted by an operator already.
+        allocated: whether an operator has already counted their bytes.
         """
         names = tuple(names)
         if not allocated:
@@ -150,11 +153,13 @@ class Tape:
     def linear_backward(
         self, names: Sequence[str], *, grad_in: int, grad_out: int, saved: int, product: Product, dead: int = 0
     ) -> None:
-        """Backward of a linear layer: gradients of input and parameters together, then the parameters' are taken.
+        """Run the backward of a linear layer: the gradients of input and parameters together, then `gradient` for the
+        parameters.
 
-        grad_out, saved: bytes it reads.
+        grad_in: bytes of the gradient of the input.
+        grad_out, saved: bytes that it reads.
         product: the layer's product in the forward pass.
-        dead: bytes that nothing else needs, freed at the end of the operator.
+        dead: bytes that no other operator needs, freed at the end of the operator.
         """
         products = [input_gradient(product), *self.weight_products(weight_gradient(product))]
         self.op(grad_in + self.size(names), products=products, read=2 * grad_out + saved)

@@ -1,8 +1,8 @@
 """Trace file: workloads in one Parquet file, one row per variant, and back again without loss.
 
 Header fields are typed columns; `moments`, `tensors` and `uses` are lists of structs. The file's metadata carries the
-format name and the schema version; each row carries a digest of its content, so that a damaged file is refused. Knows
-nothing about where a workload came from or what it is for.
+format name and the schema version. Each row carries a digest of its content, so that a damaged file is refused. The
+module does not know the source or the purpose of a workload.
 """
 
 from __future__ import annotations
@@ -52,22 +52,23 @@ __all__ = [
 
 FORMAT = "pstar-sim trace"
 SCHEMA_VERSION = 2
-"""Of files that name kernels or products of some variant; others are of version 1, which has no columns for them."""
+"""Version of files that name kernels or products of some variant. Other files are of version 1, which has no columns
+for them."""
 
 _HEADER = (
     "model", "dtype", "batch", "sequence", "micro_batches", "checkpointing", "attention", "kernels", "source",
     "torch_version", "recorded_on", "notes",
 )  # fmt: skip
-"""Fields of a workload that are columns of their own, in file order; their types are those of `Workload`."""
+"""Fields of a workload that have columns of their own, in file order. Their types are those of `Workload`."""
 _TABLES: dict[str, type] = {"moments": Moment, "tensors": Tensor, "uses": Use}
 _CHOSEN = ("activations", "stashes")  # only in files in which some variant has them
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:
-    """Write one workload or several variants to `path` (Parquet, zstd); an existing file is replaced atomically.
+    """Writes one workload or several variants to `path` (Parquet, zstd). An existing file is replaced atomically.
 
-    Raises TraceError if there is nothing to write, a value does not fit the format (an integer over 64 bits, text that
-    is not Unicode), two variants cannot be told apart, or the file cannot be written.
+    Raises TraceError if there is nothing to write, if a value does not fit the format (an integer over 64 bits, text
+    that is not Unicode), if two variants cannot be told apart, or if the file cannot be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -93,7 +94,7 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
 
 
 def load_variants(path: str | os.PathLike[str]) -> tuple[Workload, ...]:
-    """All workloads of a trace file, in file order.
+    """Returns all workloads of a trace file, in file order.
 
     Raises TraceError (naming the file and the field) for a file that is missing, truncated, foreign, damaged, written
     by a newer version or inconsistent.
@@ -114,10 +115,12 @@ def load_trace(
     micro_batches: int | None = None,
     dtype: str | None = None,
 ) -> Workload:
-    """The workload of a trace file that agrees with everything named; if several do, the first of them in the file.
+    """Returns the workload of a trace file that agrees with all named arguments; if several do, the first of them in
+    the file.
 
-    micro_batches: a number that the file does not hold is made from the variant with one, by repeating it.
-    Raises TraceError as `load_variants` does, and if no variant agrees (the text lists what there is).
+    micro_batches: a number that the file does not hold is made from the variant with one micro-batch, by repeating it.
+
+    Raises TraceError as `load_variants` does, and if no variant agrees (the text lists the variants of the file).
     """
     for name, count in (("batch", batch), ("sequence", sequence), ("micro_batches", micro_batches)):
         if count is not None:
@@ -142,7 +145,7 @@ def load_trace(
 
 
 def moments_frame(w: Workload) -> pd.DataFrame:
-    """The moments as a pandas DataFrame, one row each (index: moment), fields as columns."""
+    """Returns the moments as a pandas DataFrame, one row each (index: moment), with fields as columns."""
     import pandas as pd
 
     frame = pd.DataFrame([asdict(m) | {"phase": m.phase.value} for m in w.moments], columns=_names(Moment))
@@ -152,7 +155,8 @@ def moments_frame(w: Workload) -> pd.DataFrame:
 
 
 def tensors_frame(w: Workload) -> pd.DataFrame:
-    """The tensors as a pandas DataFrame, one row each (index: tensor), with `numel`, `reads`, `gradients` (counts)."""
+    """Returns the tensors as a pandas DataFrame, one row each (index: tensor), with `numel`, `reads`, `gradients`
+    (counts)."""
     import pandas as pd
 
     frame = pd.DataFrame([asdict(t) | {"numel": t.numel} for t in w.tensors], columns=[*_names(Tensor), "numel"])
@@ -167,7 +171,7 @@ def tensors_frame(w: Workload) -> pd.DataFrame:
 
 
 def uses_frame(w: Workload) -> pd.DataFrame:
-    """The uses as a pandas DataFrame: moment, tensor, kind."""
+    """Returns the uses as a pandas DataFrame: moment, tensor, kind."""
     import pandas as pd
 
     return pd.DataFrame([(u.moment, u.tensor, u.kind.value) for u in w.uses], columns=_names(Use))
@@ -179,7 +183,7 @@ def _key(w: Workload) -> tuple[object, ...]:
 
 
 def _words(w: Workload) -> str:
-    """A variant in words, for messages."""
+    """Returns words for a variant, for messages."""
     recompute = "checkpointing" if w.checkpointing else "no checkpointing"
     if w.activations:
         recompute = activations_text(w)
@@ -190,18 +194,18 @@ def _words(w: Workload) -> str:
 
 
 def _columns(cls: Any, version: int) -> list[str]:
-    """Fields of a dataclass that a file of this version has."""
+    """Returns the fields of a dataclass that a file of this version has."""
     return [name for name in _names(cls) if version > 1 or (cls, name) != (Moment, "products")]
 
 
 def _header(version: int) -> list[str]:
-    """Fields of a workload that are columns of a file of this version."""
+    """Returns the fields of a workload that are columns of a file of this version."""
     return [name for name in _HEADER if version > 1 or name != "kernels"]
 
 
 def _schema(version: int = SCHEMA_VERSION, chosen: bool = False) -> Any:
-    """The file's Arrow schema, with format and version in its metadata; chosen: with the column that says what becomes
-    of each block's activations."""
+    """Returns the file's Arrow schema, with format and version in its metadata. chosen: whether the schema has the
+    column of each block's activations."""
     import pyarrow as pa
 
     def rows(name: str, fields: Iterable[Any]) -> Any:
@@ -228,7 +232,8 @@ def _names(cls: Any) -> list[str]:
 
 
 def _arrow_fields(cls: type, names: Iterable[str]) -> list[Any]:
-    """Fields of a dataclass as they are in the file: words of an enumeration as text, whole numbers of 64 bits."""
+    """Returns the fields of a dataclass as they are in the file: words of an enumeration as text, whole numbers with 64
+    bits."""
     import pyarrow as pa
 
     plain = {str: pa.string(), int: pa.int64(), bool: pa.bool_(), float: pa.float64()}
@@ -264,13 +269,13 @@ def _row(w: Workload, version: int = SCHEMA_VERSION, chosen: bool = False) -> di
 
 
 def _digest(row: dict[str, Any]) -> str:
-    """SHA-256 of everything in the row but the digest (floats by their exact shortest form)."""
+    """Returns the SHA-256 of everything in the row but the digest (floats by their exact shortest form)."""
     content = {name: value for name, value in row.items() if name != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _read_rows(source: Path) -> list[dict[str, Any]]:
-    """Rows of the file after everything about the file itself has been checked."""
+    """Returns the rows of the file, after all checks of the file itself."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -321,7 +326,8 @@ def _check_schema(source: Path, found: Any, version: int) -> None:
 
 
 def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
-    """The workload of one row. Raises TraceError naming the field that is null, unknown or contradicts another."""
+    """Returns the workload of one row. Raises TraceError naming the field that is null, unknown or contradicts another
+    field."""
     digest = row.pop("digest")
     try:
         form = convert(file_kind(Workload), _plain(row))
@@ -335,7 +341,7 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with pairs where the file has tables of two columns."""
+    """Returns a row with pairs in place of the file's tables of two columns."""
     values = dict(row)
     if isinstance(row["optimizer"], dict):
         values["optimizer"] = {**row["optimizer"], "state_bytes": _pairs(row["optimizer"]["state_bytes"])}

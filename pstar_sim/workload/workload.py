@@ -1,7 +1,7 @@
-"""Workload: one training iteration as data; what a trace file holds and every policy reads.
+"""Workload: one training iteration as data, the contents of a trace file and the input of every policy.
 
-Tensors (parameters), moments (the clock, with flops and the tide) and uses (which moment reads which parameter,
-where each gradient arrives). Knows no machine, no chunk and no torch.
+A workload has tensors (parameters), moments (the clock, with flops and the tide) and uses (the moments that read each
+parameter, and in which its gradient arrives). It knows no machine, no chunk and no torch.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ACTIVATIONS = ("keep", "recompute", "offload")
-"""What may become of a block's activations between its forward and its backward pass."""
+"""Ways to treat a block's activations between its forward and its backward pass."""
 
 Product = tuple[int, int, int, int]
-"""A matrix product that one kernel computes: (batches, m, k, n) for that many products of m x k by k x n."""
+"""A matrix product that one kernel computes: (batches, m, k, n) is `batches` products of m x k by k x n."""
 
 
 def product_flops(product: Product) -> int:
-    """Flops of a product: a multiplication and an addition for each of its terms."""
+    """Returns the flops of a product: a multiplication and an addition for each of its terms."""
     batches, m, k, n = product
     return 2 * batches * m * k * n
 
@@ -68,11 +68,11 @@ class UseKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
-    """What the optimizer keeps for each trainable parameter.
+    """The states that the optimizer keeps for each trainable parameter.
 
     name: name of the optimizer.
-    state_bytes: list name -> bytes per parameter, in the order they are stored. AdamW with fp32 states is the default:
-        with the 2-byte working list that makes 14 bytes per parameter.
+    state_bytes: list name -> bytes per parameter, in storage order. The default is AdamW with fp32 states; with the
+        2-byte working list it takes 14 bytes per parameter.
     dram_bytes_per_param: host memory traffic of one CPU update (reads and writes of the states, gradient in, parameter
         out).
     """
@@ -95,8 +95,8 @@ class Tensor:
     dtype: its working dtype.
     bytes: bytes in its working dtype.
     frozen: whether it gets no gradient and no update.
-    tied_to: index of the tensor whose storage it shares (such a tensor has no bytes of its own, and uses name the other
-        tensor).
+    tied_to: index of the tensor whose storage it shares. A tied tensor has no bytes of its own, and uses name the other
+        tensor.
     group: optimizer parameter group.
     """
 
@@ -122,16 +122,16 @@ class Moment:
 
     name: the event that opens it: "begin:MODULE", "end:MODULE", "grad:MODULE", "backward-end" or "step".
     phase: forward, recomputed forward, backward, or the optimizer step.
-    module: the module that its name is about.
+    module: the module of its name.
     micro_batch: index of the micro-batch.
     flops: floating-point operations of its work.
-    bytes_read, bytes_written: what its operators read and write in GPU memory.
+    bytes_read, bytes_written: bytes of GPU memory that its operators read and write.
     start_bytes: non-model bytes (logical bytes of live storages) when it opens.
     peak_bytes: the most non-model bytes in it.
     end_bytes: non-model bytes when it closes.
-    duration_s: measured seconds of the moment's own work (stalls left out), None in a trace that was not recorded.
-    products: (batches, m, k, n) of each matrix product of its work; `flops` counts their flops too. Empty where nobody
-        wrote them down.
+    duration_s: measured seconds of the moment's own work (without stalls), None in a trace that was not recorded.
+    products: (batches, m, k, n) of each matrix product of its work; `flops` counts their flops too. Empty if they are
+        not known.
     """
 
     name: str
@@ -150,11 +150,11 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """Moment (by index) reads tensor (by index), or the tensor's gradient arrives in it.
+    """A moment (by index) reads a tensor (by index), or the tensor's gradient arrives in it.
 
     moment: index of the moment.
     tensor: index of the tensor.
-    kind: whether it is read or its gradient arrives.
+    kind: whether the tensor is read or its gradient arrives.
     """
 
     moment: int
@@ -164,15 +164,15 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stash:
-    """What one block's forward leaves behind, on its way to the host and back ([Note: stashes]).
+    """The activations that one block's forward keeps, on their way to the host and back ([Note: stashes]).
 
     block: the module.
     micro_batch: index of the micro-batch.
     bytes: bytes of all its tensors.
-    made: last moment of its forward.
+    made: last moment of the block's forward.
     gone: last moment whose peak counts the bytes; from then on they are on the host.
-    back: first moment whose peak counts them again.
-    needed: first moment of its backward.
+    back: first moment whose peak counts the bytes again.
+    needed: first moment of the block's backward.
     """
 
     block: str
@@ -188,33 +188,33 @@ class Stash:
 class Workload:
     """One iteration of one model. The last moment is the optimizer step (phase ADAM, name "step").
 
-    activations: (block, "keep" | "recompute" | "offload") for every block, in the order of the forward pass; empty
-        where the model's own choice holds for all blocks (`checkpointing`).
+    activations: (block, "keep" | "recompute" | "offload") for every block, in the order of the forward pass; empty if
+        the model's own choice holds for all blocks (`checkpointing`).
     stashes: stashes of offloaded blocks, in the order in which they are made.
 
-    [Note: stashes] The copy out of a stash follows moment `made`, and moment `gone` waits for it; the copy in follows
-    moment `back`, and moment `needed` waits for it. So the gpu holds the bytes whenever a peak counts them or one of
-    the two copies runs, and at no other time; memory that the peaks leave free is free with any timing.
+    [Note: stashes] The copy out of a stash follows moment `made`, and moment `gone` waits for it. The copy in follows
+    moment `back`, and moment `needed` waits for it. So the gpu holds the bytes exactly while a peak counts them or one
+    of the two copies runs. Memory that the peaks leave free is free with any timing.
 
     model: name that the user gave the model.
     dtype: working dtype of the model.
-    batch: sequences per micro-batch, of all GPUs together where the workload stands for a whole job, of one rank within
-        a plan and in a list of one workload per rank.
+    batch: sequences per micro-batch. In a workload that stands for a whole job, those of all GPUs together; within a
+        plan and in a list of one workload per rank, those of one rank.
     sequence: tokens of one sequence.
     micro_batches: number of micro-batches per iteration.
     checkpointing: whether the model recomputes activations.
     tensors: all parameters.
     moments: the clock of the iteration, in order.
-    uses: which moment reads which parameter, and where each gradient arrives.
+    uses: the moments that read each parameter, and in which its gradient arrives.
     optimizer: states that the optimizer keeps for each trainable parameter.
-    dtype_open: whether nobody named the dtype, so that a comparison takes what the GPU has.
+    dtype_open: whether the user left the dtype open, so that a comparison takes the dtype of the GPU.
     attention: "flash", "efficient", "math" or "none".
     kernels: flavour in which the other operators run (kernels.py); "captured" for those of the module itself, "" in a
-        file that does not say.
+        file without flavour.
     source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
     recorded_on: name of the machine whose durations the moments carry, or None.
-    torch_version: version of torch that it was captured with; "" for a preset.
-    notes: anything else, for people.
+    torch_version: version of torch that captured the workload; "" for a preset.
+    notes: any other text, for people.
     """
 
     model: str
@@ -251,16 +251,16 @@ class Workload:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the parameters (names, shapes, dtypes, ties, freezing): equal for the same model in the same
-        dtype."""
+        """Digest of the parameters (names, shapes, dtypes, ties, freezing). Equal models in the same dtype have equal
+        digests."""
         rows = [(t.name, t.shape, t.dtype, t.frozen, t.tied_to, t.group) for t in self.tensors]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
     @cached_property
     def derived(self) -> dict[tuple[object, ...], object]:
-        """Values that other modules have derived from this workload, kept so that they are derived once. A key begins
-        with the name of the value and names everything else that the value depends on. Equal workloads do not share
-        them."""
+        """Values that other modules have derived from this workload, each kept so that it is derived once. A key begins
+        with the name of the value and names everything else on which the value depends. Equal workloads do not share
+        these values."""
         return {}
 
     @cached_property
@@ -274,7 +274,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens per iteration, all micro-batches."""
+        """Tokens per iteration, of all micro-batches."""
         return self.batch * self.sequence * self.micro_batches
 
     @cached_property
@@ -290,11 +290,11 @@ class Workload:
 
     @cached_property
     def stash_room(self) -> tuple[tuple[str, int], ...]:
-        """(block, bytes) that the host holds for stashes: the most that the stashes of each block take at a time, each
-        in whole blocks of 256 bytes. Depth-first they come one after the other; layer-major the stashes of all
-        micro-batches are there together."""
+        """(block, bytes) that the host holds for stashes: for each block the most that its stashes take at a time, each
+        stash in multiples of 256 bytes. Depth-first the stashes of a block come one after the other. Layer-major the
+        stashes of all micro-batches are there together."""
         sizes: dict[str, int] = {}
-        there: dict[str, list[tuple[int, int]]] = {}  # block -> (needed, bytes) of stashes not used up
+        there: dict[str, list[tuple[int, int]]] = {}  # block -> (needed, bytes) of stashes that are still in use
         for stash in self.stashes:
             mine = [(needed, size) for needed, size in there.get(stash.block, ()) if needed > stash.made]
             there[stash.block] = mine = [*mine, (stash.needed, _in_room(stash))]
@@ -303,7 +303,7 @@ class Workload:
 
     @cached_property
     def stash_offsets(self) -> tuple[int, ...]:
-        """Of each stash, where it begins in the `stash_room` of its block, in bytes."""
+        """Per stash, the offset of its begin in the `stash_room` of its block, in bytes."""
         ends: dict[str, int] = {}
         offsets = []
         for stash in self.stashes:
@@ -313,8 +313,8 @@ class Workload:
 
     @cached_property
     def layer_major(self) -> bool:
-        """Whether blocks run for all micro-batches before the next block does (relay.py): a micro-batch goes on after a
-        later one has begun."""
+        """Whether each block runs for all micro-batches before the next block does (relay.py): a micro-batch continues
+        after a later micro-batch has begun."""
         return any(b.micro_batch < a.micro_batch for a, b in pairwise(self.moments[:-1]))
 
     @property
@@ -333,7 +333,7 @@ class Workload:
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, ...], ...]:
-        """Tensors whose gradient arrives in each moment (each firing, not only the last)."""
+        """Tensors whose gradient arrives in each moment (each arrival, not only the last)."""
         return self._by_moment(UseKind.GRADIENT)
 
     def _by_moment(self, kind: UseKind) -> tuple[tuple[int, ...], ...]:
@@ -345,14 +345,14 @@ class Workload:
 
 
 MOST_MOMENTS = 2_000_000
-"""Of one iteration. More take gigabytes of memory and hours to plan."""
-_MOST_BYTES = 2**48  # of one tensor; sums of tensors keep to 64 bits
-_MOST_PEAK_BYTES = 2**58  # of one moment: a batch far beyond all machines is told by how much it does not fit
+"""Largest number of moments of one iteration. More take gigabytes of memory and hours to plan."""
+_MOST_BYTES = 2**48  # of one tensor; sums of tensors fit in 64 bits
+_MOST_PEAK_BYTES = 2**58  # of one moment: a batch far beyond all machines is still told how much it lacks
 _WORKING_LISTS = ("param", "grad", "grad32", "remote", "grad_remote")
 
 
 _Bad = Callable[[str, object, str], TraceError]
-"""Makes the error: field, its value, what it must be."""
+"""Makes the error from a field, its value and the value it must have."""
 
 
 def check_workload(w: Workload) -> None:
@@ -436,7 +436,7 @@ def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
 
 
 def _check_indices(w: Workload, bad: _Bad) -> None:
-    """Check that each use names a moment before the optimizer step, and a tensor that can be used so."""
+    """Check that each use names a moment before the optimizer step, and a tensor that allows this use."""
     tied = {i for i, t in enumerate(w.tensors) if t.tied_to is not None}
     frozen = {i for i, t in enumerate(w.tensors) if t.frozen}
     last, count = len(w.moments), len(w.tensors)
@@ -450,14 +450,14 @@ def _check_indices(w: Workload, bad: _Bad) -> None:
 
 
 _PHASES = {"begin": (Phase.FWD, Phase.RECOMPUTE), "end": (Phase.FWD, Phase.RECOMPUTE), "grad": (Phase.BWD,)}
-"""Of each event that opens a moment and names a module."""
+"""Phases of each event that opens a moment and names a module."""
 
 
 def _check_order(w: Workload, bad: _Bad) -> None:
-    """Check that time goes forward: micro-batches begin one after the other, each runs forward and then backward, the
-    optimizer step comes last; and a moment opens with the bytes that the one before it closed with. (Between two
-    micro-batches of which the first is over, the batch is replaced.) An iteration that is not known yet has no moment
-    but the optimizer step."""
+    """Check that time goes forward. Micro-batches begin one after the other, each runs forward and then backward, and
+    the optimizer step comes last. A moment opens with the bytes with which the moment before it closed, except between
+    two micro-batches of which the first is over, because the batch is replaced. An iteration that is not known yet has
+    no moment but the optimizer step."""
     first, last = w.moments[0], w.moments[-1]
     if (first.micro_batch and first is not last) or last.micro_batch != w.micro_batches - 1:
         want = f"they go from 0 to {w.micro_batches - 1}, in order"
@@ -483,13 +483,13 @@ def _check_order(w: Workload, bad: _Bad) -> None:
 
 
 def _in_room(stash: Stash) -> int:
-    """Bytes of host memory that a stash takes: whole blocks of 256 bytes."""
+    """Returns the bytes of host memory that a stash takes: a multiple of 256 bytes."""
     return -(-stash.bytes // 256) * 256
 
 
 def odd_micro_batch(w: Workload) -> int | None:
-    """The first micro-batch that has other moments than micro-batch 0, or has them in another order; None if all have
-    the same."""
+    """Returns the first micro-batch that has other moments than micro-batch 0, or has them in another order; None if
+    all have the same moments."""
     rows: dict[int, list[tuple[str, Phase]]] = {}
     for m in w.moments[:-1]:
         rows.setdefault(m.micro_batch, []).append((m.name, m.phase))
@@ -513,16 +513,16 @@ def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None
 
 
 def _check_bytes(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
-    """Check that moment i opens with the bytes that moment i - 1 closed with."""
+    """Check that moment i opens with the bytes with which moment i - 1 closed."""
     before = w.moments[i - 1]
-    if m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures where blocks were chosen
+    if m.start_bytes != before.end_bytes and not w.activations:  # mixed of two captures if blocks were chosen
         want = f"moment {i - 1} ({before.name}) ends with {before.end_bytes}; the moments are not in their order"
         raise bad(f"moments[{i}].start_bytes", m.start_bytes, want)
 
 
 def _check_uses(w: Workload, bad: _Bad) -> None:
-    """Check that the optimizer step reads nothing, and that a gradient arrives in the backward pass, behind the first
-    read."""
+    """Check that the optimizer step reads no parameter, and that a gradient arrives in the backward pass, after the
+    first read."""
     phases = [m.phase for m in w.moments]
     base = [m.micro_batch * len(w.tensors) for m in w.moments]
     first: dict[int, int] = {}  # base + tensor -> moment
@@ -546,7 +546,7 @@ def _check_uses(w: Workload, bad: _Bad) -> None:
 
 
 def _check_choices(w: Workload, bad: _Bad) -> None:
-    """Check what becomes of each block's activations. An offloaded block has one stash per micro-batch, and so has a
+    """Check the treatment of each block's activations. An offloaded block has one stash per micro-batch, and so has a
     block that recomputes from a boundary on the host. No other block has a stash."""
     chosen = dict(w.activations)
     if len(chosen) != len(w.activations):
@@ -564,7 +564,7 @@ def _check_choices(w: Workload, bad: _Bad) -> None:
 
 
 def _check_stashes(w: Workload, bad: _Bad) -> None:
-    """Check each stash by itself and beside the stash before it, and that the peaks count the bytes of all stashes."""
+    """Check each stash by itself and against the stash before it, and that the peaks count the bytes of all stashes."""
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
@@ -585,7 +585,8 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:
-    """Check stash i beside the stash before it in the list. in_turn: what is made first is gone first."""
+    """Check stash i against the stash before it in the list. in_turn: whether the stash that is made first is also gone
+    first."""
     if s.made <= before.made:
         raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
     if s.micro_batch == before.micro_batch:
@@ -598,7 +599,7 @@ def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) 
 
 
 class HasActivations(Protocol):
-    """Anything of which it is known what becomes of its activations."""
+    """A job whose treatment of activations is known."""
 
     @property
     def activations(self) -> tuple[tuple[str, str], ...]: ...
@@ -608,7 +609,7 @@ class HasActivations(Protocol):
 
 
 def activations_text(w: HasActivations) -> str:
-    """What becomes of the activations, for people: "activations recomputed", or block by block "blocks 0-4 of 20
+    """Returns words for the treatment of activations: "activations recomputed", or block by block "blocks 0-4 of 20
     offloaded, 5-19 kept"."""
     if not w.activations:
         return f"activations {'recomputed' if w.checkpointing else 'kept'}"
@@ -627,7 +628,7 @@ def activations_text(w: HasActivations) -> str:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """ "0-3, 7" for 0, 1, 2, 3, 7; "0, 2 ... 8" for every second one."""
+    """Returns words such as "0-3, 7" for 0, 1, 2, 3, 7; "0, 2 ... 8" for every second number."""
     strides = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 3 and len(strides) == 1 and strides != {1}:
         return f"{numbers[0]}, {numbers[1]} ... {numbers[-1]}"
@@ -641,8 +642,8 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def retype(w: Workload, dtype: str) -> Workload:
-    """The same workload in the other 16-bit type: bytes and flops are equal, only loss scaling and rates differ. Raises
-    TraceError between types of different size."""
+    """Returns the same workload in the other 16-bit type. Bytes and flops are equal; only loss scaling and rates
+    differ. Raises TraceError between types of different size."""
     if dtype == w.dtype:
         return replace(w, dtype_open=False) if w.dtype_open else w
     if DTYPE_BYTES.get(dtype) != DTYPE_BYTES[w.dtype]:
@@ -652,8 +653,8 @@ def retype(w: Workload, dtype: str) -> Workload:
 
 
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
-    """The same model with its one micro-batch repeated. Raises TraceError if w already has several, or if the iteration
-    would have more than MOST_MOMENTS moments."""
+    """Returns the same model with its one micro-batch repeated. Raises TraceError if w already has several, or if the
+    iteration would have more than MOST_MOMENTS moments."""
     instance("w", w, Workload, "a Workload", error=TraceError)
     micro_batches = whole("micro_batches", micro_batches, error=TraceError)
     if w.micro_batches != 1:
@@ -705,8 +706,8 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
 
 
 def single_micro_batch(w: Workload) -> Workload:
-    """The micro-batch that `w` repeats, as a workload of its own: the reverse of `repeat_micro_batch`. Raises
-    TraceError where the micro-batches of w differ."""
+    """Returns the micro-batch that `w` repeats, as a workload of its own: the reverse of `repeat_micro_batch`. Raises
+    TraceError if the micro-batches of w differ."""
     if w.micro_batches == 1:
         return w
     count = (len(w.moments) - 1) // w.micro_batches

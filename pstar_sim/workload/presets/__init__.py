@@ -1,14 +1,15 @@
 """Presets: the workload of a known transformer, computed from its shape without torch.
 
-A file per family writes its models down operator by operator: which parameters, flops and live bytes, in the order of
-one iteration. Each `write_*` follows what PyTorch and transformers do (module names, operators, what autograd saves,
-when a local variable dies), so that a preset is close to a capture of the same model. The units are: `u` one activation
-of the hidden size (batch x sequence x hidden, working dtype), `f` one of the feed-forward size. A residual stream value
-counts from its making until nobody needs it. [Note: early stop] Non-reentrant checkpointing ends a recompute when the
-last tensor that backward needs exists, so a last matmul whose output only feeds the residual sum is not recomputed.
+One file per family writes its models down operator by operator: parameters, flops and live bytes, in the order of one
+iteration. Each `write_*` follows PyTorch and transformers (module names, operators, the tensors that autograd saves,
+the end of local variables), so that a preset is close to a capture of the same model. The units are `u`, the bytes of
+one activation of the hidden size (batch x sequence x hidden, working dtype), and `f`, those of the feed-forward size. A
+residual stream value counts from its creation until no operator needs it. [Note: early stop] Non-reentrant
+checkpointing ends a recompute when the last tensor that backward needs exists. So a last matmul whose output only feeds
+the residual sum is not recomputed.
 
-Source: transformers 5 models gpt2, llama (qwen2), bert, vit; torch 2.13 autograd formulas; sizes compared with
-storages counted under fake tensors. Bytes of the attention mask are left out: with no padding, none is made.
+Source: transformers 5 models gpt2, llama (qwen2), bert, vit; torch 2.13 autograd formulas; sizes compared with storages
+counted under fake tensors. Bytes of the attention mask are left out, because without padding no mask is made.
 """
 
 from __future__ import annotations
@@ -58,26 +59,27 @@ def preset(
     lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
 ) -> Workload:
-    """One iteration of a model of the catalog, trained with its usual loss.
+    """Returns one iteration of a model of the catalog, trained with its usual loss.
 
-    batch: sequences (images) per micro-batch, of all GPUs together: a comparison divides it among the GPUs of the
+    batch: sequences (images) per micro-batch, of all GPUs together. A comparison divides it among the GPUs of the
         machine.
-    dtype: None for what the GPU of the machine has (bf16, else fp16, else fp32), written as bf16 until a machine is
+    dtype: None for the dtype of the machine's GPU (bf16, else fp16, else fp32), written as bf16 until a machine is
         known.
-    seq: tokens per sequence, by default all positions the model has (a ViT takes no other).
-    checkpointing: every layer is a checkpoint (non-reentrant, so a recompute stops early). No dropout, no padding. The
-        GPT family stands for the PatrickStar table, whose parameter counts have no head of their own: the head is the
-        token embedding (tied) and the loss is the language model's, as the planning figures assume, though the
-        published runs classified sequences. Non-model bytes are logical bytes of live storages; the accelerator's
-        context is a term of the machine, not of the workload.
-    kernels: how the other operators run, one of KERNELS (kernels.py); None for what the model's catalog entry says,
-        which is what its users run. A BERT or ViT is written for eager alone.
-    lora: the model itself is frozen and adapters are trained (lora.py); an Adapter, a rank, or a text such as "r=16" or
+    seq: tokens per sequence; None: all positions of the model, which a ViT requires.
+    checkpointing: whether every layer is a checkpoint (non-reentrant, so a recompute stops early).
+    kernels: flavour of the operators beside attention, one of KERNELS (kernels.py); None for the flavour of the model's
+        catalog entry, which its users run. A BERT or ViT is written for eager alone.
+    lora: trains adapters and freezes the model itself (lora.py): an Adapter, a rank, or a text such as "r=16" or
         "r=8,targets=q_proj+v_proj".
     optimizer: its name (optimizers.py).
 
-    Raises UnknownName (with the nearest names) and ModelError for a batch, sequence, dtype, attention or kernels the
-    model cannot have.
+    There is no dropout and no padding. The GPT family stands for the PatrickStar table, whose parameter counts have no
+    head of their own. So the head is the token embedding (tied) and the loss is the language model's, as the planning
+    figures assume, though the published runs classified sequences. Non-model bytes are logical bytes of live storages.
+    The accelerator's context is a term of the machine, not of the workload.
+
+    Raises UnknownName (with the nearest names), and ModelError for a batch, sequence, dtype, attention or kernels that
+    the model cannot have.
     """
     entry = model_entry(name)
     made = workload_of(
@@ -96,7 +98,7 @@ def preset(
 
 
 def default_dtype(machine: Machine) -> str:
-    """bf16 where the GPU has it natively, else fp16, else fp32."""
+    """Returns bf16 if the GPU has it natively, else fp16, else fp32."""
     return next((dtype for dtype in ("bf16", "fp16") if dtype in machine.gpu.flops_per_s), "fp32")
 
 
@@ -116,9 +118,13 @@ def workload_of(
     language_head: bool = True,
     early_stop: bool = True,
 ) -> Workload:
-    """As `preset`, for a shape that need not be in the catalog. language_head: False for a GPT that classifies
-    sequences, without logits over the vocabulary. early_stop: False for reentrant checkpoints of a gpt or llama, which
-    run the whole layer again. Raises ModelError."""
+    """Does the same as `preset`, for a shape that need not be in the catalog.
+
+    language_head: False for a GPT that classifies sequences, without logits over the vocabulary.
+    early_stop: False for reentrant checkpoints of a gpt or llama, which run the whole layer again.
+
+    Raises ModelError.
+    """
     name = model or entry.name
 
     refuse = partial(_refusal, name)
@@ -183,13 +189,15 @@ def _refusal(model: str, what: str, value: object, want: str) -> ModelError:
 
 
 def has_kernels(entry: ModelEntry, kernels: str) -> bool:
-    """Whether the model's family is written for this flavour: a gpt or llama for all, a bert or vit for eager alone."""
+    """Returns whether the model's family is written for this flavour: a gpt or llama for all, a bert or vit for eager
+    alone."""
     return kernels == "eager" or entry.family in ("gpt", "llama")
 
 
 def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) -> str:
-    """The flavour in which a model runs: the one given, or the usual one of its entry for None. model: its name in
-    messages. Raises ModelError for a flavour nobody knows, and for one that the model's family is not written for."""
+    """Returns the flavour in which a model runs: `kernels`, or with None the usual flavour of its entry. model: its
+    name in messages. Raises ModelError for an unknown flavour, and for a flavour for which the model's family is not
+    written."""
     name = model or entry.name
     chosen = entry.kernels if kernels is None else kernels
     if not isinstance(chosen, str) or chosen not in KERNELS:
@@ -215,8 +223,8 @@ def _check_sequence(model: str, entry: ModelEntry, sequence: int) -> None:
 
 
 def can_vary(workload: Workload, shape: ModelEntry | None = None) -> bool:
-    """Whether `variant` can write the workload anew: a preset whose shape is given or in the catalog. A workload of
-    another catalog, or one written by hand, is not."""
+    """Returns whether `variant` can write the workload anew: it is a preset whose shape is given or in the catalog. A
+    workload of another catalog, or a workload written by hand, cannot be written anew."""
     return workload.source == "preset" and (shape is not None or workload.model in model_names())
 
 
@@ -229,10 +237,13 @@ def variant(
     dtype: str | None = None,
     shape: ModelEntry | None = None,
 ) -> Workload:
-    """The same preset, adapter and optimizer with another batch, number of micro-batches, checkpointing or dtype.
+    """Returns the same preset, adapter and optimizer with another batch, number of micro-batches, checkpointing or
+    dtype.
 
-    shape: the model's, where it is not in the catalog. Raises ModelError for a workload that is not a preset,
-    UnknownName for a preset whose shape is neither given nor in the catalog.
+    shape: the model's shape, if it is not in the catalog.
+
+    Raises ModelError for a workload that is not a preset, and UnknownName for a preset whose shape is neither given nor
+    in the catalog.
     """
     if workload.source != "preset":
         raise ModelError(f"workload {workload.model!r} comes from a {workload.source}; trace the model as it should be")

@@ -27,7 +27,7 @@ __all__ = ["write_gpt"]
 
 
 def write_gpt(t: Tape, s: Shape) -> None:
-    """GPT-2: learned positions, LayerNorm with bias, fused qkv, "gelu_new" as eight operators or as one."""
+    """Write GPT-2: learned positions, LayerNorm with bias, fused qkv, "gelu_new" as eight operators or as one."""
     m = s.model
     flavour = s.flavour
     h, w = m.hidden, t.width
@@ -53,11 +53,11 @@ def write_gpt(t: Tape, s: Shape) -> None:
     else:
         t.parameter(head, m.vocab, h)
 
-    # Bytes that are not kept for backward, which computes them again: the output of a norm, of the activation.
+    # Bytes of outputs of a norm and of an activation that are not kept, because backward computes them again.
     normed, again = (u, f) if flavour.recomputed else (0, 0)
 
     def activate(phase: Phase) -> None:
-        """From the product's output (f) to what the next product reads (f)."""
+        """Write the activation: from the product's output (f) to the input of the next product (f)."""
         if flavour.fused:
             if not (flavour.recomputed and phase is Phase.RECOMPUTE):
                 t.op(f, unsaved=f)
@@ -72,7 +72,8 @@ def write_gpt(t: Tape, s: Shape) -> None:
         t.op(f, unsaved=3 * f, read=2 * f)
 
     def activate_backward() -> None:
-        """From the gradient of the activation's output (f) to that of its input (f); what was kept goes."""
+        """Write its backward: from the gradient of the activation's output (f) to that of its input (f). Frees the kept
+        tensors."""
         if flavour.fused:
             t.op(f, dead=2 * f, read=2 * f)
             return
@@ -105,7 +106,7 @@ def write_gpt(t: Tape, s: Shape) -> None:
         if phase is Phase.RECOMPUTE:
             if not s.early_stop:
                 last_product_again(t, s, u, f)
-            t.op(dead=u)  # [Note: early stop]; the attention's output dies with the frame that held it
+            t.op(dead=u)  # [Note: early stop]; the attention's output ends with its frame
         else:
             t.op(u, dead=again, unsaved=f - again, products=[s.product(m.ffn, h)], read=f)
             t.op(u, dead=2 * u, unsaved=2 * u - normed, read=2 * u)

@@ -1,8 +1,8 @@
 """Llama, Qwen, Mistral, Gemma, Mixtral, gpt-oss and DeepSeek-V3, operator by operator: see the package for units.
 
-A layer is a norm, attention, a norm and a feed-forward layer, with rotary positions. What differs between models is in
-parts: attention in llama_attention.py, feed-forward layers and experts in llama_mlp.py, norms in llama_norms.py. A
-sliding window is in the flops of flash attention alone.
+A layer is a norm, attention, a norm and a feed-forward layer, with rotary positions. The parts that differ between
+models have files of their own: attention in llama_attention.py, feed-forward layers and experts in llama_mlp.py, norms
+in llama_norms.py. A sliding window changes only the flops of flash attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["write_llama"]
 
 
 def write_llama(t: Tape, s: Shape) -> None:
-    """The llama family: rotary positions, RMSNorm in fp32, gated feed-forward layers or experts."""
+    """Write a model of the llama family: rotary positions, RMSNorm in fp32, gated feed-forward layers or experts."""
     m = s.model
     u = s.tokens * m.hidden * t.width
     layers = _Layers(t, s)
@@ -79,12 +79,12 @@ class _Layers:
         self.post = s.model.post_norms
 
     def mlp(self, i: int) -> GatedMlp | Experts:
-        """The feed-forward part of layer i."""
+        """Returns the feed-forward part of layer i."""
         return self._experts if self._experts is not None and self.s.model.has_experts(i) else self._dense
 
     def _names(self, i: int) -> tuple[str, str, str, str]:
-        """Norms before attention, behind it, before the feed-forward layer and behind it; without norms behind, those
-        names are not used."""
+        """Returns the names of the norms before attention, behind it, before the feed-forward layer and behind it. In a
+        model without norms behind, those names are not used."""
         block = f"model.layers.{i}"
         before = "pre_feedforward_layernorm" if self.post else "post_attention_layernorm"
         names = ("input_layernorm", "post_attention_layernorm", before, "post_feedforward_layernorm")
@@ -99,7 +99,7 @@ class _Layers:
             self.t.parameter(f"{name}.weight", self.s.model.hidden)
 
     def forward(self, i: int, phase: Phase) -> int:
-        """Layer i; returns what attention keeps beside q, k, v and its output."""
+        """Write layer i. Returns the bytes that attention keeps in addition to q, k, v and its output."""
         t, s, u, norms = self.t, self.s, self.u, self.norms
         block, mlp = f"model.layers.{i}", self.mlp(i)
         first, behind, second, last = self._names(i)
@@ -120,14 +120,14 @@ class _Layers:
         if self.post:
             t.open("begin", last, phase, [f"{last}.weight"])
             norms.forward(u, s.tokens, inner=True)
-        entered = i > 0 and not s.checkpointing and norms.upcast  # then nobody keeps the layer's input for backward
+        entered = i > 0 and not s.checkpointing and norms.upcast  # then no operator keeps the layer's input
         gone = u + (u if norms.upcast else 0) + (u if entered else 0)
         held = 0 if isinstance(mlp, Experts) else u - self.normed  # experts let go of the norm's output themselves
         t.op(u, dead=gone, unsaved=held + (0 if norms.upcast else u), read=2 * u)
         return kept
 
     def _recompute_ends(self, mlp: GatedMlp | Experts, last: str) -> None:
-        """The end of a recompute, by [Note: early stop]; the residual dies with its frame."""
+        """Write the end of a recompute, by [Note: early stop]. The residual is freed with its frame."""
         t, s, u = self.t, self.s, self.u
         if mlp.whole or self.post:
             mlp.finish(Phase.RECOMPUTE)
@@ -140,7 +140,7 @@ class _Layers:
         t.op(dead=u if self.norms.upcast else 0)
 
     def backward(self, i: int, kept: int) -> None:
-        """Backward of layer i: from the gradient of its output (1 u) to that of its input."""
+        """Write the backward of layer i: from the gradient of its output (1 u) to that of its input."""
         t, s, u, norms = self.t, self.s, self.u, self.norms
         block = f"model.layers.{i}"
         first, behind, second, last = self._names(i)

@@ -1,7 +1,7 @@
 """Attention of the llama family: grouped keys and values, or multi-head latent attention. See the package for units.
 
-A part declares the parameters of a layer's attention, names those that its first moment reads, and writes the way from
-the output of the layer's norm to that of attention, and back.
+Each class declares the parameters of a layer's attention, and names those that its first moment reads. It writes the
+operators from the output of the layer's norm to the output of attention, and their backward.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["GroupedAttention", "LatentAttention"]
 
 
 class GroupedAttention:
-    """Queries, and fewer keys and values, as in Llama 2 and those that followed.
+    """Queries, with fewer keys and values, as in Llama 2 and its successors.
 
-    out_bytes: bytes of what the output projection reads.
+    out_bytes: bytes that the output projection reads.
     """
 
     def __init__(self, t: Tape, s: Shape, norms: Norms) -> None:
@@ -49,16 +49,16 @@ class GroupedAttention:
         return [f"{block}.self_attn.{x}_norm.weight" for x in "qk"] if self.s.model.qk_norm else []
 
     def _late(self, block: str) -> list[str]:
-        """What the second moment reads beside the output projection."""
+        """Returns the parameters that the second moment reads besides the output projection."""
         return [*self._inner(block), *([f"{block}.self_attn.sinks"] if self.s.model.sinks else [])]
 
     def first(self, block: str) -> list[str]:
-        """What the moment reads that attention begins in."""
+        """Returns the parameters that the first moment of attention reads."""
         return self._weights(block, "qkv")
 
     def forward(self, block: str, phase: Phase, window: int) -> int:
-        """From the output of the layer's norm to that of attention (1 u). Returns what the kernel keeps beside q, k, v
-        and its output."""
+        """Write the forward: from the output of the layer's norm to that of attention (1 u). Returns the bytes that the
+        kernel keeps in addition to q, k, v and its output."""
         t, s, m, u, q, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
         widths = (self.q_width, self.kv_width, self.kv_width)
         t.op(q + 2 * kv, products=[s.product(m.hidden, n) for n in widths], dead=self.normed, read=3 * u)
@@ -74,8 +74,9 @@ class GroupedAttention:
         return kept
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
-        """From the gradient of attention's output to that of the norm's output (1 u). reads: what the last moment reads
-        beside the projections. own: nobody else needs the gradient of the output."""
+        """Write the backward: from the gradient of attention's output to that of the norm's output (1 u). reads:
+        parameters that the last moment reads besides the projections. own: whether no other operator needs the gradient
+        of the output."""
         t, s, m, u, q_bytes, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
         o, q, k, v = (self._weights(block, x) for x in "oqkv")
         t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [*o, *self._late(block)])
@@ -104,7 +105,7 @@ class GroupedAttention:
 class LatentAttention:
     """Multi-head latent attention: narrow queries, keys and values, each normed and then widened (DeepSeek-V3).
 
-    out_bytes: bytes of what the output projection reads.
+    out_bytes: bytes that the output projection reads.
     """
 
     def __init__(self, t: Tape, s: Shape, norms: Norms) -> None:
@@ -139,7 +140,7 @@ class LatentAttention:
                 self.t.parameter(f"{block}.self_attn.kv_a_layernorm.weight", x.kv_rank)
 
     def first(self, block: str) -> list[str]:
-        """What the moment reads that attention begins in."""
+        """Returns the parameters that the first moment of attention reads."""
         names = [f"{block}.self_attn.{name}.weight" for name in self.widths if name != "o_proj"]
         return [*names, *(f"{block}.self_attn.{x}_a_layernorm.weight" for x in ("q", "kv"))]
 
@@ -148,8 +149,8 @@ class LatentAttention:
         self.t.op(out, products=[self.s.product(rows, columns)], read=read, dead=dead)
 
     def forward(self, block: str, phase: Phase, window: int) -> int:
-        """From the output of the layer's norm to that of attention (1 u). Returns what the kernel keeps beside q, k, v
-        and its output."""
+        """Write the forward: from the output of the layer's norm to that of attention (1 u). Returns the bytes that the
+        kernel keeps in addition to q, k, v and its output."""
         t, s, norms, u = self.t, self.s, self.norms, self.u
         self._project("q_a_proj", self.q_low, u)
         norms.forward(self.q_low, s.tokens, inner=True)
@@ -174,8 +175,9 @@ class LatentAttention:
         self.t.linear_backward([weight], grad_in=grad_in, grad_out=grad_out, saved=grad_in, product=product, dead=dead)
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
-        """From the gradient of attention's output to that of the norm's output (1 u). reads: what the last moment reads
-        beside the projections. own: nobody else needs the gradient of the output."""
+        """Write the backward: from the gradient of attention's output to that of the norm's output (1 u). reads:
+        parameters that the last moment reads besides the projections. own: whether no other operator needs the gradient
+        of the output."""
         t, s, norms, u = self.t, self.s, self.norms, self.u
         t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [f"{block}.self_attn.o_proj.weight"])
         self._back(block, "o_proj", grad_in=self.out_bytes, grad_out=u, dead=u if own else 0)

@@ -1,10 +1,10 @@
 """Feed-forward layers of the llama family: one gated layer, or experts of which each token goes through a few.
 
 [Note: experts] A router gives each token to `per_token` of `count` experts. Rows of tokens are copied for each of their
-experts and sorted by expert, one grouped product per matrix computes all experts of a layer, and the rows come back
-weighted and are added up, as transformers 5 does it (grouped_mm). So all experts of a layer are read in one moment, and
-their gradients arrive in one. Each expert's matrices are tensors of their own, slices of those of the module, so that a
-chunk holds whole experts. Loads are taken as balanced. See the package for units.
+experts and sorted by expert. One grouped product per matrix computes all experts of a layer. The rows come back
+weighted and are added up, as in transformers 5 (grouped_mm). So all experts of a layer are read in one moment, and
+their gradients arrive in one moment. Each expert's matrices are tensors of their own, slices of the module's tensors,
+so that a chunk holds whole experts. Loads are assumed balanced. See the package for units.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["Experts", "GatedMlp"]
 class GatedMlp:
     """A gated feed-forward layer (SiLU or GELU).
 
-    whole: whether a recompute runs all of it, whatever comes behind it.
-    alone: whether nothing else reads the norm's output.
+    whole: whether a recompute runs all of it, even if only the residual sum comes after it.
+    alone: whether no other operator reads the norm's output.
     """
 
     whole = False
@@ -28,7 +28,7 @@ class GatedMlp:
     def __init__(self, t: Tape, s: Shape, *, ffn: int, name: str = "mlp", alone: bool = True) -> None:
         self.t, self.s, self.ffn, self.name, self.alone = t, s, ffn, name, alone
         self.u, self.f = s.tokens * s.model.hidden * t.width, s.tokens * ffn * t.width
-        # Bytes that are not kept for backward, which computes them again: the output of a norm, of the activation.
+        # Bytes of outputs of a norm and of an activation that are not kept, because backward computes them again.
         self.normed = self.u if s.flavour.recomputed and alone else 0
         self.again = self.f if s.flavour.recomputed else 0
 
@@ -42,11 +42,11 @@ class GatedMlp:
         return f"{block}.{self.name}.{x}_proj.weight"
 
     def first(self, block: str) -> list[str]:
-        """What the moment reads that the layer begins in."""
+        """Returns the parameters that the first moment of the layer reads."""
         return [self._weight(block, "gate"), self._weight(block, "up")]
 
     def forward(self, block: str, phase: Phase) -> None:
-        """From the norm's output to what the last product reads."""
+        """Write the forward: from the norm's output to the input of the last product."""
         t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
         up = s.product(s.model.hidden, self.ffn)
         t.op(f, products=[up], read=u)
@@ -58,15 +58,15 @@ class GatedMlp:
             t.op(f, unsaved=2 * f, read=2 * f)
 
     def finish(self, phase: Phase) -> None:
-        """The last product (1 u)."""
+        """Write the last product (1 u)."""
         if phase is Phase.RECOMPUTE:
             self.t.op(self.again)
         product = self.s.product(self.ffn, self.s.model.hidden)
         self.t.op(self.u, dead=self.again, unsaved=self.f - self.again, products=[product], read=self.f)
 
     def backward(self, block: str, *, own: bool) -> None:
-        """From the gradient of the output to that of the norm's output (1 u). own: nobody else needs the gradient of
-        the output."""
+        """Write the backward: from the gradient of the output to that of the norm's output (1 u). own: whether no other
+        operator needs the gradient of the output."""
         t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
         down, up, gate = (self._weight(block, x) for x in ("down", "up", "gate"))
         t.open("grad", f"{block}.{self.name}.down_proj", Phase.BWD, [down, up, gate])
@@ -90,7 +90,7 @@ class GatedMlp:
 class Experts:
     """Experts in place of a feed-forward layer: [Note: experts].
 
-    whole: a recompute runs all of it, because the weights of the router need the experts' outputs.
+    whole: a recompute runs all of it, because the gradient of the router's weights needs the experts' outputs.
     """
 
     whole = True
@@ -105,13 +105,14 @@ class Experts:
         self.rows_h, self.rows_f = rows * s.model.hidden * t.width, rows * x.ffn * t.width
         self.logits, self.chosen = s.tokens * x.count * t.width, s.tokens * x.count * 4 + rows * (4 + 8 + 2 * 8)
         self.normed, self.again = (self.u, self.rows_f) if s.flavour.recomputed else (0, 0)
-        # What operators of the activation keep beside gate, up and their product: gpt-oss clamps both and has more.
+        # Bytes that operators of the activation keep in addition to gate, up and their product. gpt-oss clamps both and
+        # keeps more.
         self.steps = 0 if s.flavour.fused else (3 if x.biases else 1) * self.rows_f
         beside = GatedMlp(t, s, ffn=x.shared * x.ffn, name="mlp.shared_experts", alone=False)
         self.shared = beside if x.shared else None
 
     def declare(self, block: str) -> None:
-        """Declare router and experts of a layer; the matrices of an expert are one after the other."""
+        """Declare router and experts of a layer. The matrices of an expert are adjacent."""
         t, x, h = self.t, self.x, self.s.model.hidden
         declare(t, f"{block}.mlp.gate", (x.count, h), x.count if x.biases else 0)
         for e in range(x.count):
@@ -128,23 +129,23 @@ class Experts:
         return [f"{block}.mlp.gate.{x}" for x in (("weight", "bias") if self.x.biases else ("weight",))]
 
     def _of(self, block: str, matrix: str) -> list[str]:
-        """The matrix of each expert, with its bias."""
+        """Returns the names of a matrix of each expert, with its bias."""
         kinds = (matrix, f"{matrix}_bias") if self.x.biases else (matrix,)
         return [f"{block}.mlp.experts.{e}.{kind}" for e in range(self.x.count) for kind in kinds]
 
     def first(self, block: str) -> list[str]:
-        """What the moment reads that the layer begins in."""
+        """Returns the parameters that the first moment of the layer reads."""
         return self._router(block)
 
     def _grouped(self, rows: int, columns: int) -> Product:
-        """The product of all experts with their rows, in equal parts where that is possible."""
+        """Returns the product of all experts with their rows, in equal parts if possible."""
         count, all_rows = self.x.count, self.s.tokens * self.x.per_token
         if all_rows % count:
             return 1, all_rows, rows, columns
         return count, all_rows // count, rows, columns
 
     def forward(self, block: str, phase: Phase) -> None:
-        """From the norm's output to the sum of the experts' outputs (1 u)."""
+        """Write the forward: from the norm's output to the sum of the experts' outputs (1 u)."""
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h = s.model.hidden
         t.op(self.logits, products=[s.product(h, self.x.count)], read=u)
@@ -168,11 +169,11 @@ class Experts:
         t.op(dead=self.normed, unsaved=-self.normed)
 
     def finish(self, phase: Phase) -> None:
-        """Nothing is left to do."""
+        """Do nothing, because `forward` wrote all operators."""
 
     def backward(self, block: str, *, own: bool) -> None:
-        """From the gradient of the output to that of the norm's output (1 u). own: nobody else needs the gradient of
-        the output."""
+        """Write the backward: from the gradient of the output to that of the norm's output (1 u). own: whether no other
+        operator needs the gradient of the output."""
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h, fused = s.model.hidden, s.flavour.fused
         t.op(self.normed)

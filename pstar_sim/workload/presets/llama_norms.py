@@ -11,8 +11,8 @@ __all__ = ["Norms"]
 class Norms:
     """Norms and rotary positions on a tape.
 
-    upcast: whether a norm keeps an fp32 copy of its input for backward; in fp32, or fused, it keeps the input.
-    wide_output: whether it multiplies by its weight in fp32, as Gemma's do, and keeps what it multiplies in fp32.
+    upcast: whether a norm keeps an fp32 copy of its input for backward. In fp32, or fused, it keeps the input.
+    wide_output: whether a norm multiplies by its weight in fp32, as in Gemma, and keeps the other factor in fp32.
     """
 
     def __init__(self, t: Tape, s: Shape) -> None:
@@ -25,8 +25,8 @@ class Norms:
         return size * 4 // self.t.width if self.upcast else 0
 
     def forward(self, size: int, rows: int, *, inner: bool = False) -> None:
-        """From the input to the norm's output, both `size` bytes. rows: number of norms. inner: nobody but the norm
-        needs the input."""
+        """Write the forward: from the input to the norm's output, both `size` bytes. rows: number of norms. inner:
+        whether only the norm needs the input."""
         t, row, wide = self.t, rows * 4, self._wide(size)
         if self.fused:
             t.op(size + row, unsaved=row)
@@ -48,8 +48,8 @@ class Norms:
             t.op(dead=size if self.upcast else 0, unsaved=0 if self.upcast else size)
 
     def backward(self, name: str, size: int, rows: int, *, residual: bool = True, shared: bool = False) -> None:
-        """Backward of the norm: from the gradient of its output (and the residual's, both alive) to their sum (1
-        `size`). shared: others need the gradient of the output, too, so it stays."""
+        """Write the backward: from the gradient of the norm's output (and of the residual, both alive) to their sum (1
+        `size`). shared: whether other operators also need the gradient of the output, so that it stays."""
         t, row, wide = self.t, rows * 4, self._wide(size)
         stays = size if shared else 0
         if self.fused:
@@ -86,7 +86,7 @@ class Norms:
             t.op(size, dead=2 * size, read=2 * size)
 
     def rope(self, size: int) -> None:
-        """Positions; the input stays."""
+        """Write the rotary positions; the input stays."""
         t = self.t
         t.op(size)
         if not self.fused:
@@ -96,7 +96,7 @@ class Norms:
             t.op(size, dead=2 * size, read=2 * size)
 
     def rope_backward(self, size: int) -> None:
-        """From the gradient of the output to that of the input."""
+        """Write the backward of the positions: from the gradient of the output to that of the input."""
         t = self.t
         if self.fused:
             t.op(size, dead=size)

@@ -1,6 +1,6 @@
-"""What several families have in common: linear layers, norms, attention, embeddings, losses, stacks of layers.
+"""Parts that several families share: linear layers, norms, attention, embeddings, losses, stacks of layers.
 
-Units, sources and what is left out: see the package.
+The package gives units, sources and omissions.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ ROOT = "<root>"
 class Shape:
     """A model with the batch that runs through it.
 
+    model: shape of the model.
+    batch, sequence: sequences per micro-batch, tokens per sequence.
+    checkpointing: whether every layer is a checkpoint.
     attention: "flash", "efficient" or "math".
-    flavour: how the other operators run.
+    flavour: the way in which the other operators run.
     language_head: False for a GPT that classifies sequences: no logits over the vocabulary (its own head, of a few
         labels, is left out).
     early_stop: see [Note: early stop]; False for reentrant checkpoints, which run the whole layer again (gpt, llama).
@@ -61,7 +64,7 @@ class Shape:
         return self.batch * self.sequence
 
     def product(self, rows: int, columns: int) -> Product:
-        """The product of every token with a rows x columns matrix."""
+        """Returns the product of every token with a rows x columns matrix."""
         return 1, self.tokens, rows, columns
 
     @property
@@ -70,16 +73,16 @@ class Shape:
         return self.model.heads * self.model.value_dim
 
     def attention_flops(self, window: int = 0) -> int:
-        """Flops of scores and weighted sum, all heads. A causal mask saves none, as in torch's own count. window: the
-        most tokens that a token sees; 0 for all."""
+        """Returns the flops of scores and weighted sum, of all heads. A causal mask saves no flops, as in torch's own
+        count. window: the most tokens that a token attends to; 0 for all."""
         m, seen = self.model, min(self.sequence, window or self.sequence)
         if self.attention != "flash":
-            seen = self.sequence  # only flash leaves out what a window hides
+            seen = self.sequence  # only flash attention skips tokens outside of the window
         return 2 * self.batch * self.sequence * seen * m.heads * (m.head_dim + m.value_dim)
 
     @property
     def attention_products(self) -> tuple[Product, Product]:
-        """Scores and weighted sum of the math kernel, all heads of all sequences."""
+        """Returns the products of scores and weighted sum of the math kernel, of all heads of all sequences."""
         m, batches = self.model, self.batch * self.model.heads
         return (batches, self.sequence, m.head_dim, self.sequence), (batches, self.sequence, self.sequence, m.value_dim)
 
@@ -110,7 +113,8 @@ def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
 
 
 def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) -> None:
-    """Backward of attention: gradients of q, k, v replace q, k, v, output, the output's gradient and what was kept."""
+    """Write the backward of attention. The gradients of q, k, v replace q, k, v, the output, its gradient and the kept
+    tensors."""
     u = s.tokens * s.attention_width * t.width
     if s.attention == "math":
         scores = s.batch * s.model.heads * s.sequence**2 * 4
@@ -127,8 +131,8 @@ def attend_backward(t: Tape, s: Shape, qkv: int, kept: int, *, window: int = 0) 
 
 
 def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
-    """Logits in the working dtype, in fp32, and their log-softmax; the last is what stays for backward. A fused loss
-    keeps the logits themselves and a log-sum of each token, one in place the fp32 logits."""
+    """Write the loss: logits in the working dtype, logits in fp32, and their log-softmax, which alone stays for
+    backward. A fused loss keeps the logits and a log-sum of each token. A loss in place keeps the fp32 logits."""
     m = s.model
     logits = s.tokens * m.vocab * t.width
     logits32 = s.tokens * m.vocab * 4
@@ -149,8 +153,8 @@ def language_loss(t: Tape, s: Shape, module: str, weight: str, u: int) -> None:
 
 
 def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, *, tied: bool) -> None:
-    """Backward of the loss, up to the gradient of the last hidden state (1 u). The gradient of a tied weight waits for
-    the embedding's."""
+    """Write the backward of the loss, up to the gradient of the last hidden state (1 u). The gradient of a tied weight
+    waits for the embedding's gradient."""
     m = s.model
     logits = s.tokens * m.vocab * t.width
     logits32 = s.tokens * m.vocab * 4
@@ -176,7 +180,8 @@ def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, 
 
 
 def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> None:
-    """Dense gradients of the tables in turn; the tied one is added to the head's, all three alive for a moment."""
+    """Write the dense gradients of the tables, one after the other. The gradient of the tied table is added to the
+    head's; all three are alive for a moment."""
     for name in tables:
         if name == tied:
             size = t.size([name])
@@ -189,7 +194,7 @@ def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> 
         t.op(dead=u)
 
 
-# What all families share
+# Parts of all families.
 
 
 def linear(module: str, *, bias: bool = True) -> list[str]:
@@ -212,8 +217,8 @@ def declare_norm(t: Tape, module: str, hidden: int) -> None:
 
 
 def layer_norm_backward(t: Tape, module: str, u: int, stats: int, *, residual: bool = True) -> None:
-    """Backward of the norm: from the gradient of its output (and the residual's, both alive) to their sum (1 u). Frees
-    its input."""
+    """Write the backward of the norm: from the gradient of its output (and of the residual, both alive) to their sum (1
+    u). Frees the norm's input."""
     names = norm(module)
     t.op(u + t.size(names), dead=2 * u + stats, read=2 * u)
     if residual:
@@ -222,13 +227,14 @@ def layer_norm_backward(t: Tape, module: str, u: int, stats: int, *, residual: b
 
 
 def begin(t: Tape, s: Shape, batch_bytes: int = 0) -> None:
-    """The batch (token numbers and labels, 8 bytes each, when its size is not given) is alive the whole iteration."""
+    """Write the batch, which is alive for the whole iteration. batch_bytes: its bytes; 0: token numbers and labels, 8
+    bytes each."""
     t.level = batch_bytes or 2 * 8 * s.tokens
     t.open("begin", ROOT, Phase.FWD)
 
 
 def layers_forward(t: Tape, s: Shape, forward: Callable[[int, Phase], int]) -> int:
-    """All layers; returns what each one's attention keeps beside q, k, v and its output."""
+    """Write the forward of all layers. Returns the bytes that attention keeps per layer."""
     kept = 0
     t.saving = not s.checkpointing
     for i in range(s.model.layers):
@@ -247,13 +253,14 @@ def layers_backward(
 
 
 def last_product_again(t: Tape, s: Shape, u: int, f: int) -> None:
-    """A layer's last matmul and its residual sum, which a recompute runs again although nothing needs them."""
+    """Write a layer's last matmul and its residual sum, which a recompute runs again although no operator needs
+    them."""
     t.op(u, products=[s.product(s.model.ffn, s.model.hidden)], read=f)
     t.op(u, dead=2 * u, read=2 * u)
 
 
 def separate_qkv_backward(t: Tape, s: Shape, module: str, order: tuple[str, str, str], u: int) -> None:
-    """Backward of three square projections of one input: from three gradients (3 u) to their sum (1 u)."""
+    """Write the backward of three square projections of one input: from three gradients (3 u) to their sum (1 u)."""
     h = s.model.hidden
     t.open("grad", f"{module}.{order[0]}", Phase.BWD, [n for x in order for n in linear(f"{module}.{x}")])
     for k, x in enumerate(order):
