@@ -1,8 +1,8 @@
-"""Faults, injected for real: what each costs, and what it says.
+"""Faults, injected for real: their cost and their messages.
 
-Every case ends a run, or a step of one, by something that goes wrong beneath it; held against the same run without the
-fault: the error is one of ours or the one that was injected, it names where it happened, it comes within a bounded time
-and never as a hang, and parameters, states and files are those of the last whole step.
+Every case ends a run, or a step of it, by a fault beneath it, and is compared with the same run without the fault. The
+error is one of ours or the injected one, names the place, and comes within a bounded time, never as a hang. Parameters,
+states and files are those of the last whole step.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ BOUND_S = 60.0
 
 
 class Broken(RuntimeError):
-    """What is injected."""
+    """The injected error."""
 
 
 # --- a queue's thread dies -------------------------------------------------------------------------------------------
 
 
 class Dying(ThreadQueues):
-    """The n-th step of a queue raises, in `begin`, `work` or `finish`."""
+    """Queues in which the n-th step of one queue raises, in `begin`, `work` or `finish`."""
 
     def __init__(self, queue: Queue, half: str, at: int) -> None:
         super().__init__(watchdog_s=BOUND_S)
@@ -86,7 +86,7 @@ class _DyingWork:
 
 @dataclass
 class Run:
-    """A prepared net, batches, and what plain training gives."""
+    """A prepared net, batches, and the results of plain training."""
 
     model: nn.Module
     optimizer: Any
@@ -120,7 +120,8 @@ def running(**options: Any) -> Iterator[Run]:
 
 
 def expect(kind: type[BaseException], action: Callable[[], object], *words: str) -> str:
-    """What the action raised: of this kind, within the bound, with the words in it."""
+    """Check that the action raises an error of this kind, within the time bound, with the words in its text. Returns
+    the text."""
     begun_s = time.perf_counter()
     try:
         action()
@@ -136,14 +137,14 @@ def expect(kind: type[BaseException], action: Callable[[], object], *words: str)
 
 
 def dead_thread(queue: Queue, half: str, at: int, then: str) -> str:
-    """The error reaches the loop, and everything that is asked of the session afterwards."""
+    """Check that the error reaches the loop and all later calls of the session."""
     queues = Dying(queue, half, at)
     with running(queues=queues) as run:
 
         def go_on() -> None:
             for _ in range(4):
                 run.backward()
-                if then == "demand":  # the iteration leaves the plan, and the queues are asked to stand still
+                if then == "demand":  # the iteration leaves the plan, and the queues have to stand still
                     with torch.no_grad():
                         run.model(*run.batch())
                 if then == "settle":
@@ -165,7 +166,7 @@ def dead_thread(queue: Queue, half: str, at: int, then: str) -> str:
 
 
 def stuck_step() -> str:
-    """A step that waits for what never comes is named, with what it waits for and what the queues do."""
+    """Check that a step that waits for ever is named, with the steps that it waits for and the state of the queues."""
     model, plan = job_of("tide")
     fetch = next(step for step in plan.steps if step.kind is Kind.FETCH)
     last = next(step for step in reversed(plan.steps) if step.queue is Queue.D2H)
@@ -188,7 +189,7 @@ def stuck_step() -> str:
 
 
 def nan_loss() -> str:
-    """The loop stops before the backward; parameters are those of the last whole step."""
+    """Check that the loop stops before the backward, with the parameters of the last whole step."""
     with running() as run:
         run.step()
         before = run.model.state_dict()
@@ -201,7 +202,7 @@ def nan_loss() -> str:
 
 
 def infinite_gradient() -> str:
-    """With loss scaling the step is left out and the next one counts."""
+    """Check that with loss scaling the step is left out and the next one counts."""
     import executor
     from executor.capture import capture_module
     from pstar_sim.catalog.loader import load_machine
@@ -236,8 +237,8 @@ def infinite_gradient() -> str:
 
 @contextlib.contextmanager
 def file_size_limit(size_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond: a write across the limit is short, the next one fails. As a full disk
-    does, for real and without one. (Python ignores the signal, so that the write fails.)"""
+    """Inside this context, no file of this process may grow beyond the limit: a write across it is short, the next one
+    fails. This acts like a full disk. (Python ignores the signal, so that the write fails.)"""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -247,7 +248,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 
 
 def full_disk_while_saving(limit_bytes: int) -> str:
-    """The earlier checkpoint stays whole, nothing else is left, and training goes on to the same end."""
+    """Check that the earlier checkpoint stays whole, no other file is left, and training continues to the same end."""
     with tempfile.TemporaryDirectory() as folder, running() as run, running() as other:
         target = Path(folder) / "saved"
         run.step()
@@ -268,7 +269,7 @@ def full_disk_while_saving(limit_bytes: int) -> str:
 
 
 def full_disk_while_planning() -> str:
-    """A plan file is whole or not there."""
+    """Check that a plan file is either whole or missing."""
     _, plan = job_of("tide")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "plan.json"
@@ -282,7 +283,7 @@ def full_disk_while_planning() -> str:
 
 
 def refused_host_memory() -> str:
-    """Host memory that the system refuses although it said there was some: the model is as it was."""
+    """Check that the model stays unchanged if the system refuses host memory that it reported as available."""
     model, plan = job_of("tide")
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -298,7 +299,7 @@ def refused_host_memory() -> str:
 
 
 def refused_accelerator_memory() -> str:
-    """The step in progress is finished and the next plan made for less; see the ladder's own tests."""
+    """Check that the running step is finished and the next plan made for less memory; see the ladder's own tests."""
     _, plan = job_of("tide")
     backend = VirtualBackend(gpu_bytes=plan.gpu_budget_bytes)
     with running() as other, running(backend=backend) as run:
@@ -321,7 +322,8 @@ _LOST_RANKS = Path(__file__).resolve().parent.parent / "tests" / "executor" / "d
 
 
 def lost_rank() -> str:
-    """One of several processes dies: the others end with a message, in bounded time. The test that kills it says so."""
+    """Check that the other processes end with a message, in bounded time, if one dies. The test that kills it is
+    run."""
     argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(_LOST_RANKS), "-k", "end_soon"]
     done = subprocess.run(argv, cwd=_LOST_RANKS.parents[3], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
@@ -362,7 +364,11 @@ FAULTS: dict[str, Callable[[], str]] = {
 
 @dataclass
 class Report:
-    """said: what each fault said. misses: faults that were not dealt with as they should be."""
+    """Results of the faults.
+
+    said: message of each fault.
+    misses: faults that were not handled as they should be.
+    """
 
     said: dict[str, str] = field(default_factory=dict)
     misses: list[str] = field(default_factory=list)

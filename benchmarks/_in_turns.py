@@ -1,8 +1,8 @@
 """Plans of several policies for one small GPT-2 in several micro-batches, executed in turns on the virtual accelerator
-with a throttled link, measured beside simulated.
+with a throttled link: measured beside simulated seconds.
 
 Recomputation, update eager, no clipping, fp32, one GPU. A gain is the median of the ratios within a turn, in which a
-loaded machine delays all alike.
+loaded machine delays all plans alike.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ RUNS, STEPS = 3, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """policies: the first is the one that the others are held against.
+    """A comparison of policies.
+
+    policies: the first is the reference for the others.
     bandwidth_bytes_per_s: of the link, each way.
     room_share: room on the GPU beside the highest tide of a layer-major iteration, as a share of the parameters in
         fp32.
@@ -38,7 +40,7 @@ class Contest:
     room_share: float
 
     def run(self) -> Mapping[str, object]:
-        """Plan, execute in turns, print a row per policy. Returns what a result file keeps."""
+        """Plan, execute in turns, and print a row per policy. Returns the content of a result file."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
             path.write_text(json.dumps(CONFIG))
@@ -83,7 +85,7 @@ class Contest:
 def _row(
     spec: str, bound_s: float | None, runs: Mapping[str, list[RunResult]], plans: Mapping[str, Plan]
 ) -> Mapping[str, object]:
-    """Print the policy's row; returns it."""
+    """Print the policy's row and return it."""
     first = next(iter(plans))
     seconds = {name: [_step_s(result) for result in mine] for name, mine in runs.items()}
     simulated = {name: ps.play(one).iteration_s for name, one in plans.items()}
@@ -107,5 +109,5 @@ def _row(
 
 
 def _step_s(result: RunResult) -> float:
-    """Median of the steps but the first."""
+    """Returns the median seconds of the steps without the first."""
     return statistics.median(report.time_s for report in result.reports[1:])

@@ -1,10 +1,10 @@
 """Interleavings: the same plan under every timing gives the same bits.
 
-Half of the runs have one thread per queue, each step of every queue (compute too) delayed at random before it takes
-memory, before it works and before it ends; the other half have no threads, and the next event is drawn among all that
-the plan's edges allow, which reaches orders that no timing of this machine would. What is compared: every loss, every
-parameter and every optimizer state, bit by bit, with one run in which each queue goes as far as it may before compute
-goes on.
+Half of the runs have one thread per queue. Each step of every queue (compute too) is delayed at random before it takes
+memory, before it works and before it ends. The other half have no threads, and the next event is drawn among all that
+the plan's edges allow, which reaches orders that no timing of this machine would. Every loss, every parameter and every
+optimizer state is compared, bit by bit, with one run in which each queue goes as far as it may before compute
+continues.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Net(nn.Module):
 
 
 class DelayedQueues(ThreadQueues):
-    """Threads whose steps, and the compute queue's, wait at random. share: of the points at which one waits."""
+    """Threads whose steps, and the compute queue's, wait at random.
+
+    share: share of the points at which a thread waits.
+    """
 
     def __init__(self, seed: int, *, longest_s: float = LONGEST_S, share: float = 0.3) -> None:
         super().__init__(watchdog_s=30.0)
@@ -103,8 +106,8 @@ class _DelayedWork:
 
 
 def drawn_queues(seed: int) -> SerialQueues:
-    """Each possible event, or letting compute go on, is as likely as any other; half the steps work when they
-    start."""
+    """Returns queues in which each possible event, or letting compute continue, is equally likely. Half of the steps
+    work when they start."""
     rng = random.Random(seed)
 
     def choose(possible: Sequence[Any], compute: Any, may: bool) -> int | None:
@@ -115,7 +118,7 @@ def drawn_queues(seed: int) -> SerialQueues:
 
 
 def eager_queues() -> SerialQueues:
-    """Returns the serial run: each queue goes as far as it may, the first one first."""
+    """Returns the queues of the serial run: each queue goes as far as it may, the first one first."""
     return SerialQueues(lambda possible, compute, may: 0)
 
 
@@ -134,7 +137,7 @@ def job_of(policy: str) -> tuple[nn.Module, Plan]:
 
 
 def outcome(model: nn.Module, plan: Plan, queues: Any) -> dict[str, torch.Tensor]:
-    """Losses, parameters and states after a few steps."""
+    """Returns losses, parameters and states after a few steps."""
     spec = AdamW(lr=1e-2, max_grad_norm=0.5)
     model, optimizer = prepare(copy.deepcopy(model), plan, spec, queues=queues, check=False)
     try:
@@ -158,7 +161,11 @@ def outcome(model: nn.Module, plan: Plan, queues: Any) -> dict[str, torch.Tensor
 
 @dataclass
 class Report:
-    """runs: of each policy. misses: what differed, or what was raised."""
+    """Results of interleavings.
+
+    runs: number of runs of each policy.
+    misses: differences, and errors.
+    """
 
     runs: dict[str, int] = field(default_factory=dict)
     misses: list[str] = field(default_factory=list)
@@ -173,7 +180,7 @@ def run_interleavings(
     kinds: Sequence[Callable[[int], Any]] = (DelayedQueues, drawn_queues),
     on_miss: Callable[[str], None] = lambda miss: None,
 ) -> Report:
-    """`count` interleavings of each policy's plan, the kinds in turn."""
+    """Run `count` interleavings of each policy's plan, the kinds in turn."""
     report = Report()
     begun_s = time.perf_counter()
     for policy in policies:

@@ -1,16 +1,17 @@
 """Interruptions: KeyboardInterrupt at a line of the executor, then `zero_grad()` and two clean iterations.
 
-Public behaviour alone: a session is prepared, trains one clean iteration, and is interrupted at one hit of one line in
-the next one, in the user's thread or in a queue's. Afterwards the loop does what a notebook does after Ctrl-C: it calls
-`zero_grad()` and goes on. Two clean iterations later, losses, parameters and optimizer states equal plain PyTorch's to
-the bit (with the interrupted iteration left out, or, from `optimizer.step()` on, counted whole), or every call from the
-interruption on raises one clear error. `close()` works either way and leaves no thread.
+Only public behaviour is tested. A session is prepared, trains one clean iteration, and is interrupted at one hit of one
+line in the next iteration, in the user's thread or in a queue's. Afterwards the loop does what a notebook does after
+Ctrl-C: it calls `zero_grad()` and continues. There are two valid results. After two clean iterations, losses,
+parameters and optimizer states equal plain PyTorch's to the bit (with the interrupted iteration left out, or, from
+`optimizer.step()` on, counted whole). Or every call from the interruption on raises one clear error. `close()` works in
+both cases and leaves no thread.
 
 [Note: which hits] A hit is a line event of `sys.settrace`. CPython handles signals where a function begins, after calls
-and where loops go back; two kinds of line events lie elsewhere and are left out: that of a `with` line as its block
-ends, before `__exit__` is called, and that of a line that does nothing (`try:`, a `return` inside `try`), which the
-compiler leaves outside the block's handlers. Hits of queues' threads depend on timing; one that does not come is
-counted as not reached.
+and where loops go back. Two kinds of line events are at other places and are left out: the event of a `with` line as
+its block ends, before `__exit__` is called; and the event of a line that does nothing (`try:`, a `return` inside
+`try`), which the compiler leaves outside the block's handlers. Hits of queues' threads depend on timing; a hit that
+does not come is counted as not reached.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ LR = 1e-2
 
 
 def _named(path: Path) -> str | None:
-    """Returns the name of a file that is struck: those of the executor, and the ledger that it keeps its book in."""
+    """Returns the name of a file to interrupt: the executor's files, and the ledger that it uses; None for other
+    files."""
     if ROOT in path.parents:
         return path.relative_to(ROOT).as_posix()
     return LEDGER.name if path == LEDGER else None
@@ -58,8 +60,11 @@ def _named(path: Path) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """path: what the interrupted iteration does. "on plan": an evaluation before it. "off plan": an evaluation between
-    forward and backward. "dropped": its gradients are dropped once, forward and backward run again."""
+    """A case of the interrupted iteration.
+
+    path: "on plan": an evaluation before it. "off plan": an evaluation between forward and backward. "dropped": its
+        gradients are dropped once, and forward and backward run again.
+    """
 
     policy: str
     update: str
@@ -80,7 +85,7 @@ CASES = tuple(
 
 @dataclass(frozen=True, order=True, kw_only=True)
 class Point:
-    """One line in one thread ("user" or a queue's), and which of its hits, from 1."""
+    """A line in a thread ("user" or a queue's), and the number of one of its hits, from 1."""
 
     file: str
     line: int
@@ -93,8 +98,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """kind: "equal", "error" (one clear error from then on), "not reached", or what must not be: "differs", "internal"
-    (an error of the executor's insides), "quiet" (an error that does not last), "hang", "close"."""
+    """The result of an interruption.
+
+    kind: valid results are "equal", "error" (one clear error from then on) and "not reached". Others are "differs",
+        "internal" (an internal error of the executor), "quiet" (an error that does not last), "hang" and "close".
+    """
 
     kind: str
     said: str = ""
@@ -105,12 +113,12 @@ class Outcome:
 
 
 class Hang(BaseException):
-    """The run took longer than any of its waits may."""
+    """The run took longer than any of its waits may take."""
 
 
 class Net(nn.Module):
     """Three layers, several chunks. Sizes are multiples of a vector register's: a fused update takes the last elements
-    of a tensor by another path, and chunks end elsewhere than tensors."""
+    of a tensor by another path, and chunks do not end where tensors end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,13 +134,13 @@ class Net(nn.Module):
 
 @cache
 def _between_signals(code: CodeType) -> frozenset[int]:
-    """Offsets of line events at which no signal is handled: see [Note: which hits]."""
+    """Returns the offsets of line events at which no signal is handled: see [Note: which hits]."""
     rows = list(dis.get_instructions(code))
     found = {row.offset for row in rows if row.opname == "NOP"}
     for i in range(1, len(rows) - 2):
         if all(row.opname == "LOAD_CONST" and row.argval is None for row in rows[i : i + 3]):
             found.add(rows[i].offset)
-            if rows[i - 1].opname == "SWAP":  # a value is returned out of the block
+            if rows[i - 1].opname == "SWAP":  # returns a value from inside the block
                 found.add(rows[i - 1].offset)
     return frozenset(found)
 
@@ -149,11 +157,11 @@ class Tracer:
         self._lock = threading.Lock()
 
     def watch_threads(self) -> None:
-        """Threads that are started from now on can be struck."""
+        """Make threads that start from now on interruptible."""
         threading.settrace(self.on_call)
 
     def rest(self) -> None:
-        with self._lock:  # a thread that is at a line now has raised, or never will
+        with self._lock:  # a thread at a line now has raised already, or will not raise
             self.armed = False
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
@@ -165,7 +173,7 @@ class Tracer:
 
     def on_call(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        if not self.armed and code.co_name != "_run":  # a queue's thread is in that one all the time
+        if not self.armed and code.co_name != "_run":  # a queue's thread is in that function all the time
             return None
         if code not in self._own:
             path = Path(code.co_filename)
@@ -201,7 +209,7 @@ def three_of(hits: Mapping[tuple[str, int, str], int]) -> list[Point]:
 
 @dataclass
 class Loop:
-    """A model with its optimizer, and where its loop stands."""
+    """A model with its optimizer, and the state of its loop."""
 
     model: nn.Module
     optimizer: Any
@@ -220,7 +228,7 @@ class Loop:
         self.losses.append(loss.detach())
 
     def interrupted(self, batch: torch.Tensor, path: str) -> None:
-        """The iteration that is interrupted; at its end parameters are read, which waits for every update."""
+        """Run the iteration to interrupt. At its end parameters are read, which waits for every update."""
         self.at = "forward"
         if path == "on plan":
             self.evaluate(batch)
@@ -243,7 +251,7 @@ class Loop:
             self.model(batch)
 
     def standing(self) -> list[torch.Tensor]:
-        """Returns the last two losses, parameters, and states with their step counts."""
+        """Returns the last two losses, the parameters, and the states with their step counts."""
         states = self.optimizer.state_dict()["state"]
         rows = [states[n][key] for n in sorted(states) for key in ("step", "exp_avg", "exp_avg_sq")]
         return [*self.losses[-2:], *self.model.state_dict().values(), *rows]
@@ -281,7 +289,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _loop(self) -> Iterator[Loop]:
-        """A prepared model after one clean iteration, traced."""
+        """Yields a prepared model after one clean iteration, traced."""
         spec = executor.AdamW(lr=LR, eager=self.case.update == "eager")
         self.tracer.watch_threads()
         try:
@@ -293,7 +301,7 @@ class Bench:
             self.tracer.rest()
 
     def hits(self) -> dict[tuple[str, int, str], int]:
-        """Line and thread -> hits in an iteration that nothing interrupts."""
+        """Returns line and thread -> number of hits in an uninterrupted iteration."""
         with self._loop() as loop:
             self.tracer.arm(None)
             loop.interrupted(self.batches[1], self.case.path)
@@ -343,7 +351,7 @@ class Bench:
             found = loop.standing()
         except Exception as error:
             return self._lasting(loop, error)
-        except KeyboardInterrupt as error:  # a queue's thread was struck: it is raised where its work is asked for
+        except KeyboardInterrupt as error:  # raised where the work of the interrupted queue is needed
             if error is not raised or not any("raised in queue" in n for n in getattr(error, "__notes__", ())):
                 return Outcome(kind="internal", said=_where(error))
             return self._lasting(loop, error)
@@ -355,7 +363,7 @@ class Bench:
         return Outcome(kind="differs", said=f"relative difference {worst:.2g}, interrupted in {at}")
 
     def _lasting(self, loop: Loop, error: BaseException) -> Outcome:
-        """Everything that is asked of the session afterwards raises too."""
+        """Returns the outcome for an error: every later call of the session has to raise too."""
         if isinstance(error, Exception) and (not isinstance(error, PstarError) or "stuck" in str(error)):
             return Outcome(kind="internal", said=_where(error))
         for action in (
@@ -379,7 +387,7 @@ class Bench:
         try:
             loop.optimizer.session.close()
         except BaseException as error:
-            if error is not raised:  # it says what a queue died of, if nobody has been told
+            if error is not raised:  # close() raises the error that ended a queue, if no call has raised it
                 return Outcome(kind="close", said=_where(error))
         if outcome.kind == "equal":
             kept = [*loop.model.parameters()]

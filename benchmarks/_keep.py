@@ -1,8 +1,8 @@
-"""Where a script for a machine with a GPU leaves what it finds: a folder that is complete at any moment, because such a
-machine may go away at any moment.
+"""Keeping results of a script for a machine with a GPU, in a folder that is complete at any moment: such a machine may
+go away at any moment.
 
-Files: NAME.partial.jsonl (results, a line as each is known; the script goes on from them), NAME.log (everything that
-was said, by child processes too), NAME.json (the end). No file grows beyond FILE_BYTES.
+Files: NAME.partial.jsonl (one line per result; the script continues from them), NAME.log (everything printed, by child
+processes too), NAME.json (the final result). No file grows beyond FILE_BYTES.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from pathlib import Path
 __all__ = ["FILE_BYTES", "Keep", "check_place", "python_path", "results_folder", "results_name"]
 
 FILE_BYTES = 16 << 20
-_GRACE_S = 10.0  # between the signal that makes a process say where it stands and the one that ends it
+_GRACE_S = 10.0  # seconds between the signal that makes a process print its stacks and the signal that ends it
 
 
 def python_path(*folders: Path) -> str:
-    """PYTHONPATH with these folders before what is there: it may name packages that were carried along."""
+    """Returns PYTHONPATH with these folders before its present folders, which may hold packages that the script
+    needs."""
     there = os.environ.get("PYTHONPATH")
     return os.pathsep.join([*map(str, folders), *([there] if there else [])])
 
 
 def results_folder(text: str) -> Path:
-    """Returns the value of --out. Raises argparse's error for what cannot be a folder of results."""
+    """Returns the value of --out. Raises argparse's error for a value that cannot be a folder of results."""
     path = Path(text)
     if path.is_dir():
         return path
@@ -41,8 +42,8 @@ def results_folder(text: str) -> Path:
 
 
 def results_name(text: str) -> str:
-    """Returns the value of --name, with or without .json. Raises argparse's error for what is not the name of a
-    file."""
+    """Returns the value of --name, with or without .json. Raises argparse's error for a value that is not a file
+    name."""
     name = text.removesuffix(".json")
     if name in ("", ".", "..") or Path(name).name != name:
         raise argparse.ArgumentTypeError(f"{text!r} is not a name of a file; the folder is given by --out")
@@ -50,21 +51,25 @@ def results_name(text: str) -> str:
 
 
 def check_place(folder: Path, *names: str) -> None:
-    """Make the folder; end the program, in one line, where files of these names cannot be written in it: before the
-    work rather than after it."""
+    """Make the folder. If files of these names cannot be written in it, end the program with one line, before any
+    work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in (folder / name for name in names):
             if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
                 raise SystemExit(f"{path}: cannot be written: it is not a file, or read-only; choose another --out")
             with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}."):
-                pass  # a result takes its place by a rename from such a file
+                pass  # a result is written to such a file and then renamed
     except (OSError, ValueError) as reason:
         raise SystemExit(f"{folder}: cannot be written: {reason}; choose another --out") from None
 
 
 class Keep:
-    """folder: made where it is not there. name: of the script's files in it. Raises what `check_place` does."""
+    """Files of one script's results. Raises the errors of `check_place`.
+
+    folder: made if it is missing.
+    name: name of the script's files in it.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
@@ -79,7 +84,7 @@ class Keep:
         self.note(line)
 
     def note(self, line: str) -> None:
-        """Keep a line. What does not fit the log any more is only printed, and a last line says so."""
+        """Keep a line. A line that no longer fits the log is only printed, and the log's last line says so."""
         data = (line + "\n").encode("utf-8", errors="replace")
         with self._lock, self.log.open("ab") as file:
             room = FILE_BYTES - 200 - file.tell()
@@ -91,10 +96,10 @@ class Keep:
     def run(
         self, command: Sequence[str], *, limit_s: float, cwd: Path, environment: Mapping[str, str] | None = None
     ) -> tuple[int, bool]:
-        """(exit status, whether its time was up) of a process whose output is said line by line.
+        """Run a process and print its output line by line. Returns (exit status, whether its time was up).
 
         A process whose time is up first gets SIGABRT, on which Python (by faulthandler, in whatever C code it hangs)
-        writes where each thread stands; then all that it started is killed.
+        prints the stacks of all threads. Then the process and all that it started are killed.
         """
         process = subprocess.Popen(
             list(command),
@@ -135,7 +140,7 @@ class Keep:
 
 
 def _kill_group(leader: int) -> None:
-    """Also what the process started: a grandchild would keep the device, and the pipe, open."""
+    """Kill the process and the processes that it started: a grandchild would keep the device, and the pipe, open."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:

@@ -2,8 +2,8 @@
 
 Resident memory of the process, bytes of payloads on the accelerator and bytes of host payloads are read after every
 step. Growth is the slope of a straight line through means of blocks of steps (single readings are not independent of
-each other), with its 95 % interval. It passes if the interval contains 0 or lies below a bound that would take a
-million steps to matter.
+each other), with its 95 % interval. The test passes if the interval contains 0, or lies below a bound at which growth
+would take a million steps to matter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pstar_sim.core.step import Place
 
 __all__ = ["BOUND_BYTES", "Slope", "resident_bytes", "run_leaks", "slope_of"]
 
-BOUND_BYTES = 256.0  # a step: 256 MB in a million
+BOUND_BYTES = 256.0  # bytes per step: 256 MB in a million steps
 BLOCKS = 25
 # Student's t, 97.5 %, by degrees of freedom (n - 2).
 _T = {3: 3.182, 8: 2.306, 18: 2.101, 23: 2.069}
@@ -41,12 +41,12 @@ class Slope:
 
     @property
     def passes(self) -> bool:
-        """No growth that matters; memory that goes back is none."""
+        """Whether there is no growth that matters. Falling memory is no growth."""
         return self.low <= 0 or self.high < BOUND_BYTES
 
 
 def slope_of(readings: Sequence[float], blocks: int = BLOCKS) -> Slope:
-    """Slope through the means of `blocks` equal blocks of readings, one reading a step."""
+    """Returns the slope through the means of `blocks` equal blocks of readings, one reading per step."""
     size = len(readings) // blocks
     means = [sum(readings[n * size : (n + 1) * size]) / size for n in range(blocks)]
     middle, level = (blocks - 1) / 2, sum(means) / blocks
@@ -59,12 +59,13 @@ def slope_of(readings: Sequence[float], blocks: int = BLOCKS) -> Slope:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process."""
+    """Returns the resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run_leaks(steps: int, *, policy: str = "tide", warm_up: int | None = None) -> dict[str, object]:
-    """Train `steps` steps after a warm-up (as many as a fifth), with one thread per queue; slopes of what was read."""
+    """Train `steps` steps after a warm-up (by default a fifth as many), with one thread per queue. Returns the slopes
+    of the readings."""
     model, plan = job_of(policy)
     backend = VirtualBackend()
     model, optimizer = prepare(model, plan, AdamW(lr=1e-3, max_grad_norm=0.5), backend=backend)

@@ -1,6 +1,7 @@
-"""What other programs took of this machine meanwhile: the reason to measure again, found without looking at the result.
+"""Load of this machine by other programs during a measurement: a reason to measure again that does not look at the
+result.
 
-Reads /proc/stat; where there is none, nothing is known and nothing is ever called busy.
+Reads /proc/stat. Where it is missing, the load is unknown and counts as none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Others:
         return max(0.0, (busy_s - busy0_s - (own_s - own0_s)) / (at_s - at0_s))
 
     def wait(self, most_cores: float, patience_s: float) -> bool:
-        """Wait until others have kept at most `most_cores` busy for a second; False if that never came."""
+        """Wait until other programs have kept at most `most_cores` busy for a second. Returns False if that does not
+        happen within `patience_s`."""
         give_up_s = time.perf_counter() + patience_s
         self.cores()
         while time.perf_counter() < give_up_s:
@@ -38,7 +40,7 @@ class Others:
         return False
 
     def _read(self) -> tuple[float, float, float]:
-        """(busy seconds of all cores, CPU seconds of this process, wall seconds)."""
+        """Returns (busy seconds of all cores, CPU seconds of this process, wall seconds)."""
         times = os.times()
         own_s = times.user + times.system + times.children_user + times.children_system
         busy_s = own_s

@@ -1,10 +1,10 @@
-"""Mutated files: what happens to a plan, a trace or a machine file that is not what was written.
+"""Mutated files: the handling of a plan, a trace or a machine file that was changed after it was written.
 
-Each mutated file goes through the command line, in this process: it is refused with one line and status 2, or it is
-believed. A plan that is believed is run (`pstar run`, and the executor by itself) and has to train like plain PyTorch;
-a trace or a machine that is believed has to give such a plan. A plan that states something else beside the same steps
-("stated") is refused, or `pstar check` names what was changed as not checked; what changes nothing is believed.
-Anything else is a miss: an exception of another kind, a second line, a run longer than the limit, a wrong result.
+Each mutated file goes through the command line, in this process. It is either refused, with one line and status 2, or
+accepted. An accepted plan is run (`pstar run`, and the executor by itself) and has to train like plain PyTorch; an
+accepted trace or machine has to give such a plan. A plan with the same steps and other stated figures ("stated") is
+refused, or `pstar check` names the changed figures as not checked; a change without effect is accepted. Any other
+result is a miss: an exception of another kind, a second line, a run longer than the limit, a wrong result.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from pstar_sim.errors import PstarError
 __all__ = ["FILES", "Bench", "Miss", "Report", "run_mutations"]
 
 FILES = ("plan", "trace", "machine", "stated")
-LIMIT_S = 60.0  # of one file, on a machine that others use too
+LIMIT_S = 60.0  # seconds for one file, on a machine that other programs use too
 STEPS = 2
 NET = "py:reliability_net:net"
 DATA = "text:corpus"
 TOLERANCE = 1e-5
-MEMORY_BYTES = 4 * 2**30  # beyond what the process has when it begins: a mutated size must not take the machine down
+MEMORY_BYTES = 4 * 2**30  # bytes beyond the process's first ones: a mutated size must not take the machine down
 
 MODEL = '''"""A net of a few layers and its batches, for mutated plans."""
 import torch
@@ -73,12 +73,15 @@ GPU_MEMORY = "0.001GB"  # less than the net, so that chunks move
 
 
 class TooLong(BaseException):
-    """A file took longer than the limit. Not an Exception: nobody may mend it on the way."""
+    """A file took longer than the limit. Not an Exception, so that no handler on the way catches it."""
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A mutated file that was neither refused properly nor right. seed: makes the same file again."""
+    """A mutated file that was neither refused properly nor right.
+
+    seed: makes the same file again.
+    """
 
     file: str
     seed: int
@@ -91,7 +94,11 @@ class Miss:
 
 @dataclass
 class Report:
-    """outcomes: (file, outcome) -> how many. misses: all of them."""
+    """Results of mutations.
+
+    outcomes: (file, outcome) -> number of files.
+    misses: all misses.
+    """
 
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     misses: list[Miss] = field(default_factory=list)
@@ -105,13 +112,13 @@ ODD = (None, True, "", "x", [], {}, [1], {"a": 1}, "\u0000", "9" * 50, -5, 1e999
 
 
 def changed_number(rng: random.Random, value: float) -> Any:
-    """Another number, near or far."""
+    """Returns another number, near or far."""
     near = [value + 1, value - 1, value * 2, value // 2 if isinstance(value, int) else value / 3, -value]
     return rng.choice([*near, *rng.sample(NUMBERS, 3)])
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Returns every place in nested lists and objects."""
+    """Yields the path of every place in nested lists and objects."""
     if path:
         yield path
     if isinstance(value, dict):
@@ -129,7 +136,7 @@ def at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def mutate_values(values: Any, rng: random.Random, within: tuple[Any, ...] = ()) -> str:
-    """Change one value somewhere below `within`, in place; what was done."""
+    """Change one value below `within`, in place. Returns the change in words."""
     found = [(*within, *path) for path in places(at(values, within))]
     path = rng.choice(found)
     parent, key, value = at(values, path[:-1]), path[-1], at(values, path)
@@ -166,7 +173,7 @@ def mutate_values(values: Any, rng: random.Random, within: tuple[Any, ...] = ())
 
 
 def mutate_bytes(data: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """Flip bits, cut, or move a piece."""
+    """Flip bits, cut, or move a piece. Returns the bytes and the change in words."""
     kind = rng.choice(("flip", "flip", "flip", "cut", "zero", "move", "insert"))
     if not data:
         return b"\0", "one byte"
@@ -189,7 +196,8 @@ def mutate_bytes(data: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 
 def mutate_steps(values: Any, rng: random.Random) -> str:
-    """Change the program of a plan: edges, order, steps, and what they act on."""
+    """Change the program of a plan: edges, order, steps, or their chunks, lists and moments. Returns the change in
+    words."""
     steps: list[str] = values["steps"]
     i = rng.randrange(len(steps))
     kind = rng.choice(("edge", "edge", "edge", "add edge", "swap", "near swap", "remove", "twice", "token", "token"))
@@ -262,8 +270,8 @@ NOT_COMPUTED = ("barrier_cost_s", "policy_iteration_s")
 
 
 def mutate_stated(data: bytes, rng: random.Random) -> tuple[bytes, str, str]:
-    """Change what a plan states beside its steps. With it, what has to become of it: RIGHT, REFUSED, or a word that a
-    line of what was not checked has to begin with (or refused)."""
+    """Change a figure that a plan states beside its steps. Returns the file, the change in words, and the required
+    result: RIGHT, REFUSED, or a word with which a line on unchecked figures has to begin (or the file is refused)."""
     values = json.loads(data)
     change = rng.choice((_figure, _figure, _word, _budget, _memory, _rate, _moments, _moments, _tide, _use, _mode))
     change = rng.choice((change, change, change, change, _lost, _harmless))
@@ -311,7 +319,7 @@ def _rate(values: Any, rng: random.Random) -> tuple[str, str]:
 
 
 def _moments(values: Any, rng: random.Random) -> tuple[str, str]:
-    """Order and phases, while uses, stashes and steps stay."""
+    """Change order and phases of moments, while uses, stashes and steps stay."""
     moments = values["workload"]["moments"]
     count = len(moments["name"])
     kind = rng.choice(("shuffle", "turn", "phase", "micro_batch"))
@@ -407,7 +415,7 @@ def mutate_machine(data: bytes, rng: random.Random) -> tuple[bytes, str]:
 
 
 def mutate_trace(data: bytes, rng: random.Random, rows: list[dict[str, Any]]) -> tuple[bytes, str]:
-    """Half of them with a digest that fits: what a faulty writer would have left."""
+    """Change a trace. Half of the files get a digest that fits, as from a faulty writer."""
     if rng.random() < 0.4:
         return mutate_bytes(data, rng)
     import pyarrow as pa
@@ -417,9 +425,9 @@ def mutate_trace(data: bytes, rng: random.Random, rows: list[dict[str, Any]]) ->
 
     row = json.loads(json.dumps(rows[0]))
     said = mutate_values(row, rng, rng.choice(((), ("moments",), ("tensors",), ("uses",), ("optimizer",))))
-    with contextlib.suppress(Exception):  # what cannot be digested keeps its old digest
+    with contextlib.suppress(Exception):  # rows that cannot be digested keep their old digest
         row["digest"] = files._digest(row)
-    for schema in (files._schema(), None):  # None: of another type, the schema is what the values make it
+    for schema in (files._schema(), None):  # None: values of another type, so the schema follows from the values
         target = io.BytesIO()
         with contextlib.suppress(pa.ArrowException, OverflowError, TypeError, ValueError):
             table = pa.Table.from_pylist([row], schema=schema)
@@ -432,12 +440,13 @@ def mutate_trace(data: bytes, rng: random.Random, rows: list[dict[str, Any]]) ->
 
 
 class Wrong(Exception):
-    """A miss; the text says which."""
+    """A miss; the text describes it."""
 
 
 @dataclass
 class Bench:
-    """Files to mutate, and what plain PyTorch trains. Made once in an empty folder, which becomes the current one."""
+    """Files to mutate, and the results of plain PyTorch. Made once in an empty folder, which becomes the current
+    one."""
 
     folder: Path
     policies: tuple[str, ...] = ("tide", "static_partition", "zero_offload", "patrickstar", "tide:streams=on")
@@ -460,7 +469,7 @@ class Bench:
         Path("corpus/text.txt").write_text(MODEL * 4)
         save_machine(load_machine("virtual", gpu_memory=GPU_MEMORY), Path("machine.toml"))
         self.machine = Path("machine.toml").read_bytes()
-        # Rates measured on this machine are no part of what is tried here, and take a second a run.
+        # Rates of this machine are not under test here, and measuring them takes a second per run.
         executor.measuring.rates.measure_virtual_machine = lambda base, **rates: base
         self.cli("trace", NET, "--batch", "2", "--seq", "8", "--dtype", "fp32", "-o", "net.parquet")
         self.trace = Path("net.parquet").read_bytes()
@@ -478,7 +487,8 @@ class Bench:
         self.cli("plan", "--trace", trace, "--machine", machine, "--policy", policy, "-o", "made.json", *(more or []))
 
     def cli(self, *argv: str) -> str:
-        """stdout of a command. Raises PstarError with what a refusal said, Wrong for anything that is not one line."""
+        """Returns the stdout of a command. Raises PstarError with the text of a refusal, Wrong for a refusal that is
+        not one line."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
@@ -499,7 +509,7 @@ class Bench:
         return out.getvalue()
 
     def try_plan(self, name: str) -> str:
-        """What became of a plan file: "refused" or "right". Raises Wrong."""
+        """Returns the result for a plan file: "refused" or "right". Raises Wrong."""
         try:
             self.cli("check", name)
         except PstarError:
@@ -521,7 +531,7 @@ class Bench:
         return "right"
 
     def try_stated(self, name: str, wanted: str) -> str:
-        """What became of a plan file with other figures: "refused", "named" or "right". Raises Wrong."""
+        """Returns the result for a plan file with other figures: "refused", "named" or "right". Raises Wrong."""
         try:
             answer = json.loads(self.cli("check", name, "--json"))
         except PstarError as error:
@@ -543,7 +553,7 @@ class Bench:
             raise Wrong(f"{what}: {mine}, plain PyTorch {theirs}")
 
     def refused_by_executor(self, plan: Plan) -> None:
-        """`pstar run` refused it; the executor by itself may run it, but not wrongly."""
+        """Check a plan that `pstar run` refused: the executor by itself may run it, but not wrongly."""
         try:
             losses, _ = self.own_run(plan)
         except PstarError as error:
@@ -585,7 +595,7 @@ class Bench:
             optimizer.session.close(restore=False)
 
     def one(self, file: str, seed: int) -> tuple[str, str]:
-        """(outcome, mutation). Raises Wrong, TooLong, or whatever the code under trial lets through."""
+        """Returns (outcome, mutation). Raises Wrong, TooLong, or any error of the code under test."""
         rng = random.Random(f"{file} {seed}")
         if file == "plan":
             data, self.said = mutate_plan(rng.choice(self.plans), rng)
@@ -620,7 +630,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
-    faulthandler.dump_traceback_later(3 * limit_s, exit=True)  # where even the signal is not heard
+    faulthandler.dump_traceback_later(3 * limit_s, exit=True)  # for code in which even the signal is not handled
     try:
         yield
     finally:
@@ -631,7 +641,7 @@ def time_limit(limit_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_limit(more_bytes: int) -> Iterator[None]:
-    """This process may take so much more address space."""
+    """Inside this context, the address space of this process may grow by `more_bytes` only."""
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, hard))
@@ -649,7 +659,7 @@ def run_mutations(
     files: tuple[str, ...] = FILES,
     on_miss: Callable[[Miss], None] = lambda miss: None,
 ) -> Report:
-    """`count` mutated files, the kinds in turn."""
+    """Try `count` mutated files, the kinds in turn."""
     report = Report()
     begun_s = time.perf_counter()
     with memory_limit(MEMORY_BYTES):

@@ -1,5 +1,5 @@
-"""Where a benchmark leaves its figures: NAME.json in benchmarks/results or another folder, with machine, versions,
-date, the commit they were taken at and the files they depend on inside.
+"""Results of benchmarks: NAME.json in benchmarks/results or another folder, with machine, versions, date, the commit of
+the measurement and the files that the figures depend on.
 
 `python benchmarks/_results.py` (`make results`) lists the results whose dependencies have changed since.
 """
@@ -77,7 +77,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
 
 
 def dependencies(name: str) -> list[str]:
-    """Globs of the result of that name; of one that is not in the table everything."""
+    """Returns the globs of the result of that name; a result that is not in the table depends on everything."""
     pattern = next((p for p in DEPENDENCIES if fnmatch.fnmatchcase(name, p)), None)
     script = f"benchmarks/{name if pattern is None else pattern.rstrip('*_')}.py"
     own = [script] if (ROOT / script).exists() else []
@@ -85,8 +85,7 @@ def dependencies(name: str) -> list[str]:
 
 
 def taken_at(globs: Sequence[str], root: Path = ROOT) -> dict[str, object] | None:
-    """Returns the commit that the working tree is at, and whether files of these globs differ from it; None without
-    git."""
+    """Returns the commit of the working tree, and whether files of these globs differ from it; None without git."""
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -95,7 +94,7 @@ def taken_at(globs: Sequence[str], root: Path = ROOT) -> dict[str, object] | Non
 
 
 def measured_at(stamp: Mapping[str, Any] | None) -> str:
-    """What a document says of a result's commit."""
+    """Returns the words on a result's commit for a document."""
     if stamp is None:
         return "measured at an unknown commit"
     before = "or before " if stamp.get("at_or_before") else ""
@@ -109,7 +108,10 @@ def write_result(
     folder: Path | None = None,
     stamp: Mapping[str, object] | None = None,
 ) -> Path:
-    """Write the figures and say where. stamp: of the commit, where some figures are kept from an older one."""
+    """Write the figures. Returns the path.
+
+    stamp: of the commit, where some figures are kept from an older commit.
+    """
     packages = ("torch", "transformers", "numpy", "simpy", "pstar-sim")
     content = {
         "date": date.today().isoformat(),
@@ -126,8 +128,8 @@ def write_result(
 
 
 def list_changes(root: Path = ROOT) -> list[str]:
-    """Returns a line for each result whose dependencies changed since its commit, or whose commit is not known here; a
-    summary at the end."""
+    """Returns a line for each result whose dependencies changed since its commit, or whose commit is not known here;
+    then a summary."""
     files = sorted((root / "benchmarks" / "results").glob("*.json"))
     if _git(root, "rev-parse", "HEAD") is None:
         return [f"{root} is not a git checkout: whether the {len(files)} results are up to date is not known"]
@@ -135,7 +137,7 @@ def list_changes(root: Path = ROOT) -> list[str]:
     entries = unknown = 0
     for path in files:
         result = json.loads(path.read_text(encoding="utf-8"))
-        # A part that was measured by itself has a commit of its own.
+        # A part that was measured separately has a commit of its own.
         parts = {key: value for key, value in result.items() if isinstance(value, dict) and "taken_at" in value}
         for part, holder in parts.items() if parts else [("", result)]:
             name = f"{path.stem}: {part}" if part else path.stem
@@ -159,9 +161,9 @@ def list_changes(root: Path = ROOT) -> list[str]:
 
 
 def changes_since(root: Path, commit: str, globs: Sequence[str]) -> str:
-    """ "3 commits: pstar_sim/core/**, ..."; "" where nothing changed. Changes that are not committed are said too."""
+    """Returns "3 commits: pstar_sim/core/**, ..."; "" if nothing changed. Uncommitted changes count too."""
     specs = {glob: f":(glob){glob}" for glob in globs}
-    # Compared as trees, so that a change that was taken back does not count.
+    # Compared as trees, so that a reverted change does not count.
     touched = [g for g, spec in specs.items() if _git(root, "diff", "--name-only", commit, "HEAD", "--", spec)]
     edited = [g for g, spec in specs.items() if _git(root, "diff", "--name-only", "HEAD", "--", spec)]
     said = []
@@ -174,7 +176,7 @@ def changes_since(root: Path, commit: str, globs: Sequence[str]) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What git prints; None where there is no git, no repository of this very folder, or git refuses."""
+    """Returns git's output; None where there is no git, no repository of this very folder, or git refuses."""
     if not (root / ".git").exists():
         return None
     try:
@@ -185,7 +187,8 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def _version(package: str) -> str | None:
-    """None where it is not installed: a machine with a GPU may have the source tree and torch only."""
+    """Returns the version of the package; None where it is not installed (a machine with a GPU may have the source tree
+    and torch only)."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

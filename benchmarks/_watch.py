@@ -1,10 +1,10 @@
 """A pytest plugin for runs on a machine that may go away, or hang: `-p _watch`, settings in the environment variable
 PSTAR_WATCH as JSON: {"partial", "limit_s", "left_s", "first", "done"}.
 
-Every test's beginning and end is a line of the file `partial` as it happens. A test that takes longer than limit_s has
-the stacks of all threads written and the process ended, by a thread of faulthandler's own, which needs no interpreter:
-the main thread may sit in a backward for ever. After left_s no further test begins. Tests with one of the words of
-`first` in their names come first; those in `done` are left out.
+Every test's beginning and end is a line of the file `partial` as it happens. If a test takes longer than limit_s, the
+stacks of all threads are written and the process is ended. A thread of faulthandler's own does so without the
+interpreter, because the main thread may hang in a backward. After left_s no further test begins. Tests with one of the
+words of `first` in their names come first; those in `done` are left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Watch:
         with self.partial.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    @pytest.hookimpl(trylast=True)  # what is not asked for has been taken out
+    @pytest.hookimpl(trylast=True)  # tests that were not requested have been removed
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         left = [item for item in items if item.nodeid not in self.done]
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self.done])

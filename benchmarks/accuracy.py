@@ -1,9 +1,7 @@
 """Predicted against measured iteration time where transfers bind: GPT-2 124M, throttled links, runs in turns.
 
 The warm-up is recorded and this machine's rates are measured; plans are made from both, one for each bandwidth. Then
-every
-plan runs five times, one after the other in turns, several steps each. The figure is the median of the runs' medians
-over the
+every plan runs five times, in turns, several steps each. The figure is the median of the runs' medians over the
 simulated time; the goal is within 20 %.
 """
 

@@ -1,11 +1,11 @@
-"""What it is worth to choose block by block: the fastest plan that `optimal` finds where all blocks keep or all
-recompute their activations, where the last blocks may also keep and the others recompute (a quarter, half or three
-quarters of them), and where blocks may also be offloaded.
+"""The worth of choosing block by block: the fastest plan that `optimal` finds in three cases. In the first all blocks
+keep or all recompute their activations. In the second the last blocks (a quarter, half or three quarters) may keep them
+while the others recompute. In the third blocks may also be offloaded.
 
-bf16 (fp16 on v100-32), update eager, no clipping, one micro-batch. `optimal` plans some of the ways only
-([Note: what is planned] in pstar_sim/planner/variants.py), so a wider choice may come out slower: it fails if one
-ever is by more than TOLERANCE. Prints a row a case with what was chosen of the widest choice and its gain over all
-blocks alike ("-" where that does not fit), and writes results/activations.json.
+bf16 (fp16 on v100-32), update eager, no clipping, one micro-batch. `optimal` plans only some of the ways ([Note: what
+is planned] in pstar_sim/planner/variants.py), so a wider choice may come out slower; the script fails if it is slower
+by more than TOLERANCE. Prints a row per case with the chosen way of the widest choice and its gain over all blocks
+alike ("-" where that does not fit), and writes results/activations.json.
 """
 
 from __future__ import annotations

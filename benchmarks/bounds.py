@@ -5,9 +5,9 @@ plans.
 
 Tiny instances have 2 or 3 chunks and 2 to 4 micro-batches, depth-first or layer-major, with every placement of
 gradients (tests/helpers/exact_optimum.py says over which schedules the optimum is exact): bounds <= optimum <= every
-policy's plan. Random plans (tests/helpers/bounded.py) are of any policy and option, with one to four micro-batches:
-no plan is below any bound. Beside the counts: how far apart bounds, optima and plans are. Optima that the file has
-are kept unless --search is given (half an hour): they do not depend on the product.
+policy's plan. Random plans (tests/helpers/bounded.py) are of any policy and option, with one to four micro-batches: no
+plan is below any bound. The script also prints the distances of bounds, optima and plans. Optima in the file are kept
+unless --search is given (half an hour): they do not depend on the product.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _known() -> tuple[list[Compared], Mapping[str, int]]:
-    """Returns the instances of the file of results, held against bounds and plans anew; and how many had no optimum."""
+    """Returns the instances of the file of results, compared anew with bounds and plans, and the number of instances
+    without an optimum."""
     result = json.loads((RESULTS / "bounds.json").read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in result["instances"]]
     optima = [tuple(None if word is None else Fraction(word) for word in row["optima"]) for row in rows]
@@ -86,7 +87,8 @@ def _short(bounds: Sequence[float]) -> list[float]:
 
 
 def _searched(wanted: int, seed: int) -> tuple[list[Compared], Mapping[str, int]]:
-    """That many random instances that have an optimum; and how many have none, or too many states."""
+    """Returns that many random instances with an optimum, and the numbers of instances without an optimum or with too
+    many states."""
     rows: list[Compared] = []
     left_out = {TOO_MANY: 0, NOTHING: 0}
     for number in count():
@@ -106,7 +108,7 @@ def _searched(wanted: int, seed: int) -> tuple[list[Compared], Mapping[str, int]
 
 
 def _tiny(rows: Sequence[Compared], left_out: Mapping[str, int]) -> Mapping[str, object]:
-    """Counts and ratios."""
+    """Returns counts and ratios."""
     counts: Counter[str] = Counter()
     by_policy: dict[str, list[float]] = defaultdict(list)
     over: dict[str, list[float]] = {name: [] for name in ("closed form", "joint program", "fluid program")}
@@ -144,8 +146,8 @@ def _ratio(row: Compared) -> float:
 
 
 def _has_room(t: Tiny) -> bool:
-    """Returns whether the GPU has room for two working lists and two sums. With less, that chunks are whole says more
-    than any bound in which they are not."""
+    """Returns whether the GPU has room for two working lists and two sums. With less room, the wholeness of chunks
+    limits more than any bound with divisible chunks."""
     return t.slots >= 2 * (1 + t.wide)
 
 
@@ -156,7 +158,7 @@ def _drawn_tiny(rng: random.Random) -> Tiny:
 
 
 def _plans(wanted: int, seed: int) -> Mapping[str, object]:
-    """Counts and ratios of that many plans."""
+    """Returns counts and ratios of that many plans."""
     counts: Counter[str] = Counter()
     by_binding: dict[str, list[float]] = defaultdict(list)
     wrong: list[str] = []
@@ -176,7 +178,7 @@ def _plans(wanted: int, seed: int) -> Mapping[str, object]:
 
 
 def _spread(ratios: Sequence[float]) -> Mapping[str, float]:
-    """How many there are, least, median, mean and largest."""
+    """Returns number, least, median, mean and largest."""
     if not ratios:
         return {"count": 0}
     figures = {"least": min(ratios), "median": median(ratios), "mean": mean(ratios), "largest": max(ratios)}

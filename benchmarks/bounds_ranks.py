@@ -2,9 +2,9 @@
 
     python benchmarks/bounds_ranks.py [--plans 600] [--seed 0]
 
-Jobs are those of tests/helpers/bounded.py, on two to eight GPUs, equal ones and such that differ, with and without PCIe
-switches and a link between GPUs, on one node or two. Prints counts and how far plans are above the larger bound, by
-what binds it; writes results/bounds_ranks.json; exit 1 where a plan is below a bound.
+Jobs are those of tests/helpers/bounded.py, on two to eight equal or different GPUs, with and without PCIe switches and
+a link between GPUs, on one node or two. Prints counts and how far plans are above the larger bound, by the binding
+resource; writes results/bounds_ranks.json. Exit status 1 if a plan is below a bound.
 """
 
 from __future__ import annotations

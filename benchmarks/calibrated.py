@@ -1,16 +1,16 @@
 """Predicted against measured iteration time on a calibrated machine: three link speeds x three memory budgets.
 
     python benchmarks/calibrated.py                      # calibrates first, under a minute; about ten minutes in all
-    python benchmarks/calibrated.py --machine my.toml    # with what `pstar calibrate -o my.toml` wrote
+    python benchmarks/calibrated.py --machine my.toml    # with the file of `pstar calibrate -o my.toml`
 
 A run waits for a quiet moment. An iteration during which other programs kept more than a fifth of a core busy does not
-count; a run without one that counts is repeated. What counts is decided by the machine's load, never by the result. The
-processor time of the compute thread is printed beside the predicted one: it hardly depends on what others do.
+count; a run without a counted iteration is repeated. The machine's load decides what counts, never the result. The
+processor time of the compute thread is printed beside the predicted time: it hardly depends on other programs.
 
-GPT-2 is traced without being run, each plan is made for the calibrated machine, and what it predicts is held against
-the median of interleaved runs on the virtual accelerator. Nothing measured in a run goes into its prediction. Beside it
-stands what the catalog's entry of the virtual accelerator predicts for the same link and budget. The model's own
-durations, recorded in a warm-up, predict too, in a second column for comparison.
+GPT-2 is traced without being run, and each plan is made for the calibrated machine. The prediction is compared with the
+median of interleaved runs on the virtual accelerator. No measurement of a run enters its prediction. Two more columns
+compare other predictions: by the catalog's entry of the virtual accelerator for the same link and budget, and by the
+model's own durations, recorded in a warm-up.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BUSY_CORES = 0.2
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration: wall seconds, CPU seconds of the compute thread, cores that others kept busy meanwhile."""
+    """One iteration: wall seconds, CPU seconds of the compute thread, cores that other programs kept busy meanwhile."""
 
     seconds: float
     compute_s: float

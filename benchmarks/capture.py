@@ -1,8 +1,8 @@
 """Capture of a 13B Llama against one iteration of torch's own MemTracker on the same fake model, in one run.
 
-Each side runs in its own process (so that peak RSS is its own), in turns, `--repeats` times; times are medians, in CPU
+Each side runs in its own process (so that peak RSS is its own), in turns, `--repeats` times. Times are medians, in CPU
 seconds as well as wall seconds, because machines are shared. MemTracker leaves gradients in their parameters, so the
-capture whose peak is held against its peak does too (`keep_gradients=True`).
+capture that is compared with its peak does too (`keep_gradients=True`).
 
     python benchmarks/capture.py [--model llama-13b] [--batch 4] [--sequence 1024] [--repeats 3]
 """
@@ -28,7 +28,7 @@ SIDES = ("ours", "ours, gradients kept", "MemTracker")
 
 
 def one_side(side: str, model: str, batch: int, sequence: int) -> dict[str, Any]:
-    """One measurement, in this process."""
+    """Returns the figures of one measurement, in this process."""
     import torch
 
     from executor.capture import capture_module
@@ -64,7 +64,8 @@ def one_side(side: str, model: str, batch: int, sequence: int) -> dict[str, Any]
 
 
 def _mem_tracker(module: Any, example: Any, forward_loss: Any) -> int:
-    """Peak bytes beside parameters of one iteration under MemTracker, on fake CPU tensors as in a capture."""
+    """Returns the peak bytes beside parameters of one iteration under MemTracker, on fake CPU tensors as in a
+    capture."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker

@@ -1,8 +1,8 @@
-"""What a certificate costs and how far the two bounds are apart: CPU seconds of the joint and of the fluid linear
+"""The cost of a certificate, and the distance of the two bounds: CPU seconds of the joint and of the fluid linear
 program (`--certify`) for GPT 18B on one GPU of four kinds, eager, behind the barrier, and with four micro-batches.
 
-Batch 8, sequence 1024, checkpointing, bf16. Prints a row a case with the gap of `optimal` (or of --policy) to each
-bound, writes results/certify.json, and fails if a fluid program takes more than 15 s or the policy is faster than a
+Batch 8, sequence 1024, checkpointing, bf16. Prints a row per case with the gap of `optimal` (or of --policy) to each
+bound and writes results/certify.json. Fails if a fluid program takes more than 15 s or the policy is faster than a
 bound.
 """
 
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--policy", default="optimal")
     parser.add_argument("--machine", action="append", choices=MACHINES)
     args = parser.parse_args()
-    # what the first call imports is not the bound's
+    # the first call's imports do not count for the bound
     warm = ps.preset("1B", batch=1, seq=1024, dtype="bf16")
     lower_bound(warm, ps.machine("v100-32"), Settings(), build_layout(warm))
 

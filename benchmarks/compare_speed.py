@@ -1,4 +1,5 @@
-"""CPU seconds of `compare` with five policies for the 12B preset, what the barrier costs and what would fit included.
+"""CPU seconds of `compare` with five policies for the 12B preset, including the cost of the barrier and the changes
+that would make a policy fit.
 
 Start-up (imports, reading the catalog, making the workload) is left out. Fails above 2 s.
 """
@@ -18,7 +19,7 @@ LIMIT_S = 2.0
 
 def main() -> int:
     machine = ps.machine("v100-32")
-    ps.compare(ps.preset("1B", batch=1, seq=1024), machine, policies=["tide"])  # imports what is imported late
+    ps.compare(ps.preset("1B", batch=1, seq=1024), machine, policies=["tide"])  # makes the late imports
     workload = ps.preset("12B", batch=8, seq=1024, dtype="fp16")
     times = []
     for _ in range(3):

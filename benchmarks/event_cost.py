@@ -1,12 +1,12 @@
-"""Main-thread CPU per event of the module tree: what the executor's Python costs beside plain PyTorch.
+"""Main-thread CPU per event of the module tree: the cost of the executor's Python beside plain PyTorch.
 
-A module tree of the shape of Llama 2 7B (32 layers of seven linears and two norms) with tensors so small that operators
-cost next to nothing: 878 events per step. Under the plans of `all_on_gpu` and `tide` and in plain PyTorch
-(`torch.optim.AdamW(fused=True)`), step by step in turns, in one process. `time.thread_time` of the training thread: it
-counts neither waits nor the threads of the side queues. Per event: (ours - plain) / events, of the medians. The goal is
-at most 25 microseconds for `all_on_gpu`.
+A module tree of the shape of Llama 2 7B (32 layers of seven linears and two norms) has tensors so small that operators
+cost next to nothing: 878 events per step. It runs under the plans of `all_on_gpu` and `tide` and in plain PyTorch
+(`torch.optim.AdamW(fused=True)`), step by step in turns, in one process. The figure is `time.thread_time` of the
+training thread, which counts neither waits nor the threads of the side queues, per event: (ours - plain) / events, of
+the medians. The goal is at most 25 microseconds for `all_on_gpu`.
 
-`--profile NAME` prints where the training thread of one of the two spends a step.
+`--profile NAME` prints where the training thread of policy NAME spends a step.
 """
 
 from __future__ import annotations
@@ -89,7 +89,11 @@ def tree() -> Tree:
 
 
 class Runner:
-    """One of the models under comparison. policy: None for plain PyTorch. cpu_s: of the training thread, by step."""
+    """One of the models under comparison.
+
+    policy: None for plain PyTorch.
+    cpu_s: CPU seconds of the training thread, by step.
+    """
 
     def __init__(self, policy: str | None) -> None:
         self.model: nn.Module = tree()

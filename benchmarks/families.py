@@ -1,10 +1,10 @@
-"""Twice the GPUs of one family, the same batch per GPU: how many times the tokens?
+"""Twice the GPUs of one family, the same batch per GPU: by which factor do the tokens grow?
 
-Every pair of machines of the catalog with the same card, joined by a peer link within one node, one with twice as many
-GPUs as the other; a node of the catalog also counts with fewer of its GPUs. Policy all_on_gpu, bf16 (forced on V100),
-sequence 1024, checkpointing, no clipping. Hosts do not matter to this policy, so a factor between 1.6 and 2.02 is what
-hardware gives; one outside says that two models time the two entries. A pair outside has its reason beside it: hosts or
-networks that the policy waits for.
+The pairs are machines of the catalog with the same card and a peer link within one node, one with twice as many GPUs as
+the other; a node of the catalog also counts with fewer of its GPUs. Policy all_on_gpu, bf16 (forced on V100), sequence
+1024, checkpointing, no clipping. Hosts do not matter to this policy, so a factor between 1.6 and 2.02 comes from the
+hardware. A factor outside means that the two entries are timed by inconsistent figures; its reason is beside it: hosts
+or networks that the policy waits for.
 
     python benchmarks/families.py        # writes benchmarks/results/families.json
 """
@@ -29,7 +29,7 @@ LEAST, MOST = 1.6, 2.02
 
 
 def card(catalog: Catalog, name: str) -> str | None:
-    """Returns the machine's GPU, None where it is none with products by shape."""
+    """Returns the name of the machine's GPU; None for a GPU without products by shape."""
     gpu = catalog.machines[name].values.gpu
     return None if gpu is None or catalog.gpus[gpu].values.generation is None else gpu
 
@@ -39,7 +39,7 @@ def with_gpus(machine: Machine, gpus: int) -> Machine:
 
 
 def nodes(catalog: Catalog) -> Iterator[tuple[str, int]]:
-    """(machine, GPUs) of every entry of one node with a family, whole and with fewer GPUs."""
+    """Yields (machine, GPUs) of every entry of one node with a family, whole and with fewer GPUs."""
     for name in catalog.machines:
         machine = catalog.machine(name)
         if card(catalog, name) and machine.nodes == 1:
@@ -51,7 +51,7 @@ def nodes(catalog: Catalog) -> Iterator[tuple[str, int]]:
 
 
 def tokens_per_s(catalog: Catalog, name: str, gpus: int, model: str) -> float | None:
-    """Tokens per second; None where the model does not fit."""
+    """Returns the tokens per second; None where the model does not fit."""
     machine = with_gpus(catalog.machine(name), gpus)
     workload = ps.preset(model, batch=MODELS[model] * gpus, seq=1024, dtype="bf16")
     result = ps.compare(workload, machine, policies=("all_on_gpu",), clip=False, barrier_cost=False, near=False)
@@ -59,13 +59,13 @@ def tokens_per_s(catalog: Catalog, name: str, gpus: int, model: str) -> float | 
 
 
 def reason(catalog: Catalog, large: str) -> str:
-    """What keeps the larger machine from twice the tokens."""
+    """Returns why the larger machine has less than twice the tokens."""
     peer = catalog.machine(large).peer
     return "host-bound" if peer is None else f"its collectives pass {peer.name}, {peer.bytes_per_s / 1e9:.0f} GB/s"
 
 
 def pairs(catalog: Catalog) -> list[dict[str, object]]:
-    """Returns each pair with its factor; pairs in which the model does not fit are left out."""
+    """Returns each pair with its factor, without pairs in which the model does not fit."""
     rate = cache(lambda name, gpus, model: tokens_per_s(catalog, name, gpus, model))
     found: list[dict[str, object]] = []
     for (small, few), (large, many) in product(nodes(catalog), repeat=2):

@@ -1,18 +1,15 @@
 """Fits the efficiency model to the published rows that scope.toml calls fitted or to fit.
 
-Least squares of log(predicted / published) of times and phases, over the numbers below, with a weak pull to where they
-start. Residuals are plans made and simulated, as in `pstar validate`; their derivatives are differences of such runs,
-taken once at the start, so one run of this script is one step of Gauss and Newton: repeat it until nothing moves. The
-fit is replayed at the end, which says how good the derivatives were. hbm and launch_us are held where --hold says: the
-rows cannot tell them from one another, and a free fit takes half the datasheet's bandwidth and 240 us of launches.
+Least squares of log(predicted / published) of times and phases, over the ten numbers below, with a weak pull to their
+start. Residuals come from plans made and simulated, as in `pstar validate`. Their derivatives are differences of such
+runs, taken once at the start. So one run of this script is one step of Gauss and Newton: repeat it until nothing
+changes. hbm and launch_us are held at the values of --hold: the rows cannot separate them, and a free fit takes half
+the datasheet's bandwidth and 240 us of launches.
 
-Prints each number with its physical meaning and its sensitivity: how many rows it moves, and the errors of fitted and
-of tested rows if it were a tenth smaller or larger. Tested rows are read for this alone. Then the fit with each whole
-machine left out in turn: errors on the rows of that machine.
+Prints each number with its physical meaning and its sensitivity (the change of the median time when the number grows by
+a tenth), and the fit with each whole machine left out in turn: errors on the rows of that machine.
 
-A run is replayed again only where a number changes its job.
-
-    python benchmarks/fit_efficiency.py        # about seven minutes; writes benchmarks/results/fit_efficiency.json
+    python benchmarks/fit_efficiency.py        # some minutes; writes benchmarks/results/fit_efficiency.json
 """
 
 from __future__ import annotations
@@ -73,7 +70,7 @@ class Replayed:
 
 
 def start() -> dict[str, float]:
-    """The numbers that are shipped."""
+    """Returns the shipped numbers."""
     e = fitted()
     hosts = {name: published_machine(name, e, "deepspeed").host for name in (VM, "polaris-bound")}
     loop_s = next(experiment_of(run, e).loop_s for run in runs_for("fitted") if run[0].source.startswith(HARNESS))
@@ -157,7 +154,7 @@ def derivatives(runs: Sequence[Run], values: dict[str, float], known: Sequence[R
 
 
 def solved(base: Array, slopes: Array, held: Array) -> Array:
-    """Logarithms of the factors by which the numbers change."""
+    """Returns the logarithms of the factors by which the numbers change."""
 
     def weighed(x: Array) -> Array:
         return np.concatenate([base + slopes @ (x * ~held), PULL * x])

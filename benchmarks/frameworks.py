@@ -1,10 +1,10 @@
-"""Exported configurations in the real frameworks: each file is loaded by its package, and DeepSpeed and FSDP 2 train
-ten steps of a small transformer with it on this CPU, predicted bytes per parameter beside measured ones.
+"""Exported configurations in the real frameworks: each file is loaded by its package. DeepSpeed and FSDP 2 train ten
+steps of a small transformer with it on this CPU; predicted bytes per parameter are compared with measured ones.
 
-On a CPU the accelerator's memory is the host's and nothing is pinned: what is predicted is what the framework asks for
-on the host, unrounded, and what the plan keeps on the GPU between two steps. What is measured are all tensors that are
-alive behind the tenth step. DeepSpeed runs in .venv-peers (contenders/venv.py), torchtitan and Megatron-Core are loaded
-by an interpreter that has them (--titan). Writes results/frameworks.json.
+On a CPU the accelerator's memory is the host's and nothing is pinned. The prediction is the framework's requests on the
+host, unrounded, and the plan's bytes on the GPU between two steps. The measurement is all tensors alive after the tenth
+step. DeepSpeed runs in .venv-peers (contenders/venv.py); torchtitan and Megatron-Core are loaded by an interpreter that
+has them (--titan). Writes results/frameworks.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ STEPS, BATCH, TOKENS, WORDS, HIDDEN, LAYERS = 10, 2, 32, 512, 128, 3
 
 
 class Small(nn.Module):
-    """A transformer of about 0.7 M parameters; called with a batch of words it returns the loss of the next one."""
+    """A transformer of about 0.7 M parameters. Called with a batch of words, it returns the loss of predicting the next
+    word."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ def words(seed: int) -> torch.Tensor:
 
 
 def living_bytes() -> int:
-    """Returns the bytes of the storages of all tensors that are alive."""
+    """Returns the bytes of the storages of all live tensors."""
     gc.collect()
     storages = {}
     for one in gc.get_objects():
@@ -77,7 +78,10 @@ def process_group() -> None:
 
 
 def trained(step: Callable[[int], float]) -> dict[str, Any]:
-    """Ten steps, and what is alive behind the last. step: trains once and returns the loss."""
+    """Run ten steps. Returns their losses, and the bytes alive after the last.
+
+    step: trains once and returns the loss.
+    """
     losses = [step(n) for n in range(STEPS)]
     return {"losses": losses, "living_bytes": living_bytes()}
 
@@ -138,7 +142,7 @@ def load_accelerate(path: str) -> dict[str, Any]:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     loaded = ClusterConfig.from_yaml_file(path)
-    for key, value in loaded.fsdp_config.items():  # as `accelerate launch` hands them on
+    for key, value in loaded.fsdp_config.items():  # as `accelerate launch` passes them on
         os.environ[key.upper()] = str(value) if key == "fsdp_auto_wrap_policy" else str(value).lower()
     plugin = FullyShardedDataParallelPlugin()
     return {"version": plugin.fsdp_version, "offload": type(plugin.cpu_offload).__name__}
@@ -152,7 +156,8 @@ def load_torchtitan(path: str) -> dict[str, Any]:
 
 
 def load_megatron(path: str) -> dict[str, Any]:
-    """Megatron-Core has no arguments of its own: flags are its configurations' fields, where they are."""
+    """Load Megatron's flags. Megatron-Core has no arguments of its own: the flags are compared with its configurations'
+    fields, where these exist."""
     from dataclasses import fields
 
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -178,7 +183,7 @@ WORK = {
 
 
 def asked(work: str, path: Path, interpreter: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the work answers in another interpreter, or {"failed": its last line}."""
+    """Returns the answer of `work` in another interpreter, or {"failed": its last line}."""
     argv = [interpreter, str(Path(__file__).resolve()), "--work", work, str(path)]
     paths = os.pathsep.join((str(ROOT), str(ROOT / "benchmarks")))
     done = subprocess.run(
@@ -208,8 +213,8 @@ LOADS = {
 
 
 def predicted(prediction: Any, width: int) -> dict[str, float]:
-    """Returns the bytes on a CPU between two steps: host blocks as asked for, without those that only the pinning cache
-    keeps, and what the plan keeps on the GPU."""
+    """Returns the bytes on a CPU between two steps: requested host blocks, without those that only the pinning cache
+    keeps, and the plan's bytes on the GPU."""
     from pstar_sim.core.step import Place
 
     plan, host = prediction.plan, prediction.host
@@ -274,7 +279,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def beside(measured: Mapping[str, Any], prediction: Any) -> dict[str, Any]:
-    """Predicted and measured bytes per parameter."""
+    """Returns predicted and measured bytes per parameter."""
     if "failed" in measured:
         return dict(measured)
     params = measured["params"]

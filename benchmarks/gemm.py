@@ -1,14 +1,14 @@
 """Matrix products by shape: fits the figures of `ProductShape` to measured products, and measures the errors.
 
-The rows are 463 measured bf16 products of transformer layers on an A100-PCIe and a B200 (SimuMax's system files): in
-benchmarks/data/gemm_efficiency.csv, columns as its head says. Per GPU four figures are fitted (wave_loss, depth,
+The rows are 463 measured bf16 products of transformer layers on an A100-PCIe and a B200 (SimuMax's system files), in
+benchmarks/data/gemm_efficiency.csv, whose head explains its columns. Per GPU four figures are fitted (wave_loss, depth,
 bytes_per_s, kernel_s), the plateau (share of the peak rate that large products reach) and one factor for results in
 fp32, which the cost model does not use. SMs, peaks and the memory's rate come from the datasheets, the tile is assumed.
 
 Each (k, n) is left out in turn: the figures are fitted to the other shapes and predict the products of that shape.
 `transferred` predicts B200 with A100's figures: SMs, peak and memory rate of the B200's datasheet, and one fitted
-figure, B200's plateau. `repeated` says how far two measurements of one product lie apart that are equal in layout and
-accumulation and differ in the dtype of the result alone; the A100's rows have no such pair.
+figure, B200's plateau. `repeated` is the distance of two measurements of one product that differ only in the dtype of
+the result; the A100's rows have no such pair.
 
     python benchmarks/gemm.py            # prints the fit and the errors, writes benchmarks/results/gemm.json
 """
@@ -32,7 +32,7 @@ TILE = (128, 256)
 DATASHEET = {"A100-PCIe": (108, 1.935e12), "B200": (148, 7.7e12)}  # SMs, bytes/s of the memory
 LARGE_FLOPS = 5e11
 START = (0.6, 1.0, 0.5, 64.0, 0.4, 1e-6)  # plateau, fp32, wave_loss, depth, share of the memory's rate, kernel_s
-WEAK = 0.02  # weight of the start, so that a figure that the rows say nothing about stays there
+WEAK = 0.02  # weight of the start, so that a figure that the rows do not determine stays there
 REACH, NOISE = 0.5, 0.3  # of the correction by neighbours
 
 
@@ -42,7 +42,7 @@ class Row:
 
     product: batches, m, k, n.
     layout: order of the factors in memory ("TN").
-    adds: whether the result is added to what is there.
+    adds: whether the result is added to existing values.
     peak: flops/s of the datasheet.
     moved: bytes of its factors and result.
     """
@@ -58,7 +58,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Fit:
-    """shape: the fitted figures. plateau: share of the peak. fp32: factor of the rate where the result is in fp32."""
+    """Fitted figures of one GPU.
+
+    shape: the fitted figures.
+    plateau: share of the peak.
+    fp32: factor of the rate where the result is in fp32.
+    """
 
     shape: ProductShape
     plateau: float
@@ -85,7 +90,7 @@ def rows_of(gpu: str) -> list[Row]:
 
 
 def fit_of(gpu: str, logs: Sequence[float]) -> Fit:
-    """Returns the figures that these logarithms of multiples of START stand for."""
+    """Returns the figures for these logarithms of multiples of START."""
     plateau, fp32, loss, depth, memory, kernel_s = (s * float(np.exp(x)) for s, x in zip(START, logs, strict=True))
     sms, bytes_per_s = DATASHEET[gpu]
     shape = ProductShape(
@@ -100,7 +105,7 @@ def fit_of(gpu: str, logs: Sequence[float]) -> Fit:
 
 
 def fitted(gpu: str, rows: Sequence[Row], start: Sequence[float] = (0.0,) * len(START)) -> tuple[Fit, list[float]]:
-    """Returns the fit to these rows, and its logarithms, from which another one may start."""
+    """Returns the fit to these rows, and its logarithms, from which another fit may start."""
 
     def errors(logs: Sequence[float]) -> list[float]:
         fit = fit_of(gpu, logs)
@@ -111,8 +116,9 @@ def fitted(gpu: str, rows: Sequence[Row], start: Sequence[float] = (0.0,) * len(
 
 
 def left_out(gpu: str, rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    """Relative errors of all rows, each predicted without the rows of its (k, n): by the fit alone, and corrected by
-    the errors of products with like extents, whichever is m, k or n (a Gaussian process over their logarithms)."""
+    """Returns the relative errors of all rows, each predicted without the rows of its (k, n): by the fit alone, and
+    corrected by the errors of products with similar extents, in any of m, k and n (a Gaussian process over their
+    logarithms)."""
     _, start = fitted(gpu, rows)
     found: dict[int, tuple[float, float]] = {}
     for kn in {r.product[2:] for r in rows}:
@@ -127,7 +133,7 @@ def left_out(gpu: str, rows: Sequence[Row]) -> tuple[list[float], list[float]]:
 
 
 def neighbours(fit: Fit, rows: Sequence[Row]) -> Callable[[Row], float]:
-    """row -> factor of its efficiency, by how far `fit` is off on `rows` like it."""
+    """Returns row -> factor of its efficiency, from the errors of `fit` on similar rows."""
     places = np.array([sorted(np.log(r.product[1:])) for r in rows])
     off = np.array([np.log(r.efficiency / fit.efficiency(r)) for r in rows])
     alike = np.exp(-np.linalg.norm(places[:, None] - places[None], axis=-1) / REACH)
@@ -142,8 +148,7 @@ def neighbours(fit: Fit, rows: Sequence[Row]) -> Callable[[Row], float]:
 
 def transferred(fit: Fit, gpu: str, rows: Sequence[Row]) -> Fit:
     """Returns the fit of the A100 carried over to `gpu`, with SMs and memory rate of its datasheet. One figure comes
-    from the
-    rows: the median efficiency of large products, which gives the plateau."""
+    from the rows: the median efficiency of large products, which gives the plateau."""
     sms, bytes_per_s = DATASHEET[gpu]
     share = fit.shape.bytes_per_s / DATASHEET["A100-PCIe"][1]
     fit = replace(fit, shape=replace(fit.shape, sms=sms, bytes_per_s=share * bytes_per_s))
@@ -162,8 +167,8 @@ def summary(errors: Sequence[float]) -> dict[str, float]:
 
 
 def repeated(rows: Sequence[Row]) -> dict[str, float] | None:
-    """How far two measurements of one product lie apart that differ in the dtype of the result alone; None where the
-    rows have no such pair. Raises ValueError for a measurement that stands there twice."""
+    """Returns the distances of two measurements of one product that differ only in the dtype of the result; None if the
+    rows have no such pair. Raises ValueError for a measurement that is there twice."""
     pairs: dict[tuple[object, ...], dict[bool, float]] = {}
     for r in rows:
         both = pairs.setdefault((r.product, r.layout, r.adds), {})

@@ -1,8 +1,9 @@
 """`make gpu-largest`: the largest model of a width that trains here, two steps of it.
 
-The layers that both memories would hold by arithmetic come first; where there is no plan, or it does not run, fewer by
-a twentieth, until one trains. Weights are drawn once and shared, so that the model takes no memory beside the plan's.
-Every try has a process of its own and is kept as it is done: a run that was cut off goes on from the folder --out.
+The first try has the layers that both memories would hold by arithmetic. If there is no plan, or it does not run, the
+next try has a twentieth fewer, until one trains. Weights are drawn once and shared, so that the model takes no memory
+beside the plan's. Every try has a process of its own and its result is kept: a later run continues from the folder
+--out.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def layers_by_arithmetic(*, fixed_params: int, layer_params: int, dtype: str, gpu_bytes: int, host_bytes: int) -> int:
-    """Layers whose model data (14 bytes per parameter in bf16, 16 in fp32) fills both memories; at least 1."""
+    """Returns the layers whose model data (14 bytes per parameter in bf16, 16 in fp32) fill both memories; at least
+    1."""
     each = 14 if dtype == "bf16" else 16
     return max(1, ((gpu_bytes + host_bytes) // each - fixed_params) // layer_params)
 
 
 def fewer(layers: int) -> int:
-    """Returns a twentieth less, at least one."""
+    """Returns a twentieth fewer layers, at least one fewer."""
     return layers - max(1, layers // 20)
 
 

@@ -1,8 +1,9 @@
-"""`make gpu-mirror`: what a first minute on a GPU would trip over, found without one.
+"""`make gpu-mirror`: finds errors of a first minute on a GPU machine without such a machine.
 
-In an environment like such a machine's (benchmarks/mirror.txt: Python 3.12, torch 2.11, no simpy): every gpu script
-ends at "no CUDA device" with its own status, every gpu test is collected and skipped for the want of a device alone,
-and the suite's CPU part passes (--tests: of it, what these name). Results: gpu_mirror.json in --out.
+It runs in an environment like such a machine's (benchmarks/mirror.txt: Python 3.12, torch 2.11, no simpy). Every gpu
+script has to end at "no CUDA device" with its own status. Every gpu test has to be collected and skipped only because
+there is no device. The suite's CPU part has to pass (--tests: the part of it that these name). Results: gpu_mirror.json
+in --out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SCRIPTS = (
 
 
 def scripts() -> dict[str, Any]:
-    """Script -> its exit status and lines."""
+    """Returns script -> its exit status and lines."""
     found = {}
     for name, file, *argv in SCRIPTS:
         command = [sys.executable, str(ROOT / "benchmarks" / file), *argv]
@@ -44,7 +45,7 @@ def scripts() -> dict[str, Any]:
 
 
 def tests(folder: Path, argv: Sequence[str]) -> dict[str, Any]:
-    """Counts of a run of tests, why some were skipped, and which failed."""
+    """Returns the counts of a run of tests, the reasons of skips, and the failed tests."""
     run_tests(["--without-device", "--minutes", "0", "--test-limit-s", "600", "--out", str(folder), *argv])
     rows = results(read(folder / "gpu_test.partial.jsonl"))
     skipped = Counter(row["text"] for row in rows.values() if row["outcome"] == "skipped")

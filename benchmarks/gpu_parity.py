@@ -1,8 +1,8 @@
-"""`make gpu-parity`: training by a plan beside plain AdamW on the same card, and how far apart they are.
+"""`make gpu-parity`: training by a plan beside plain AdamW on the same card, and the difference of the two.
 
-GPT-2 and a small Llama shape with grouped-query attention, fp32 and bf16, four micro-batches; every policy at a budget
-as small as it has a plan for, with the update in the step and eager. Every stage (a model in a dtype) has a process of
-its own and is kept as it is done: a run that was cut off goes on where it stopped, from the folder --out.
+GPT-2 and a small Llama shape with grouped-query attention, fp32 and bf16, four micro-batches; every policy at the
+smallest budget for which it has a plan, with the update in the step and eager. Every stage (a model in a dtype) has a
+process of its own and its result is kept: a later run continues from the folder --out.
 """
 
 from __future__ import annotations

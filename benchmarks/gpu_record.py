@@ -1,10 +1,11 @@
-"""`make gpu-record`, `make gpu-7b`: what this machine's GPU really does, beside what was predicted.
+"""`make gpu-record`, `make gpu-7b`: measurements of this machine's GPU, beside the predictions.
 
-Calibration first (a machine file); then for each model (smallest first) the tide of plain training, moment by moment;
-then plans at each cap, run by the executor: bytes of every moment, the worst one named, bytes over the link by the
-profiler, reserved bytes, exchanges, host memory, seconds. Every stage has a process of its own and is kept as it is
-done: a run that was cut off or used up its --minutes goes on where it stopped, from the folder --out. Figures:
-gpu_record.json (gpu_7b.json); beside it the machine file and traces (without --out: traces/measured/).
+Calibration comes first (a machine file). Then, for each model (smallest first), the tide of plain training is measured,
+moment by moment. Then plans at each cap are run by the executor: bytes of every moment with the worst one named, bytes
+over the link by the profiler, reserved bytes, exchanges, host memory, seconds. Every stage has a process of its own and
+its result is kept: a later run continues from the folder --out where an interrupted run, or one whose --minutes were
+over, stopped. Figures: gpu_record.json (gpu_7b.json); beside it the machine file and traces (without --out:
+traces/measured/).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from preflight import cannot_run, report, slug
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "traces" / "measured"
-# Smallest first: what comes first is had for sure.
+# Smallest first, because the first models are sure to be measured.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "tiny-gpt2": {"batch": 2, "sequence": 32, "checkpointing": False, "dtype": "fp32"},
     "vit-b-16": {"batch": 32, "sequence": 197, "checkpointing": False, "dtype": "bf16"},
@@ -76,7 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def in_process(keep: Keep, job: Mapping[str, Any], left_s: float) -> dict[str, Any]:
-    """Run one stage's job. Raises Failed where it failed or had no time to finish."""
+    """Run one stage's job. Returns its result. Raises Failed where it failed or had no time to finish."""
     with tempfile.TemporaryDirectory() as folder:
         job_file, result_file = Path(folder) / "job.json", Path(folder) / "result.json"
         job_file.write_text(json.dumps(job), encoding="utf-8")
@@ -97,7 +98,7 @@ def in_process(keep: Keep, job: Mapping[str, Any], left_s: float) -> dict[str, A
 
 
 def jobs(args: argparse.Namespace, gpu: str, folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(what it is, job) of every stage, in order."""
+    """Returns (description, job) of every stage, in order."""
     machine = args.machine or str(folder / f"{slug(gpu)}.toml")
     found: list[tuple[str, dict[str, Any]]] = []
     if "machine" in args.stages and args.machine is None:
@@ -116,7 +117,7 @@ def jobs(args: argparse.Namespace, gpu: str, folder: Path) -> list[tuple[str, di
 
 
 def line(what: str, result: Mapping[str, Any]) -> str:
-    """One stage for people."""
+    """Returns one stage in words."""
     if "failed" in result:
         return f"{what}: failed: {result['failed']}"
     parts = []
@@ -161,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     found: dict[str, Any] = {}
     for what, job in jobs(args, gpu, folder.resolve()):
-        # Folders are no part of what a stage is: they may lie elsewhere when a run goes on.
+        # Folders do not identify a stage: a later run may have others.
         named = {k: Path(str(v)).name if k in ("path", "machine") else v for k, v in job.items() if k != "folder"}
         key = json.dumps(named, sort_keys=True)
         result = stages.run(key, what, lambda left_s, job=job: in_process(keep, job, left_s))

@@ -1,9 +1,9 @@
-"""`make gpu-smoke`: four minutes that say whether the rest is worth a card's time.
+"""`make gpu-smoke`: four minutes that show whether longer runs are worth a card's time.
 
-Versions and environment; what the driver's context and a product take of the card; pinning; copies both ways; the
-private memory pool from two threads; a wide MLP trained for three steps under two policies, beside plain torch on the
-same device. Each line is said, and kept, as it is known. A part that hangs has the stacks of all threads written and
-ends; the parts behind it run in a new process.
+It checks versions and environment; the memory that the driver's context and a product take of the card; pinning; copies
+both ways; the private memory pool from two threads; a wide MLP trained for three steps under two policies, beside plain
+torch on the same device. Each line is printed, and kept, as it is known. If a part hangs, the stacks of all threads are
+written and the process ends; the following parts run in a new process.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from preflight import cannot_run, report
 ROOT = Path(__file__).resolve().parents[1]
 GIB, MIB = 1 << 30, 1 << 20
 LAYERS, ROWS = 12, 64
-WIDTH = {"cuda": 2048, "virtual": 256}  # a CPU is to try the script
+WIDTH = {"cuda": 2048, "virtual": 256}  # a CPU only tries the script
 Say = Callable[[str], object]
 
 
 class Elsewhere(Exception):
-    """A part that needs what this device is not."""
+    """A part that needs another device."""
 
 
 def versions(device: str, say: Say) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def versions(device: str, say: Say) -> dict[str, Any]:
 
 
 def context(device: str, say: Say) -> dict[str, Any]:
-    """Returns the bytes on the card that are not torch's, and what a product's workspace adds to what torch holds."""
+    """Returns the bytes on the card that are not torch's, and the bytes that a product's workspace adds to torch's."""
     import torch
 
     _only_on_a_card(device)
@@ -79,7 +79,7 @@ def context(device: str, say: Say) -> dict[str, Any]:
     before = torch.cuda.memory_allocated()
     (a @ a).sum().backward()
     torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated() - before - a.numel() * 4  # its gradient
+    held = torch.cuda.memory_allocated() - before - a.numel() * 4  # the gradient of the input
     found |= {"context_after_product_bytes": others(), "workspace_bytes": held}
     for name, value in found.items():
         say(f"{name}: {value / MIB:.1f} MiB")
@@ -134,8 +134,8 @@ def copies(device: str, say: Say) -> dict[str, Any]:
 
 
 def pool(device: str, say: Say) -> dict[str, Any]:
-    """Two threads take and give payloads of one private pool, each with a pattern of its own that has to be there
-    still; then what is free goes back, and at the end all of it."""
+    """Let two threads take and give payloads of one private pool, each with a pattern of its own that must stay intact.
+    Then free memory is given back, and at the end all memory."""
     import torch
 
     from executor.devices.cuda_blocks import Blocks, check_allocator
@@ -180,7 +180,8 @@ def pool(device: str, say: Say) -> dict[str, Any]:
 
 
 def training(device: str, say: Say) -> dict[str, Any]:
-    """Largest difference of parameters and losses from plain torch with AdamW(fused=True) on the same device."""
+    """Returns the largest difference of parameters and losses from plain torch with AdamW(fused=True) on the same
+    device."""
     import torch
     from torch import nn
 
@@ -267,7 +268,7 @@ PARTS: dict[str, Callable[[str, Say], dict[str, Any]]] = {
 
 
 def inside(args: argparse.Namespace, partial: Path) -> None:
-    """In a process of its own: the parts one after the other, each one's figures a line of the file."""
+    """Run the parts one after the other, in a process of its own; each part's figures are a line of the file."""
     for name in args.parts:
         append(partial, {"begun": name})
         print(f"-- {name}", flush=True)

@@ -1,9 +1,9 @@
 """`make gpu-test`, `make gpu-steady`: the tests marked gpu, with the current interpreter.
 
-Every test's result is kept as it is known; a run that was cut off or used up its --minutes goes on where it stopped,
-from the folder --out. A test that hangs or kills its process counts as failed, with the stacks of all threads in the
-log, and the tests behind it run in a new process. Warnings are shown and kept, and fail nothing: torch has warnings of
-its own on a device. Tests marked slow run alone: `--slow`. pytest without plugins is enough.
+Every test's result is kept at once. A later run continues from the folder --out where an interrupted run, or one whose
+--minutes were over, stopped. A test that hangs or kills its process counts as failed, with the stacks of all threads in
+the log, and the following tests run in a new process. Warnings are shown and kept, and fail nothing: torch has warnings
+of its own on a device. Tests marked slow run alone: `--slow`. pytest without plugins is enough.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from preflight import cannot_run, report
 
 ROOT = Path(__file__).resolve().parents[1]
 BAD = frozenset({"failed", "error", "hung", "died"})
-# The evidence for streams and events comes first: where it fails, the rest says little.
+# Tests of streams and events come first: if they fail, the others mean little.
 FIRST = ("TestHazards", "test_streams_equal_the_serial_order_to_the_bit")
 OPTIONS = (
     *("-o", "addopts=", "--strict-markers", "--import-mode=importlib", "-W", "default"),
@@ -46,13 +46,13 @@ OPTIONS = (
 
 
 def gpu_files() -> list[str]:
-    """Test files that have a test for a GPU."""
+    """Returns the test files that have a test for a GPU."""
     found = (p for p in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in p.read_text(encoding="utf-8"))
     return sorted(str(p.relative_to(ROOT)) for p in found)
 
 
 def read(partial: Path) -> list[dict[str, Any]]:
-    """Returns the rows that are whole: a run may have been cut off while it wrote one."""
+    """Returns the complete rows; an interrupted run may have left an incomplete one."""
     rows = []
     for line in partial.read_text(encoding="utf-8").splitlines() if partial.exists() else ():
         try:
@@ -63,18 +63,18 @@ def read(partial: Path) -> list[dict[str, Any]]:
 
 
 def results(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Test -> its last result."""
+    """Returns test -> its last result."""
     return {row["test"]: row for row in rows if "test" in row}
 
 
 def unfinished(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the beginning of a test that had no end when the process ended."""
+    """Returns the beginning of the test that was running when the process ended; None if there is none."""
     last = next((row for row in reversed(rows) if row.keys() & {"started", "test", "cut_off"}), {})
     return last if "started" in last else None
 
 
 def run(keep: Keep, args: argparse.Namespace) -> int:
-    """Tests left when the minutes were over."""
+    """Returns the number of tests left when the minutes were over."""
     ends_s = time.monotonic() + 60 * args.minutes if args.minutes else float("inf")
     again = args.again
     while True:

@@ -2,9 +2,9 @@
 
     python benchmarks/interrupts.py                        # the first, a middle and the last hit of every line
     python benchmarks/interrupts.py --all --count 5000     # a sample of all hits of all lines, drawn with --seed
-    python benchmarks/interrupts.py --minutes 20           # as many as are struck by then, in an order drawn alike
+    python benchmarks/interrupts.py --minutes 20           # as many hits as the time allows, in random order
 
-What is struck and what has to come of it: _interrupts.py. Exit status 1 if anything was not as it should be.
+_interrupts.py defines the interruptions and their expected results. Exit status 1 if a result is another.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AT_ONCE = 25  # points of a case that one process takes at a time
 
 @cache
 def bench_of(number: int) -> Bench:
-    """Of a case, once per process."""
+    """Returns the bench of a case, made once per process."""
     import torch
 
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def all_of(hits: dict[tuple[str, int, str], int]) -> list[Point]:
 
 
 def class_of(said: str) -> str:
-    """Returns the error, without what differs from one strike to the next."""
+    """Returns the error without the parts that differ from one interruption to the next."""
     said = re.sub(r"injected at .*", "(raised in a queue's thread)", said)
     said = re.sub(r"\(?'[^)]*\)?", "", re.sub(r"\d+", "N", said))
     return said.split(";")[0].split(":", 1)[-1].strip()[:90]

@@ -1,9 +1,10 @@
 """KARMA beside all blocks recomputed and all blocks swapped: three jobs simulated, two measured on the virtual
 accelerator, where the three plans run in turns.
 
-All three by policy `karma`, so that only the choice per block differs; update eager, no clipping. "All swapped" leaves
-out the first block and the last two, which cannot be swapped. Prints a row per job and writes results/karma.json.
-Published: 1.52x on average over other out-of-core methods, in six other models (abstract of SC'20; a listing: 1.22x).
+All three plans are by policy `karma`, so that only the choice per block differs; update eager, no clipping. "All
+swapped" leaves out the first block and the last two, which cannot be swapped. Prints a row per job and writes
+results/karma.json. Published: 1.52x on average over other out-of-core methods, in six other models (abstract of SC'20;
+a listing: 1.22x).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CONFIG = {"model_type": "gpt2", "n_layer": 8, "n_embd": 128, "n_head": 4, "n_pos
           "bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
 BATCHES, SEQUENCE = (8, 24), 128  # the copies of parameters take longer than compute in the first only
 BANDWIDTH_BYTES_PER_S = 0.1e9  # a block's copy takes some five times its forward, as BERT-Large's on a V100
-KEPT_SHARE = 0.6  # of the activations that fit the measured job's GPU
+KEPT_SHARE = 0.6  # share of the activations that fit the measured job's GPU
 RUNS, STEPS = 3, 3
 
 
@@ -75,8 +76,11 @@ def _chosen(workloads: Sequence[Workload], machine: Machine) -> Chosen | None:
 
 
 def said(what: str, chosen: Mapping[str, Chosen | None], turns: Mapping[str, Sequence[float]]) -> dict[str, object]:
-    """Print the job's row; returns it. turns: seconds per way, simulated once or measured turn by turn. A gain is the
-    median over the turns, in which a loaded machine delays all ways alike."""
+    """Print the job's row and return it. A gain is the median over the turns, in which a loaded machine delays all ways
+    alike.
+
+    turns: seconds per way, simulated once or measured turn by turn.
+    """
     karma = chosen["karma"]
     assert karma is not None
     gains = {
@@ -92,7 +96,7 @@ def said(what: str, chosen: Mapping[str, Chosen | None], turns: Mapping[str, Seq
 
 
 def measured(batch: int) -> dict[str, object]:
-    """Returns each plan turn by turn, beside what was simulated for it."""
+    """Returns the measured seconds of each plan, turn by turn, beside the simulated ones."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(CONFIG))

@@ -1,9 +1,9 @@
-"""SIGKILL at random times, also while saving: every run that goes on equals the uninterrupted one, bit by bit.
+"""SIGKILL at random times, also while saving: every resumed run equals the uninterrupted one, bit by bit.
 
-A job saves after every step. A process that runs it is killed at a random time, the next one resumes from what is on
-the disk, until the job is through; then the next job. Counted are kills of a running process. Held against the
-uninterrupted run: every loss of every process, and at the end the files of the last checkpoint, byte by byte (values,
-moments, step counts, random number generators). A checkpoint may never be older than the last save that had ended.
+A job saves after every step. Its process is killed at a random time, and the next process resumes from the disk, until
+the job is finished; then the next job begins. Counted are kills of a running process. Compared with the uninterrupted
+run are every loss of every process, and at the end the files of the last checkpoint, byte by byte (values, moments,
+step counts, random number generators). A checkpoint may never be older than the last finished save.
 
     python benchmarks/kills.py --count 100
 """
@@ -29,7 +29,7 @@ SHARES = (0.25, 0.4, 0.55, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0)
 
 @dataclass(frozen=True)
 class Case:
-    """One job: dtype, micro-batches, when updates run, policy."""
+    """A job: dtype, micro-batches, when updates run, policy."""
 
     dtype: str
     micro_batches: int
@@ -50,7 +50,7 @@ CASES = (
 
 
 def make_plan(case: Case, path: Path) -> None:
-    """A plan at a budget that is too small for the model, so that chunks move."""
+    """Write a plan for a budget that is too small for the model, so that chunks move."""
     from executor.capture import capture
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.core.plan import Settings
@@ -71,14 +71,14 @@ def make_plan(case: Case, path: Path) -> None:
 
 
 def train(folder: str, name: str, resume: bool) -> None:
-    """What a process does: the job, with a line for each step, until it is through or killed."""
+    """Run the job in a process, with a line for each step, until it is finished or killed."""
     import numpy
 
     from executor.run import TrainingJob
     from executor.running.keeping import Keeping
     from pstar_sim.core.plan import load_plan
 
-    random.seed(1)  # what a job begins with; one that goes on has its checkpoint's
+    random.seed(1)  # the job's first generators; a resumed job has its checkpoint's
     numpy.random.seed(1)
     here = Path(folder)
     plan = load_plan(here / "plan.json")
@@ -95,7 +95,7 @@ def train(folder: str, name: str, resume: bool) -> None:
 
 
 def losses_of(log: Path) -> list[tuple[int, str]]:
-    """(step, loss) of every line that was written whole."""
+    """Returns (step, loss) of every complete line."""
     if not log.exists():
         return []
     rows = [line.split() for line in log.read_text().split("\n")[:-1]]
@@ -107,7 +107,11 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 
 class Kills:
-    """The kills of one case. counts: what was seen; problems: what must not be."""
+    """The kills of one case.
+
+    counts: number of events by kind.
+    problems: wrong results.
+    """
 
     def __init__(self, case: Case, folder: Path, draw: random.Random) -> None:
         self.case = case
@@ -141,7 +145,7 @@ class Kills:
         return process
 
     def run(self, count: int) -> None:
-        """Kill `count` running processes; whole jobs in between are held against the uninterrupted one."""
+        """Kill `count` running processes. Whole jobs in between are compared with the uninterrupted one."""
         while self.counts["kills"] < count and not self.problems:
             name = f"job{self._jobs}"
             self._jobs += 1
@@ -149,8 +153,8 @@ class Kills:
                 pass
 
     def _wait(self, process: Any, log: Path) -> None:
-        """Until the random moment of the kill: one in four at any time from the start of the process, the others while
-        it trains and saves, at most some six steps after its first."""
+        """Wait for the random moment of the kill. One kill in four is at any time from the start of the process; the
+        others come while it trains and saves, at most about six steps after its first."""
         if self._draw.random() < 0.25:
             process.join(self._draw.uniform(0.0, 1.0) * self._start_s)
             return
@@ -159,7 +163,7 @@ class Kills:
         process.join(self._draw.uniform(0.0, 6.0) * self._step_s)
 
     def _attempt(self, name: str, *, last: bool) -> bool:
-        """One process, killed unless it is the `last`; whether the job is through."""
+        """Run one process, and kill it unless it is the `last`. Returns whether the job is finished."""
         from executor.saving.manifest import find_checkpoint, is_checkpoint
         from executor.saving.restoring import stored_extra
 
@@ -206,8 +210,8 @@ class Kills:
 
 
 def kill_and_resume(count: int, *, seed: int = 0, cases: int = len(CASES)) -> Mapping[str, Any]:
-    """Kill `count` processes, spread over the first `cases` cases. Figures: kills, how many hit a save, jobs that were
-    finished and found equal, problems (empty if all is well)."""
+    """Kill `count` processes, spread over the first `cases` cases. Returns the figures: kills, kills during a save,
+    jobs that were finished and found equal, problems (empty if all is well)."""
     preloaded = ["executor.run", "transformers.models.gpt2", "torch._dynamo"]  # the last: torch's optimizers import it
     multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
     draw = random.Random(seed)

@@ -3,13 +3,13 @@
     peak  <=  baseline + slabs + virtual gpu + buffers + one shard
 
 baseline: interpreter, torch, transformers, plan and a model without memory, measured just before. slabs: host memory of
-the plan's chunks, powers of two. virtual gpu: payloads that the plan has on the gpu at the cut and while the first
-iteration's fetches run (its "gpu" is host memory too; on CUDA this term is 0). buffers: of the model. one shard: what
-the goal allows for reading; what reading takes is one piece of 16 MiB. Measured: VmHWM of a process of its own, whose
-mark is reset just before `prepare` (ru_maxrss where the system does not allow that); files are read with pread, so that
-their pages are the system's and no memory of the process.
+    the plan's chunks, powers of two. virtual gpu: payloads that the plan has on the gpu at the cut and while the first
+    iteration's fetches run (its "gpu" is host memory too; on CUDA this term is 0). buffers: of the model. one shard:
+    the bytes that the goal allows for reading; reading takes one piece of 16 MiB. The measured figure is VmHWM of a
+    process of its own, whose mark is reset just before `prepare` (ru_maxrss where the system does not allow that).
+    Files are read with pread, so their pages are the system's and not memory of the process.
 
-Beside it: saving and loading a checkpoint (which take one piece each), a step of training, and the ordinary way,
+It also measures saving and loading a checkpoint (which take one piece each), a step of training, and the ordinary way,
 where the model is in memory first.
 """
 
@@ -34,8 +34,7 @@ CASES = (
 
 
 def status(field: str) -> int:
-    """Returns the bytes of a line of /proc/self/status; the most memory ever (ru_maxrss) where there is no such
-    file."""
+    """Returns the bytes of a line of /proc/self/status; without that file the most memory ever (ru_maxrss)."""
     path = Path("/proc/self/status")
     if path.exists():
         for line in path.read_text().splitlines():
@@ -53,7 +52,7 @@ def reset_peak() -> bool:
 
 
 def make(folder: Path) -> None:
-    """The weights in both dtypes, in shards."""
+    """Write the weights in both dtypes, in shards."""
     from executor.models import TORCH_DTYPES, build
 
     model = build("gpt2", batch=1, sequence=16, dtype="fp32").module
@@ -73,7 +72,8 @@ def plan(policy: str, dtype: str, gpu_memory: str, path: Path) -> None:
 
 
 def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[str, Any]:
-    """One process: bytes of every term, and the marks after prepare, a step, a save and a load."""
+    """Measure in one process. Returns the bytes of every term, and the marks after prepare, a step, a save and a
+    load."""
     from executor import AdamW, prepare
     from executor.models import build
     from executor.saving.tensor_files import PIECE_BYTES
@@ -123,7 +123,7 @@ def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[st
 
 
 def child(*arguments: str) -> Any:
-    """Run a part of this file in a process of its own; what it prints last is JSON."""
+    """Run a part of this file in a process of its own. Returns the JSON of its last line."""
     done = subprocess.run([sys.executable, __file__, *arguments], check=True, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.strip().splitlines()
     return json.loads(lines[-1]) if lines else None

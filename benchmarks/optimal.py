@@ -2,15 +2,17 @@
 
 Sequence 1024, checkpointing, bf16 (also where the card would have to emulate it), eager updates, no clipping; one GPU.
 The machines are those of machines/, whose constants stay as they are when the catalog changes, so that tables of two
-commits are comparable.
-Prints a row a configuration, median and largest gap, and every case in which another policy is faster than `optimal`
-(there must be none: exit 1). --barrier: update=step with clipping. --shapes: models with large vocabularies instead.
---accumulation: 7 to 12B models with several micro-batches. --small: batch 1 and 2 of these and the GPT models.
---ranks: 4 to 18B models on nodes of eight GPUs, batch per GPU. --alone: no other policy is planned.
---certify: gaps to the fluid bound (seconds a configuration) instead of the joint one; with --accumulation always, at
-fewer points. Writes results/optimal.json, or the table's own file: a row as soon as it is known, in a random order, so
-that a table that was interrupted is a fair sample. --missing measures what the file lacks; the rows that it has are
-kept if nothing that plans depend on has changed since.
+commits are comparable. Prints a row per configuration, median and largest gap, and every case in which another policy
+is faster than `optimal` (if there is one: exit status 1).
+
+--barrier: update=step with clipping. --shapes: models with large vocabularies instead. --accumulation: 7 to 12B models
+with several micro-batches. --small: batch 1 and 2 of these and the GPT models. --ranks: 4 to 18B models on nodes of
+eight GPUs, batch per GPU. --alone: no other policy is planned. --certify: gaps to the fluid bound (seconds per
+configuration) instead of the joint one; with --accumulation always, at fewer points.
+
+Writes results/optimal.json, or the table's own file: each row as soon as it is known, in a random order, so that an
+interrupted table is a fair sample. --missing measures the rows that the file lacks; its rows are kept if nothing that
+plans depend on has changed since.
 """
 
 from __future__ import annotations
@@ -51,14 +53,18 @@ BATCHES = ("4", "8", "16")
 SMALL, SMALL_BATCHES = tuple(dict.fromkeys((*MODELS, *ACCUMULATED))), ("1", "2")
 ACCUMULATIONS = ("1x8", "2x4", "4x4", "1x32")  # sequences of a micro-batch x micro-batches
 SEQUENCE = 1024
-FEWER_POINTS = 150  # of the fluid program in the table of accumulation: within 2 % of what more points prove
+FEWER_POINTS = 150  # points of the fluid program in the table of accumulation: within 2 % of the bound with more points
 WORSE = AS_FAST  # relative difference that counts as "another policy is faster"
 
 
 @dataclass
 class Row:
-    """One configuration. seconds: simulated, by policy that fits. bound_s: of `optimal`'s own chunk size.
-    micro_batches: of `batch` sequences each."""
+    """One configuration.
+
+    seconds: simulated seconds by policy that fits.
+    bound_s: bound of `optimal`'s own chunk size.
+    micro_batches: number of micro-batches of `batch` sequences each.
+    """
 
     machine: str
     model: str
@@ -86,16 +92,18 @@ class Row:
 
     @property
     def faster(self) -> dict[str, float]:
-        """Policies that are faster than optimal, or fit where it does not."""
+        """Policies that are faster than optimal, or that fit where optimal does not."""
         own = self.seconds.get("optimal", float("inf"))
         return {name: s for name, s in self.seconds.items() if s < own * (1 - WORSE)}
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """batches: "B" or "BxU", sequences of a micro-batch and micro-batches.
-    points: of the fluid program; 0: the joint bound.
-    alone: no other policy is planned.
+    """A configuration to plan.
+
+    batches: "B" or "BxU", sequences of a micro-batch and micro-batches.
+    points: points of the fluid program; 0: the joint bound.
+    alone: whether no other policy is planned.
     """
 
     machine: str
@@ -158,9 +166,10 @@ def table(rows: Sequence[Row]) -> None:
 
 @dataclass(frozen=True)
 class Table:
-    """Configurations whose rows stand in one file.
+    """Configurations whose rows are in one file.
 
-    name: of the file. what: the configurations, in words.
+    name: name of the file.
+    what: the configurations, in words.
     """
 
     name: str
@@ -168,7 +177,7 @@ class Table:
     configurations: Sequence[Configuration]
 
     def kept(self) -> dict[tuple[object, ...], Row]:
-        """Returns the rows of the file, where nothing that plans depend on has changed since; otherwise none."""
+        """Returns the rows of the file if nothing that plans depend on has changed since; otherwise none."""
         path = RESULTS / f"{self.name}.json"
         if not path.exists():
             return {}
@@ -208,7 +217,7 @@ def _row(values: Mapping[str, Any]) -> Row:
 
 
 def table_of(options: argparse.Namespace) -> Table:
-    """Returns the table that these options ask for."""
+    """Returns the table for these options."""
     usual = SHAPES if options.shapes else ACCUMULATED if options.accumulation else MODELS
     usual = SMALL if options.small else MODELS[1:] if options.ranks and usual == MODELS else usual
     batches = ACCUMULATIONS if options.accumulation else SMALL_BATCHES if options.small else BATCHES

@@ -41,7 +41,7 @@ JOBS = (  # model, machine, memory of the GPU (None: all), batch, micro-batches,
 
 
 def values(kind: Any, default: object) -> Iterator[str]:
-    """Returns the values of an option's type that the grid has, as written in a spec."""
+    """Yields the values that the grid has for an option's type, as written in a spec."""
     if kind is bool:
         yield from ("on", "off")
     elif get_origin(kind) is Literal:
@@ -57,7 +57,7 @@ def values(kind: Any, default: object) -> Iterator[str]:
 
 
 def points() -> Iterator[str]:
-    """Returns the specs of the grid, without `optimal` itself."""
+    """Yields the specs of the grid, without `optimal` itself."""
     for name, policy in built_in().items():
         options = options_of(policy)
         alone = [
@@ -91,7 +91,7 @@ def main() -> int:
                 continue
             try:
                 seconds = play(find_policy(spec)(workload, machine, settings)).iteration_s
-            except PstarError:  # it does not fit, or does not apply
+            except PstarError:  # the policy does not fit, or does not apply
                 continue
             count += 1
             faster = best_s / seconds - 1

@@ -1,9 +1,10 @@
-"""The simulator against the frozen one of the first edition (tests/oracle/), on random plans.
+"""The simulator against the frozen simulator of the first edition (tests/oracle/), on random plans.
 
     python benchmarks/oracle.py [--plans 1000] [--seed 0]
 
 Plans of every policy on one to four equal ranks, on machines with short DRAM, one link for both ways, measured
-slow-downs; each as it is and with random factors on every step, and every tenth also with a circle of waits.
+slow-downs. Each plan is played as it is and with random factors on every step, and every tenth also with a circle of
+waits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Step time of the executor over that of plain PyTorch, everything resident, no throttling, the same threads.
+"""Step time of the executor over that of plain PyTorch, with everything resident, no throttling, and the same threads.
 
 GPT-2 124M in fp32 under the plan of `all_on_gpu` beside `torch.optim.AdamW(fused=True)`, step by step in turns, so that
-both see the same machine. The figure is the ratio of the medians; the goal is at most 1.15.
+the load of the machine affects both. The figure is the ratio of the medians; the goal is at most 1.15.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""PatrickStar's own node, 8 V100 of 32 GB and 240 GB of host memory: the largest trainable model by policy beside what
-was published, and what each idea is worth for its 8B model, on one GPU of the node (batch 16, whose profile is
-published: 26.5 s an iteration) and on all of them (16 a GPU).
+"""PatrickStar's own node, 8 V100 of 32 GB and 240 GB of host memory: the largest trainable model by policy beside the
+published ones, and the worth of each idea for its 8B model, on one GPU of the node (batch 16, whose profile is
+published: 26.5 s per iteration) and on all of them (16 per GPU).
 
 Writes results/patrickstar_node.json.
 
-fp16, sequence 1024, checkpointing, update=step with clipping, as it trains; --eager without the barrier (bf16 in place
-of fp16, at the same rate). -o FOLDER also draws the waterfalls there."""
+fp16, sequence 1024, checkpointing, update=step with clipping, as in PatrickStar's own training. --eager leaves the
+barrier out (bf16 in place of fp16, at the same rate). -o FOLDER also draws the waterfalls there.
+"""
 
 from __future__ import annotations
 

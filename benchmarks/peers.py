@@ -53,8 +53,8 @@ DEFAULTS = {
 }  # fmt: skip
 NEEDS = {"zero": ("deepspeed",), "ours": ("numpy", "scipy")}
 BUILD_S, STEP_S = 900.0, 300.0
-GROWTH = 1.1  # between what a contender held when it was alone and what it is reckoned to need in a group
-UNMEASURED = 2.0  # times the arithmetic, where the kernel does not say what a process held: 1.5 is the most seen
+GROWTH = 1.1  # factor from the bytes that a contender held alone to the bytes that a group reserves for it
+UNMEASURED = 2.0  # factor on the arithmetic where the kernel does not give a process's bytes: 1.5 is the most seen
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -122,7 +122,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def what_is_missing(names: Sequence[str], device: str) -> dict[str, str]:
-    """Contender -> why it is skipped, for those whose packages this interpreter has not."""
+    """Returns contender -> reason to skip it, for contenders whose packages this interpreter lacks."""
     found = {}
     for name in names:
         needed = NEEDS.get(CONTENDERS[name][0], ()) if device == "cuda" else ()
@@ -138,11 +138,11 @@ def what_is_missing(names: Sequence[str], device: str) -> dict[str, str]:
 
 
 class Run:
-    """One run of the script: its arguments, who takes part, and where results are kept."""
+    """One run of the script: its arguments, its contenders, and where results are kept."""
 
     def __init__(self, args: argparse.Namespace, logs: Path) -> None:
         self.args, self.logs = args, logs
-        self.keep = Keep(args.out or RESULTS, args.name)  # first of all: it ends the program where nothing can be kept
+        self.keep = Keep(args.out or RESULTS, args.name)  # first, because it ends the program where nothing can be kept
         self.params: dict[str, int] = {}
         self.skipped = what_is_missing(args.contenders, args.device)
         self.skipped |= self._too_large()
@@ -163,7 +163,7 @@ class Run:
         )
 
     def _too_large(self) -> dict[str, str]:
-        """Contenders whose model data alone is more than the cap on the card, by arithmetic."""
+        """Returns contenders whose model data alone exceeds the cap on the card, by arithmetic, with the reason."""
         cap = self.args.gpu_memory
         if self.args.device != "cuda" or cap is None or importlib.util.find_spec("transformers") is None:
             return {}
@@ -214,8 +214,8 @@ class Run:
         )
 
     def alone(self, task: Task, *, warm_up: int, steps: int, left_s: float, most_host_bytes: int | None = None) -> Any:
-        """One contender in a process of its own, which is killed where it holds more than `most_host_bytes` (None: than
-        what is available now). Raises Failed."""
+        """Run one contender in a process of its own, which is killed if it holds more than `most_host_bytes` (None:
+        than the memory available now). Returns its results. Raises Failed."""
         if most_host_bytes is None:
             most_host_bytes = max(1, self.room_bytes())
         with processes([self.start(task, most_host_bytes)]) as made:
@@ -238,11 +238,11 @@ class Run:
         return self.params[model]
 
     def room_bytes(self) -> int:
-        """Returns host memory that contenders may take now."""
+        """Returns the bytes of host memory that contenders may take now."""
         return available_bytes() - self.args.keep_free
 
     def too_little(self, need_bytes: int, how: str) -> str | None:
-        """Why a contender that needs so much is not started now, or None."""
+        """Returns why a contender with these needs is not started now; None if it can be."""
         from pstar_sim.units import format_bytes
 
         available, kept = available_bytes(), self.args.keep_free
@@ -254,8 +254,8 @@ class Run:
         )
 
     def try_alone(self, task: Task, what: str) -> dict[str, Any] | None:
-        """Returns a step or two of a contender alone, each task once; None where there is no time, or by arithmetic no
-        memory, for it (it is skipped then)."""
+        """Returns a step or two of a contender alone, each task once. Returns None, and the contender is skipped, where
+        there is no time or, by arithmetic, no memory for it."""
         steps = 1 if len(self.args.micro) == 1 else 2
         key = f"alone {steps} {task.key}"
         least_bytes = least_host_bytes(task, self.params_of(task.model))
@@ -265,7 +265,8 @@ class Run:
         return self.stages.run(key, what, lambda left_s: self.alone(task, warm_up=1, steps=steps, left_s=left_s))
 
     def needs(self, best: Mapping[str, Mapping[str, Any]], names: Sequence[str], clip: bool) -> dict[str, int]:
-        """Contender -> host memory it needs in a group, from what it held alone. What could not run is skipped."""
+        """Returns contender -> host memory that it needs in a group, from the bytes that it held alone. Contenders that
+        could not run are skipped."""
         found = {}
         for name in names:
             task = self.task(name, micro_batch=best[name]["micro_batch"], clip=clip)
@@ -286,16 +287,16 @@ class Run:
         return self.logs / f"{task.contender}-{task.micro_batch}-{task.clip}.log"
 
     def note(self, task: Task) -> None:
-        """What a contender that failed printed, its traceback or its stacks, is kept."""
+        """Keep the output of a contender that failed: its traceback or its stacks."""
         if self.log_of(task).exists():
             self.keep.note(
                 f"-- {task.key}\n{self.log_of(task).read_text(encoding='utf-8', errors='replace')[-20_000:]}"
             )
 
-    # -- the three questions ------------------------------------------------------------------------------------------
+    # -- the three measurements ---------------------------------------------------------------------------------------
 
     def best_micro_batches(self) -> dict[str, dict[str, Any]]:
-        """Contender -> {"micro_batch": its fastest, "tried": {micro-batch: seconds, or why not}}."""
+        """Returns contender -> {"micro_batch": its fastest, "tried": {micro-batch: seconds, or the reason why not}}."""
         found: dict[str, dict[str, Any]] = {}
         for name in self.names:
             if len(self.args.micro) == 1:  # nothing to choose
@@ -317,9 +318,9 @@ class Run:
         return found
 
     def timed(self, best: Mapping[str, Mapping[str, Any]], table: Table, clip: bool) -> list[dict[str, Any]]:
-        """Groups of the table's contenders that were alive at once: {"contenders": each -> what interleave() says of it
-        at its best micro-batch, "need_bytes", "available_bytes": when the group was started}. On a card every group is
-        one contender."""
+        """Returns the groups of the table's contenders that were alive at once: {"contenders": each -> its result of
+        interleave() at its best micro-batch, "need_bytes", "available_bytes": at the group's start}. On a card every
+        group has one contender."""
         if self.args.clip == ("no" if clip else "yes"):
             return []
         names = [n for n in table.contenders if n in best and not (clip and n == "ours_eager")]
@@ -346,11 +347,11 @@ class Run:
         need: Mapping[str, int],
         clip: bool,
     ) -> dict[str, Any] | None:
-        """Returns the next group of those pending that fits what is available when it is started; None where not even
-        one does (they are skipped), or there is no time."""
+        """Returns the result of the next group of `pending` that fits the available memory at its start. Returns None
+        where no contender fits (they are skipped) or there is no time."""
         tasks = {n: self.task(n, micro_batch=best[n]["micro_batch"], clip=clip) for n in (*references, *pending)}
         warm_up, steps = self.args.warm_up, self.args.steps
-        # Who is in the group depends on the memory of the moment, so the key names who may be.
+        # The members of the group depend on the present memory, so the key names the possible members.
         key = "together " + json.dumps([t.to_json() for t in tasks.values()] + [warm_up, steps], sort_keys=True)
         room = self.room_bytes()
         group = next_group(pending, references, need, room)
@@ -382,7 +383,7 @@ class Run:
         return self.stages.run(key, what, work)
 
     def one(self, best: Mapping[str, Mapping[str, Any]], name: str, clip: bool) -> dict[str, Any] | None:
-        """Returns a group of one contender, on a card."""
+        """Returns the result of a group of one contender, on a card."""
         task = self.task(name, micro_batch=best[name]["micro_batch"], clip=clip)
         warm_up, steps = self.args.warm_up, self.args.steps
         key = "timed " + json.dumps([task.to_json(), warm_up, steps], sort_keys=True)
@@ -400,7 +401,7 @@ class Run:
         return result if result is None or "failed" not in result else {"contenders": {name: result}}
 
     def largest(self, best: Mapping[str, Mapping[str, Any]], timed: Mapping[str, Any]) -> dict[str, Any]:
-        """Contender -> the deepest model of this width that trains within the cap on host memory, by trial."""
+        """Returns contender -> the deepest model of this width that trains within the cap on host memory, by trial."""
         cap = self.args.largest
         if cap is None:
             return {}
@@ -425,7 +426,7 @@ class Run:
         return found
 
     def _largest(self, task: Task, shapes: Shapes, known: Mapping[str, Any], cap: int) -> dict[str, Any]:
-        """Every trial is a stage. Raises OutOfTime."""
+        """Find the largest model of one contender; every trial is a stage. Raises OutOfTime."""
 
         def trial(layers: int) -> int | None:
             changes: dict[str, Any] = {"model": shapes.spec(layers)}
@@ -473,7 +474,7 @@ class Run:
 
 
 class Shapes:
-    """The model with another number of layers, as configuration files of transformers in `folder`."""
+    """The model with other numbers of layers, as configuration files of transformers in `folder`."""
 
     def __init__(self, model: str, folder: Path) -> None:
         from executor.models import build
@@ -504,25 +505,25 @@ class Shapes:
 
 
 def available_bytes() -> int:
-    """Returns host memory that is free, or could be."""
+    """Returns the bytes of host memory that are free or can be freed."""
     from executor.devices.backend import available_host_bytes
 
     return available_host_bytes() or 8 << 30
 
 
 def most_of_a_trial(cap_bytes: int) -> int:
-    """Returns host memory at which a trial of the largest-model search is ended: it is well above the cap then."""
+    """Returns the bytes of host memory at which a trial of the largest-model search is ended, well above the cap."""
     return int(1.3 * cap_bytes) + (1500 << 20)
 
 
 def most_host_bytes(found: Mapping[str, Any]) -> int | None:
-    """Peak of host memory, the start included; None where it is not measurable."""
+    """Returns the peak of host memory, including the start; None where it is not measurable."""
     start, steady = found["start"]["start_peak_bytes"], found["memory"]["host_peak_bytes"]
     return None if start is None or steady is None else max(start, steady)
 
 
 def per_param(memory: Mapping[str, Any]) -> float | None:
-    """Returns the bytes of the host's peak for each parameter."""
+    """Returns the bytes of the host's peak per parameter."""
     return None if memory["host_peak_bytes"] is None else memory["host_peak_bytes"] / memory["params"]
 
 
@@ -535,8 +536,11 @@ def host_columns(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def losses_apart(timed: Mapping[str, Mapping[str, Any]], others: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Largest relative difference of a contender's losses to the reference's: plain PyTorch's, or else one of ours.
-    others: that ran the same steps, and may have the reference."""
+    """Returns the largest relative difference of each contender's losses to the reference's: plain PyTorch's, or else
+    one of ours.
+
+    others: contenders that ran the same steps and may include the reference.
+    """
     known = {**others, **timed}
     references = ("plain", "ours", "ours_eager", "ours_half", "ours_away")
     reference = next((name for name in references if "losses" in known.get(name, {})), None)
@@ -551,7 +555,8 @@ def losses_apart(timed: Mapping[str, Mapping[str, Any]], others: Mapping[str, Ma
 
 
 def what_leaves(name: str, memory: Mapping[str, Any]) -> str:
-    """What of the model data a contender keeps on the host: of ours by its plan, between two iterations."""
+    """Returns the model data that a contender keeps on the host, in words; for ours by its plan, between two
+    iterations."""
     if (by_plan := memory.get("predicted")) is None:
         return LEAVES[name]
     on_gpu, on_host = by_plan["gpu_bytes_per_param"], by_plan["host_bytes_per_param"]
@@ -560,7 +565,10 @@ def what_leaves(name: str, memory: Mapping[str, Any]) -> str:
 
 
 def rows(table: Table, compared: Mapping[str, Any], best: Mapping[str, Any], largest: Mapping[str, Any]) -> list[Any]:
-    """One row per contender and clipping, for the table and the README. compared: of this table."""
+    """Returns one row per contender and clipping, for the table and the README.
+
+    compared: results of this table.
+    """
     made = []
     for clip in (False, True):
         word = "clipped" if clip else "unclipped"
@@ -598,12 +606,12 @@ COLUMNS = (
 
 
 def times_said(times: Mapping[str, Any] | None) -> str:
-    """Returns the step divided by the step of the one of ours that it is compared with."""
+    """Returns, in words, the step divided by the step of our contender to which it is compared."""
     return "-" if times is None else f"{times['step']:.2f} x {times['of']}"
 
 
 def show(results: Mapping[str, Any]) -> None:
-    """The tables, what was skipped or failed, the ratios and what they had to be."""
+    """Print the tables, the skipped and failed contenders, the ratios and their goals."""
     from pstar_sim.units import format_bytes, format_s
 
     job = results["job"]
@@ -643,7 +651,7 @@ def show(results: Mapping[str, Any]) -> None:
 
 
 def print_table(title: str, lines: Sequence[Sequence[str]]) -> None:
-    """By rich, or where that cannot be imported with tabs."""
+    """Print a table by rich, or with tabs where rich cannot be imported."""
     if importlib.util.find_spec("rich") is None:
         print(title)
         for line in (COLUMNS, *lines):
@@ -661,7 +669,7 @@ def print_table(title: str, lines: Sequence[Sequence[str]]) -> None:
 
 
 def verdict(results: Mapping[str, Any]) -> list[str]:
-    """What was to be shown, and whether it was."""
+    """Returns a line per goal: the goal, and whether it was met."""
     lines = []
     cuda = results["job"]["device"] == "cuda"
     for table in ON_A_CARD if cuda else TABLES:
@@ -695,8 +703,8 @@ def verdict(results: Mapping[str, Any]) -> list[str]:
 
 
 def as_planned(clip: str, found: Mapping[str, Any]) -> list[str]:
-    """Returns the seconds of an iteration within 10 % of the simulator's, reserved bytes within 3 % of the plan's
-    budget."""
+    """Returns lines on two goals: seconds of an iteration within 10 % of the simulator's, reserved bytes within 3 % of
+    the plan's budget."""
     memory = found.get("memory")
     if memory is None:
         return []
@@ -780,8 +788,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compared_in(
     table: Table, run: Run, best: Mapping[str, Mapping[str, Any]], plain: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the contenders of one table, beside each other, without and with clipping. plain: the table that has
-    plain PyTorch's losses, where that is another one."""
+    """Returns the results of the contenders of one table, beside each other, without and with clipping.
+
+    plain: the table that has plain PyTorch's losses, where that is another table.
+    """
     found: dict[str, Any] = {"ratios": {}, "losses_apart": {}, "groups": {}}
     for word in ("unclipped", "clipped"):
         timed = run.timed(best, table, clip=word == "clipped")
@@ -791,12 +801,13 @@ def compared_in(
         found["losses_apart"][word] = losses_apart(found[word], plain.get(word, {}))
         found["groups"][word] = [
             {**group, "contenders": list(group["contenders"])} for group in timed
-        ]  # who was alive at once, in how much memory, under what load
+        ]  # members of the groups, their memory, and the machine's load
     return found
 
 
 def measured_machine(gpu: str, folders: Sequence[Path]) -> str | None:
-    """Returns the machine file of `make gpu-record`, in one of these folders or where it is kept without --out."""
+    """Returns the machine file of `make gpu-record`, from one of these folders or from its place without --out; None if
+    there is none."""
     files = (folder / f"{slug(gpu)}.toml" for folder in (*folders, ROOT / "traces" / "measured"))
     return next((str(file.resolve()) for file in files if file.exists()), None)
 

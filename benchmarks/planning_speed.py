@@ -57,8 +57,11 @@ MANY_STEPS = ("tide", "18B", "v100-32", 26)  # policy, model, machine, micro-bat
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """prepare: what is done before the clock starts.
-    run: what is timed; it is given what `prepare` returned, and returns figures of the answer."""
+    """A case to time.
+
+    prepare: called before the clock starts.
+    run: the timed function; it takes the result of `prepare`, and returns figures of the answer.
+    """
 
     group: str
     name: str
@@ -116,7 +119,10 @@ Job = tuple[Workload, Machine, Settings]
 
 
 def gpt(model: str, machine: str, word: str, batch: int, micro_batches: int = 1, *, nodes: int = 1) -> Job:
-    """batch: sequences per GPU and micro-batch."""
+    """Returns the job of a GPT model.
+
+    batch: sequences per GPU and micro-batch.
+    """
     on = ps.machine(machine) if nodes == 1 else with_nodes(ps.machine(machine), nodes)
     whole = batch * len(on.ranks)
     w = ps.preset(model, batch=whole, seq=1024, dtype="bf16", checkpointing=True, micro_batches=micro_batches)
@@ -181,7 +187,8 @@ def _pstar(asked: list[str]) -> None:
 
 
 def work(case: Case) -> dict[str, object]:
-    """What one process measures: CPU seconds and the figures of the answer, or why there is none."""
+    """Returns the measurements of one process: CPU seconds and the figures of the answer, or the reason why there are
+    none."""
     warm = ps.preset("1B", batch=1, seq=1024, dtype="bf16")
     ps.compare(warm, ps.machine("v100-32"), policies=["optimal"], barrier_cost=False)  # imports are not the planner's
     try:
@@ -194,7 +201,7 @@ def work(case: Case) -> dict[str, object]:
 
 
 def measured(case: Case, package: Path) -> dict[str, Any]:
-    """Returns the case in a process that imports the package of that checkout."""
+    """Returns the measurements of the case in a process that imports the package of that checkout."""
     environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, __file__, "--worker", case.name],

@@ -3,9 +3,9 @@
     git worktree add ../before COMMIT
     python benchmarks/play_speed.py ../before [--rounds 15]      (writes results/play_speed.json)
 
-One process for each checkout plans the same jobs; then they play in turns, so that what else the machine does falls on
-both alike. Stated beside it: `play` and then every span and sample read, for those who look at all of them. Fails
-where `play` takes more than LIMIT of the other's time, or where the two say different things.
+One process for each checkout plans the same jobs. Then they play in turns, so that other load on the machine affects
+both alike. It also gives the seconds of `play` together with reading every span and sample. Fails if `play` takes more
+than LIMIT of the other's time, or if the two give different results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ JOBS = {
 
 
 def serve() -> None:
-    """The worker: a line {"job", "rows"} in, a line {"cpu_s", ...} out."""
+    """Run the worker: a line {"job", "rows"} in, a line {"cpu_s", ...} out."""
     from pstar_sim.catalog.loader import load_machine, resize
     from pstar_sim.core.plan import Settings
     from pstar_sim.policy.registry import policies
@@ -54,7 +54,7 @@ def serve() -> None:
         cpu_s = time.process_time() - begin_s
         said = {"iteration_s": timeline.iteration_s, "peak_bytes": timeline.peak_bytes}
         print(json.dumps({"cpu_s": cpu_s, "steps": len(plan.steps), "said": said}), flush=True)
-        del timeline  # else the next one's time has the end of its rows in it
+        del timeline  # otherwise the next time would include freeing these rows
         gc.collect()
 
 

@@ -1,6 +1,6 @@
-"""What a machine with a GPU has for the `make gpu-...` commands: they use its own interpreter and install nothing.
+"""What a machine with a GPU has for the `make gpu-...` commands, which use its own interpreter and install nothing.
 
-python benchmarks/preflight.py         says what is there and what is missing, and what that costs
+python benchmarks/preflight.py         prints the packages that are there and those that are missing, with the effect
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from _help import only_help
 
 __all__ = ["NO_DEVICE", "NO_PACKAGE", "cannot_run", "missing", "no_cuda", "report", "slug"]
 
-# Exit statuses of the scripts, beside 0 and 1 for what they found.
+# Exit statuses of the scripts, beside 0 and 1 for their results.
 NO_DEVICE, NO_PACKAGE = 3, 4
 
-# Package -> what needs it.
+# Package -> the parts that need it.
 NEEDED_FOR = {
     "torch": "anything",
     "numpy": "planning",
@@ -38,12 +38,12 @@ NEEDED_FOR = {
 
 
 def missing(names: Sequence[str] | None = None) -> dict[str, str]:
-    """Package -> what needs it, for those that this interpreter cannot import."""
+    """Returns package -> the parts that need it, for packages that this interpreter cannot import."""
     return {name: NEEDED_FOR[name] for name in names or NEEDED_FOR if importlib.util.find_spec(name) is None}
 
 
 def no_cuda() -> str | None:
-    """Why nothing runs on a GPU here, in one line; None where one is there."""
+    """Returns why nothing can run on a GPU here, in one line; None if there is a GPU."""
     if importlib.util.find_spec("torch") is None:
         return f"torch cannot be imported by {sys.executable}"
     import torch
@@ -54,7 +54,7 @@ def no_cuda() -> str | None:
 
 
 def report() -> str:
-    """What is there, with versions, and what is not."""
+    """Returns the packages that are there, with versions, and those that are missing."""
     gone = missing()
     there = [f"{name} {_version(name)}" for name in NEEDED_FOR if name not in gone]
     lines = [f"python {sys.version.split()[0]} ({sys.executable})", "there: " + ", ".join(there)]
@@ -74,7 +74,7 @@ def _version(name: str) -> str:
 
 
 def cannot_run(name: str, packages: Sequence[str], *, device: bool = True) -> int | None:
-    """Returns the exit status of a script that cannot run here, said in one line; None where it can."""
+    """Returns the exit status of a script that cannot run here, after one printed line; None if it can."""
     if device and (why := no_cuda()) is not None:
         print(f"{name}: skipped: {why}")
         return NO_DEVICE

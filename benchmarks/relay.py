@@ -1,9 +1,9 @@
-"""The layer-major order beside depth-first at a throttled link: one GPT-2 of 8 layers in 8 micro-batches on the virtual
+"""The layer-major order beside depth-first at a throttled link: a GPT-2 of 8 layers in 8 micro-batches on the virtual
 accelerator, under plans of `tide`, `tide:order=relay`, `tide:order=relay-host` and `l2l` for one GPU, which run in
 turns (_in_turns.py).
 
-Prints measured beside simulated seconds, the bytes that were copied to the accelerator and back, and how many times
-faster than `tide` each is; writes results/relay.json. Losses have to be equal.
+Prints measured beside simulated seconds, the bytes that were copied to the accelerator and back, and the speed of each
+plan relative to `tide`; writes results/relay.json. Losses have to be equal.
 """
 
 from __future__ import annotations

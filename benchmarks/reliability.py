@@ -1,4 +1,4 @@
-"""Reliability, as figures. One command each; a full run leaves its figures in results/reliability.json.
+"""Reliability, as figures. There is one command per kind; a full run leaves its figures in results/reliability.json.
 
     python benchmarks/reliability.py interleavings --count 1000   # of each of three policies, bit by bit
     python benchmarks/reliability.py kills --count 100            # SIGKILLs; every resume equals the whole run
@@ -6,7 +6,7 @@
     python benchmarks/reliability.py mutations --count 1000       # damaged plan, trace and machine files (or 10000)
     python benchmarks/reliability.py faults                       # dead threads, full disks, refused memory, lost ranks
 
-Exit status 1 if anything was not as it should be. Without a command: a few of each, nothing written.
+Exit status 1 if a result is not as it should be. Without a command: a few of each, nothing written.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Scripts as users have them (tests/executor/scripts), offloaded by one line at budgets at which chunks leave.
+"""Users' scripts (tests/executor/scripts), offloaded by one line at budgets at which chunks leave the GPU.
 
-Each is run three times: offloaded; with the reference written out in plain torch (fp32 masters, see
-tests/executor/script_runs.py), to which it has to be equal to the bit; and as it is, with its own autocast, from which
-it may be as far as the two bounds below say.
+Each script runs three times: offloaded; with the reference in plain torch (fp32 masters, see
+tests/executor/script_runs.py), to which the offloaded run has to be equal to the bit; and unchanged, with its own
+autocast, from which the offloaded run may differ by the two bounds below.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEMORY = {
 
 
 def measure(name: str, folder: Path, steps: int) -> dict[str, Any]:
-    """Returns the three runs of a script, in figures."""
+    """Returns the figures of the three runs of a script."""
     import script_runs as scripts
 
     count = ("--steps", str(steps))

@@ -1,17 +1,17 @@
-"""What each constant of the search buys: plans of a few jobs with the constant as it is, and with another value in its
-place (none of it, half, twice).
+"""The worth of each constant of the search: plans of a few jobs with the constant as it is, and with another value in
+its place (none of it, half, twice).
 
-The figures of a row: by how much the iterations are longer than with the constant (the mean over the jobs, and the job
-where it is most), how many jobs no longer fit, how many more bytes the plans move, the effort of planning (rows
+The figures of a row: how much longer the iterations are than with the constant (the mean over the jobs, and the job
+with the largest change), how many jobs no longer fit, how many more bytes the plans move, the effort of planning (rows
 scheduled and rows of linear programs, and chunk sizes scored), and CPU seconds of planning. All but the CPU seconds are
-the same in every run. Each constant is measured on the jobs of its group (GROUPS). Constants of the bounds are measured
-by how far the fluid bound rises.
+the same in every run. Each constant is measured on the jobs of its group (GROUPS). For constants of the bounds the
+figure is the rise of the fluid bound.
 
-Prints a row per change and keeps it at once in results/search_constants.json, beside the rows that are there if nothing
-that plans depend on has changed since; otherwise the file begins anew. --missing measures only what the file lacks, so
-that a run that was cut off goes on. At the end it names the constants that have no row here, and those that have one
-and are gone: exit status 1. `.ci/refresh_readme.py` writes the table of docs/results/search-constants.md from the file.
-About 20 minutes of CPU time.
+Prints a row per change and keeps it at once in results/search_constants.json. Earlier rows of the file stay if nothing
+that plans depend on has changed since; otherwise the file begins anew. --missing measures only the rows that the file
+lacks, so that an interrupted run can be continued. At the end the script names constants without a row, and rows of
+constants that no longer exist: exit status 1. `.ci/refresh_readme.py` writes the table of
+docs/results/search-constants.md from the file. About 20 minutes of CPU time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ Job = tuple[Workload, Machine, Settings]
 
 
 class Change(NamedTuple):
-    """A constant, and what is put in its place on the jobs of a group. words: for a value that is not a number."""
+    """A constant, and the value that replaces it on the jobs of a group.
+
+    words: for a value that is not a number.
+    """
 
     group: str
     module: str
@@ -84,8 +87,10 @@ def in_words(name: str, value: Any) -> str:
 
 
 def instead(groups: str, constant: str, *values: Any, **worded: Any) -> Iterator[Change]:
-    """Changes of one constant, MODULE.NAME without "pstar_sim.", in each of the groups. worded: values with words for
-    them, "_" for a blank."""
+    """Yields changes of one constant, MODULE.NAME without "pstar_sim.", in each of the groups.
+
+    worded: values with words for them, "_" for a blank.
+    """
     module, _, name = constant.rpartition(".")
     for group in groups.split(", "):
         for value in values:
@@ -153,7 +158,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("fluid", "bounds.fluid.MOST_POINTS", 150, 1200),
 )  # fmt: skip
 
-# Where constants of a search or a heuristic stand, and the numbers there that are none.
+# Modules with constants of a search or a heuristic, and their numbers that are no such constants.
 SEARCHES = ("policy/family", "policy/kit", "policy/passes", "policy/systems/karma.py", "core/layout.py",
             "core/choose.py", "bounds", "planner/variants.py", "planner/ways.py")  # fmt: skip
 OTHER_NUMBERS = {
@@ -170,11 +175,13 @@ OTHER_NUMBERS = {
 
 
 class Planned(NamedTuple):
-    """seconds: per iteration, or of a bound; inf if the job does not fit.
+    """Figures of a planned job.
+
+    seconds: per iteration, or of a bound; inf if the job does not fit.
     moved_bytes: by one rank per iteration.
-    rows: scheduled, and of linear programs.
-    sizes: of chunks that were scored.
-    cpu_s: of planning.
+    rows: rows scheduled, and rows of linear programs.
+    sizes: number of chunk sizes that were scored.
+    cpu_s: CPU seconds of planning.
     """
 
     seconds: float
@@ -189,7 +196,7 @@ def gpt(name: str, batch: int, micro_batches: int = 1) -> Workload:
 
 
 def jobs() -> dict[str, Job]:
-    """One job of each kind of bottleneck."""
+    """Returns one job of each kind of bottleneck."""
     return {
         "1B, 5 GB, eager": (gpt("1B", 4), ps.machine("rtx4090", gpu_memory="5GB"), EAGER),
         "12B, v100-32": (gpt("12B", 8), ps.machine("v100-32"), BARRIER),
@@ -207,7 +214,8 @@ def of_one_size() -> dict[str, Job]:
 
 
 def of_many_chunks() -> dict[str, Job]:
-    """More than a hundred chunks, far from the roofline; of the last one half are much larger than the others."""
+    """Returns jobs with more than a hundred chunks, far from the roofline. In the last job half of the chunks are much
+    larger than the others."""
     return {
         "llama-7b, rtx4090": (gpt("llama-7b", 4), ps.machine("rtx4090"), BARRIER),
         "8B, v100-32, eager": (gpt("8B", 4), ps.machine("v100-32"), EAGER),
@@ -216,7 +224,7 @@ def of_many_chunks() -> dict[str, Job]:
 
 
 def of_large_chunks() -> dict[str, Job]:
-    """Vocabulary matrices much larger than the usual chunk, above all those of Qwen."""
+    """Returns jobs with vocabulary matrices much larger than the usual chunk, above all those of Qwen."""
     return {
         f"qwen2.5-7b, {machine}": (gpt("qwen2.5-7b", 1), ps.machine(machine), BARRIER)
         for machine in ("v100-32", "a100-80", "rtx4090", "h100-80")
@@ -229,7 +237,7 @@ def of_large_chunks() -> dict[str, Job]:
 
 
 def of_plenty() -> dict[str, Job]:
-    """GPUs that are busy all the time, or nearly."""
+    """Returns jobs whose GPUs are busy all the time, or nearly."""
     return {
         f"{model}, {machine}, batch {batch}, {word}": (gpt(model, batch), ps.machine(machine), settings)
         for model, machine, batch in (
@@ -241,7 +249,7 @@ def of_plenty() -> dict[str, Job]:
 
 
 def of_net(*policies: str) -> dict[str, Any]:
-    """Jobs of tests/golden: chunks of one given size, on machines where another thing binds each time."""
+    """Returns jobs of tests/golden: chunks of one given size, on machines with different bottlenecks."""
     spec = importlib.util.spec_from_file_location("golden_net", ROOT / "tests" / "golden" / "net.py")
     assert spec is not None and spec.loader is not None
     net = importlib.util.module_from_spec(spec)
@@ -252,7 +260,7 @@ def of_net(*policies: str) -> dict[str, Any]:
 
 
 def of_sums() -> dict[str, Job]:
-    """Several micro-batches, where it matters on which side the gradients add up."""
+    """Returns jobs with several micro-batches in which it matters on which side the gradients add up."""
     return {
         "1B, 6 GB, 3 micro-batches": (gpt("1B", 2, 3), ps.machine("rtx4090", gpu_memory="6GB"), BARRIER),
         "llama-3-8b, h100-80, 4 micro-batches, eager": (gpt("llama-3-8b", 1, 4), ps.machine("h100-80"), EAGER),
@@ -261,8 +269,8 @@ def of_sums() -> dict[str, Job]:
 
 
 def of_tide() -> dict[str, Job]:
-    """Smaller and larger GPUs, one and three micro-batches, and a model of many thin layers: a plan of tide takes
-    little time."""
+    """Returns jobs for smaller and larger GPUs, one and three micro-batches, and a model of many thin layers: a plan of
+    tide takes little time."""
     thin = chain_workload(600, 2**18, tide_bytes=8 * MIB, checkpointing=True, flops=10**11)
     return {
         "600 thin layers, rtx4090, 1.5 GB": (thin, ps.machine("rtx4090", gpu_memory="1.5GB"), EAGER),
@@ -282,18 +290,19 @@ def of_tide() -> dict[str, Job]:
 
 
 def of_ranks() -> dict[str, Job]:
-    """Eight GPUs, chunks in slices."""
+    """Returns jobs for eight GPUs, with chunks in slices."""
     return {"llama-3-70b, h100-80x8, eager": (gpt("llama-3-70b", 4), ps.machine("h100-80x8"), EAGER)}
 
 
 def of_fluid() -> dict[str, Job]:
-    """Also micro-batches: with as many runs of moments as points, with more, and more than are shown one by one."""
+    """Returns jobs for the fluid bound, some with micro-batches: with as many runs of moments as points, with more, and
+    with more than are shown one by one."""
     twelve = {"1B, 5 GB, 12 micro-batches": (gpt("1B", 1, 12), ps.machine("rtx4090", gpu_memory="5GB"), EAGER)}
     return jobs() | {name: job for name, job in of_sums().items() if "12B" not in name} | twelve
 
 
 def of_variants() -> dict[str, tuple[Sequence[Way], Machine]]:
-    """Candidates of a batch."""
+    """Returns candidates of a batch."""
 
     def among(model: str, batch: int, parts: Sequence[int]) -> Sequence[Way]:
         plain = [
@@ -319,7 +328,7 @@ def of_stronghold() -> dict[str, Job]:
 
 
 def of_karma() -> dict[str, tuple[Workload, Workload, Machine]]:
-    """Returns a job with all activations recomputed, and with all kept, where neither is best."""
+    """Returns jobs with all activations recomputed, and with all kept, where neither is best."""
     return {
         f"{model}, batch {batch}, {machine}": (
             *(ps.preset(model, batch=batch, seq=1024, dtype="bf16", checkpointing=how) for how in (True, False)),
@@ -350,7 +359,7 @@ def of_race(job: tuple[Sequence[Way], Machine]) -> tuple[float, int]:
 
 
 def of_ways(job: tuple[Workload, Workload, Machine]) -> tuple[float, int]:
-    """Returns the fastest way of karma."""
+    """Returns seconds and bytes of the fastest way of karma."""
     *both, machine = job
     plans = [karma.karma(way, machine, BARRIER) for way in karma.ways(*both, machine, BARRIER)]
     return min((period_s(plan), sum(plan.moved_bytes.values())) for plan in plans)
@@ -362,7 +371,7 @@ def bounded(job: Job) -> tuple[float, int]:
     return bound.seconds, 0
 
 
-# group -> its jobs, and what is done with one
+# group -> its jobs, and the function that plans a job
 GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tuple[float, int]]]] = {
     "search": (jobs, lambda job: own(job, POINT)),
     "sums": (of_sums, lambda job: own(job, POINT)),
@@ -383,7 +392,7 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
 
 @contextmanager
 def changed(module: str, name: str, value: Any) -> Iterator[None]:
-    """With another value of that name, also in modules that import it from there."""
+    """Inside this context, the name has another value, also in modules that import it."""
     usual = getattr(importlib.import_module(module), name)
     rooms = [room for key, room in sys.modules.items() if key.startswith("pstar_sim")]
     rooms = [room for room in rooms if getattr(room, name, None) is usual]
@@ -397,8 +406,10 @@ def changed(module: str, name: str, value: Any) -> Iterator[None]:
 
 
 class Effort:
-    """rows: scheduled meanwhile, and rows of the linear programs solved.
-    sizes: of chunks that were scored.
+    """Effort of planning while it is counted.
+
+    rows: rows scheduled, and rows of the linear programs solved.
+    sizes: number of chunk sizes that were scored.
     """
 
     def __init__(self) -> None:
@@ -431,7 +442,7 @@ class Effort:
 
 
 def planned(group: str) -> list[Planned]:
-    """Of every job of the group."""
+    """Returns the figures of every job of the group."""
     make, plan = GROUPS[group]
     found = []
     for job in make().values():
@@ -446,7 +457,7 @@ def planned(group: str) -> list[Planned]:
 
 
 def measured(change: Change) -> list[Planned]:
-    """Of every job of the group, with a constant changed."""
+    """Returns the figures of every job of the group, with a constant changed."""
     with changed(change.module, change.name, change.value):
         return planned(change.group)
 
@@ -471,7 +482,7 @@ def _ratio(now: float, usual: float) -> float:
 
 
 def kept() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(groups, rows) of the file, where nothing that plans depend on has changed since; otherwise nothing."""
+    """Returns (groups, rows) of the file if nothing that plans depend on has changed since; otherwise nothing."""
     path = RESULTS / "search_constants.json"
     if not path.exists():
         return {}, []
@@ -488,7 +499,8 @@ def row_key(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def unmeasured() -> list[str]:
-    """MODULE.NAME of each number of SEARCHES that no change names, and of each change whose constant is gone."""
+    """Returns MODULE.NAME of each number of SEARCHES that no change names, and of each change whose constant no longer
+    exists."""
     package = ROOT / "pstar_sim"
     files = [file for place in SEARCHES for file in (sorted((package / place).glob("**/*.py")) or [package / place])]
     there = {
@@ -503,7 +515,7 @@ def unmeasured() -> list[str]:
 
 
 def numbers(source: str) -> Iterator[str]:
-    """Returns the names of the module's constants whose values are numbers, or tuples of numbers."""
+    """Yields the names of the module's constants whose values are numbers, or tuples of numbers."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name | ast.Tuple):
             targets = node.targets[0].elts if isinstance(node.targets[0], ast.Tuple) else node.targets

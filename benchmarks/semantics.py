@@ -34,7 +34,7 @@ def load_rows() -> Any:
 
 
 def _table(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """row -> dtype -> figure -> policy -> number; an exception instead of figures where there is one."""
+    """Returns row -> dtype -> figure -> policy -> number; an exception instead of figures where there is one."""
     table: dict[str, Any] = {}
     for cell in cells:
         place = table.setdefault(cell["row"], {}).setdefault(cell["dtype"], {})
@@ -79,7 +79,7 @@ def main() -> int:
                 cells.append(cell)
                 try:
                     result = rows.run_cell(row, dtype, policy, device=args.device)
-                except Exception as error:  # a cell that fails is a line of the table, the others still run
+                except Exception as error:  # a cell that fails is a line of the table; the other cells still run
                     cell["error"] = f"{type(error).__name__}: {error}"
                     found.append((float("inf"), policy))
                     failed += 1

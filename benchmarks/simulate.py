@@ -1,12 +1,15 @@
-"""How long planning and simulating take, in CPU seconds of this process, after the imports.
+"""CPU seconds of planning and simulating in this process, after the imports.
 
     python benchmarks/simulate.py      (writes results/simulate.json)
 
 - `compare` with five policies for the 12B preset (batch 8, sequence 1024) on v100-32, with its defaults;
+
 - one 175B iteration (batch 8, sequence 1024, checkpointing) on an h100-80 with 4 TB of host memory: planning by `tide`,
-  `play` until it is steady, and `play` for each iteration it took;
+`play` until it is steady, and `play` for each simulated iteration;
+
 - 15B in 4 micro-batches of 4 on v100-32, the longest plan of the README (about 10,000 steps);
-- the same number of bare SimPy timeouts as steps were played, to have a ratio that does not depend on the machine.
+
+- as many bare SimPy timeouts as played steps, for a ratio that does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ EAGER = Settings(update="eager", clip=False)
 
 
 def cpu_s(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median CPU seconds of a call."""
+    """Returns the median CPU seconds of a call."""
     taken = []
     for _ in range(repeats):
         begin = time.process_time()

@@ -1,9 +1,9 @@
-"""Gradients that add up on the GPU beside gradients that add up on the host, in small: one GPT-2 of 8 layers in 8
-micro-batches on the virtual accelerator, whose GPU has room for the parameters and the sums of gradients, not for the
-states (8B on an 80 GB GPU has about as much), under plans that run in turns (_in_turns.py).
+"""Gradients that add up on the GPU beside gradients that add up on the host, in small: a GPT-2 of 8 layers in 8
+micro-batches on the virtual accelerator. Its GPU has room for the parameters and the sums of gradients, not for the
+states (as an 80 GB GPU has for 8B). The plans run in turns (_in_turns.py).
 
 Prints measured beside simulated seconds and the lower bound, the bytes that were copied to the accelerator and back,
-and how many times faster than `tide:streams=on` each is; writes results/sums.json. Losses have to be equal.
+and the speed of each plan relative to `tide:streams=on`; writes results/sums.json. Losses have to be equal.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Seconds of a cold 1,000-point sweep: 4 machines x 10 models x 5 batches x the five policies of the main job.
 
 Everything counts, from reading the grid and starting the processes to the results file. Writes results/sweep.json.
-`--profile`: where the CPU time of one group of points a model goes, in this process, instead. Fails above 60 s.
+Fails above 60 s. `--profile` instead shows where the CPU time of one group of points per model goes, in this process.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ POLICIES = ("all_on_gpu", "zero_offload", "static_partition", "patrickstar", "ti
 
 
 def compared() -> list[tuple[str, str, dict[str, ps.Row]]]:
-    """(machine, model, row by policy) of every configuration."""
+    """Returns (machine, model, row by policy) of every configuration."""
     out = []
     for machine_name in MACHINES:
         machine = ps.machine(machine_name)

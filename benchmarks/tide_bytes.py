@@ -1,4 +1,4 @@
-"""What following the tide is worth: bytes to the GPU and seconds per iteration under `tide` and `static_partition`.
+"""The worth of following the tide: bytes to the GPU and seconds per iteration under `tide` and `static_partition`.
 
 15B on v100-32, sequence 1024, default setting: one micro-batch, four, and four with no optimizer state pinned.
 """

@@ -1,4 +1,4 @@
-"""The errors of `pstar validate`, kept for the README: the first part of what it prints, up to the list of misses."""
+"""The errors of `pstar validate`, kept for the README: the first part of its output, up to the list of misses."""
 
 from __future__ import annotations
 

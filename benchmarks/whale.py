@@ -1,11 +1,11 @@
 """Whale's balance: its gain over equal shares as predicted for mixed GPUs, and as measured on two processes of unequal
-speed, which train one model with equal shares and with those that `whale` chooses, in turns in one run.
+speed. The processes train one model with equal shares and with the shares of `whale`, in turns in one run.
 
-Both are throttled, so that other load on the machine does not count: each block takes PACE_S per sequence in forward
-and twice that in backward, on the second process a factor as long. Each process measures how fast it trains on an
-equal share in plain PyTorch. These speeds are the machine's; `whale` chooses the shares on it, and both plans are
-executed (`executor.prepare`, gloo). At the end the parameters and both moments of each are held against plain PyTorch
-on the joint batches.
+Both processes are throttled, so that other load on the machine does not count: each block takes PACE_S per sequence in
+forward and twice that in backward, on the second process longer by a factor. Each process measures its speed on an
+equal share in plain PyTorch. These speeds are the machine's; `whale` chooses the shares for it, and both plans are
+executed (`executor.prepare`, gloo). At the end the parameters and both moments are compared with plain PyTorch on the
+joint batches.
 
 Prints the predicted and the measured gain and the differences, and writes results/whale.json. Fails where a result
 differs from the joint batch's by more than TOLERANCE.
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # torch's optimizers import it when the first is made: here once, before the fork
+import torch._dynamo  # torch's optimizers import it at their first use; imported here once, before the fork
 import torch.distributed as dist
 import transformers
 from _results import RESULTS, write_result
@@ -48,18 +48,18 @@ CASES = (
     ("v100-16+p100-16", "fp32", True),
     ("v100-16x2+p100-16x2", "fp32", True),
     ("v100-16+p100-16", "fp16", True),
-    ("v100-16+p100-16", "fp16", False),  # more than its share by speed does not fit the V100
+    ("v100-16+p100-16", "fp16", False),  # the V100 has no room for more than its share by speed
     ("a100-80x2+v100-32x2", "fp32", True),
     ("a100-80x2+v100-32x2", "fp16", True),
 )
 """Machine, dtype, checkpointing of a prediction."""
 LR, EPS = 1e-3, 1e-3  # an eps at which rounding in a gradient that is all but zero makes no step of lr
 TOLERANCE = 1e-5
-LINK_BYTES_PER_S = 1e9  # of gloo on one machine, about
+LINK_BYTES_PER_S = 1e9  # about the rate of gloo on one machine
 
 
 def build() -> nn.Module:
-    """Returns a small GPT, whose loss is a mean over its sequences."""
+    """Returns a small GPT whose loss is a mean over its sequences."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_layer=LAYERS, n_head=4, n_embd=96, vocab_size=512, n_positions=TOKENS, bos_token_id=0, eos_token_id=0,
@@ -80,7 +80,7 @@ def part(batch: dict[str, torch.Tensor], shares: Sequence[int], rank: int) -> di
 
 
 def job(sequences: int) -> Workload:
-    """What a process with its number of sequences does."""
+    """Returns the workload of a process with this number of sequences."""
     with torch.device("meta"):
         model = build()
     ids = torch.zeros(sequences, TOKENS, dtype=torch.long, device="meta")
@@ -88,7 +88,7 @@ def job(sequences: int) -> Workload:
 
 
 def throttle(model: nn.Module, pace_s: float, sequences: int) -> None:
-    """Each block of the model takes `pace_s` per sequence in forward, and twice that in backward, if not longer."""
+    """Make each block of the model take at least `pace_s` per sequence in forward, and twice that in backward."""
     until = [0.0]
 
     def begin(block_s: float) -> Callable[..., None]:
@@ -108,7 +108,7 @@ def throttle(model: nn.Module, pace_s: float, sequences: int) -> None:
 
 
 def machine_of(flops_per_s: Sequence[float]) -> Machine:
-    """Two GPUs of these rates, and room for everything."""
+    """Returns a machine of two GPUs with these rates, and room for everything."""
     one = ps.machine("virtual")
     peer = Fabric(name="gloo", bytes_per_s=LINK_BYTES_PER_S, latency_s=1e-4, measured=False, source="a guess")
     rank = one.ranks[0]
@@ -121,7 +121,7 @@ def machine_of(flops_per_s: Sequence[float]) -> Machine:
 
 
 def seconds_of_share(sequences: int, pace_s: float) -> float:
-    """Forward and backward of some sequences in plain PyTorch, in this process; the median of some."""
+    """Returns the median seconds of forward and backward of these sequences in plain PyTorch, in this process."""
     model, taken = build(), []
     throttle(model, pace_s, sequences)
     for step in range(6):
@@ -132,7 +132,7 @@ def seconds_of_share(sequences: int, pace_s: float) -> float:
 
 
 class Trained:
-    """A model under a plan, on this rank, and what its steps took."""
+    """A model under a plan, on this rank, and the seconds of its steps."""
 
     def __init__(self, plan: Plan, rank: int, pace_s: float) -> None:
         spec = executor.AdamW(lr=LR, eps=EPS, weight_decay=0.1, max_grad_norm=1.0)
@@ -175,7 +175,7 @@ def plain(steps: int) -> tuple[dict[str, torch.Tensor], dict[int, Any]]:
 
 
 def chosen(seconds: Sequence[float]) -> tuple[dict[str, Plan], dict[str, float]]:
-    """Returns the plans for equal shares and for those of whale, and their predicted seconds."""
+    """Returns the plans for equal shares and for whale's shares, and their predicted seconds."""
     even = SEQUENCES // 2
     flops = sum(m.flops for m in job(even).moments)
     machine = machine_of([flops / each for each in seconds])
@@ -188,7 +188,10 @@ def chosen(seconds: Sequence[float]) -> tuple[dict[str, Plan], dict[str, float]]
 
 
 def work(rank: int, steps: int, pace_s: float, folder: Path) -> None:
-    """What each process does; the first one writes the figures. pace_s: this process's."""
+    """Train on one process; the first process writes the figures.
+
+    pace_s: this process's.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     dist.barrier()
@@ -234,7 +237,7 @@ def predicted() -> list[dict[str, object]]:
 
 
 def measured(factor: float, steps: int) -> dict[str, Any] | None:
-    """Two processes, the second one slower by the factor; None where one of them failed."""
+    """Returns the figures of two processes, the second slower by the factor; None if one of them failed."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         children = []
@@ -261,7 +264,7 @@ def main() -> int:
     parser.add_argument("--factor", type=float, nargs="+", default=FACTORS, help="how much slower the second one is")
     parser.add_argument("--folder", type=Path, default=RESULTS)
     args = parser.parse_args()
-    runs = [measured(factor, args.steps) for factor in args.factor]  # before: a process with threads is not forked
+    runs = [measured(factor, args.steps) for factor in args.factor]  # forks, so it comes before threads
     rows = predicted()
     done = [run for run in runs if run is not None]
     if len(done) < len(runs):

@@ -1,5 +1,5 @@
-"""Random weights without the minutes that drawing billions of them on a CPU takes: one buffer is drawn, every weight is
-a piece of it that begins elsewhere. For figures of time and bytes; a model that is to learn something is initialised
+"""Random weights without the minutes that a CPU takes to draw billions of them: one buffer is drawn, and every weight
+is a piece of the buffer with another begin. For measurements of time and bytes; a model that is to learn is initialised
 by its own code."""
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from torch import nn
 __all__ = ["draw_weights"]
 
 _SCALE = 0.02
-_APART = 64  # numbers: no two weights begin at the same byte, which would tie them
+_APART = 64  # distance in numbers: no two weights begin at the same byte, which would tie them
 
 
 def draw_weights(module: nn.Module, *, seed: int, shared: bool) -> nn.Module:
-    """Give the parameters on meta values: matrices normal ones, vectors (norms and biases) ones. The same for one seed.
+    """Give the parameters on meta values, the same for one seed: normal values for matrices, ones for vectors (norms
+    and biases). Ties hold. Returns the module.
 
-    shared: weights are views of the buffer, so that the model takes no more memory than the buffer; for a program that
-    copies them elsewhere before it changes any, as `prepare` does. Otherwise each has memory of its own. Ties hold.
+    shared: whether weights are views of the buffer, so that the model takes no more memory than the buffer; for a
+        program that copies them elsewhere before it changes any, as `prepare` does. Otherwise each has memory of its
+        own.
     """
     parameters = [p for p in module.parameters() if p.is_meta]
     buffers: dict[torch.dtype, torch.Tensor] = {}

@@ -1,5 +1,5 @@
-"""FSDP2 on one rank: every block and the root sharded, parameters, gradients and states on the host (CPUOffloadPolicy),
-fused AdamW there, fp32 masters with a bf16 working copy where the task is in bf16."""
+"""FSDP2 on one rank: every block and the root sharded; parameters, gradients and states on the host (CPUOffloadPolicy)
+with fused AdamW there; fp32 masters with a bf16 working copy where the task is in bf16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Contender", "imports"]
 
 
 def imports(task: Task) -> None:
-    """What is imported before the baseline of host memory is taken."""
+    """Import everything that belongs to the baseline of host memory."""
     import torch.distributed as dist
     import torch.distributed.fsdp  # noqa: F401
 

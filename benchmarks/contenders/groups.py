@@ -1,5 +1,5 @@
-"""Which contenders are compared with each other, and which of them run at once: as many as fit the memory, the table's
-references in every group, so that each peer is compared with steps of the very same minutes."""
+"""Groups: which contenders are compared with each other, and which of them run at once. A group has as many as fit the
+memory. The table's references are in every group, so that each peer is compared with steps of the very same minutes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ __all__ = ["ON_A_CARD", "TABLES", "Table", "merged", "next_group", "ratios", "ta
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """contenders: keys of CONTENDERS. references: those that every group of the table has, as far as memory allows.
-    beside: contender -> the one of ours whose step its step is divided by, where that is not the first reference."""
+    """Contenders of one table.
+
+    contenders: keys of CONTENDERS.
+    references: contenders that every group of the table has, as far as memory allows.
+    beside: contender -> the contender of ours to compare it with, where that is not the first reference.
+    """
 
     name: str
     contenders: tuple[str, ...]
@@ -49,7 +53,8 @@ ON_A_CARD = (
 
 
 def tables_of(contenders: Sequence[str], device: str) -> list[Table]:
-    """Those that have more to show than peers; without any of these the first, with the peers."""
+    """Returns the tables that have more than peers to show. If there is none, returns the first table, with the
+    peers."""
     tables = ON_A_CARD if device == "cuda" else TABLES
     return [table for table in tables if (set(table.contenders) - set(_PEERS)) & set(contenders)] or [tables[0]]
 
@@ -57,8 +62,8 @@ def tables_of(contenders: Sequence[str], device: str) -> list[Table]:
 def next_group(
     pending: Sequence[str], references: Sequence[str], need_bytes: Mapping[str, int], room_bytes: int
 ) -> list[str]:
-    """Who runs at once, now: the first of `pending` that fits, the references that fit beside it, and as many others of
-    `pending` as the rest of the room holds. Empty: none of `pending` fits, not even alone."""
+    """Returns the contenders to run at once now: the first of `pending` that fits, the references that fit beside it,
+    and as many others of `pending` as the rest of the room holds. Empty if none of `pending` fits alone."""
     fitting = [name for name in pending if need_bytes[name] <= room_bytes]
     if not fitting:
         return []
@@ -70,8 +75,8 @@ def next_group(
 
 
 def merged(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """One result per contender: times of every group it was in, the rest of the first; a failure counts if it never
-    ran."""
+    """Returns one result per contender: times of all its groups, other figures of its first group. A failure counts if
+    the contender never ran."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         for name, result in group.items():
@@ -87,9 +92,9 @@ def merged(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def ratios(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Step of ours over that of each other, "ours / plain" and so on, from the groups in which both ran: "medians" of
-    both over all rounds, and the median over the rounds of the ratio of one round ("rounds"), which noise that both saw
-    leaves alone."""
+    """Returns step of ours over that of each other contender, "ours / plain" and so on, from the groups in which both
+    ran. "medians" is the ratio of the medians over all rounds. "rounds" is the median over the rounds of the ratio of
+    one round, which is not affected by noise that both saw."""
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for group in groups:
         times = {name: result.get("times_s", []) for name, result in group.items()}

@@ -1,5 +1,5 @@
-"""Host memory of this process as the kernel counts it, in bytes; None where this kernel does not (a sandbox such as
-gVisor has /proc without some of it): a figure that is not measurable here is said to be so, not made up."""
+"""Host memory of this process as the kernel counts it, in bytes. A figure that this kernel does not give (a sandbox
+such as gVisor lacks parts of /proc) is None, and is reported as not measurable."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ PROC = Path("/proc")
 
 
 def host_bytes(pid: int | str = "self") -> int | None:
-    """Resident now."""
+    """Returns the bytes resident now."""
     return _field(pid, "VmRSS")
 
 
 def peak_host_bytes(pid: int | str = "self") -> int | None:
-    """Most that was resident at once since the start, or since `forget_peak`."""
+    """Returns the most bytes resident at once since the start, or since `forget_peak`."""
     return _field(pid, "VmHWM")
 
 
 def forget_peak() -> bool:
-    """Begin counting the peak anew; False where the kernel does not let us, or does as if."""
+    """Begin counting the peak anew. Returns False where the kernel does not do so."""
     before, now = peak_host_bytes(), host_bytes()
     if before is None or now is None:
         return False
@@ -31,12 +31,12 @@ def forget_peak() -> bool:
     except OSError:
         return False
     after = peak_host_bytes()
-    # Where it worked, the peak is what is resident now; a few pages come and go meanwhile.
+    # After a reset the peak is near the present resident bytes; a few pages come and go meanwhile.
     return after is not None and (after < before or before - now < 1 << 20)
 
 
 def less(bytes_: int | None, baseline_bytes: int | None) -> int | None:
-    """Returns the difference, or None where either is not measurable."""
+    """Returns the difference; None if either figure is not measurable."""
     return None if bytes_ is None or baseline_bytes is None else bytes_ - baseline_bytes
 
 

@@ -24,7 +24,7 @@ __all__ = ["Contender", "imports", "plan_of", "predicted"]
 
 
 def imports(task: Task) -> None:
-    """What is imported before the baseline of host memory is taken: also what planning needs."""
+    """Import everything that belongs to the baseline of host memory, also the planner."""
     workload = capture("tiny-gpt2", batch=1, sequence=8, dtype=task.dtype)
     find_policy("all_on_gpu")(workload, load_machine("virtual"), Settings())
 
@@ -41,10 +41,10 @@ def workload_of(task: Task) -> Workload:
 
 
 def machine_of(task: Task, workload: Workload, settings: Mapping[str, Any]) -> Machine:
-    """On CUDA the task's machine file, or this machine by the catalog, within the caps. On a CPU the virtual
-    accelerator: large enough for everything (or the task's cap). Where the settings say what share of the model data
-    `stays`, it has room for this share beside the peak of the rest; with 0 it is the smallest in which the policy can
-    train.
+    """Returns the machine to plan for. On CUDA it is the task's machine file, or this machine by the catalog, within
+    the caps. On a CPU it is the virtual accelerator, large enough for everything (or the task's cap). If the settings
+    give the share of the model data that `stays`, it has room for this share beside the peak of the rest; with 0 it is
+    the smallest on which the policy can train.
     """
     if task.device == "cuda":
         return load_machine(task.machine or "here", gpu_memory=task.gpu_cap_bytes, host_memory=task.host_cap_bytes)
@@ -68,13 +68,13 @@ def asked_of(task: Task, settings: Mapping[str, Any]) -> Settings:
 
 
 def plan_of(task: Task, settings: Mapping[str, Any], workload: Workload) -> Plan:
-    """Raises DoesNotFit where nothing fits the caps."""
+    """Returns the plan. Raises DoesNotFit where nothing fits the caps."""
     machine = machine_of(task, workload, settings)
     return find_policy(settings["policy"][task.device])(workload, machine, asked_of(task, settings))
 
 
 def predicted(plan: Plan) -> dict[str, Any]:
-    """Returns the bytes per parameter at the border of two iterations, and the peaks of the simulated iteration."""
+    """Returns the bytes per parameter between two iterations, and the peaks of the simulated iteration."""
     params = plan.workload.params
     lists = dict.fromkeys((Place.GPU, Place.HOST), 0)
     for resident in plan.initial:

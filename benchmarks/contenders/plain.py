@@ -1,7 +1,7 @@
 """Plain PyTorch: the model, torch.optim.AdamW(fused=True), clip_grad_norm_.
 
-In bf16 the reference is the same training that the others do: an fp32 copy of every parameter that AdamW updates, the
-gradient cast up, the working copy cast down.
+In bf16 the training is the same as the others': AdamW updates an fp32 copy of every parameter, the gradient is cast up,
+and the working copy is cast down.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Contender", "imports"]
 
 
 def imports(task: Task) -> None:
-    """What is imported before the baseline of host memory is taken."""
+    """Import everything that belongs to the baseline of host memory."""
 
 
 class Contender:

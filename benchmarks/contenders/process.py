@@ -24,7 +24,10 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 
 
 class Failed(Exception):
-    """What a contender said, or how it died. lasting: it would fail again (not: its time was up)."""
+    """A contender's message, or how its process died.
+
+    lasting: whether it would fail again (not if its time was up).
+    """
 
     def __init__(self, why: str, *, lasting: bool = True) -> None:
         super().__init__(why)
@@ -32,7 +35,12 @@ class Failed(Exception):
 
 
 class Process:
-    """interpreter: that runs it. log: file for what it prints. most_host_bytes: it is killed when it holds more."""
+    """A contender's process.
+
+    interpreter: the Python that runs it.
+    log: file for its output.
+    most_host_bytes: it is killed when it holds more.
+    """
 
     def __init__(
         self,
@@ -66,7 +74,8 @@ class Process:
         self._send({"do": "build", "task": self.task.to_json()})
 
     def ask(self, what: str, timeout_s: float) -> dict[str, Any]:
-        """Raises Failed where the contender fails, dies or takes longer."""
+        """Send a request. Returns the answer. Raises Failed where the contender fails, dies or takes longer than
+        `timeout_s`."""
         self._send({"do": what})
         return self.answer(timeout_s)
 
@@ -94,7 +103,7 @@ class Process:
         return answer
 
     def close(self) -> None:
-        """End it in peace, or else kill it."""
+        """Close the contender's input and wait for its end; kill it if it does not end."""
         with contextlib.suppress(BrokenPipeError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -107,7 +116,7 @@ class Process:
         self._output.close()
 
     def abort(self) -> None:
-        """End it by SIGABRT, on which faulthandler writes where each thread stands."""
+        """End it by SIGABRT, on which faulthandler writes the stacks of all threads."""
         self._process.send_signal(signal.SIGABRT)
         try:
             self._process.wait(timeout=10)
@@ -133,7 +142,7 @@ class Process:
 
 @contextlib.contextmanager
 def processes(made: list[Process]) -> Iterator[list[Process]]:
-    """Inside, the processes; afterwards all are ended, whatever happened."""
+    """Yields the list of processes. Afterwards all are ended, also after an error."""
     try:
         yield made
     finally:

@@ -31,9 +31,9 @@ _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def bytes_per_param(task: Task) -> dict[str, int] | None:
-    """{"gpu", "host"} of the note's table; None for ours, whose plan says it."""
+    """Returns {"gpu", "host"} of the note's table; None for ours, whose plan decides."""
     w = _WIDTH[task.dtype]
-    master = 0 if task.dtype == "fp32" else 8  # and its gradient
+    master = 0 if task.dtype == "fp32" else 8  # the parameter and its gradient
     table = {
         "plain": {"gpu": 2 * w + 8 + master, "host": 0},
         "zero2": {"gpu": w, "host": 16},
@@ -45,12 +45,13 @@ def bytes_per_param(task: Task) -> dict[str, int] | None:
 
 
 def model_bytes_per_param(dtype: str) -> int:
-    """Model data of ours, wherever it is: the note's w + 12."""
+    """Returns the bytes per parameter of our model data in all places: the note's w + 12."""
     return _WIDTH[dtype] + 12
 
 
 def least_host_bytes(task: Task, params: int) -> int:
-    """Returns host memory without which the contender cannot train, by arithmetic: its process and its model data."""
+    """Returns the least host memory with which the contender can train, by arithmetic: its process and its model
+    data."""
     by_place = bytes_per_param(task) or {"gpu": 0, "host": 0}
     on_host = by_place["host"] + (by_place["gpu"] if task.device == "cpu" else 0)
     if task.device == "cpu" and not on_host:
@@ -67,13 +68,15 @@ def largest_by_trial(
     layer_bytes: float,
     most_trials: int = 6,
 ) -> tuple[int, int | None, list[tuple[int, int | None]]]:
-    """Most layers whose peak stays within the cap: (layers that were run and fit, fewest that were run and did not,
-    every trial as (layers, peak bytes or None where it died)).
+    """Find the most layers whose peak stays within the cap. Returns (most layers that ran and fit, fewest that ran and
+    did not, every trial as (layers, peak bytes or None where it died)). 0 layers: none fits.
 
-    trial: layers -> its peak in bytes, None where it died. small_layers, small_bytes: a run that is known, within the
-    cap or above it. layer_bytes: what a layer is reckoned to add; the next trial goes where the line through the last
-    two points meets the cap, but to no more than MOST_TIMES the layers that fit: two peaks that happen to be equal say
-    nothing of what a layer takes. Nor does a run that died: from there on the middle is tried. 0 layers: none fits.
+    trial: layers -> peak in bytes, None where it died.
+    small_layers, small_bytes: a known run, within the cap or above it.
+    layer_bytes: estimated bytes per layer.
+
+    The next trial is where the line through the last two points meets the cap, but has at most MOST_TIMES the layers
+    that fit: two equal peaks say nothing about a layer's bytes. After a run that died, the middle is tried.
     """
     least_bytes = layer_bytes / MOST_TIMES
     fits, fits_bytes = small_layers, small_bytes
@@ -81,7 +84,7 @@ def largest_by_trial(
     if small_bytes > cap_bytes:
         fits, fits_bytes, fails = 0, max(0, int(small_bytes - small_layers * layer_bytes)), small_layers
     tried: list[tuple[int, int | None]] = []
-    died = 0  # layers of the last run that did
+    died = 0  # layers of the last run that fit
     for _ in range(most_trials):
         guess = fits + max(1, int((cap_bytes - fits_bytes) / layer_bytes))
         guess = min(guess, MOST_TIMES * max(fits, small_layers))

@@ -1,5 +1,5 @@
-"""Interleaved rounds: several contenders alive at once, asked for one step each in turn, so that all see the same
-machine."""
+"""Interleaved rounds: several contenders are alive at once and make one step each in turn, so that the machine's load
+affects all of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["interleave"]
 def interleave(
     made: Sequence[Process], *, warm_up: int, steps: int, build_s: float, step_s: float
 ) -> dict[str, dict[str, Any]]:
-    """What each contender did, by its name: times and losses of every round, memory; or {"failed": why}.
+    """Returns the results of each contender by name: times and losses of every round, memory; or {"failed": reason}.
+    The order turns by one position every round. A contender that fails drops out, the others continue.
 
-    The order turns by one every round. A contender that fails drops out, the others go on. build_s, step_s: most a
-    build and a step may take.
+    build_s, step_s: most seconds of a build and of a step.
     """
     alive = {process.task.contender: process for process in made}
     found: dict[str, dict[str, Any]] = {name: {"times_s": [], "losses": []} for name in alive}
@@ -27,7 +27,7 @@ def interleave(
         found[name] = {"failed": str(error)}
         del alive[name]
 
-    for name, process in list(alive.items()):  # one after the other: builds take memory and cores
+    for name, process in list(alive.items()):  # built one after the other, because builds take memory and cores
         try:
             process.start_building()
             process.answer(build_s)

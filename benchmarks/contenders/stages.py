@@ -1,5 +1,5 @@
-"""Stages of a long benchmark: each done once, its result kept as a line of JSON, so that a run that was cut off goes on
-where it stopped."""
+"""Stages of a long benchmark. Each stage is done once and its result kept as a line of JSON, so that a later run
+continues where an interrupted one stopped."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ __all__ = ["OutOfTime", "Stages"]
 
 
 class OutOfTime(Exception):
-    """The run's minutes are over; what is done is kept."""
+    """The run's minutes are over; results by now are kept."""
 
 
 class Stages:
-    """path: the file of results so far. minutes: of this run, None for no limit. expected_s: what a stage is reckoned
-    to take before one was timed. A stage that failed for good is kept with its reason and not tried again, but
-    with `again`."""
+    """Runs and keeps the stages of a benchmark. A stage that failed for good is kept with its reason and not tried
+    again, unless `again` is set.
+
+    path: the file of results.
+    minutes: time of this run, None for no limit.
+    expected_s: estimated seconds of a stage before any was timed.
+    """
 
     def __init__(
         self,
@@ -55,12 +59,12 @@ class Stages:
         return len(self._done)
 
     def __contains__(self, key: str) -> bool:
-        """Returns whether it is done already."""
+        """Returns whether the stage is done already."""
         return key in self._done
 
     @property
     def left_out(self) -> int:
-        """Stages that were asked for and had no time left."""
+        """Number of stages that were requested and had no time left."""
         return self._left_out
 
     @property
@@ -70,9 +74,8 @@ class Stages:
         return 60.0 * self._minutes - (self._clock() - self._begun_s)
 
     def run(self, key: str, what: str, work: Callable[[float], dict[str, Any]]) -> dict[str, Any] | None:
-        """Returns the kept result of this key, or else work(seconds left), kept; None where there is no time for it.
-
-        What fails for good gives {"failed": why}.
+        """Returns the kept result of this key. Otherwise runs work(seconds left) and keeps its result; None where there
+        is no time for it. A stage that fails for good gives {"failed": reason}.
         """
         if key in self._done:
             return self._done[key]
@@ -100,5 +103,5 @@ class Stages:
         return result
 
     def forget(self) -> None:
-        """All is done and written elsewhere."""
+        """Remove the file: all stages are done and their results written elsewhere."""
         self.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Task: what one contender's process is asked to train; plain values, so that it can go over a pipe."""
+"""Task: the training that a contender's process is asked for, as plain values that can be sent over a pipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["CONTENDERS", "LEAVES", "MAX_GRAD_NORM", "Task", "settings_of"]
 
-# Name -> (module of this package, its settings' file, what it is called in tables).
+# Name -> (module of this package, its settings' file, its name in tables).
 CONTENDERS = {
     "ours": ("ours", "ours.json", "ours"),
     "ours_eager": ("ours", "ours_eager.json", "ours, eager"),
@@ -22,7 +22,7 @@ CONTENDERS = {
     "zero3_twinflow": ("zero", "zero3_twinflow.json", "DeepSpeed ZeRO-3 offload, Twin-Flow"),
     "fsdp2": ("fsdp2", "fsdp2.json", "FSDP2 CPU offload"),
 }
-# What of the model data each peer keeps on the host. For ours the plan says it.
+# The model data that each peer keeps on the host. For ours the plan decides.
 LEAVES = {
     "plain": "nothing",
     "zero2": "gradients, states",
@@ -35,10 +35,16 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """contender: a key of CONTENDERS. model: as for `pstar trace`. global_batch: sequences an optimizer step;
-    micro_batch divides it. gpu_cap_bytes: what of the card may be reserved (None: all; on a CPU there is no card).
-    host_cap_bytes: what a plan of ours may take of host memory (None: what is free). machine: a machine file for
-    our plans, None for the catalog's entry. policy: of our plans, None for the one in the settings' file."""
+    """A training task for a contender.
+
+    contender: a key of CONTENDERS.
+    model: as for `pstar trace`.
+    global_batch: sequences per optimizer step; micro_batch divides it.
+    gpu_cap_bytes: bytes of the card that may be reserved (None: all; on a CPU there is no card).
+    host_cap_bytes: bytes of host memory that a plan of ours may take (None: all free memory).
+    machine: a machine file for our plans, None for the catalog's entry.
+    policy: policy of our plans, None for the settings' file.
+    """
 
     contender: str
     model: str
@@ -72,12 +78,12 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Of one optimizer step."""
+        """Tokens per optimizer step."""
         return self.global_batch * self.sequence
 
     @property
     def key(self) -> str:
-        """What a result of this task is kept under: equal for equal tasks only."""
+        """Key of a result of this task: equal for equal tasks only."""
         return json.dumps(asdict(self), sort_keys=True)
 
     def changed(self, **changes: Any) -> Task:

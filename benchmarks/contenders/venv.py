@@ -1,7 +1,7 @@
-"""The environment in which DeepSpeed runs on a CPU: made once, beside the project's own, whose packages it sees.
+"""DeepSpeed's environment on a CPU: made once, beside the project's own environment, whose packages it sees.
 
 DeepSpeed builds its CPU Adam from C++ on first use, into a folder of this environment. A build that is killed midway
-leaves a lock behind on which every later run would wait for ever; nobody else builds there, so old locks are removed.
+leaves a lock on which every later run would wait for ever. No other program builds there, so old locks are removed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ for name in ("CPUAdamBuilder", "ShareMemCommBuilder"):
 
 
 class VenvError(Exception):
-    """Why there is no DeepSpeed here."""
+    """The reason why there is no DeepSpeed here."""
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """Variables for a process of the environment: a CPU as accelerator, its own place for what is built."""
+    """Returns the environment variables for a process of the environment: a CPU as accelerator, and a folder of its own
+    for builds."""
     path = os.pathsep.join((str(folder / "bin"), os.environ.get("PATH", "")))
     return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "PATH": path}
 
 
 def make_venv(folder: Path, constraints: Path, say: Callable[[str], object]) -> str:
-    """Returns the interpreter of an environment in `folder` that has DeepSpeed, its CPU Adam built, and everything that
-    the running interpreter has. Raises VenvError where pip or the compiler fails."""
+    """Returns the interpreter of an environment in `folder` that has DeepSpeed with its CPU Adam built, and all
+    packages of the running interpreter. Raises VenvError where pip or the compiler fails."""
     folder = folder.absolute()
     interpreter = folder / "bin" / "python"
     stamp = folder / ".ready"

@@ -1,8 +1,8 @@
-"""One contender in a process of its own: builds it, then answers one JSON line with one JSON line until its input ends.
+"""A contender in a process of its own: builds it, then answers each JSON line with a JSON line until its input ends.
 
-{"do": "step"} trains on the next global batch: {"loss", "time_s"}. {"do": "settle"} begins counting peaks anew.
-{"do": "memory"}: what it holds and held. Anything else is an error. Failures are answered too, as {"failed": why}.
-Standard output is the pipe's alone: whatever a library prints goes to standard error.
+{"do": "step"} trains on the next global batch: {"loss", "time_s"}. {"do": "settle"} begins counting peaks anew. {"do":
+"memory"} gives the memory held now and at the peak. Any other request is an error. Failures are answered too, as
+{"failed": reason}. Standard output is for the answers alone: the output of libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ __all__ = ["Built", "main"]
 
 @dataclass(kw_only=True)
 class Built:
-    """A model ready to train, and how to cut a global batch into micro-batches. batches: endless global batches, the
-    same for every contender."""
+    """A model ready to train.
+
+    batches: endless global batches, the same for every contender.
+    """
 
     module: Any
     batches: Iterator[Any]
@@ -47,8 +49,8 @@ class Built:
 
 
 def build_model(task: Task) -> Built:
-    """Returns the task's model with weights drawn from its seed, on the host, in the task's dtype. For a card the
-    models are large and minutes dear: weights by `draw_weights`."""
+    """Returns the task's model with weights drawn from its seed, on the host, in the task's dtype. On a card, where
+    models are large and time is short, `draw_weights` makes the weights."""
     from contenders.drawn import draw_weights
     from executor.devices.on_meta import parameters_on_meta
     from executor.models import build
@@ -69,8 +71,8 @@ def build_model(task: Task) -> Built:
 
 
 def warm_imports(task: Task) -> None:
-    """Load, before the baseline of host memory is taken, what every contender loads sooner or later: the model's code,
-    the corpus, the compiler that torch's optimizers pull in."""
+    """Import everything that every contender imports sooner or later, before the baseline of host memory is taken: the
+    model's code, the corpus, the compiler that torch's optimizers import."""
     import torch
     import torch._dynamo
 
@@ -86,14 +88,14 @@ def warm_imports(task: Task) -> None:
 
 class Worker:
     def __init__(self, task: Task) -> None:
-        if hasattr(os, "sched_setaffinity"):  # before torch makes its threads: they stay on these cores
+        if hasattr(os, "sched_setaffinity"):  # before torch makes its threads, so that they stay on these cores
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task.threads])
         import torch
 
         torch.set_num_threads(task.threads)
         self.task, self.torch = task, torch
         if task.device == "cuda" and task.gpu_cap_bytes is not None and CONTENDERS[task.contender][0] != "ours":
-            # Ours keeps its plan's budget by itself, the driver's context included; theirs is besides the cap.
+            # Ours counts the driver's context in its plan's budget; for the others the context comes on top of the cap.
             total_bytes = torch.cuda.get_device_properties(0).total_memory
             if task.gpu_cap_bytes > total_bytes:
                 raise ValueError(f"the cap of {task.gpu_cap_bytes} bytes is more than the card's {total_bytes}")

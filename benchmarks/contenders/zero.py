@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-2 and ZeRO-3 offload on one rank, its settings as in the JSON file beside this."""
+"""DeepSpeed ZeRO-2 and ZeRO-3 offload on one rank, with the settings of the JSON files beside this module."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Contender", "config_of", "imports"]
 
 
 def imports(task: Task) -> None:
-    """What is imported, and started, before the baseline of host memory is taken. (The optimizer's C++ is built in the
-    first of these processes: about a minute.)"""
+    """Import and start everything that belongs to the baseline of host memory. (The first such process also builds the
+    optimizer's C++, which takes about a minute.)"""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,7 +30,7 @@ def imports(task: Task) -> None:
 
 
 def config_of(task: Task, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's own configuration: the file's, with the task's batch, dtype, clipping and learning rate."""
+    """Returns DeepSpeed's own configuration: the file's, with the task's batch, dtype, clipping and learning rate."""
     config = copy.deepcopy(dict(settings["deepspeed"]))
     config["train_micro_batch_size_per_gpu"] = task.micro_batch
     config["gradient_accumulation_steps"] = task.micro_batches

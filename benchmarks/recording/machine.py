@@ -1,4 +1,4 @@
-"""The card's own rates, as a machine file that the plans of the other stages are made with."""
+"""The card's own rates, as a machine file for the plans of the other stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["run"]
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """A stage: {"path"} -> what was measured, and what could not be."""
+    """Do a stage: {"path"} -> the measured rates, and the reasons for rates that could not be measured."""
     from executor.calibrate import calibrate
 
     machine, found = calibrate(Path(job["path"]), device="cuda", quick=True)

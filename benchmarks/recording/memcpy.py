@@ -1,4 +1,4 @@
-"""Bytes that crossed the link, from the memcpy events of a profile, whatever the program believes it copied."""
+"""Bytes that crossed the link, from the memcpy events of a profile, independent of the program's own counts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _DIRECTIONS = {"HtoD": "h2d", "DtoH": "d2h"}
 
 
 def bytes_by_direction(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """{"h2d", "d2h"} of a chrome trace's events: category gpu_memcpy, named "Memcpy HtoD (Pinned -> Device)" and the
-    like, with the bytes among their arguments."""
+    """Returns {"h2d", "d2h"} of a chrome trace's events: category gpu_memcpy, named "Memcpy HtoD (Pinned -> Device)"
+    and the like, with the bytes among their arguments."""
     moved = {"h2d": 0, "d2h": 0}
     for event in events:
         if event.get("cat") != "gpu_memcpy":

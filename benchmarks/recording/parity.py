@@ -1,4 +1,4 @@
-"""Ours beside plain AdamW on the same device: one model, one dtype, several policies and ways of updating."""
+"""Ours beside plain AdamW on the same device: one model, one dtype, several policies and kinds of updates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHARES = (0.4, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 12.0)
 
 
 def apart(mine: Values, theirs: Values, begun: Values) -> tuple[float, str]:
-    """(length of the difference over the length of what training changed, the parameter with the largest part)."""
+    """Returns (length of the difference over the length of training's change, the parameter with the largest part)."""
     off = {name: float((mine[name].detach().cpu().float() - theirs[name].float()).norm()) for name in theirs}
     changed = math.hypot(*(float((theirs[name].float() - begun[name].float()).norm()) for name in theirs))
     return math.hypot(*off.values()) / changed, max(off, key=lambda name: off[name])
@@ -56,8 +56,8 @@ def tight(policy: str, workload: Workload, settings: Settings) -> Plan:
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """A stage: {"model", "dtype", "batch", "sequence", "micro_batches", "steps", "policies", "updates",
-    "device"} -> {"policy, update": differences, deviations, exchanges, or why not}."""
+    """Do a stage: {"model", "dtype", "batch", "sequence", "micro_batches", "steps", "policies", "updates", "device"} ->
+    {"policy, update": differences, deviations, exchanges, or the reason why there are none}."""
     device = job["device"]
     task = Task(
         contender="plain", model=job["model"], global_batch=job["batch"] * job["micro_batches"],
@@ -91,7 +91,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(built: Built, steps: int) -> list[float]:
-    """torch.optim.AdamW(fused=True) on the device; in bf16 over fp32 masters, gradients summed in fp32."""
+    """Returns the losses of torch.optim.AdamW(fused=True) on the device; in bf16 over fp32 masters, gradients summed in
+    fp32."""
     model = built.module.to(built.task.device)
     parameters = list(model.parameters())
     masters = parameters

@@ -1,4 +1,4 @@
-"""A plan run on a card, with the allocator asked in every moment, beside what the plan says."""
+"""A plan run on a card, with the allocator's memory of every moment beside the plan's."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ WARM_UP, TIMED = 2, 3
 
 
 def payload_peaks(begun_bytes: int, changes: Iterable[ByteChange], moments: int) -> list[int]:
-    """Most payload bytes on the gpu in each moment: what was there when the iteration began, and every change since,
-    which says the moment it happened in. A moment without a change holds what the one before left."""
+    """Returns the most payload bytes on the gpu in each moment: those at the iteration's begin, and every change since,
+    which names its moment. A moment without a change holds the bytes that the one before left."""
     held, at, peaks = begun_bytes, 0, [begun_bytes] * moments
     for change in changes:
         if change.place is not Place.GPU or change.category == "non-model":
@@ -53,7 +53,7 @@ def payload_peaks(begun_bytes: int, changes: Iterable[ByteChange], moments: int)
 
 
 def worst_row(names: Sequence[str], predicted: Sequence[int], measured: Sequence[int]) -> dict[str, Any]:
-    """Returns the moment whose measured bytes are furthest from the predicted."""
+    """Returns the moment whose measured bytes are furthest from the predicted bytes."""
     worst = max(range(len(names)), key=lambda i: abs(predicted[i] - measured[i]))
     return {
         "moment": worst,
@@ -64,10 +64,10 @@ def worst_row(names: Sequence[str], predicted: Sequence[int], measured: Sequence
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """A stage: {"model", "batch", "sequence", "checkpointing", "dtype", "policy", "machine",
-    "gpu_memory_bytes", "device"}. Besides, where it is only about whether it trains: "host_memory_bytes" and "steps"
-    (to warm up, timed). On the virtual accelerator what only a card can tell (its allocator, its profiler) is None.
-    Raises DoesNotFit where there is no plan within the caps."""
+    """Do a stage: {"model", "batch", "sequence", "checkpointing", "dtype", "policy", "machine", "gpu_memory_bytes",
+    "device"}. A stage that only has to train may also have "host_memory_bytes" and "steps" (to warm up, timed). On the
+    virtual accelerator, figures that need a card (its allocator, its profiler) are None. Raises DoesNotFit where there
+    is no plan within the caps."""
     on_card = job["device"] == "cuda"
     options = {"batch": job["batch"], "sequence": job["sequence"], "checkpointing": job["checkpointing"]}
     options["dtype"] = job["dtype"]
@@ -128,13 +128,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def settle(session: Any) -> None:
-    """Every update of the finished iterations is done; the queues go on."""
+    """Return when every update of the finished iterations is done. The queues continue."""
     with session.still():
         pass
 
 
 def whole(session: Any, step: Callable[[], None]) -> None:
-    """One iteration and what of it runs on behind it."""
+    """Run one iteration and the work that runs on after it."""
     step()
     settle(session)
 
@@ -153,7 +153,8 @@ def _synchronize() -> None:
 
 
 def _moments(session: Any, plan: Plan, model: Any, step: Callable[[], None]) -> dict[str, Any]:
-    """One iteration with the allocator's peak of every moment, beside payload (counted by the arena) and tide."""
+    """Run one iteration. Returns the allocator's peak of every moment, beside payload (counted by the arena) and
+    tide."""
     settle(session)
     most_allocated, most_reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     begun, log_at = session.arena.payload_bytes(Place.GPU), len(session.arena.log.changes)

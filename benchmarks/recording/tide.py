@@ -1,7 +1,8 @@
-"""The tide of plain training on a card: what the allocator held at most in each moment, model data left out.
+"""The tide of plain training on a card: the allocator's peak in each moment, without model data.
 
-The moments are the executor's own (MomentClock), gradients are dropped as soon as they are final, as in a run by a
-plan, so the figures stand beside a capture's moment by moment. Nothing is updated: parameters alone are on the card.
+The moments are the executor's own (MomentClock). Gradients are dropped as soon as they are final, as in a run by a
+plan, so that the figures can be compared with a capture's moment by moment. Nothing is updated: of the model data only
+the parameters are on the card.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ __all__ = ["Peaks", "record_tide", "tide_rows"]
 
 
 class Peaks:
-    """Peak of allocated bytes in every moment, moments told by a clock's events. read, forget: the allocator's peak
-    since the last `forget` and a new beginning."""
+    """Peak of allocated bytes in every moment, by a clock's events.
+
+    read, forget: give the allocator's peak since the last `forget`, and begin it anew.
+    """
 
     def __init__(self, read: Any = None, forget: Any = None) -> None:
         self._read = read or torch.cuda.max_memory_allocated
@@ -52,7 +55,12 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Tide:
-    """names, bytes: of every moment, non-model bytes; reserved_bytes: in the end. snapshot: torch's own."""
+    """Non-model bytes of moments.
+
+    names, bytes: of every moment.
+    reserved_bytes: at the end.
+    snapshot: torch's own.
+    """
 
     names: tuple[str, ...]
     bytes: tuple[int, ...]
@@ -61,7 +69,7 @@ class Tide:
 
 
 def record_tide(model: nn.Module, batch: Any) -> Tide:
-    """One iteration after one to warm up."""
+    """Returns the tide of one iteration, after one to warm up."""
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_drop)
     base_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -92,7 +100,8 @@ def _drop(parameter: torch.Tensor) -> None:
 
 
 def tide_rows(workload: Workload, names: tuple[str, ...], measured: tuple[int, ...]) -> dict[str, Any]:
-    """Predicted (capture) against measured, and the worst moment. Where the moments differ, the first that does."""
+    """Returns predicted (capture) against measured bytes, and the worst moment. Where the moments differ, the first
+    difference."""
     expected = [m.name for m in workload.moments]
     if list(names) != expected:
         at = next((i for i, (a, b) in enumerate(zip(names, expected)) if a != b), min(len(names), len(expected)))
@@ -115,14 +124,15 @@ def tide_rows(workload: Workload, names: tuple[str, ...], measured: tuple[int, .
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """A stage: {"model", "batch", "sequence", "checkpointing", "dtype", "folder", "slug", "gpu", "snapshot"} ->
-    figures. Writes the trace with the measured tide (where pyarrow is there); snapshot: torch's own of memory, too."""
+    """Do a stage: {"model", "batch", "sequence", "checkpointing", "dtype", "folder", "slug", "gpu", "snapshot"} ->
+    figures. Writes the trace with the measured tide (if pyarrow is installed); with "snapshot" also torch's snapshot of
+    memory."""
     options = {"batch": job["batch"], "sequence": job["sequence"], "checkpointing": job["checkpointing"]}
     options["dtype"] = job["dtype"]
     workload = capture(job["model"], **options)
     with parameters_on_meta():
         built = build(job["model"], **options)
-    model = draw_weights(built.module, seed=0, shared=True).to("cuda")  # each has memory of its own there
+    model = draw_weights(built.module, seed=0, shared=True).to("cuda")  # on the card weights do not share memory
     tide = record_tide(model, map_batch(built.example_batch, lambda t: t.to("cuda")))
     figures = tide_rows(workload, tide.names, tide.bytes)
     figures |= {"measured_reserved_bytes": tide.reserved_bytes, "params": workload.params}

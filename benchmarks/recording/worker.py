@@ -1,4 +1,4 @@
-"""One stage of gpu_record.py in a process of its own: python -m recording.worker JOB.json RESULT.json"""
+"""A stage of gpu_record.py in a process of its own: python -m recording.worker JOB.json RESULT.json"""
 
 from __future__ import annotations
 

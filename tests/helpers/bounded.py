@@ -1,4 +1,4 @@
-"""Random jobs and policies whose plans are held against all lower bounds: on each job one resource is scarce, so that
+"""Random jobs and policies whose plans are compared with all lower bounds. On each job one resource is scarce, so that
 every row of the bounds binds somewhere."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ SPECS = named(lambda able: able.balance is None)
 
 
 def random_spec(rng: random.Random) -> str:
-    """Returns a policy with random options; those that search or choose freely more often than the others."""
+    """Returns a policy with random options. Policies that search or choose freely come more often than the others."""
     name = rng.choice((*SPECS, "tide", "tide", "tide", "optimal", "optimal"))
     values = VALUES.get(name, {})
     assert set(values) <= set(options_of(find_policy(name)))
@@ -81,7 +81,7 @@ def random_spec(rng: random.Random) -> str:
 
 
 def offloaded_chain(rng: random.Random) -> Workload:
-    """Returns a chain whose layers leave random bytes behind, some recomputed, some offloaded, in one to three
+    """Returns a chain whose layers keep random bytes of activations, some recomputed, some offloaded, in one to three
     micro-batches."""
     layers = rng.randint(4, 9)
     left = [rng.randrange(1, 64) * KIB for _ in range(layers)]
@@ -95,13 +95,13 @@ def offloaded_chain(rng: random.Random) -> Workload:
     while True:
         try:
             return repeat_micro_batch(offload_blocks(mixed, offload), rng.randint(1, 3))
-        except TraceError:  # the last of them is needed again at once
+        except TraceError:  # the last layer's activations are needed again at once
             offload = offload[:-1]
 
 
 def random_job(rng: random.Random) -> tuple[Workload, Machine, Settings]:
-    """Returns a model of one to four micro-batches (now and then with offloaded activations), a machine on which one
-    resource is scarce and the others are not much less so, and settings."""
+    """Returns a workload of one to four micro-batches (sometimes with offloaded activations), a machine on which one
+    resource is scarce and the others are nearly so, and settings."""
     if rng.random() < 0.1:
         w = offloaded_chain(rng)
     else:
@@ -146,8 +146,8 @@ def random_job(rng: random.Random) -> tuple[Workload, Machine, Settings]:
 
 
 def several(rng: random.Random, machine: Machine, count: int) -> Machine:
-    """So many of the machine's GPUs, each with as much of the host as it has alone; sometimes some of them slower, or
-    with a slower link."""
+    """Returns a machine with `count` of the machine's GPU, each with as much of the host as it has alone. Sometimes
+    some of the GPUs are slower, or have a slower link."""
     ranks = random_ranks(rng, machine, count)
     host, local = ranks.host, ranks.local_ranks
     host = replace(
@@ -168,7 +168,8 @@ def _slowed(rank: Rank, by: float) -> Rank:
 
 
 def bounds_of(number: int) -> tuple[float, float, float]:
-    """Closed form, joint and fluid program of the random job of that number, in the chunks that policies start from."""
+    """Returns closed form, joint and fluid program of the random job of that number, in the chunks that policies start
+    from."""
     w, machine, settings = random_job(random.Random(f"job {number}"))
     job = (w, machine, settings, build_layout(w, chunk_bytes=settings.chunk_bytes))
     return lower_bound(*job, stream=False).seconds, lower_bound(*job).seconds, fluid_bound(*job).seconds
@@ -176,7 +177,10 @@ def bounds_of(number: int) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Seconds of a plan beside its bounds: name of a bound -> seconds. binding: of the fluid bound."""
+    """Seconds of a plan beside its bounds: name of a bound -> seconds.
+
+    binding: of the fluid bound.
+    """
 
     seconds: float
     bounds: Mapping[str, float]
@@ -184,7 +188,7 @@ class Held:
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """Bounds that the plan is below, in words."""
+        """Bounds that exceed the plan's seconds, in words."""
         return tuple(f"{n} bound {s} > {self.seconds}" for n, s in self.bounds.items() if s > self.seconds * (1 + 1e-9))
 
 
@@ -201,7 +205,7 @@ def hold(plan: Plan) -> Held:
 def held_plans(
     drawn: str, wanted: int, counts: Counter[str], *, gpus: Sequence[int] = ()
 ) -> Iterator[tuple[Plan, Held, list[str]]]:
-    """`wanted` random plans, each beside its bounds, and the bounds that it is below, in words.
+    """Yields `wanted` random plans, each with its bounds and, in words, the bounds that exceed its seconds.
 
     drawn: the same text draws the same plans.
     counts: gets "plans", "no plan", plans of each policy and plans of each number of micro-batches.

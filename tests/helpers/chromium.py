@@ -1,4 +1,4 @@
-"""A headless Chromium for tests of pages: what it logs and what it asks for is kept, and it has no network."""
+"""A headless Chromium for tests of pages, without a network. It records the logs and the requests of pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = (
 
 @dataclass
 class Browser:
-    """A browser whose pages write down what they log and what they ask for."""
+    """A browser that records the logs and the requests of its pages."""
 
     context: Any
     log: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Browser:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Skips the test where there is no Chromium or no playwright."""
+    """Yields a browser. Skips the test where there is no Chromium or no playwright."""
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     if path is None:
         pytest.skip("there is no Chromium to open pages in (Debian: apt-get install chromium)")

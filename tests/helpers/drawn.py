@@ -1,8 +1,8 @@
-"""Hypothesis strategies of random jobs: what fails shrinks to the plainest job that fails.
+"""Hypothesis strategies of random jobs: a failure shrinks to the simplest job that fails.
 
-The generators of pstar_sim.testing take all chance from a `random.Random`. `chances()` is such a one whose numbers
-hypothesis draws, so that a test may also pass it on. What has more numbers than hypothesis keeps (jitter of every step)
-takes a seed instead: `seeds()`.
+The generators of pstar_sim.testing take all randomness from a `random.Random`. `chances()` draws such a generator whose
+numbers hypothesis chooses; a test may also pass it on. Values with more numbers than hypothesis keeps (jitter of every
+step) take a seed instead: `seeds()`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TIME_TO_SHRINK = pytest.mark.timeout(900)
 
 
 class Chance(random.Random):
-    """Numbers drawn by hypothesis. They shrink to the plainest: what happens now and then (`random() < 0.3`) does not
-    happen, a choice is the first, a number the lowest."""
+    """Random numbers drawn by hypothesis. They shrink to the simplest: a rare event (`random() < 0.3`) does not happen,
+    a choice is the first, a number the lowest."""
 
     def __init__(self, draw_integer: Callable[[int, int], int]) -> None:
         super().__init__(0)
@@ -38,14 +38,15 @@ class Chance(random.Random):
         return 1 - (self._below(2**16) + 1) / 2**16
 
     def _randbelow(self, n: int) -> int:
-        """What choice, randint, randrange, sample and shuffle are made of."""
+        """Returns a number below n. choice, randint, randrange, sample and shuffle use it."""
         return self._below(n)
 
     def getrandbits(self, k: int) -> int:
         return self._below(2**k)
 
     def _below(self, n: int) -> int:
-        """Byte by byte: hypothesis draws low numbers most of the time where there are more than a few hundred."""
+        """Returns a number below n, drawn byte by byte: of more than a few hundred numbers hypothesis mostly draws low
+        ones."""
         if n <= 256:
             return self._draw_integer(0, n - 1)
         size = (n.bit_length() + 7) // 8
@@ -56,8 +57,8 @@ class Chance(random.Random):
 
 
 class Chances(st.SearchStrategy[random.Random]):
-    """Draws from hypothesis's data itself. Of `draw(st.integers(...))` for each number, hypothesis would make five jobs
-    in six by copying one number of the job before over another: hardly a new job."""
+    """Draws from hypothesis's data itself. With `draw(st.integers(...))` for each number, hypothesis would make five
+    jobs in six by copying one number of the job before over another: hardly a new job."""
 
     def do_draw(self, data: Any) -> random.Random:
         return Chance(data.draw_integer)
@@ -68,18 +69,21 @@ def chances() -> st.SearchStrategy[random.Random]:
 
 
 def seeds() -> st.SearchStrategy[random.Random]:
-    """Returns a generator for many numbers, of which only the seed shrinks."""
+    """Returns a strategy of generators for many numbers, of which only the seed shrinks."""
     return st.integers(0, 2**20).map(random.Random)
 
 
 @st.composite
 def workloads(draw: st.DrawFn, **settled: Any) -> Workload:
-    """settled: arguments of random_workload."""
+    """Draws a workload.
+
+    settled: arguments of random_workload.
+    """
     return random_workload(draw(chances()), **settled)
 
 
 class Drawn(NamedTuple):
-    """A random job: what a policy is asked for."""
+    """A random job: the arguments of a policy."""
 
     workload: Workload
     machine: Machine
@@ -88,7 +92,11 @@ class Drawn(NamedTuple):
 
 @st.composite
 def jobs(draw: st.DrawFn, *, ranks: tuple[int, ...] = (1,), **settled: Any) -> Drawn:
-    """ranks: numbers of GPUs to choose from. settled: arguments of random_workload."""
+    """Draws a job.
+
+    ranks: numbers of GPUs to choose from.
+    settled: arguments of random_workload.
+    """
     chance = draw(chances())
     workload = random_workload(chance, **settled)
     machine = random_ranks(chance, random_machine(chance, workload), chance.choice(ranks))
@@ -96,7 +104,7 @@ def jobs(draw: st.DrawFn, *, ranks: tuple[int, ...] = (1,), **settled: Any) -> D
 
 
 def planned(policy: Callable[[Workload, Machine, Settings], Plan], job: Drawn) -> Plan | None:
-    """None where the policy has no plan for the job."""
+    """Returns the policy's plan; None where it has no plan for the job."""
     try:
         return policy(*job)
     except (DoesNotFit, CannotPlan):

@@ -58,7 +58,11 @@ _Mask = NDArray[np.bool_]
 
 
 class Way(NamedTuple):
-    """How a chunk is updated. on_gpu: where Adam runs. summed: whether its gradients add up in one list on the GPU."""
+    """How a chunk is updated.
+
+    on_gpu: whether Adam runs on the GPU.
+    summed: whether the chunk's gradients add up in one list on the GPU.
+    """
 
     on_gpu: bool
     summed: bool = False
@@ -68,8 +72,10 @@ class Way(NamedTuple):
 class Tiny:
     """An instance.
 
-    forward: units of a forward moment (backward: twice that). up, down: units of a copy of one slot. cpu_adam,
-        gpu_adam, cpu_add: units of a step for one chunk. gpu_add: units by which an add makes a moment longer.
+    forward: units of a forward moment (backward: twice that).
+    up, down: units of a copy of one slot.
+    cpu_adam, gpu_adam, cpu_add: units of a step for one chunk.
+    gpu_add: units by which an add makes a moment longer.
     tide: slots, for each of the 2 * layers moments of a micro-batch or, where `order` is given, for each moment.
     wide: slots of a state and of a sum.
     order: (layer, backward, micro-batch) of each moment; None: depth-first.
@@ -117,9 +123,13 @@ def exact_optimum(
     streams: bool = True,
     most_states: int | None = None,
 ) -> Fraction | None:
-    """Units that an iteration takes at best; None if nothing fits. ways: those of all chunks to choose from; by default
-    all of them. streams: False for schedules in which states that are on the GPU once never leave it. most_states: of
-    one graph; raises MemoryError where there are more."""
+    """Returns the least units of an iteration; None if nothing fits. Raises MemoryError for a graph with more than
+    `most_states` states.
+
+    ways: ways of all chunks to choose from; None: all ways.
+    streams: False for schedules in which states that are on the GPU once never leave it.
+    most_states: most states of a graph.
+    """
     chosen = sorted(
         (_least(tiny, each), _states(each), each) for each in ways or product(tiny.ways, repeat=tiny.layers)
     )
@@ -134,12 +144,12 @@ def exact_optimum(
 
 
 def _states(ways: Sequence[Way]) -> int:
-    """Grows with the number of states of these ways."""
+    """Returns a number that grows with the number of states of these ways."""
     return sum(way.on_gpu * (2 - way.summed) for way in ways)
 
 
 def _least(t: Tiny, ways: Sequence[Way]) -> int:
-    """Units that these ways take at least: the work of each queue, and each chunk's way around the border."""
+    """Returns the least units of these ways: the work of each queue, and each chunk's way around the border."""
     length = [t.forward * (1 + back) for _, back, _ in t.moments]
     compute, cpu, around = sum(length), 0, 0
     up = down = t.wide * _away(t, ways)  # slots
@@ -166,8 +176,8 @@ def _least(t: Tiny, ways: Sequence[Way]) -> int:
 
 
 def _away(t: Tiny, ways: Sequence[Way]) -> int:
-    """States, and sums between two backward passes, for which one moment has no room beside the list that it reads:
-    each of them goes down and comes up once an iteration at least."""
+    """Returns the number of states, and of sums between two backward passes, for which one moment has no room beside
+    the list that it reads. Each of them goes down and comes up at least once per iteration."""
     most = 0
     states, sums = sum(way.on_gpu for way in ways), sum(way.summed for way in ways)
     for m, level in enumerate(t.levels):

@@ -1,4 +1,4 @@
-"""Tiny instances as jobs: the same chain of layers for exact_optimum.py and for the product, a unit a second."""
+"""Tiny instances as jobs: the same chain of layers for exact_optimum.py and for the product, one unit per second."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def as_job(t: Tiny) -> tuple[Workload, Machine, Settings]:
     """Returns the instance as a job: a unit is a second, a slot the working list of a layer."""
     width = 4 // t.wide
     slot = width * LAYER
-    # of a micro-batch; `Tiny.order` gives the order of all moments, and the tide in it
+    # moments of a micro-batch; `Tiny.order` gives the order of all moments, and the tide in that order
     tide = [level * slot for level in t.tide] if t.order is None else [0] * (2 * t.layers)
     w = chain_workload(
         t.layers,
@@ -83,7 +83,7 @@ def as_job(t: Tiny) -> tuple[Workload, Machine, Settings]:
         dram_bytes_per_s=1e18,
         adam_params_per_s=traffic * LAYER / t.cpu_adam / 28,  # quoted for 28 bytes per parameter
     )
-    # what an add on the GPU moves, beside copying the gradient
+    # bytes that an add on the GPU moves, beside copying the gradient
     adds_per_s = (8 - width) * LAYER / t.gpu_add if t.gpu_add else 1e18
     rank = replace(m.ranks[0], gpu=replace(m.gpu, operator_bytes_per_s=adds_per_s))
     asked = Settings(update="step" if t.barrier else "eager", clip=t.clip, chunk_bytes=slot)
@@ -105,8 +105,7 @@ def layer_major(t: Tiny) -> Tiny:
 
 
 def random_tiny(rng: random.Random, *, layers: int = 2, micro_batches: int | None = None) -> Tiny:
-    """Returns an instance on which compute, a copy direction, CPU Adam, adds on the host or room binds, as chance has
-    it."""
+    """Returns a random instance on which compute, a copy direction, CPU Adam, adds on the host or room binds."""
     count = rng.choice((1, 2, 2, 3, 3, 4)) if micro_batches is None else micro_batches
     wide = rng.choice((1, 2))
     cpu_add = rng.choice((1, 1, 2, 3))
@@ -130,12 +129,12 @@ def random_tiny(rng: random.Random, *, layers: int = 2, micro_batches: int | Non
 
 
 def to_text(t: Tiny) -> str:
-    """One line of JSON."""
+    """Returns the instance as one line of JSON."""
     return json.dumps({key: value for key, value in asdict(t).items() if value is not None})
 
 
 def from_text(line: str) -> Tiny:
-    """Reverse of `to_text`."""
+    """Returns the instance that `to_text` wrote."""
     found = json.loads(line)
     order = found.pop("order", None)
     return Tiny(
@@ -145,12 +144,13 @@ def from_text(line: str) -> Tiny:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """Seconds of an instance, a unit each.
+    """Seconds of an instance, with one second per unit.
 
     optima: the exact optimum, and that of schedules that stream no states; None where nothing fits.
-    closed, joint, fluid: the lower bounds. binding: what the fluid bound says binds.
+    closed, joint, fluid: the lower bounds.
+    binding: the binding resource of the fluid bound.
     plans: spec of a policy -> seconds of its plan in the instance's chunks and order.
-    wrong: what contradicts "bounds <= optimum <= plans", in words.
+    wrong: contradictions to "bounds <= optimum <= plans", in words.
     """
 
     tiny: Tiny
@@ -164,14 +164,14 @@ class Compared:
 
 
 def optima_of(t: Tiny, *, most_states: int | None = None) -> Optima:
-    """Returns the exact optimum, and that of schedules that stream no states. Raises MemoryError where it takes more
-    than `most_states`."""
+    """Returns the exact optimum, and that of schedules that stream no states. Raises MemoryError for a graph with more
+    than `most_states` states."""
     best, resident = (exact_optimum(t, streams=streams, most_states=most_states) for streams in (True, False))
     return best, resident
 
 
 def compare_tiny(t: Tiny, optima: Optima, specs: Sequence[str] = ()) -> Compared:
-    """Hold bounds and plans against the exact optima."""
+    """Compare bounds and plans with the exact optima."""
     w, machine, settings = as_job(t)
     layout = build_layout(w, chunk_bytes=settings.chunk_bytes)
     assert [c.numel for c in layout.chunks] == [LAYER] * t.layers

@@ -1,4 +1,4 @@
-"""Random plans, and what it means that two simulators say the same of one; for test_oracle.py, benchmarks/oracle.py."""
+"""Random plans, and the comparison of two simulators on one plan; for test_oracle.py and benchmarks/oracle.py."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SLOWDOWNS = ("compute_while_adam", "adam_while_compute", "adam_while_h2d", "h2d_
 
 
 def plans(seed: str) -> Iterator[tuple[int, Plan]]:
-    """Endless: (number, plan) of every policy on one to four equal ranks; two machines in five have measured
-    slow-downs, one in five has one link for both ways, DRAM is short or plentiful."""
+    """Yields endless (number, plan) of every policy on one to four equal ranks. Two machines in five have measured
+    slow-downs, one in five has one link for both ways; DRAM is short or plentiful."""
     number = -1
     while True:
         number += 1
@@ -42,7 +42,7 @@ def plans(seed: str) -> Iterator[tuple[int, Plan]]:
 
 
 def jitter_of(number: int, plan: Plan) -> Jitter:
-    """Random factors, the same for both simulators: such a plan hardly ever gets steady."""
+    """Returns random factors, the same for both simulators: such a plan hardly ever becomes steady."""
     return functools.cache(random_jitter(random.Random(number), plan))
 
 
@@ -53,7 +53,7 @@ def deadlocked(plan: Plan) -> Plan:
 
 
 def compare(plan: Plan, jitter: Jitter | None) -> list[str]:
-    """What today's simulator says otherwise than the frozen one."""
+    """Returns the differences of today's simulator from the frozen one."""
     most = 8 if jitter is None else 4
     return differences(
         play(plan, jitter=jitter, max_iterations=most), first_edition.play(plan, jitter=jitter, max_iterations=most)
@@ -61,7 +61,7 @@ def compare(plan: Plan, jitter: Jitter | None) -> list[str]:
 
 
 def both_refuse(plan: Plan) -> list[str]:
-    """Returns whether both name the same steps of a plan that deadlocks."""
+    """Returns the differences of the two errors for a plan that deadlocks: both have to name the same steps."""
     said = []
     for player in (play, first_edition.play):
         try:
@@ -74,7 +74,8 @@ def both_refuse(plan: Plan) -> list[str]:
 
 
 def differences(mine: Timeline, frozen: Timeline) -> list[str]:
-    """In words; seconds may differ by 1e-9 of the run, which adds the same seconds in another order."""
+    """Returns the differences in words. Seconds may differ by 1e-9 of the run, which adds the same seconds in another
+    order."""
     longest_s = max(span.end_s for span in frozen.spans)
 
     def apart(a: float, b: float, scale_s: float) -> bool:

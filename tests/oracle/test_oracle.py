@@ -1,5 +1,5 @@
-"""The simulator against the frozen one of the first edition, on random plans: seconds, bytes, peaks, causes, spans.
-`python benchmarks/oracle.py` does the same for a thousand."""
+"""The simulator against the frozen simulator of the first edition, on random plans: seconds, bytes, peaks, causes,
+spans. `python benchmarks/oracle.py` does the same for a thousand plans."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The simulator of the first edition, frozen: an oracle for the one that judges plans today.
+"""The simulator of the first edition, frozen: an oracle for the present simulator.
 
 Never edited to follow a change of the rules in pstar_sim: an oracle that shared them would prove nothing. It shares
-data alone (Plan, Step, Workload, Machine, Timeline) and the cost model, whose seconds both take as given. If a field it
-reads gets another name, the name is changed here and nothing else.
+only data (Plan, Step, Workload, Machine, Timeline) and the cost model, whose seconds both simulators take as given. If
+a field that it reads gets another name, only the name is changed here.
 """
 
 from first_edition.play import play

@@ -1,14 +1,14 @@
 """Rates that queues share while they run: the link of a half-duplex machine, and host DRAM.
 
 [Note: shared rates] A copy or a CPU Adam running alone progresses at speed 1 (nominal seconds per second). Two things
-slow it down. On a half-duplex link, h2d and d2h running together get half of the link each. And when all that touch
-host DRAM at once want more bytes per second than it has, everyone gets the same share of what he wants:
-DRAM bandwidth / sum of demands, where a demand is the DRAM bytes of the task over its nominal seconds, at its speed on
-the link. On a calibrated machine each also slows the others down by what was measured (`Machine.slowdowns`): a task's
-speed is 1 / product of the factors of those it runs beside, where one that is busy for a part `duty` of its time (a
-copy over a throttled link) counts by that part, and is itself slowed down only where its busy part outgrows the rest.
-Both describe shortage of the same things, so the lower of the two speeds holds. Speeds change only when a task joins
-or leaves. While nothing is short, nothing is rescheduled, so a task lasts exactly its nominal seconds.
+slow it down. On a half-duplex link, h2d and d2h running together get half of the link each. And when all tasks that use
+host DRAM together want more bytes per second than it has, all of them slow down by the same factor: DRAM bandwidth /
+sum of demands. A demand is the DRAM bytes of the task over its nominal seconds, at its speed on the link. On a
+calibrated machine each task also slows the others down by the measured factors (`Machine.slowdowns`): a task's speed is
+1 / product of the factors of the tasks beside it. A task that is busy for a part `duty` of its time (a copy over a
+throttled link) counts by that part, and is itself slowed down only where its busy part outgrows the rest. Both describe
+shortage of the same resources, so the lower of the two speeds holds. Speeds change only when a task joins or leaves.
+While nothing is short, nothing is rescheduled, so a task lasts exactly its nominal seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ __all__ = ["Bandwidth", "SharedRates", "Task"]
 
 
 class RunningTask(Protocol):
-    """What SharedRates needs of a task: nominal seconds still to do, speed, and the event that its queue waits for."""
+    """The attributes of a task that SharedRates needs: nominal seconds still to do, speed, and the event that its queue
+    waits for."""
 
     left_s: float
     speed: float
@@ -34,9 +35,11 @@ T = TypeVar("T", bound=RunningTask)
 
 
 class SharedRates(Generic[T]):
-    """The tasks running now, whose speeds change only when one joins or leaves; `_speeds` says what they are then and
-    sets `_share`. dram_lost_s: integral over time of (1 - DRAM share), which tells how much of any interval was lost to
-    DRAM being short."""
+    """The tasks running now, whose speeds change only when a task joins or leaves. `_speeds` gives their speeds and
+    sets `_share`.
+
+    dram_lost_s: integral over time of (1 - DRAM share): the seconds of any interval that were lost to short DRAM.
+    """
 
     def __init__(self, env: simpy.Environment, dram_bytes_per_s: float) -> None:
         self.env = env
@@ -58,11 +61,11 @@ class SharedRates(Generic[T]):
         return task.done
 
     def _speeds(self) -> list[float]:
-        """Speed of each of `_tasks` beside the others."""
+        """Returns the speed of each of `_tasks` beside the others."""
         raise NotImplementedError
 
     def _share_dram(self, wanted_bytes_per_s: float) -> None:
-        """Everyone gets the same share of what he wants."""
+        """Slow all running tasks down by the same factor if DRAM is short."""
         self._share = min(1.0, self.dram_bytes_per_s / wanted_bytes_per_s) if wanted_bytes_per_s > 0 else 1.0
 
     def _settle(self) -> None:
@@ -76,7 +79,7 @@ class SharedRates(Generic[T]):
         self._since_s = now
 
     def _retime(self) -> None:
-        """New speeds for the tasks that run now; a new alarm for each task whose speed changed."""
+        """Set new speeds for the running tasks, and a new alarm for each task whose speed changed."""
         for task, speed in zip(self._tasks, self._speeds()):
             if speed != task.speed:
                 task.speed = speed
@@ -98,8 +101,10 @@ class SharedRates(Generic[T]):
 
 
 class Task:
-    """A running step: nominal seconds still to do, what it wants of DRAM, and the event its queue waits for. queue,
-    duty: see `Bandwidth.run`."""
+    """A running step: nominal seconds still to do, its demand on DRAM, and the event its queue waits for.
+
+    queue, duty: see `Bandwidth.run`.
+    """
 
     __slots__ = ("demand", "done", "duty", "left_s", "link", "queue", "speed", "version")
 
@@ -117,7 +122,10 @@ class Task:
 
 
 class Bandwidth(SharedRates[Task]):
-    """The rates of one rank. slowdowns: "A_while_B" -> factor, see [Note: shared rates]."""
+    """The rates of one rank.
+
+    slowdowns: "A_while_B" -> factor, see [Note: shared rates].
+    """
 
     def __init__(
         self,
@@ -131,8 +139,12 @@ class Bandwidth(SharedRates[Task]):
         self.duplex = duplex
 
     def run(self, seconds: float, dram_bytes: float, link: bool, *, queue: str = "", duty: float = 1.0) -> simpy.Event:
-        """Start a task of `seconds` nominal seconds (> 0); the event succeeds when it has ended. link: it is a copy.
-        queue: where it runs. duty: part of its seconds in which it is busy."""
+        """Start a task of `seconds` nominal seconds (> 0). Returns the event that succeeds when the task has ended.
+
+        link: whether it is a copy.
+        queue: the queue on which it runs.
+        duty: part of its seconds in which it is busy.
+        """
         return self.join(Task(seconds, dram_bytes / seconds, link, self.env.event(), queue, duty))
 
     def _speeds(self) -> list[float]:
@@ -142,7 +154,7 @@ class Bandwidth(SharedRates[Task]):
         return [min(self._share, self._beside(task)) * (on_link if task.link else 1.0) for task in self._tasks]
 
     def _beside(self, task: Task) -> float:
-        """Speed of the task beside those that run now, by the measured factors."""
+        """Returns the speed of the task beside the running ones, by the measured factors."""
         if not self.slowdowns:
             return 1.0
         factor = 1.0

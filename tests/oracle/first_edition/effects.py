@@ -1,4 +1,4 @@
-"""What a step does to memory, in the first edition: [Note: what a step does to memory] of core/step.py, as it was."""
+"""Effects of a step on memory, in the first edition: [Note: what a step does to memory] of core/step.py, as it was."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _CATEGORY = {"param": "param", "grad": "grad", "grad32": "grad", "remote": "para
 
 
 def category_of(list_name: str) -> str:
-    """Category of a list in a timeline: "param", "grad" or "states"."""
+    """Returns the category of a list in a timeline: "param", "grad" or "states"."""
     return _CATEGORY.get(list_name, "states")
 
 
 def takes(step: Step) -> tuple[Resident, bool] | None:
-    """Returns the resident a step takes at its start and whether it takes it only if absent; None if it takes none. The
-    tide's rise of a compute step is in `tide_moves`."""
+    """Returns the resident that a step takes at its start and whether it takes it only if absent; None if it takes
+    none. The tide's rise of a compute step is in `tide_moves`."""
     kind = step.kind
     if kind is Kind.FETCH:
         return _resident(step, Place.GPU), True
@@ -59,7 +59,8 @@ def takes(step: Step) -> tuple[Resident, bool] | None:
 
 
 def frees(step: Step) -> tuple[Resident, bool] | None:
-    """Returns the resident a step frees at its end and whether it frees it only if present; None if it frees none."""
+    """Returns the resident that a step frees at its end and whether it frees it only if present; None if it frees
+    none."""
     kind = step.kind
     if kind is Kind.DROP:
         return _resident(step, Place.GPU), False
@@ -89,7 +90,7 @@ def _resident(step: Step, place: Place | None) -> Resident:
 
 
 def tide_moves(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends."""
+    """Returns (rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends."""
     peaks = [m.peak_bytes for m in workload.moments]
     count = len(peaks)
     rise = tuple(max(0, peaks[m] - peaks[m - 1]) for m in range(count))
@@ -98,22 +99,23 @@ def tide_moves(workload: Workload) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def tide_at_cut(workload: Workload) -> int:
-    """Non-model bytes between two iterations: the last moment's fall has happened, the first one's rise has not."""
+    """Returns the non-model bytes between two iterations: after the last moment's fall, before the first one's rise."""
     return min(workload.moments[-1].peak_bytes, workload.moments[0].peak_bytes)
 
 
 def name_of(resident: Resident) -> str:
-    """For messages: "the param list of chunk 3 on the gpu"."""
+    """Returns the resident in words, for messages: "the param list of chunk 3 on the gpu"."""
     return f"the {resident.list} list of chunk {resident.chunk} on the {resident.place.value}"
 
 
 def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
-    """(chunk, micro-batch) -> the list on the gpu that the chunk's gradients go to in that micro-batch.
+    """Returns (chunk, micro-batch) -> the list on the gpu that takes the chunk's gradients in that micro-batch.
 
-    "grad32" where that list stays on the gpu (a pinned chunk that accumulates), "grad" in the micro-batches the plan
-    allocates it for (as many, in order, as it has alloc steps) or in all if it stays on the gpu, and "param", in
-    place, in the others: a plan that passes the checker has that in the last micro-batch only. Where lists are sliced
-    gradients arrive whole, in that list and the one of the others' slices; "grad32" is then never such a list.
+    It is "grad32" where that list stays on the gpu (a pinned chunk that accumulates). It is "grad" in the micro-batches
+    for which the plan allocates it (as many, in order, as it has alloc steps), or in all if it stays on the gpu. In the
+    other micro-batches it is "param", in place: a plan that passes the checker has that in the last micro-batch only.
+    Where lists are sliced, gradients arrive whole, in that list and the list of the others' slices; "grad32" is then
+    never used.
     """
     w = plan.workload
     chunk_of = plan.layout.chunk_of
@@ -141,7 +143,8 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
 
 
 def reads(step: Step) -> tuple[Resident, ...]:
-    """Lists that have to be there when a step starts and that it copies or reduces; none for moments and Adam."""
+    """Returns the lists that a step copies or reduces, which have to be present when it starts; none for moments and
+    Adam."""
     if step.list is None or step.chunk is None:
         return ()
     there = _SOURCE.get(step.kind)
@@ -164,6 +167,6 @@ _SOURCE = {
 
 
 def needed(layout: Layout, workload: Workload) -> list[tuple[int, ...]]:
-    """Returns chunks each moment reads, ascending."""
+    """Returns the chunks that each moment reads, ascending."""
     chunk_of = layout.chunk_of
     return [tuple(sorted({chunk_of[t] for t in tensors})) for tensors in workload.reads]

@@ -1,11 +1,11 @@
-"""Bytes at each place while a plan is played: [Note: what a step does to memory] as numbers that go up and down.
+"""Bytes at each place while a plan is played: [Note: what a step does to memory] as numbers that rise and fall.
 
-Kept apart from the checker on purpose: this follows one interleaving as it happens and refuses the first thing that
-goes wrong; it proves nothing about the others.
+Kept apart from the checker on purpose: this module follows one interleaving as it happens and refuses the first error;
+it proves nothing about other interleavings.
 
-[Note: categories] A payload counts as "param", "grad" or "states" by its list, with one exception: once the last
+[Note: categories] A payload counts as "param", "grad" or "states" by its list, with one exception. Once the last
 gradient of a chunk has overwritten its working list in place, that payload (and its copies) counts as "grad" until an
-update turns it into parameters again or its room is given up. The sum over categories is not touched by this.
+update turns it into parameters again or its memory is freed. The sum over categories does not depend on this.
 """
 
 from __future__ import annotations
@@ -42,11 +42,16 @@ _CELLS = len(CATEGORIES)  # a cell of the table is place * _CELLS + category
 
 @dataclass(slots=True)
 class _Effect:
-    """What one step does, precomputed. Payloads (a list of a chunk at a place) are indices.
+    """The effect of one step, precomputed. Payloads (a list of a chunk at a place) are indices.
 
-    take: payload taken at the start (-1: none); strict: it must be absent then, otherwise it is taken if absent.
-    give: payload freed at the end; lenient: it may be absent. rise, fall: the tide, in bytes. needs: payloads that
-    must be there at the start. becomes: (payload, category) after the step. copied: (from, to) payloads of a copy.
+    take: payload taken at the start (-1: none).
+    strict: whether it must be absent then; otherwise it is taken if absent.
+    give: payload freed at the end.
+    lenient: whether it may be absent.
+    rise, fall: the tide, in bytes.
+    needs: payloads that must be present at the start.
+    becomes: (payload, category) after the step.
+    copied: (from, to) payloads of a copy.
     """
 
     take: int = -1
@@ -61,11 +66,12 @@ class _Effect:
 
 
 class Memory:
-    """The bytes now, per place and category, a log of every change, and what each step of the plan changes.
+    """The bytes now, per place and category, a log of every change, and the changes that each step of the plan makes.
 
     log: (time_s, cell, change in bytes), where cell // len(CATEGORIES) is the place and the rest the category.
-    Raises PlanError from `start` and `end` for a step that takes what is there, frees what is not, needs what is
-    absent, or brings a place over the plan's budget.
+
+    Raises PlanError from `start` and `end` for a step that takes a payload that is present, frees or needs a payload
+    that is absent, or brings a place over the plan's budget.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -98,7 +104,7 @@ class Memory:
                 raise self._over("between two iterations the plan holds", place_index)
 
     def start(self, step: int, now_s: float) -> None:
-        """Take what the step (its position in plan.steps) takes when it starts."""
+        """Take the memory that the step (its position in plan.steps) takes when it starts."""
         effect = self._effects[step]
         for payload in effect.needs:
             if not self._present[payload]:
@@ -121,7 +127,7 @@ class Memory:
                 raise self._over(f"{self._word(step)} takes {self._size[payload]} bytes: the place holds", place)
 
     def end(self, step: int, now_s: float) -> None:
-        """Free what the step frees when it ends."""
+        """Free the memory that the step frees when it ends."""
         effect = self._effects[step]
         if effect.fall:
             self._change(now_s, _GPU, _TIDE, -effect.fall)
@@ -204,7 +210,7 @@ class Memory:
         return effect
 
     def _overwritten_in_place(self) -> dict[int, list[int]]:
-        """Moment -> chunks whose working list holds nothing but final gradients when it ends."""
+        """Returns moment -> chunks whose working list holds only final gradients when the moment ends."""
         w, chunk_of = self.plan.workload, self.plan.layout.chunk_of
         last: dict[tuple[int, int], int] = {}
         for m, tensors in enumerate(w.gradients):

@@ -1,24 +1,24 @@
-"""play(plan): one SimPy process a queue, each running its steps in order, until two successive iterations agree.
+"""play(plan): one SimPy process per queue, each running its steps in order, until two successive iterations agree.
 
-A step starts when its queue has come to it and every step it names in `after` has ended; bytes are taken when it
-starts and freed when it ends. Nothing is decided here: order and waits are the plan's, seconds are the cost model's.
+A step starts when its queue has come to it and every step in its `after` has ended. Bytes are taken when it starts and
+freed when it ends. Nothing is decided here: order and waits are the plan's, seconds are the cost model's.
 
-[Note: when an iteration is steady] The next iteration depends on the last one only through the times at which its
-steps ended. So iteration k is steady when every step ended the same time after its namesake of k-1 as every other
-step (to 1e-9 of the period): from there on the plan repeats for ever with that period. An equal distance between the
-last compute steps of the iterations would not do: a CPU Adam that falls behind a little each iteration would hide in
-it. A plan still not steady after `max_iterations` (such a backlog, or jitter) is given the pace of its slowest queue
-over the later half of the run: that is the pace the others fall into once the slack is used up.
+[Note: when an iteration is steady] The next iteration depends on the last one only through the times at which its steps
+ended. So iteration k is steady when every step ended the same time after its namesake of k-1 as every other step (to
+1e-9 of the period): from there on the plan repeats for ever with that period. An equal distance between the last
+compute steps of the iterations would not do, because it would hide a CPU Adam that falls behind a little each
+iteration. A plan still not steady after `max_iterations` (such a backlog, or jitter) is given the pace of its slowest
+queue over the later half of the run: the others fall into that pace once the slack is used up.
 
-[Note: where an iteration begins] Iteration k lasts from the end of the last step of the compute queue of k-1 to that
-of k. Samples, peaks and stalls are those of this window, and of the compute steps in it.
+[Note: where an iteration begins] Iteration k lasts from the end of the last step of the compute queue of k-1 to that of
+k. Samples, peaks and stalls are those of this window, and of the compute steps in it.
 
-[Note: stall causes] While the compute queue waits, the chain of steps that it waits for is followed backwards in
-time: the step that ended last, before it the step that one waited for (or followed on its queue), and so on until the
+[Note: stall causes] While the compute queue waits, the chain of steps that it waits for is followed backwards in time:
+the step that ended last, before it the step that this one waited for (or followed on its queue), and so on until the
 wait began. Every second of the wait belongs to the step of the chain running then and is put down to its queue: "h2d",
 "d2h", "adam". A fetch that itself waited for CPU Adam thus blames Adam for that part and the link for its own. Adam
-held back by the barrier (it names the optimizer step in `after`, or follows one that does) is "barrier"; the part of a
-copy or an Adam by which short DRAM bandwidth stretched it is "dram". A span carries the cause with the most seconds.
+held back by the barrier (it names the optimizer step in `after`, or follows a step that does) is "barrier". The part of
+a copy or an Adam by which short DRAM bandwidth stretched it is "dram". A span carries the cause with the most seconds.
 """
 
 from __future__ import annotations
@@ -57,12 +57,15 @@ def play(
     every_rank: bool = False,
     workloads: Sequence[Workload] | None = None,
 ) -> Timeline:
-    """Simulate the plan on its machine until it is steady, at most `max_iterations` (>= 2) iterations.
+    """Simulate the plan on its machine until it is steady, at most `max_iterations` (>= 2) iterations. Equal arguments
+    give equal timelines.
 
-    cost: by default that of the plan's own workload, machine and layout. On a machine of several ranks equal ones are
-    simulated once (ranks.py); every_rank: all of them, one by one. workloads: each rank's own, where they are not the
-    plan's. Raises PlanError, naming the step, for a plan that deadlocks, goes over a budget, or whose steps contradict
-    each other. Equal arguments give equal timelines.
+    cost: by default that of the plan's own workload, machine and layout.
+    every_rank: whether to simulate all ranks one by one; by default equal ranks are simulated once (ranks.py).
+    workloads: each rank's own, where they are not the plan's.
+
+    Raises PlanError, naming the step, for a plan that deadlocks, goes over a budget, or whose steps contradict each
+    other.
     """
     if max_iterations < 2:
         raise PlanError(f"max_iterations must be at least 2 (two that may agree), not {max_iterations}")
@@ -74,12 +77,12 @@ def play(
 
 
 def play_one(plan: Plan, cost: CostModel, max_iterations: int, jitter: Jitter | None) -> Timeline:
-    """One rank that has DRAM and link of the plan's machine to itself."""
+    """Simulate one rank that has DRAM and link of the plan's machine to itself."""
     return Run(plan, cost, max_iterations, jitter).timeline()
 
 
 class Run:
-    """One simulation: the compiled plan, the clock, and what has happened so far."""
+    """One simulation: the compiled plan, the clock, and the events by now."""
 
     def __init__(
         self,
@@ -121,7 +124,7 @@ class Run:
 
         self.done = [0] * count  # iterations in which the step has ended
         self.waiters: list[list[simpy.Event]] = [[] for _ in steps]
-        self.at: dict[Queue, tuple[int, int]] = {}  # where a queue stands: (step, iteration)
+        self.at: dict[Queue, tuple[int, int]] = {}  # position of each queue: (step, iteration)
         self.ready = [[0.0] * count for _ in range(max_iterations)]
         self.begun = [[0.0] * count for _ in range(max_iterations)]
         self.ended = [[0.0] * count for _ in range(max_iterations)]
@@ -198,7 +201,7 @@ class Run:
         return self.bandwidth.run(duration, self.dram[i], self.link[i], queue=queue, duty=self.duty[i])
 
     def _meet(self, i: int, k: int, duration: float) -> simpy.Event:
-        """Wait for the same step of the other ranks; the event's value is how long it lasts for all."""
+        """Wait for the same step of the other ranks. The event's value is the step's duration for all."""
         raise NotImplementedError
 
     def _iteration_ended(self, k: int) -> None:
@@ -208,12 +211,12 @@ class Run:
             self.last = k
 
     def _pace_is_even(self, k: int) -> bool:
-        """[Note: when an iteration is steady]"""
+        """Returns whether iteration k is steady: [Note: when an iteration is steady]."""
         shift = np.subtract(self.ended[k], self.ended[k - 1])
         return bool(shift.max() - shift.min() <= TOLERANCE * shift.max())
 
     def deadlock(self) -> PlanError:
-        """Every queue waits: say for what."""
+        """Returns the error for a run in which every queue waits, with the steps that each waits for."""
         steps = self.plan.steps
         lines = []
         for queue, (i, k) in sorted(self.at.items()):
@@ -236,7 +239,7 @@ class Run:
         return sum(most.values()) > self.plan.machine.host.dram_bytes_per_s
 
     def _lanes(self) -> list[str]:
-        """What a wait for each step is put down to: its queue, or "barrier"."""
+        """Returns the cause of a wait for each step: its queue, or "barrier"."""
         lanes = [step.queue.value for step in self.plan.steps]
         last_moment = len(self.plan.workload.moments) - 1
         ends = {s.id for s in self.plan.steps if s.kind is Kind.COMPUTE and s.moment == last_moment}
@@ -248,10 +251,10 @@ class Run:
                 lanes[i] = "barrier"
         return lanes
 
-    # -- what happened ------------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
     def _blame(self, i: int, k: int) -> dict[str, float]:
-        """[Note: stall causes] Seconds by cause of the wait of step i of iteration k."""
+        """Returns the seconds by cause of the wait of step i of iteration k: [Note: stall causes]."""
         since_s, at_s = self.ready[k][i], self.begun[k][i]
         blame: dict[str, float] = defaultdict(float)
         j = self.waited_for[k][i]
@@ -280,7 +283,7 @@ class Run:
         return blame
 
     def _iteration_of(self, i: int, k: int, j: int) -> int:
-        """Iteration of j that step i of iteration k waited for."""
+        """Returns the iteration of j for which step i of iteration k waited."""
         return k - min(back for other, back in self.after[i] if other == j)
 
     def timeline(self) -> Timeline:

@@ -1,17 +1,17 @@
 """play_ranks: a plan on a machine of several ranks, which all run its steps.
 
-Collectives are a rendezvous: each starts on all ranks when the last one has come to it, and ends on all at once. What
-the ranks of a node share (host DRAM, PCIe switches) is shared by what runs on them at the time.
+Collectives are a rendezvous: each starts on all ranks when the last one has come to it, and ends on all at once. The
+ranks of a node share its host DRAM and PCIe switches.
 
-[Note: representative ranks] Ranks with the same GPU, link and workload, in nodes and on PCIe switches of the same
-make-up, do the same at the same time, so one of each such class is simulated and counts for as many as there are. If
-all ranks are of one class they also always share evenly, so one rank with its part of DRAM and switch is all there is
-to simulate. `every_rank` simulates each rank by itself; tests hold the two against each other.
+[Note: representative ranks] Ranks with the same GPU, link and workload, in equal nodes and on equal PCIe switches, do
+the same at the same time. So one of each such class is simulated and counts for the number of its ranks. If all ranks
+are of one class they also always share evenly, so a single rank with its part of DRAM and switch is simulated.
+`every_rank` simulates each rank by itself; tests compare the two.
 
-[Note: PCIe switches] What all copies of one direction through a switch want together may be more than it passes. Then
-it is divided max-min fairly: nobody gets less than another who wants more. A copy's fixed part (latency) is not
-stretched by it, its bytes are. What a calibrated machine measured of queues slowing each other down
-(`Machine.slowdowns`) is followed where all ranks are of one class; where they differ, only DRAM and links are shared.
+[Note: PCIe switches] All copies of one direction through a switch together may want more than it passes. Then its rate
+is divided max-min fairly: no copy gets less than another that wants more. The switch stretches a copy's bytes, not its
+fixed part (latency). The measured slow-downs of a calibrated machine (`Machine.slowdowns`) are followed where all ranks
+are of one class; where they differ, only DRAM and links are shared.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def play_ranks(
     """Returns the timeline of the slowest class of ranks (the first of equally slow ones), whose period is the
     machine's.
 
-    Raises PlanError as `play` does, and where `workloads` are not one a rank, of the plan's own moments and uses.
+    Raises PlanError as `play` does, and if `workloads` are not one per rank, with the plan's own moments and uses.
     """
     machine = plan.machine
     count = len(machine.ranks)
@@ -91,7 +91,7 @@ def _check_workloads(plan: Plan, workloads: Sequence[Workload]) -> None:
 
 
 def _one_rank(machine: Machine) -> Machine:
-    """What one of equal ranks has of the machine while all do the same."""
+    """Returns the part of the machine that one of equal ranks has while all do the same."""
     local = machine.local_ranks
     host = replace(machine.host, dram_bytes_per_s=machine.host.dram_bytes_per_s / local)
     return replace(
@@ -100,7 +100,7 @@ def _one_rank(machine: Machine) -> Machine:
 
 
 def classes_of(machine: Machine, workloads: Sequence[Workload] | None = None) -> list[int]:
-    """Of each rank, the number of its class ([Note: representative ranks]), counted in order of first appearance."""
+    """Returns the class of each rank ([Note: representative ranks]), numbered in order of first appearance."""
     local = machine.local_ranks
     colours: list[Hashable] = []
     seen: list[tuple[Rank, int]] = []
@@ -137,7 +137,8 @@ def _counted(colours: Sequence[Hashable]) -> Hashable:
 
 @dataclass(frozen=True)
 class _Share:
-    """What a simulated rank shares: its node and its PCIe switch (None: none), and for how many it counts there."""
+    """The shared parts of a simulated rank: its node and its PCIe switch (None: none), and the number of ranks it
+    counts for."""
 
     node: Hashable
     root: Hashable
@@ -159,7 +160,7 @@ def _share_of(machine: Machine, classes: Sequence[int], r: int, *, alone: bool) 
 
 
 class _Everyone:
-    """All runs of one simulation: where they meet, and when they are through."""
+    """All runs of one simulation: where they meet, and when they have ended."""
 
     def __init__(self, max_iterations: int) -> None:
         self.max_iterations = max_iterations
@@ -170,7 +171,7 @@ class _Everyone:
         self.runs.append(run)
 
     def meet(self, i: int, k: int, duration: float, event: simpy.Event) -> None:
-        """The last to come sets all going, for as long as the slowest takes."""
+        """Meet the other runs. The last to come starts the collective for all, for as long as the slowest takes."""
         waiting = self._waiting[i, k]
         waiting.append((event, duration))
         if len(waiting) == len(self.runs):
@@ -244,7 +245,7 @@ class _RankRun(Run):
 
 
 def _wire_s(step: Step, cost: CostModel) -> float:
-    """Returns the part of a copy's nominal seconds in which its bytes pass the link; 0 for what is no copy."""
+    """Returns the part of a copy's nominal seconds in which its bytes pass the link; 0 for other steps."""
     if step.kind not in COPIES:
         return 0.0
     link = cost.link
@@ -255,7 +256,10 @@ def _wire_s(step: Step, cost: CostModel) -> float:
 
 
 class _Task:
-    """A running copy, CPU Adam or access to disks. left_s: nominal seconds still to do."""
+    """A running copy, CPU Adam or access to disks.
+
+    left_s: nominal seconds still to do.
+    """
 
     __slots__ = ("demand", "done", "left_s", "nominal_s", "rank", "speed", "step", "version", "wire_s")
 
@@ -274,8 +278,8 @@ class _Task:
 
 
 class _Node(SharedRates[_Task]):
-    """What runs on the ranks of one node, and how fast: [Note: shared rates] of bandwidth.py for all of them together,
-    and [Note: PCIe switches]."""
+    """The tasks of the ranks of one node, and their speeds: [Note: shared rates] of bandwidth.py for all of them
+    together, and [Note: PCIe switches]."""
 
     def __init__(self, env: simpy.Environment, dram_bytes_per_s: float, root_bytes_per_s: float | None) -> None:
         super().__init__(env, dram_bytes_per_s)
@@ -287,7 +291,7 @@ class _Node(SharedRates[_Task]):
         return [on_link * self._share for on_link in on_links]
 
     def _on_links(self) -> list[float]:
-        """Speeds by links and switches alone."""
+        """Returns the speeds by links and switches alone."""
         copying = Counter(id(t.rank) for t in self._tasks if t.wire_s)
         speeds: list[float] = []
         through: dict[tuple[Hashable, Kind], list[int]] = defaultdict(list)
@@ -310,7 +314,8 @@ class _Node(SharedRates[_Task]):
 
 
 def fair_rates(wanted: Sequence[float], counts: Sequence[int], capacity: float) -> list[float]:
-    """Max-min fair division of `capacity` (bytes/s) among flows that want so much each and stand for so many each."""
+    """Returns a max-min fair division of `capacity` (bytes/s) among flows: `wanted` is each flow's demand, `counts` the
+    number of flows that it stands for."""
     rates = [0.0] * len(wanted)
     left, flows = capacity, sum(counts)
     for n in sorted(range(len(wanted)), key=lambda n: wanted[n]):
