@@ -256,19 +256,32 @@ _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 class Snapshot(torch.Tensor):
     """A copy of a parameter's current value, or a view of such a copy. Reading it is plain torch. Writing it raises,
-    because the model would not see the change."""
+    because the model would not see the change; after the training of a Trainer the copy becomes the parameter's value.
+
+    Attributes:
+        adopt: makes the copy the parameter's value, where the run may end; returns whether it did.
+    """
+
+    adopt: Callable[[], bool]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if writes(func, kwargs) and args and isinstance(args[0], Snapshot):
+        if writes(func, kwargs) and args and isinstance(args[0], Snapshot) and not args[0].adopt():
             raise ContractError(_WRITE.format(name="a prepared model's parameter"))
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
-            shared = any(isinstance(a, Snapshot) and _same_storage(a, out) for a in args)
-            return out.as_subclass(Snapshot if shared else torch.Tensor)
+            shared = next((a for a in args if isinstance(a, Snapshot) and _same_storage(a, out)), None)
+            return out.as_subclass(torch.Tensor) if shared is None else snapshot_of(out, shared.adopt)
         return out
+
+
+def snapshot_of(value: torch.Tensor, adopt: Callable[[], bool]) -> Snapshot:
+    """Returns `value`, in its own memory, as a Snapshot."""
+    made = value.as_subclass(Snapshot)
+    made.adopt = adopt
+    return made
 
 
 def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -127,6 +127,7 @@ class Session:
         self.held = False  # the queues stay paused until there is a new plan
         self.renewing = False  # values are moving into the chunks of a new plan
         self.closed = False
+        self.trained = False  # a Trainer's training is over: see `end_after_training`
         self.replan_after = options.replan_after
         self.deviations = 0
         self.deviation_log: deque[str] = deque(maxlen=100)
@@ -297,6 +298,14 @@ class Session:
         self.deviations += 1
         self.deviation_log.append(f"iteration {self.iteration}: {reason}")
         log.info("iteration %d left the plan: %s", self.iteration, reason)
+
+    def end_after_training(self) -> bool:
+        """End the run, as `close()`, where the training is over (`trained`) in this process alone; called for what
+        cannot be done to a prepared model. Returns whether it did."""
+        if not self.trained or self.ranks is not None or self.closed:
+            return False
+        self.close()
+        return True
 
     def close(self, *, restore: bool = True) -> None:
         """Stop the queues and remove the hooks. A second call does nothing.

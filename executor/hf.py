@@ -27,7 +27,6 @@ ContractError of `p.grad`. transformers is not imported before `connect` or `tra
 from __future__ import annotations
 
 import contextlib
-import heapq
 import importlib.abc
 import importlib.util
 import logging
@@ -35,7 +34,7 @@ import math
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -46,6 +45,7 @@ from torch import nn
 
 from executor.capture import capture_module
 from executor.engine import Session
+from executor.longest_rows import longest_rows
 from executor.models import TORCH_DTYPES
 from executor.offloading import Request, adamw_of, begin, converted, plan_for
 from executor.optimizer import OffloadedAdamW
@@ -297,6 +297,7 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, OffloadTrainerMixin):
             _put_under(self, request)
+        _begin_again(self)
         if self._offload is None and self.model is not None:
             _end_earlier(begun, self.model)
         try:
@@ -307,6 +308,7 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
             if self._offload is not None:
                 begun.append(weakref.ref(self.offload_session))
         on_end(self.offload_session)
+        self.offload_session.trained = True
         return done
 
     def change(module: Any) -> None:
@@ -401,7 +403,10 @@ class OffloadTrainerMixin:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. `resume_from_checkpoint=True` continues from the last checkpoint that is whole."""
-        return super().train(_resumed_from(self, resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
+        _begin_again(self)
+        done = super().train(_resumed_from(self, resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
+        self.offload_session.trained = True
+        return done
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """Make the Trainer's own optimizer and replace it by the plan's. Returns the plan's optimizer."""
@@ -480,6 +485,16 @@ class _Joined:
 
     optimizer: OffloadedAdamW
     kept: _Kept
+
+
+def _begin_again(trainer: Any) -> None:
+    """Before another `train()`: the run goes on, or, where it has ended since, the next is planned anew."""
+    if trainer._offload is None:
+        return
+    session = trainer.offload_session
+    session.trained = False
+    if session.closed:
+        trainer._offload = trainer.optimizer = trainer.lr_scheduler = None
 
 
 def _resumed_from(trainer: Any, asked: Any) -> Any:
@@ -682,39 +697,11 @@ def _example(trainer: Any) -> Any:
     """Returns a batch of the trainer's own data: the longest rows, or its first batch if the data set cannot be
     indexed."""
     loader = trainer.get_train_dataloader()
-    rows = _longest(getattr(loader, "dataset", None), trainer._train_batch_size)
+    rows = longest_rows(getattr(loader, "dataset", None), trainer._train_batch_size)
     batch = loader.collate_fn(rows) if rows else next(iter(loader), None)
     if not batch:
         raise ContractError("the Trainer's train_dataset gives no batch: there is nothing to plan for")
     return trainer._prepare_inputs(batch)
-
-
-LOOKED_AT = 512  # rows of a data set whose lengths are compared whose lengths are compared
-
-
-def _longest(rows: Any, count: int) -> list[Any]:
-    """Returns the `count` longest of LOOKED_AT rows that are spread evenly over a data set. Returns [] if the data set
-    cannot be indexed or has fewer rows.
-    """
-    if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
-        return []
-    step = max(1, len(rows) // max(LOOKED_AT, count))
-    looked_at = (rows[number] for number in range(0, len(rows), step))  # read one by one: rows may be images
-    return heapq.nlargest(count, looked_at, key=_extent)
-
-
-def _extent(value: Any) -> int:
-    """Returns the number of elements in a row of a data set."""
-    if isinstance(value, torch.Tensor):
-        return value.numel()
-    if isinstance(value, Mapping):
-        return sum(_extent(part) for part in value.values())
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return len(value) if not value or isinstance(value[0], (int, float)) else sum(_extent(part) for part in value)
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    size = getattr(value, "size", 1)  # numpy arrays: number of elements; images: (width, height)
-    return math.prod(size) if isinstance(size, tuple) else size if isinstance(size, int) else 1
 
 
 @contextlib.contextmanager

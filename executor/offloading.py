@@ -124,6 +124,13 @@ def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -
     kind = type(optimizer)
     if isinstance(optimizer, OffloadedAdamW):
         raise ContractError("the optimizer is that of a prepared model already; give the loop's own torch AdamW")
+    inner = getattr(optimizer, "optimizer", None)
+    if kind.__module__.startswith("accelerate.") and isinstance(inner, torch.optim.Optimizer):
+        raise ContractError(
+            f"the optimizer is accelerate's wrapper of {type(inner).__name__}; give model and optimizer as they were "
+            "before accelerator.prepare, prepare the data loader alone (loader = accelerator.prepare(loader)), with "
+            "dtype='bf16' in place of Accelerator(mixed_precision='bf16')"
+        )
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
         raise ContractError(
             f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are AdamW's: use torch.optim.AdamW "

@@ -6,6 +6,7 @@ A module may outlive its session, so all of the changes hold the session weakly.
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
 from collections.abc import Callable
@@ -48,28 +49,41 @@ class Host(Protocol):
     @property
     def reader(self) -> Reading: ...
 
+    def end_after_training(self) -> bool: ...
+
 
 def guard_model(model: nn.Module, session: Host) -> Callable[[], None]:
     """Put the module-level half of the contract (contract.py) in place. Returns the function that removes it."""
     keeper = weakref.ref(session)
     undo: list[Callable[[], None]] = []
 
+    def ended() -> bool:
+        held = keeper()
+        return held is not None and held.end_after_training()
+
     def moved(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         with unseen():
             if changes_nothing(self, fn):
                 return self
+        if ended():
+            again: nn.Module = self._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's own
+            return again
         raise ContractError(
             f"{type(self).__name__}.to() and its like (half, float, cuda, cpu) cannot move a prepared model: its "
             "memory is the plan's; convert the model before executor.prepare"
         )
 
     def loaded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if ended():
+            return self.load_state_dict(*args, **kwargs)
         raise ContractError(
             f"{type(self).__name__}.load_state_dict on a prepared model: the master copies would not know; load the "
             "weights before executor.prepare"
         )
 
     def copied(self: nn.Module, memo: Any) -> Any:
+        if ended():
+            return copy.deepcopy(self, memo)
         raise ContractError(
             f"copy.deepcopy of a prepared {type(self).__name__} would share its session; load model.state_dict() into "
             "a second model instead"

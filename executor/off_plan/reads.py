@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.contract import ChunkParameter, Snapshot, map_parameters, write_refused, writes
+from executor.contract import ChunkParameter, map_parameters, snapshot_of, write_refused, writes
 from executor.devices.torch26 import saved_tensor_hooks
 from executor.devices.torch_private import storage_key
 from executor.moments.hooks import tensors_of
@@ -51,6 +51,13 @@ class OnDemand(Protocol):
 class Host(BytesHost, LoopHost, Protocol):
     """The part of the session that this file uses."""
 
+    trained: bool
+
+    @property
+    def home(self) -> torch.device: ...
+
+    def end_after_training(self) -> bool: ...
+
     @property
     def queues(self) -> Landing: ...
     @property
@@ -79,6 +86,8 @@ class Reads:
         if s.closed:
             raise refused(Refusal.CLOSED, s)
         if writes(func, kwargs) and args and isinstance(args[0], ChunkParameter):
+            if s.end_after_training():
+                return func(*args, **kwargs)
             raise write_refused(s.reader.name_of(args[0].plan_tensor))
         if func in _SHOWN:
             return self._shown(func, *args, **kwargs)
@@ -152,13 +161,32 @@ class Reads:
         s = self.host
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:
-            value = s.reader.current_value(parameter.plan_tensor).to(s.backend.device)
+            value = s.reader.current_value(parameter.plan_tensor).to(s.home if s.trained else s.backend.device)
             if torch.is_grad_enabled() and parameter.requires_grad:
                 value.requires_grad_()
                 value.register_hook(_refuse_gradient(s.reader.name_of(parameter.plan_tensor)))  # type: ignore[no-untyped-call]
-            return value.as_subclass(Snapshot)
+            return snapshot_of(value, _adoption(s, parameter, value.detach()))
 
         return func(*map_parameters(args, copy), **map_parameters(kwargs, copy))
+
+
+def _adoption(session: Host, parameter: nn.Parameter, value: torch.Tensor) -> Callable[[], bool]:
+    """Returns what makes `value`, a copy of the parameter, its value: only where the session ends with that, or has
+    ended since with the same value. Returns whether it did."""
+    keeper = weakref.ref(session)
+
+    def adopt() -> bool:
+        held = keeper()
+        ended = held is None or held.closed or held.end_after_training()
+        if not ended or isinstance(parameter, ChunkParameter):
+            return False
+        with torch.no_grad():
+            same = parameter.shape == value.shape and parameter.device == value.device and torch.equal(parameter, value)
+        if same:
+            parameter.data = value
+        return same
+
+    return adopt
 
 
 class _Calls(TorchDispatchMode):

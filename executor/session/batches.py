@@ -221,7 +221,7 @@ class Batches:
                 available_bytes=plan.gpu_budget_bytes,
                 what=f"a batch of shape {list(first)} where the plan has batch {w.batch}, sequence {w.sequence}: "
                 f"{format_bytes(moments[at].peak_bytes)} of non-model data at moment {at}, {moments[at].name}; "
-                "make a plan for this shape",
+                "cut its rows, or make a plan for this shape",
             )
 
 

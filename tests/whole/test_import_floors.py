@@ -58,7 +58,7 @@ EXECUTOR_FLOORS = (
     ("optimizer",),
     # what puts one together
     ("prepare",),
-    ("offloading",),
+    ("longest_rows", "offloading"),
     ("hf", "lightning"),
     ("axolotl",),
     ("recording",),

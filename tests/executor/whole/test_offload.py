@@ -168,6 +168,47 @@ def test_an_update_that_is_not_adamws_is_refused_by_name(make: Callable[..., Any
         adamw_of(make(net().parameters()), max_grad_norm=None)
 
 
+def test_an_optimizer_that_accelerate_wraps_is_refused_with_the_way_it_works() -> None:
+    """Its data loader, its backward, and its word for when to step, around a loop by a plan."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    rows = torch.randn(8, 48, generator=torch.Generator().manual_seed(1))
+
+    def train(model: nn.Module, optimizer: Any, loader: Any, mine: bool) -> list[float]:
+        losses = []
+        for x in loader:
+            with accelerator.accumulate(model):
+                loss = model(x)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and not mine:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.01)
+                if accelerator.sync_gradients:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+        return losses
+
+    def loader() -> Any:
+        return torch.utils.data.DataLoader(rows, batch_size=2)
+
+    theirs = net()
+    wrapped = accelerator.prepare(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), loader())
+    with pytest.raises(ContractError, match=r"accelerate's wrapper of AdamW; .*accelerator.prepare\(loader\)"):
+        executor.offload(theirs, wrapped[1], (torch.zeros(2, 48),), gpu_memory="40KB", policy="tide")
+    plain = train(*wrapped, mine=False)
+    model = net()
+    own = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = executor.offload(
+        model, own, (torch.zeros(2, 48),), gpu_memory="40KB", policy="tide", micro_batches=2, max_grad_norm=0.01
+    )
+    try:
+        assert train(model, optimizer, accelerator.prepare(loader()), mine=True) == pytest.approx(plain, rel=1e-6)
+        assert optimizer.session.deviations == 0
+    finally:
+        optimizer.session.close()
+
+
 def test_an_optimizer_of_other_parameters_too_is_refused() -> None:
     model, temperature = net(), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": [temperature]}])
@@ -345,6 +386,41 @@ def test_a_class_of_trainers_has_the_mixin(trainer: Callable[..., Any]) -> None:
     session = mine.offload_session
     assert session.plan.workload.checkpointing and session.iteration == 2 and len(Mine.seen) == 2
     assert session.deviations == 0, list(session.deviation_log)
+
+
+@pytest.mark.parametrize("act", ["merge", "fill", "load", "half", "deepcopy"])
+def test_after_training_the_weights_are_the_scripts_own(trainer: Callable[..., Any], act: str) -> None:
+    """What a prepared model refuses ends the run first, with the trained values; another training plans anew."""
+    mine = offloaded(trainer(max_steps=1))
+    mine.train()
+    model, session = mine.model, mine.offload_session
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    mine.evaluate()
+    name = "transformer.h.0.mlp.c_fc.weight"
+    assert not session.closed
+    if act == "merge":
+        weight = model.get_parameter(name)
+        weight.data += 1
+        weight.data[3:] *= 2
+        before[name] += 1
+        before[name][3:] *= 2
+    elif act == "fill":
+        with torch.no_grad():
+            model.get_parameter(name).fill_(0.25)
+        before[name].fill_(0.25)
+    elif act == "load":
+        before = {key: torch.ones_like(value) for key, value in before.items()}
+        model.load_state_dict(before)
+    elif act == "half":
+        model.half()
+        before = {key: value.half() for key, value in before.items()}
+    else:
+        model = copy.deepcopy(model)
+    assert session.closed
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    if act == "merge":
+        mine.train()
+        assert not mine.offload_session.closed and mine.offload_session.iteration == 1
 
 
 def test_a_batch_that_fits_is_found(trainer: Callable[..., Any]) -> None:

@@ -1,0 +1,85 @@
+"""The longest rows of a data set, from which the example batch of a capture is made.
+
+All rows are looked at where they are in memory, and in a `datasets.Dataset`, by the lengths of its Arrow columns. In
+another data set LOOKED_AT rows are looked at: each may be read from a file, or made when it is asked for.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["LOOKED_AT", "longest_rows"]
+
+LOOKED_AT = 512
+"""Rows that are looked at, spread evenly over the data set, where a row may be costly."""
+_AT_ONCE = 10_000  # rows of Arrow
+
+
+def longest_rows(rows: Any, count: int) -> list[Any]:
+    """`count` rows: the longest in all columns together, then for each column the row that is longest in it, then the
+    next longest; none if the data set cannot be indexed or has fewer rows. A batch that is padded column by column is
+    then the largest of its size, where `count` is at least the number of columns whose longest rows differ."""
+    if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
+        return []
+    lengths = dict(_arrow_lengths(rows) or _lengths(rows, count))
+    order = heapq.nlargest(count, lengths, key=lambda number: sum(lengths[number].values()))
+    chosen = order[:1]
+    for column in sorted({column for of_row in lengths.values() for column in of_row}):
+        longest = max(lengths, key=lambda number: lengths[number].get(column, 0))
+        if all(lengths[number].get(column, 0) < lengths[longest].get(column, 0) for number in chosen):
+            chosen.append(longest)
+    return [rows[number] for number in list(dict.fromkeys([*chosen, *order]))[:count]]
+
+
+def _lengths(rows: Any, count: int) -> Iterator[tuple[int, dict[str, int]]]:
+    """Number of a row, and its length by column, of each row that is looked at."""
+    step = 1 if isinstance(rows, (list, tuple)) else max(1, len(rows) // max(LOOKED_AT, count))
+    for number in range(0, len(rows), step):  # one at a time: rows may be images
+        row = rows[number]
+        columns = row if isinstance(row, Mapping) else {"": row}
+        yield number, {str(name): _length(value) for name, value in columns.items()}
+
+
+def _arrow_lengths(rows: Any) -> list[tuple[int, dict[str, int]]] | None:
+    """The same for all rows of a `datasets.Dataset` of numbers, texts, and lists of numbers; None for others, and where
+    a row goes through a function when it is asked for."""
+    if type(rows).__module__ != "datasets.arrow_dataset" or rows.format["type"] == "custom":
+        return None
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found: list[tuple[int, dict[str, int]]] = []
+    for table in rows.with_format("arrow").iter(batch_size=_AT_ONCE):
+        columns: dict[str, list[int]] = {}
+        for name, column in zip(table.column_names, table.columns):
+            kind = column.type
+            if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+                if pa.types.is_nested(kind.value_type):
+                    return None
+                columns[name] = pc.fill_null(pc.list_value_length(column), 0).to_pylist()
+            elif pa.types.is_string(kind) or pa.types.is_large_string(kind):
+                columns[name] = pc.fill_null(pc.utf8_length(column), 0).to_pylist()
+            elif pa.types.is_nested(kind):
+                return None
+        for number in range(table.num_rows):
+            found.append((len(found), {name: values[number] for name, values in columns.items()}))
+    return found
+
+
+def _length(value: Any) -> int:
+    """Number of elements in a row of a data set, or in one of its columns."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    if isinstance(value, Mapping):
+        return sum(_length(part) for part in value.values())
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return len(value) if not value or isinstance(value[0], (int, float)) else sum(_length(part) for part in value)
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    size = getattr(value, "size", 1)  # a number in numpy's arrays, (width, height) in an image
+    return math.prod(size) if isinstance(size, tuple) else size if isinstance(size, int) else 1
