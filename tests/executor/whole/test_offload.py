@@ -171,7 +171,9 @@ def test_an_update_that_is_not_adamws_is_refused_by_name(make: Callable[..., Any
 def test_an_optimizer_that_accelerate_wraps_is_refused_with_the_way_it_works() -> None:
     """Its data loader, its backward, and its word for when to step, around a loop by a plan."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # of trainers in this process
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     rows = torch.randn(8, 48, generator=torch.Generator().manual_seed(1))
 
