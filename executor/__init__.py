@@ -19,7 +19,7 @@ Folders and files, lowest first (each imports only from its own row and the rows
     engine        Session: puts the parts above together
     saving        weights and checkpoints; beside it training, the loop of `pstar run`
     optimizer, prepare
-    offloading    one call: capture, plan, prepare
+    offloading    one call: capture, plan, prepare; beside it longest_rows of a data set
     hf, lightning, axolotl    the same for their trainers
     recording     a real iteration as a workload, and the cost of its moments
     running, calibrate, run, examples
