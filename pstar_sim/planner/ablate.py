@@ -1,14 +1,14 @@
-"""Ablate: what each idea is worth, from a published schedule to a near-optimal one, one change at a time.
+"""Ablate: the gain of each idea, from a published schedule to a near-optimal one, one change at a time.
 
-[Note: the ladder] It begins at a published system, by default `patrickstar` (copies, updates and computing wait for
-each other). The next line is the point of the asynchronous policies (policy/kit/points.py) that the system is most like
-(`Capabilities.near`), or the plainest one: every queue goes its own way, and nothing is clever. Then one coordinate
-after the other takes its better values, down to the policy asked about. What a line gains depends on the lines above
-it; `without` asks the other way round: the policy asked about with one idea taken out.
+[Note: the ladder] The ladder begins at a published system, by default `patrickstar` (copies, updates and computing wait
+for each other). The next line is the point of the asynchronous policies (policy/kit/points.py) that is most like the
+system (`Capabilities.near`), or the plainest point: its queues run independently, and it has none of the ideas. Then
+one coordinate after the other takes its better values, down to the policy asked about. The gain of a line depends on
+the lines above it. `without` asks the reverse question: it takes one idea out of the policy asked about.
 
-Where the setting itself makes Adam wait for all gradients, the barrier is not a choice and has no line. Where it does
-not, the ladder first drops the barrier and then lets Adam begin early. The line that drops the barrier may gain nothing
-by itself; `without` says what the barrier costs the best policy.
+If the setting itself makes Adam wait for all gradients, the barrier is not a choice and has no line. Otherwise the
+ladder first drops the barrier and then lets Adam begin early. The line that drops the barrier may gain nothing by
+itself; `without` says how much the barrier costs the best policy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Ablation", "Line", "ablate", "ladder", "left_out"]
 (BASE,) = named(lambda able: able.one_at_a_time)
 (BEST,) = named(lambda able: able.tries_others)
 
-# Coordinate -> its values from the plainest to the best, each with what it means.
+# Coordinate -> its values from the plainest to the best, each with its meaning.
 _VALUES: dict[str, dict[str, str]] = {
     "capacity": {"peak": "capacity: constant, the peak's", "tide": "capacity: each moment's own"},
     "eviction": {"lru": "eviction: LRU", "fifo": "eviction: FIFO", "belady": "eviction: Belady"},
@@ -61,10 +61,12 @@ _VALUES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of an ablation. `change` is what is different from the line above (of `without`: from the policy asked
-    about); what does not fit has a reason and no figures.
+    """One line of an ablation. A line whose policy does not fit has a reason and no figures.
 
-    gained_s, gained_h2d_bytes, gained_d2h_bytes: what the change saves (negative: costs), None for the first line.
+    change: the difference from the line above (in `without`: from the policy asked about).
+    policy: spec of the line's policy.
+    gained_s, gained_h2d_bytes, gained_d2h_bytes: seconds and bytes that the change saves (negative: costs), None for
+        the first line.
     total_s: seconds saved since the first line that fits.
     gap: as in `compare`.
     """
@@ -95,9 +97,9 @@ class Ablation(Collection):
     batch: sequences per micro-batch, of all GPUs together.
     settings: the settings asked for, with the chunk size that every line has.
     lines: the ladder, first to last. The gains of the lines that fit add up to total_s of the last of them.
-    without: the policy asked about (`policy`) with one idea taken out, a line each, its gains against that policy (so
-        negative where the idea pays).
-    notes: as `Comparison`.
+    without: the policy asked about (`policy`) with one idea taken out, one line per idea. The gains are against that
+        policy, so they are negative if the idea pays.
+    notes: as in `Comparison`.
     """
 
     workload: Workload
@@ -114,7 +116,7 @@ class Ablation(Collection):
 
     @property
     def barrier(self) -> str | None:
-        """Why Adam waits for all gradients in this setting; None where it does not."""
+        """The reason why Adam waits for all gradients in this setting; None if it does not."""
         return self.settings.barrier(self.workload.dtype)
 
     def to_json(self) -> dict[str, object]:
@@ -126,7 +128,7 @@ class Ablation(Collection):
         }
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per line, columns as in `Line`; `part` is "ladder" or "without"."""
+        """Returns one row per line, with columns as in `Line`. `part` is "ladder" or "without"."""
         import pandas
 
         rows = [{"part": "ladder", **line.to_json()} for line in self.lines]
@@ -149,13 +151,14 @@ def ablate(
     certify: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ablation:
-    """What each idea is worth between `begin`, a published system, and `policy`, a policy of the asynchronous family.
+    """Returns the gain of each idea between `begin`, a published system, and `policy`, a policy of the asynchronous
+    family.
 
-    workload: as in `compare`. Where `settings` leave the chunk size open, every line has the chunk size of `policy`,
-        which is planned first (on several ranks `patrickstar`, whose chunks are not sliced, has its own).
-    begin: any other policy than `policy`.
-    certify: compare all lines with the bound of the fluid linear program.
-    progress: called with (lines planned, lines in all).
+    workload: as in `compare`. If `settings` leave the chunk size open, every line has the chunk size of `policy`, which
+        is planned first. On several ranks `patrickstar`, whose chunks are not sliced, has its own.
+    begin: any policy other than `policy`.
+    certify: whether to compare all lines with the bound of the fluid linear program.
+    progress: called with (lines planned, number of lines).
 
     Raises UnknownName for an unknown policy, PstarError for a `policy` that is not a point of the family or is `begin`
     itself, and NothingFits if `policy` does not fit.
@@ -172,7 +175,7 @@ def ablate(
     each = share.ranked or (share.workload,) * len(machine.ranks)
     if setting.loop == "step":
         policy = _in_its_order(policy, each, machine, setting)
-    own = replace(setting, loop="own")  # each line says its order
+    own = replace(setting, loop="own")  # each line names its order
     free = own.barrier(share.workload.dtype) is None
     w = share.workload
     sums = w.micro_batches > 1 and not w.layer_major
@@ -192,7 +195,7 @@ def ablate(
         tell(len(rows), len(specs))
         used = own if _has_own_chunks(spec, machine) else settings
         row = alone(policies=[spec], settings=used).rows[0]
-        # The same job, chunks and all: what was proved once holds for it.
+        # The same job with the same chunks: its bound also holds for this plan.
         rows[spec] = _held_against(row, best.rows[0].lower_bound_s) if certify and used is settings else row
     tell(len(specs), len(specs))
     without = [_line(change, rows[spec], rows[asked], None) for change, spec in taken_out]
@@ -209,11 +212,12 @@ def ablate(
 
 
 def _unheard(done: int, count: int) -> None:
-    """Progress that nobody asked for."""
+    """Callback for progress that does nothing."""
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:
-    """The policy; one that chooses the order of the iteration, with the order that it takes here."""
+    """Returns the policy. For a policy that chooses the order of the iteration, returns it with the order that it
+    chooses here."""
     if not can(policy).tries_others:
         return policy
     found = compare(each, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)
@@ -223,12 +227,13 @@ def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, setti
 
 
 def _has_own_chunks(spec: str, machine: Machine) -> bool:
-    """Whether the policy keeps a chunk size of its own: on several ranks patrickstar does, whose chunks are whole."""
+    """Returns whether the policy keeps a chunk size of its own. On several ranks patrickstar does, because its chunks
+    are whole."""
     return spec == BASE and len(machine.ranks) > 1
 
 
 def _ladder_lines(steps: Sequence[tuple[str, str]], rows: Mapping[str, Row]) -> list[Line]:
-    """The lines; each line that fits is compared with the line before it that fits, and with the first."""
+    """Returns the lines. Each line that fits is compared with the line before it that fits, and with the first."""
     lines: list[Line] = []
     first: Row | None = None
     before: Row | None = None
@@ -246,7 +251,7 @@ def _held_against(row: Row, bound_s: float | None) -> Row:
 
 
 def ladder(policy: str, *, barrier: bool, begin: str = BASE, sums: bool = False) -> list[tuple[str, str]]:
-    """(change, spec) of every line, `begin` first and `policy` last.
+    """Returns (change, spec) of every line, `begin` first and `policy` last.
 
     barrier: whether the setting leaves the barrier to the policy.
     sums: whether the job leaves to the policy where gradients add up.
@@ -273,16 +278,16 @@ def ladder(policy: str, *, barrier: bool, begin: str = BASE, sums: bool = False)
 
 
 def _between(words: Sequence[str], first: str, last: str) -> Sequence[str]:
-    """The values after `first` up to `last`; `last` alone where one of the two is on no scale or they are in reverse
-    order."""
+    """Returns the values after `first` up to `last`. Returns `last` alone if one of the two is not among `words`, or if
+    they are in reverse order."""
     if first in words and last in words and words.index(first) < words.index(last):
         return words[words.index(first) + 1 : words.index(last) + 1]
     return [] if first == last else [last]
 
 
 def left_out(policy: str, *, barrier: bool, sums: bool = False) -> list[tuple[str, str]]:
-    """The policies that differ from `policy` in one coordinate, at each plainer value of it: (what the policy has
-    instead, spec). barrier, sums: as in `ladder`."""
+    """Returns the policies that differ from `policy` in one coordinate, at each plainer value of it, as (the value in
+    place of the policy's own, spec). barrier, sums: as in `ladder`."""
     own = _place_of(policy, barrier, sums)
     return [
         (_means(key, word), _spec(policy, {**own, key: word}))
@@ -293,12 +298,13 @@ def left_out(policy: str, *, barrier: bool, sums: bool = False) -> list[tuple[st
 
 
 def _before(words: Sequence[str], own: str) -> Sequence[str]:
-    """The values plainer than the policy's own; of one that is on no scale, the plainest."""
+    """Returns the values plainer than the policy's own value. If that value is not among `words`, returns the
+    plainest."""
     return words[: words.index(own)] if own in words else words[:1]
 
 
 def _place_of(policy: str, barrier: bool, sums: bool) -> dict[str, str]:
-    """Coordinate -> value, as texts, of the policy asked about."""
+    """Returns coordinate -> value, as texts, of the policy asked about."""
     name = policy.partition(":")[0].strip()
     found = find_policy(policy)
     options = options_of(find_policy(name))

@@ -1,7 +1,5 @@
-"""Asked: how the planner's questions read what a caller asks for.
-
-Policies by name, one or several, settings, and the callback that is told about progress. Knows no workload.
-"""
+"""Asked: reads the arguments of the planner's questions: policies by name, settings, and the callback for progress. The
+module knows no workload."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from pstar_sim.policy.registry import policies as all_policies
 __all__ = ["OnPart", "asked_names", "asked_policies", "settings_of", "teller"]
 
 OnPart = Callable[[str, int, int], object]
-"""Called with what is done next, how many parts are done and how many parts there are."""
+"""Called with the next part of the work, the number of parts done and the number of parts."""
 
 
 def settings_of(settings: Settings | None) -> Settings:
@@ -29,11 +27,11 @@ def settings_of(settings: Settings | None) -> Settings:
 
 
 def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machine | None = None) -> list[str | Policy]:
-    """The policies asked about: all known ones where none is named; one name stands for a list of one. Raises
+    """Returns the policies asked about: all known policies if none is named. One name counts as a list of one. Raises
     PstarError for an empty list.
 
-    machine: where its GPUs differ, the policies that choose the ranks' shares of the batch are among all known ones;
-    on equal GPUs each of them makes the same plan as another policy.
+    machine: if its GPUs differ, all known policies include those that choose the ranks' shares of the batch. On equal
+        GPUs each of these makes the same plan as another policy.
     """
     if policies is None:
         differ = machine is not None and machine.mixed
@@ -51,7 +49,7 @@ def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machi
 
 
 def asked_names(policies: Iterable[str] | str | None) -> list[str]:
-    """`asked_policies`, for names alone."""
+    """Does the same as `asked_policies`, for names alone."""
     found = asked_policies(policies)
     if not all(isinstance(policy, str) for policy in found):
         raise refused("policies", policies, "names of policies")
@@ -59,8 +57,8 @@ def asked_names(policies: Iterable[str] | str | None) -> list[str]:
 
 
 def teller(on_part: OnPart | None) -> OnPart:
-    """The callback for progress; one that does nothing where the caller gave none. Raises PstarError for a callback
-    that is not a function."""
+    """Returns the callback for progress; a callback that does nothing if the caller gave none. Raises PstarError for a
+    callback that is not a function."""
     if on_part is None:
         return lambda part, done, parts: None
     function("on_part", on_part)

@@ -1,8 +1,8 @@
-"""Balance: the job of a policy that chooses the ranks' shares of the batch itself (`Capabilities.balance`), where the
-GPUs of the machine differ.
+"""Balance: the job of a policy that chooses the ranks' shares of the batch itself (`Capabilities.balance`), if the GPUs
+of the machine differ.
 
 `balanced` gives the machine with the chosen shares, each rank's job, and words about the shares. All other policies
-take the shares of the machine, which are equal unless its file says otherwise.
+take the shares of the machine, which are equal unless its file gives others.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["Balanced", "Cut", "all_balance", "balanced", "refuse_balance"]
 
 Cut = Callable[[int], Workload]
-"""Number of sequences per micro-batch -> the job of a GPU that takes them."""
+"""Function from a number of sequences per micro-batch to the job of a GPU that takes them."""
 
 
 def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
-    """Raise PstarError for a policy that chooses the shares of the batch. For questions about the shares that the
-    machine has."""
+    """Raise PstarError for a policy that chooses the shares of the batch. Questions about the machine's own shares call
+    it."""
     if not machine.mixed:
         return
     for policy in policies:
@@ -43,8 +43,8 @@ def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
 
 
 def all_balance(policies: Iterable[str | Policy], machine: Machine) -> bool:
-    """Whether each of these policies chooses the shares of the batch on this machine, so that its own shares need not
-    be whole sequences."""
+    """Returns whether each of these policies chooses the shares of the batch on this machine, so that the machine's own
+    shares need not be whole sequences."""
     found = [find_policy(policy) if isinstance(policy, str) else policy for policy in policies]
     return machine.mixed and all(_balance_of(policy) is not None for policy in found)
 
@@ -57,7 +57,7 @@ def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Balanced:
-    """A job with the shares that a policy chose, beside the same job with equal shares.
+    """A job with the shares that a policy chose, and the same job with equal shares.
 
     share, machine: the job and the machine with the shares that the policy chose.
     even: the same job with equal shares, as nearly as whole sequences allow.
@@ -82,11 +82,13 @@ class Balanced:
 def balanced(
     policy: Policy, share: Share, machine: Machine, settings: Settings, cut: Cut | None = None
 ) -> Balanced | None:
-    """The job with the shares that the policy chooses; None where the policy takes the shares of the machine, because
-    it chooses none or because all GPUs are alike.
+    """Returns the job with the shares that the policy chooses. Returns None if the policy takes the shares of the
+    machine, because it chooses none or because all GPUs are alike.
 
-    cut: number of sequences -> the job of one GPU, for a job that was not written from a preset. Raises DoesNotFit
-    where the GPUs have no room for the batch, and CannotPlan for a job that cannot be cut as the policy wants.
+    cut: number of sequences -> the job of one GPU, for a job that was not written from a preset.
+
+    Raises DoesNotFit if the GPUs have no room for the batch, and CannotPlan for a job that cannot be cut as the policy
+    wants.
     """
     balance = _balance_of(policy)
     if balance is None or not machine.mixed:
@@ -110,7 +112,7 @@ def balanced(
 
 
 def _cut(workload: Workload, sequences: int, cut: Cut | None, policy: str) -> Workload:
-    """The job with this number of sequences. Raises CannotPlan."""
+    """Returns the job with this number of sequences. Raises CannotPlan."""
     if cut is None and can_vary(workload) and not workload.activations:
         return variant(workload, batch=sequences)
     wanted = f"{policy}: a GPU would take {sequences} sequences of a micro-batch"
@@ -127,7 +129,7 @@ def _cut(workload: Workload, sequences: int, cut: Cut | None, policy: str) -> Wo
 
 
 def _with(machine: Machine, shares: Sequence[int], workload_of: Callable[[int], Workload]) -> tuple[Machine, Share]:
-    """The machine whose ranks take these sequences, and each rank's part of the job."""
+    """Returns the machine whose ranks take these sequences, and each rank's part of the job."""
     batch = sum(shares)
     ranks = tuple(replace(rank, batch_share=n / batch) for rank, n in zip(machine.ranks, shares))
     there = replace(machine, ranks=ranks)

@@ -1,6 +1,6 @@
-"""Ranks: the shares of a batch, one job for ranks that differ, and what is said of parallelism that is not modelled.
+"""Ranks: the shares of a batch, one job for ranks that differ, and the notes on parallelism that is not modelled.
 
-Knows machines, workloads and timelines; plans nothing.
+The module knows machines, workloads and timelines, and plans nothing.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ UNMODELLED = (
     "tensor, pipeline, sequence and expert parallelism are not modelled: all ranks share each layer's data only"
 )
 WAITING = 0.25
-"""Share of an iteration that GPUs wait, from which splitting layers or depth instead of data is worth a look."""
+"""From this share of an iteration that GPUs wait, splitting layers or depth instead of data may be faster."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Share:
     """The part of a job that each GPU of a machine does ([Note: one meaning of batch]).
 
-    workload: one rank's; where ranks take different shares, one as hard as the hardest of theirs.
-    ranked: each rank's own, None where they are alike.
+    workload: the job of one rank. If ranks take different shares, a job at least as hard as each of theirs.
+    ranked: each rank's own job, None if they are alike.
     batch: sequences per micro-batch, of all GPUs together.
-    tokens: per iteration, of all GPUs together.
+    tokens: tokens per iteration, of all GPUs together.
     """
 
     workload: Workload
@@ -56,7 +56,7 @@ class Share:
 
 
 def machine_of(machine: Machine | str) -> Machine:
-    """The machine itself, or the one of that name. Raises PstarError for anything else."""
+    """Returns the machine itself, or the machine of that name. Raises PstarError for any other value."""
     if isinstance(machine, Machine):
         return machine
     if isinstance(machine, str) and machine:
@@ -65,17 +65,17 @@ def machine_of(machine: Machine | str) -> Machine:
 
 
 def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, nearly: bool = False) -> Share:
-    """The job of all GPUs of `machine`, divided among them.
+    """Returns the job of all GPUs of `machine`, divided among them.
 
     [Note: one meaning of batch] `batch` is the batch of all GPUs together, on the command line and in Python. So a
-    workload that stands alone is the job of the whole machine: a preset is written again for each rank's share of its
-    batch. What was captured from a module cannot be cut, so on several GPUs it has to come as a list, one workload per
-    rank; each workload in such a list, and the workload of a plan, is what one rank does.
+    single workload is the job of the whole machine: a preset is written again for each rank's share of its batch. A
+    workload captured from a module cannot be cut, so on several GPUs it has to come as a list, one workload per rank.
+    Each workload in such a list, and the workload of a plan, is the job of one rank.
 
     nearly: as in `shares_of_batch`.
 
-    A preset whose dtype was left open gets what the GPU has. Raises PstarError for what is not a workload, for a batch
-    that the ranks cannot share, for a captured workload that stands alone for several GPUs, and for a list without one
+    A preset whose dtype was left open gets the dtype of the GPU. Raises PstarError for a value that is not a workload,
+    for a batch that the ranks cannot share, for a single captured workload for several GPUs, and for a list without one
     workload per rank.
     """
     if isinstance(workload, Workload):
@@ -96,7 +96,7 @@ def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, near
 
 
 def _divided(workload: Workload, machine: Machine, *, nearly: bool) -> tuple[Workload, ...]:
-    """Each rank's share of the job."""
+    """Returns each rank's share of the job."""
     if len(machine.ranks) == 1:
         return (_typed(workload, machine),)
     shares = shares_of_batch(workload.batch, machine, nearly=nearly)
@@ -113,7 +113,7 @@ def _divided(workload: Workload, machine: Machine, *, nearly: bool) -> tuple[Wor
 
 
 def _typed(workload: Workload, machine: Machine) -> Workload:
-    """The workload in a dtype of its own where it was left open."""
+    """Returns the workload with a dtype; one that was left open becomes that of the GPU."""
     if not workload.dtype_open:
         return workload
     dtype = default_dtype(machine)
@@ -123,11 +123,11 @@ def _typed(workload: Workload, machine: Machine) -> Workload:
 
 
 def shares_of_batch(batch: int, machine: Machine, *, nearly: bool = False) -> list[int]:
-    """Sequences of each rank of a micro-batch of `batch` sequences, by the ranks' batch shares.
+    """Returns the sequences of each rank of a micro-batch of `batch` sequences, by the ranks' batch shares.
 
-    nearly: where a share is not a whole number, all take equally many, or one more.
+    nearly: whether shares need not be whole numbers. All ranks then take equally many sequences, or one more.
 
-    Raises PstarError where a share is not a whole number, with the nearest batches that would do.
+    Raises PstarError if a share is not a whole number, with the nearest batches that the ranks can share.
     """
     ranks, parts = machine.ranks, _parts(machine)
     whole("batch", batch)
@@ -146,12 +146,12 @@ def shares_of_batch(batch: int, machine: Machine, *, nearly: bool = False) -> li
 
 
 def equal_shares(batch: int, ranks: int) -> list[int]:
-    """Sequences of each rank, as nearly equal as whole sequences allow."""
+    """Returns the sequences of each rank, as nearly equal as whole sequences allow."""
     return [batch // ranks + (r < batch % ranks) for r in range(ranks)]
 
 
 def least_batch(machine: Machine) -> int:
-    """The smallest batch that the ranks can share; those that they can share are its multiples."""
+    """Returns the smallest batch that the ranks can share. Its multiples are all such batches."""
     return math.lcm(*(p.denominator for p in _parts(machine)))
 
 
@@ -161,16 +161,16 @@ def _parts(machine: Machine) -> list[Fraction]:
 
 
 def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
-    """One workload that is as hard on `machine.gpu` (the weakest of each figure) as the hardest of `workloads` (one per
-    rank) is on its own GPU, moment by moment: as little room, and at least as much time.
+    """Returns one workload that is as hard on `machine.gpu` (the weakest of each figure) as the hardest of `workloads`
+    (one per rank) is on its own GPU. This holds moment by moment: as little room, and at least as much time.
 
-    Raises PstarError for workloads that are not one per rank or not of one model and shape of iteration.
+    Raises PstarError for workloads that are not one per rank, or not of one model and shape of iteration.
     """
     _check_one_job(workloads, machine)
     first = workloads[0]
     weak = machine.gpu
     rate = flops_rate(machine, first.dtype)
-    # Per rank: what its GPU has more than the weakest, and how much faster it is.
+    # Per rank: memory of its GPU beyond the weakest, and its speed relative to the weakest.
     kinds: dict[tuple[int, int], tuple[int, float, float, Workload]] = {}
     for rank, w in zip(machine.ranks, workloads):
         own = replace(machine, ranks=(replace(rank, batch_share=1.0),), nodes=1)
@@ -202,8 +202,8 @@ def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
 
 
 def _products_of(moments: Sequence[Moment]) -> tuple[Product, ...]:
-    """Products of the moment with the most flops: for GPUs that are alike. Where they differ, only flops at the rate of
-    one of them are left of the shapes."""
+    """Returns the products of the moment with the most flops, for GPUs that are alike. If GPUs differ, the shapes are
+    lost: only flops at the rate of one GPU remain."""
     return max(moments, key=lambda m: m.flops).products
 
 
@@ -235,10 +235,10 @@ def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:
 def unmodelled_notes(
     workload: Workload, machine: Machine, timelines: Mapping[str, Timeline], *, short_of_gpu: bool
 ) -> tuple[str, ...]:
-    """What an answer for several GPUs leaves out, and where that is the likely winner.
+    """Returns notes on the omissions of an answer for several GPUs, and on parallelism that is likely faster.
 
-    timelines: timelines of the policies that fit, by name. short_of_gpu: whether every policy that does not fit is
-        short of GPU memory.
+    timelines: timelines of the policies that fit, by name.
+    short_of_gpu: whether every policy that does not fit is short of GPU memory.
     """
     if len(machine.ranks) == 1:
         return ()

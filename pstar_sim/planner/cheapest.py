@@ -1,11 +1,11 @@
 """Cheapest: the cheapest machine that trains a model on a number of tokens by a deadline.
 
-Every machine with a price is tried: one node, and, where a network joins its nodes, as many nodes as the deadline takes
+Every machine with a price is tried: one node and, if a network joins its nodes, as many nodes as the deadline requires
 (numbers that double, then bisection). The ranks share the sequences of an iteration, cut into the largest micro-batches
-that fit under some policy; the fastest policy counts. Data parallel only: what several nodes cost in communication is
-simulated; machines that no network joins are not counted together, and tensor, pipeline or expert parallelism, the
-likely choice for models that fill many nodes, is not modelled. Idle time, failures, evaluation and storage cost extra
-and are left out.
+that fit under some policy; the fastest policy counts. Only data parallelism is modelled, with the simulated cost of
+communication between nodes. Several machines without a network between them are not counted together. Tensor, pipeline
+or expert parallelism, the likely choice for models that fill many nodes, is not modelled. Idle time, failures,
+evaluation and storage cost extra and are left out.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ __all__ = ["Bill", "Cheapest", "Offer", "bill", "cheapest"]
 HOUR_S, DAY_S = 3600.0, 86400.0
 MOST_NODES = 64
 POLICIES = named(lambda able: able.tries_others)
-"""Tried where none is named: it is as fast as any other without options, to 0.01 % (policy/kit/ties.py)."""
+"""Policy that is tried if none is named. It is as fast as any other policy without options, to 0.01 %
+(policy/kit/ties.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What a number of tokens takes at a rate and a price."""
+    """Days and dollars for a number of tokens, at a rate and a price."""
 
     days: float
     usd: float
@@ -62,7 +63,7 @@ class Bill:
 
 
 def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
-    """seconds = tokens / rate; USD = hours x price."""
+    """Returns the bill: seconds = tokens / rate; USD = hours x price."""
     seconds = tokens / tokens_per_s
     usd = seconds / HOUR_S * usd_per_hour
     return Bill(days=seconds / DAY_S, usd=usd, usd_per_million_tokens=usd / tokens * 1e6)
@@ -72,13 +73,14 @@ def bill(tokens: float, tokens_per_s: float, usd_per_hour: float) -> Bill:
 class Offer:
     """A number of nodes of one machine.
 
-    nodes: number of nodes.
+    machine: name of the machine.
+    nodes, gpus: number of nodes, and of their GPUs.
     tried: all numbers of nodes that were tried.
     in_time: whether the offer makes the deadline; True without a deadline.
     usd_per_hour: price of all nodes; None without a price.
     batch: sequences per micro-batch, of all GPUs together.
-    price_of: the offer behind the price, and its date.
-    error, trust: error of tokens_per_s, and what it rests on: see `Fit`.
+    price_of: the offer from which the price comes, and its date.
+    error, trust: error of tokens_per_s, and its basis: see `Fit`.
     least_days: days that the matmuls alone take; if these miss the deadline, nothing is planned.
     reason: why there are no figures, or why more nodes were not tried.
     """
@@ -109,7 +111,8 @@ class Cheapest(Collection):
 
     kernels: flavour in which the model runs, as in `Workload`.
     rows: offers that make the deadline, cheapest first; then offers that do not, fastest first; then offers without
-    figures."""
+        figures.
+    """
 
     model: str
     tokens: float
@@ -126,11 +129,12 @@ class Cheapest(Collection):
 
     @property
     def too_late(self) -> bool:
-        """Whether no offer makes the deadline, but some machine would train the model or would be too slow."""
+        """Whether no offer makes the deadline although some machine would train the model, or would only be too
+        slow."""
         return self.best is None and any(row.days is not None or row.least_days is not None for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        """The offers, each with the kernels of the job."""
+        """Returns the offers, each with the kernels of the job."""
         return [{**asdict(row), "kernels": self.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
@@ -161,16 +165,16 @@ def cheapest(
     most_nodes: int = MOST_NODES,
     on_part: OnPart | None = None,
 ) -> Cheapest:
-    """The cheapest machine that trains a model on `tokens` tokens by the deadline.
+    """Returns the cheapest machine that trains a model on `tokens` tokens by the deadline, and the other offers.
 
-    batch: sequences per iteration, all ranks and micro-batches together.
+    batch: sequences per iteration, of all ranks and micro-batches together.
     kernels: as in `preset`.
-    machines: by default every machine with a price.
-    prices: a file that comes before the shipped list.
+    machines: machines to try; None: every machine with a price.
+    prices: a price file that takes precedence over the shipped list.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
 
-    Raises PstarError for an unknown model or machine, for a wrong price, and where no machine has a price. Where only
-    some machines have none, their rows say so.
+    Raises PstarError for an unknown model or machine, for a wrong price, and if no machine has a price. If only some
+    machines have no price, their rows say so.
     """
     flavour = kernels_of(model_entry(model), kernels)
     number("tokens", tokens)
@@ -237,7 +241,7 @@ class _CheapestJob:
     policies: tuple[str, ...] | None
 
     def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
-        """The workload of each rank. Raises PstarError if the ranks cannot share a micro-batch of all."""
+        """Returns the workload of each rank. Raises PstarError if the ranks cannot share a micro-batch of all."""
         shares = shares_of_batch(self.batch // micro_batches, machine)
         known = {share: self._workload(machine, share, micro_batches) for share in sorted(set(shares))}
         return tuple(known[share] for share in shares)
@@ -257,7 +261,8 @@ class _CheapestJob:
 
 
 def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str] | str:
-    """(USD per hour of one node, the offer or source of this price); for an unknown price a text: how to give one."""
+    """Returns (USD per hour of one node, the offer or source of this price). For an unknown price, returns a text that
+    says how to give a price."""
     price = prices.get(machine.name)
     if price is not None and (price.own or machine.price_usd_per_hour is None):
         when = "" if price.as_of is None else f", {price.as_of}"
@@ -268,7 +273,7 @@ def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str
 
 
 def _prices_of(machines: Sequence[Machine], known: Mapping[str, Price]) -> list[tuple[float, str] | str]:
-    """Price of each machine: see `_price_of`. Raises PstarError if no machine has a price."""
+    """Returns the price of each machine: see `_price_of`. Raises PstarError if no machine has a price."""
     costs = [_price_of(machine, known) for machine in machines]
     missing = [cost for cost in costs if isinstance(cost, str)]
     if missing and len(missing) == len(costs):
@@ -279,7 +284,7 @@ def _prices_of(machines: Sequence[Machine], known: Mapping[str, Price]) -> list[
 
 
 def _counts(machine: Machine, batch: int, most: int) -> list[int]:
-    """Numbers of nodes, from the machine's own to `most`, that can share the batch."""
+    """Returns the numbers of nodes, from the machine's own to `most`, that can share the batch."""
     if machine.network is None:
         return [machine.nodes]
     local = machine.ranks[: machine.local_ranks]
@@ -298,9 +303,9 @@ def _offer(
     deadline_s: float | None,
     most_nodes: int,
 ) -> Offer:
-    """The offer with the fewest nodes that makes the deadline; if none makes it, the nearest offer. The count about
-    doubles until the deadline is made or no larger count is left. Then bisection between the last count that was too
-    slow or too small and the first count in time."""
+    """Returns the offer with the fewest nodes that makes the deadline; if none does, the nearest offer. The number of
+    nodes about doubles until the deadline is made or no larger number is left. Then bisection runs between the last
+    number that was too slow or too small and the first number in time."""
     counts = _counts(machine, job.batch, most_nodes)
     rows: dict[int, Offer] = {}
 
@@ -309,7 +314,7 @@ def _offer(
         rows[nodes], final = _so_many(where, job, usd, what, tokens, deadline_s)
         return rows[nodes], final
 
-    at, below = 0, -1  # positions in counts; below: the last that did not do
+    at, below = 0, -1  # positions in counts; below: the last number that was too slow or too small
     row, final = ask(counts[0])
     while not row.in_time and not final and at + 1 < len(counts):
         below, at = at, min(bisect.bisect_left(counts, 2 * counts[at]), len(counts) - 1)
@@ -339,7 +344,7 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 def _so_many(
     machine: Machine, job: _CheapestJob, usd: float, what: str, tokens: float, deadline_s: float | None
 ) -> tuple[Offer, bool]:
-    """The offer of one number of nodes, and whether its reason would be the same with more nodes."""
+    """Returns the offer of one number of nodes, and whether its reason would be the same with more nodes."""
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,
@@ -380,7 +385,8 @@ def _so_many(
 
 
 def _least_s(machine: Machine, job: _CheapestJob, tokens: float) -> float:
-    """Seconds of the matmuls alone, with a rank's sequences in one micro-batch, on the rank that takes longest."""
+    """Returns the seconds of the matmuls alone, with a rank's sequences in one micro-batch, on the rank that takes
+    longest."""
     workloads = job.workloads(machine, 1)
     every = sum(w.tokens for w in workloads)
     kinds = {(id(rank.gpu), id(w)): (r, w) for r, (rank, w) in enumerate(zip(machine.ranks, workloads))}
@@ -390,8 +396,8 @@ def _least_s(machine: Machine, job: _CheapestJob, tokens: float) -> float:
 
 
 def _fastest(machine: Machine, job: _CheapestJob) -> tuple[Row, int, int]:
-    """The fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches). Room in
-    memory is checked first, as in `fits`. If none fits, raises the last DoesNotFit or CannotPlan."""
+    """Returns the fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches).
+    Room in memory is checked first, as in `fits`. If no policy fits, raises the last DoesNotFit or CannotPlan."""
     worst: PstarError | None = None
     for micro_batches in (n for n in range(1, min(job.batch, MOST_MOMENTS) + 1) if job.batch % n == 0):
         try:
@@ -417,7 +423,7 @@ def _fastest(machine: Machine, job: _CheapestJob) -> tuple[Row, int, int]:
 def _with_room(
     workload: Workload, machine: Machine, job: _CheapestJob
 ) -> tuple[list[str], list[DoesNotFit | CannotPlan]]:
-    """Policies that have room for the workload, and why the others have none."""
+    """Returns the policies that have room for the workload, and the errors that say why the others have none."""
     roomy: list[str] = []
     refusals: list[DoesNotFit | CannotPlan] = []
     for policy in job.policies or POLICIES:

@@ -1,4 +1,4 @@
-"""Collection: an answer of several rows is used like any collection of them."""
+"""Collection: makes an answer of several rows usable as a collection of these rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ __all__ = ["Collection"]
 
 
 class Collection:
-    """`for row in answer`, `len(answer)`, and `in` for a row or for the name of one (its policy, machine or part)."""
+    """A base class with `for row in answer`, `len(answer)`, and `in` for a row or for its name (policy, machine or
+    part)."""
 
-    _name = "policy"  # the field of a row that names it
+    _name = "policy"  # the field that names a row
 
     def _rows(self) -> tuple[Any, ...]:
         rows: tuple[Any, ...] = self.rows  # type: ignore[attr-defined]

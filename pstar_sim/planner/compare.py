@@ -1,7 +1,8 @@
 """Compare: several policies on one workload and one machine, each planned, simulated and compared with the lower bound.
 
-`compare` asks; `Comparison` is the answer, a table with the plans behind it. Knows policies only as functions from a
-workload, a machine and settings to a plan; knows nothing of how the answer is shown (renderers.py).
+`compare` asks the question. `Comparison` is the answer, a table with the plans behind it. The module knows policies
+only as functions from a workload, a machine and settings to a plan. It does not know how the answer is shown
+(renderers.py).
 """
 
 from __future__ import annotations
@@ -46,24 +47,25 @@ __all__ = ["Comparison", "Planned", "Row", "compare", "plan_and_play", "without_
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One policy's answer; the keys of `pstar compare --json`. A policy that does not fit has a reason and no figures.
+    """The answer of one policy; the keys of `pstar compare --json`. A policy that does not fit has a reason and no
+    figures.
 
     lower_bound_s: lower bound for the policy's own chunk size.
     gap: iteration_s / lower_bound_s - 1.
-    certificate: kind of the bound, what binds it, and what it is relative to; or the reason why there is none
-        (`Certificate.text`).
+    certificate: kind of the bound, the term that binds it and the setting for which it holds; or the reason why there
+        is none (`Certificate.text`).
     bound_by: see `binding.bound_by`.
-    peak_gpu_bytes: the most bytes on the GPU; where ranks differ, as the smallest GPU would count them for the GPU that
-        has the least room left.
+    peak_gpu_bytes: the most bytes on the GPU. If ranks differ, the smallest GPU's budget less the least room left on
+        any GPU.
     barrier_cost_s: seconds that the same policy would save if no Adam had to wait for all gradients; None if nothing
         makes it wait.
-    expected_error: one standard deviation of the seconds, as a share of them, from published runs of this class of
-        machine, or of any class where it has none; None for a policy that does not fit.
-    trust: what expected_error rests on.
+    expected_error: one standard deviation of the seconds, as a share of them. It comes from published runs of this
+        class of machine, or of any class if this class has none. None for a policy that does not fit.
+    trust: the basis of expected_error.
     short_of: place that lacks memory, "gpu", "host" or "nvme"; None if the policy fits.
     needed_bytes, available_bytes: bytes needed and available in that place.
-    needed_for: what the bytes are needed for.
-    nearest: what would make the policy fit.
+    needed_for: words for the things that need these bytes.
+    nearest: changes that would make the policy fit.
     """
 
     policy: str
@@ -101,12 +103,12 @@ class Planned:
     timeline: Timeline
 
     def save(self, path: str | Path) -> None:
-        """Write the plan, its predictions filled in, to a plan file."""
+        """Writes the plan, with its predictions filled in, to a plan file."""
         self.with_predictions().save(path)
 
     def with_predictions(self) -> Plan:
-        """The plan with the figures of its line of the table (only numbers) as its predictions; its choices say where
-        the figures behind the predictions come from, and which version of the cost model predicted."""
+        """Returns the plan with the figures of its line of the table (only numbers) as its predictions. The plan's
+        choices say where the inputs of the predictions come from, and which version of the cost model predicted."""
         figures = {k: float(v) for k, v in self.row.to_json().items() if isinstance(v, int | float) and k != "fits"}
         sources = confidence(self.plan.workload, self.plan.machine)
         return replace(
@@ -126,7 +128,8 @@ class Planned:
         return self.row.policy
 
     def explain(self) -> str:
-        """What lives where and why, what binds, what the tide gains here; see `planner.explain`."""
+        """Returns an explanation: where chunks live and why, what binds, and the gain of following the tide; see
+        `planner.explain`."""
         return explain(self.plan, self.timeline, bound_by=self.row.bound_by, barrier_cost_s=self.row.barrier_cost_s)
 
     def __repr__(self) -> str:
@@ -138,11 +141,11 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison(Collection):
-    """Rows in the order asked for; `planned` holds the plan and timeline of every policy that fits.
+    """Rows in the order asked for. `planned` holds the plan and timeline of every policy that fits.
 
-    workload: what one rank does.
+    workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
-    notes: what the answer leaves out (several GPUs).
+    notes: omissions of the answer (several GPUs).
     named: whether the caller named the policies.
     """
 
@@ -156,12 +159,11 @@ class Comparison(Collection):
     named: bool = True
 
     def best(self) -> Planned:
-        """The fastest policy that fits; among equally fast policies the one that moves and pins least
-        (policy/kit/ties.py), and the first of equals, because simpler policies are listed first. A plan in another
-        order than the workload's, which a loop of the user's own cannot follow, is the best only under
-        `Settings.loop` "step", or where policies were named and no other fits. Raises NothingFits with every reason if
-        none does.
-        """
+        """Returns the fastest policy that fits. Of equally fast policies it returns the policy that moves and pins
+        least (policy/kit/ties.py), and of equal policies the first, because simpler policies are listed first. A loop
+        of the user cannot follow a plan in another order than the workload's. Such a plan is the best only if
+        `Settings.loop` is "step", or if policies were named and no other fits. Raises NothingFits with every reason if
+        no policy fits."""
         if not (self.planned if self.named else _in_order(self.workload, self.settings, self.planned)):
             raise NothingFits(
                 f"no policy fits {self.workload.model} on {self.machine.name}: "
@@ -170,8 +172,8 @@ class Comparison(Collection):
         return _best(self.workload, self.settings, self.rows, self.planned)
 
     def __getitem__(self, policy: str) -> Planned:
-        """The plan of one policy, named in any spelling of its spec. Raises PlanError if it was not compared or does
-        not fit."""
+        """Returns the plan of one policy, named in any spelling of its spec. Raises PlanError if the policy was not
+        compared or does not fit."""
         text("policy", policy, "the name of one that was compared")
         if policy not in self.planned and ":" in policy:
             policy = policy_name(policy)
@@ -182,11 +184,11 @@ class Comparison(Collection):
         return self.planned[policy]
 
     def to_json(self) -> list[dict[str, object]]:
-        """The rows, each with the kernels of the job."""
+        """Returns the rows, each with the kernels of the job."""
         return [{**row.to_json(), "kernels": self.workload.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per policy, columns as in `Row`, and the kernels of the job."""
+        """Returns one row per policy, with columns as in `Row`, and the kernels of the job."""
         import pandas
 
         return pandas.DataFrame(self.to_json())
@@ -218,24 +220,26 @@ def compare(
     cut: Cut | None = None,
     on_part: OnPart | None = None,
 ) -> Comparison:
-    """Plan and simulate every policy (all known ones if none is named) for `workload` on `machine`.
+    """Plans and simulates every policy (all known policies if none is named) for `workload` on `machine`.
 
-    workload: the job of all GPUs together, which are given their shares of its batch; or a list of workloads, one per
-        rank, each with what that rank does.
+    workload: the job of all GPUs together, which get their shares of its batch; or a list of workloads, one per rank.
     machine: a Machine, or the name of one.
-    policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan. settings, or
-        any of update / clip / chunk_bytes / loop / sums / effort over the defaults.
-    barrier_cost: also simulate every fitting policy without its barrier.
-    near: for what does not fit, look for the nearest machine or setting that would.
-    certify: the tighter bound of the fluid linear program, which takes seconds, instead of the joint one.
-    only_best: for a caller that looks at `best()` alone: barrier costs of the others, and what would fit where
-        something does, are left out; where no policy is named, so are policies whose order the loop cannot follow.
+    policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan.
+    settings: settings; update, clip, chunk_bytes, loop, sums and effort override single fields of them.
+    barrier_cost: whether to simulate every fitting policy also without its barrier.
+    near: whether to look for the nearest machine or setting under which the other policies would fit.
+    certify: whether to use the tighter bound of the fluid linear program, which takes seconds, instead of the joint
+        bound.
+    only_best: for a caller that uses `best()` alone. Barrier costs of the other policies are left out, and so is the
+        search for changes if some policy fits. If no policy is named, policies whose order the loop cannot follow are
+        left out too.
     made: plans and timelines of policies for this very job that are known already.
     cut: number of sequences per micro-batch -> the job of one GPU, for policies that choose the shares of unequal GPUs
         (`whale`). A preset needs no `cut`.
-    on_part: called with what is planned or looked for next, the number of policies done and the number of all policies.
+    on_part: called with the next policy to plan or to search a change for, the number of policies done and the number
+        of all policies.
 
-    Raises UnknownName for an unknown policy and PstarError for settings that make no sense.
+    Raises UnknownName for an unknown policy, and PstarError for settings that make no sense.
     """
     machine = machine_of(machine)
     changes = {
@@ -302,7 +306,7 @@ def _compare(
         except CannotPlan as reason:
             found.rows.append(_unfit(name, usual, reason=str(reason)))
         except DoesNotFit as short:
-            found.failures[name] = (policy, short.with_traceback(None))  # whose frames hold everything up to here
+            found.failures[name] = (policy, short.with_traceback(None))  # its frames hold everything up to here
             found.rows.append(_unfit(name, usual))
     rows, planned, failures = found.rows, found.planned, found.failures
     others = _fitting(workload, settings, rows, planned)
@@ -342,13 +346,13 @@ def _compare(
 
 @dataclass(frozen=True)
 class _Found:
-    """What a comparison has found so far.
+    """Results of a comparison so far.
 
     rows: a row per policy.
     planned: plan and timeline of each policy that fits.
     failures: each policy that does not fit, and why.
     free: the job without a barrier of each policy that chooses the shares of the batch.
-    gains: what such policies gain over equal shares, in words.
+    gains: words for the gains of such policies over equal shares.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -369,7 +373,7 @@ class _Found:
         certify: bool,
         only_best: bool,
     ) -> None:
-        """Plan and simulate one policy; made: its plan and timeline, where they are known. Raises CannotPlan and
+        """Plan and simulate one policy. made: its plan and timeline, if they are known. Raises CannotPlan and
         DoesNotFit."""
         asked, machine, settings = job.share.workload, job.machine, job.settings
         tokens = job.share.tokens
@@ -392,7 +396,8 @@ class _Found:
 
 
 def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificate:
-    """The certificate of a plan; that of its own order of the iteration where that is not the job's."""
+    """Returns the certificate of a plan. If the plan's order of the iteration is not the job's, the certificate is for
+    the plan's order."""
     same = plan.workload.layer_major == workload.layer_major
     return proof.of(plan.layout) if same else certificate_of(plan)
 
@@ -404,12 +409,12 @@ def _with_barrier_cost(best: Planned, policy: Policy, free: _Free | None) -> Pla
 
 
 _Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]
-"""A job in which nothing makes Adam wait; the workloads rank by rank where they differ."""
+"""A job in which no Adam waits for all gradients, with the workloads rank by rank if they differ."""
 
 
 def _free(share: Share, machine: Machine, settings: Settings, wanted: bool) -> _Free | None:
-    """The setting in which nothing makes Adam wait, with its workloads; None if it is not wanted, or if nothing makes
-    Adam wait anyway."""
+    """Returns the setting in which no Adam waits for all gradients, with its workloads. Returns None if it is not
+    wanted, or if no Adam waits anyway."""
     workload = share.workload
     if not wanted or settings.barrier(workload.dtype) is None:
         return None
@@ -418,7 +423,10 @@ def _free(share: Share, machine: Machine, settings: Settings, wanted: bool) -> _
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What a policy is asked for. free: the same job if nothing makes Adam wait; None if that is not asked."""
+    """The job for which a policy is asked to plan.
+
+    free: the same job if no Adam waits for all gradients; None if that is not asked.
+    """
 
     share: Share
     machine: Machine
@@ -431,13 +439,13 @@ class _Question:
 
 
 def _of_balance(own: Balanced, settings: Settings, *, wanted: bool) -> _Question:
-    """The job with the shares that a policy chose. wanted: whether the cost of the barrier is asked."""
+    """Returns the job with the shares that a policy chose. wanted: whether the cost of the barrier is asked."""
     free = _free(own.share, own.machine, settings, wanted)
     return _Question(share=own.share, machine=own.machine, settings=settings, free=free)
 
 
 def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> str:
-    """The shares that a policy chose, in words, and the pace with them beside that with equal shares."""
+    """Returns words for the shares that a policy chose, with the seconds for these shares and for equal shares."""
     even = own.even
     try:
         _, timeline = plan_and_play(policy, even.workload, own.even_machine, settings, workloads=even.ranked)
@@ -450,7 +458,7 @@ def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> 
 
 
 def _with_shares(plan: Plan, ranked: Sequence[Workload] | None) -> Plan:
-    """The plan; its choices name the shares where the figures were predicted with one share per rank."""
+    """Returns the plan. Its choices name the shares if the figures were predicted with one share per rank."""
     if ranked is None:
         return plan
     shares = ", ".join(str(w.batch) for w in ranked)
@@ -458,7 +466,7 @@ def _with_shares(plan: Plan, ranked: Sequence[Workload] | None) -> Plan:
 
 
 def _fitting(workload: Workload, settings: Settings, rows: Sequence[Row], planned: Mapping[str, Planned]) -> list[str]:
-    """Policies that fit, the best one first, the others by their pace."""
+    """Returns the policies that fit, the best first and the others by their pace."""
     if not planned:
         return []
     first, later_first = _best(workload, settings, rows, planned).row, rows[::-1]
@@ -468,7 +476,7 @@ def _fitting(workload: Workload, settings: Settings, rows: Sequence[Row], planne
 def _retyped(
     ranked: Sequence[Workload] | None, workload: Workload, machine: Machine, settings: Settings
 ) -> Sequence[Workload] | None:
-    """The ranks' own workloads in a dtype under which Adam need not wait for all gradients."""
+    """Returns the ranks' own workloads in a dtype with which Adam need not wait for all gradients."""
     if ranked is None:
         return None
     known = {id(w): without_barrier(w, machine, settings)[0] for w in ranked}
@@ -484,11 +492,12 @@ def plan_and_play(
     label: str = "",
     workloads: Sequence[Workload] | None = None,
 ) -> tuple[Plan, Timeline]:
-    """The policy's plan and its simulated timeline, which carries what its picture needs.
+    """Returns the policy's plan and its simulated timeline, which carries the fields for its picture.
 
-    workloads: each rank's own, where they differ (`workload` is then as hard as the hardest). A policy of the user's
-    own is not believed: its plan has to be for this job and to pass the checker. Raises DoesNotFit and CannotPlan, and
-    PlanError naming the policy for anything else it does wrong.
+    workloads: each rank's own workload, if these differ. `workload` is then at least as hard as each of them.
+
+    A user's policy is not trusted: its plan has to be for this job and to pass the checker. Raises DoesNotFit and
+    CannotPlan, and PlanError naming the policy for any other fault of it.
     """
     if is_built_in(policy):
         plan = plan_once(policy, workload, machine, settings)
@@ -516,10 +525,10 @@ def plan_and_play(
 def play_plan(
     plan: Plan, *, label: str = "", workloads: Sequence[Workload] | None = None, rank: int | None = None
 ) -> Timeline:
-    """The plan's simulated timeline, labelled.
+    """Returns the plan's simulated timeline with a label.
 
-    workloads: each rank's own, where they differ.
-    rank: whose timeline, where ranks differ; None: the slowest rank's.
+    workloads: each rank's own workload, if these differ.
+    rank: rank of the timeline, if ranks differ; None: the slowest rank.
     """
     instance("plan", plan, Plan, "a Plan")
     timeline = play(plan, workloads=workloads, rank=rank)
@@ -527,8 +536,8 @@ def play_plan(
 
 
 def without_barrier(workload: Workload, machine: Machine, settings: Settings) -> tuple[Workload, Machine, Settings]:
-    """The same job if no Adam had to wait for all gradients: eager, no clipping, and for fp16 no loss scaling (bf16 in
-    its place, at the same rate)."""
+    """Returns the same job if no Adam had to wait for all gradients: eager, without clipping, and for fp16 without loss
+    scaling (bf16 in its place, at the same rate)."""
     free = replace(settings, update="eager", clip=False)
     if free.barrier(workload.dtype) is None:
         return workload, machine, free
@@ -553,12 +562,12 @@ def _barrier_cost(
     try:
         _, unbound = plan_and_play(policy, workload, machine, settings, workloads=ranked)
     except DoesNotFit:
-        return None  # the eager plan needs room the classical one does not: there is nothing to compare with
+        return None  # the eager plan needs more room, so there is nothing to compare with
     return max(0.0, timeline.iteration_s - unbound.iteration_s)
 
 
 def unfit_row(name: str, error: DoesNotFit, certificate: Certificate | None = None, hint: str = "") -> Row:
-    """The row of a policy that lacks memory. hint: what would make it fit."""
+    """Returns the row of a policy that lacks memory. hint: changes that would make it fit."""
     return replace(
         _unfit(name, certificate, reason=str(error) + (f"; {hint}" if hint else "")),
         short_of=error.place,
@@ -606,21 +615,21 @@ def _figures(
 
 
 def _best(workload: Workload, settings: Settings, rows: Sequence[Row], planned: Mapping[str, Planned]) -> Planned:
-    """The fastest plan that the loop can follow; where there is none, the fastest of all."""
+    """Returns the fastest plan that the loop can follow; if there is none, the fastest of all."""
     fitting = {row.policy: planned[row.policy] for row in rows if row.fits}
     followed = _in_order(workload, settings, fitting) or list(fitting.values())
     return least_of(followed, seconds=lambda p: _pace(p.row), burden=lambda p: burden(p.plan))
 
 
 def _in_order(workload: Workload, settings: Settings, planned: Mapping[str, Planned]) -> list[Planned]:
-    """Plans that the loop can follow: a loop of the user's own runs in the order of the workload, `session.step` in any
-    order."""
+    """Returns the plans that the loop can follow. A loop of the user runs in the order of the workload, `session.step`
+    in any order."""
     any_order = settings.loop == "step"
     return [p for p in planned.values() if any_order or p.plan.workload.relayed == workload.relayed]
 
 
 def _pace(row: Row) -> float:
-    """Iteration time to a nanosecond, so that rounding does not decide between equals."""
+    """Returns the iteration time to a nanosecond, so that rounding does not decide between equals."""
     return round(row.iteration_s or 0.0, 9)
 
 

@@ -1,4 +1,5 @@
-"""Where the figures behind a prediction come from: measured on the machine itself, fitted, a datasheet, or assumed."""
+"""Confidence: where the inputs of a prediction come from: measured on the machine itself, fitted, a datasheet, or
+assumed."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ __all__ = ["confidence", "confidence_line"]
 
 
 def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
-    """ "calibrated", "measured", "fitted", "datasheet" or "assumed" for each input (`Machine.confidence_by_input`), and
-    for compute "recorded": the moments' own durations on this very machine."""
+    """Returns "calibrated", "measured", "fitted", "datasheet" or "assumed" for each input
+    (`Machine.confidence_by_input`). For compute it may also be "recorded": the moments' own durations on this very
+    machine."""
     found = machine.confidence_by_input
     if workload.recorded_on is not None and workload.recorded_on == machine.name:
         found["compute"] = "recorded"
@@ -20,8 +22,8 @@ def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
 
 
 def confidence_line(found: Mapping[str, str]) -> str:
-    """For example "calibrated: compute, link; datasheet: CPU Adam, DRAM". Both words always appear, with "none" if a
-    list is empty; other words appear where they are needed."""
+    """Returns a line such as "calibrated: compute, link; datasheet: CPU Adam, DRAM". Both words always appear, with
+    "none" for an empty list. Other words appear only with inputs."""
     always = ("calibrated", "datasheet")
     words = [w for w in ("recorded", "calibrated", *KNOWN) if w in always or w in found.values()]
     named = {word: [name for name, source in found.items() if source == word] for word in words}

@@ -1,9 +1,9 @@
-"""Explain: a plan in words. What lives where and why, what binds, what the tide gains or why it gains nothing, what
-another order of the iteration would gain, and the first steps.
+"""Explain: a plan in words. The text says where chunks live and why, what binds, whether following the tide gains
+anything and why, the gain of another order of the iteration, and the first steps.
 
-Everything said is counted from the plan, its workload and its timeline. Knows policies only to ask for the plan of the
-tide's counterpart (`tide` against `static_partition`: the same policy except for the capacity), and of `tide` in the
-other order.
+Everything is counted from the plan, its workload and its timeline. The module asks policies only for the plan of the
+tide's counterpart (`tide` against `static_partition`: the same policy except for the capacity), and for the plan of
+`tide` in the other order.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ WAITS = {
 class BoundGap:
     """A chunk is used in moment `start` and next in moment `end`; between them it could be away.
 
-    turn: a forward use, then a backward one; otherwise the next micro-batch's forward after a backward use.
+    turn: whether the first use is a forward use and the second a backward use. Otherwise the second is the next
+        micro-batch's forward use after a backward use.
     """
 
     chunk: int
@@ -79,9 +80,8 @@ class BoundGap:
 
 
 def chunk_gaps(plan: Plan) -> tuple[BoundGap, ...]:
-    """The long gaps within the iteration of every chunk whose parameters travel: forward to backward of a micro-batch,
-    and backward to the next micro-batch's forward.
-    """
+    """Returns the long gaps within the iteration of every chunk whose parameters travel: forward to backward of a
+    micro-batch, and backward to the next micro-batch's forward."""
     w, chunk_of = plan.workload, plan.layout.chunk_of
     uses: dict[int, list[int]] = {}
     for moment, (reads, gradients) in enumerate(zip(w.reads, w.gradients)):
@@ -103,9 +103,8 @@ def chunk_gaps(plan: Plan) -> tuple[BoundGap, ...]:
 
 
 def tide_gain(plan: Plan) -> str:
-    """What a capacity that follows the tide gains over one sized for its peak, in bytes to the GPU, and why where it
-    gains nothing.
-    """
+    """Returns words for the gain of a capacity that follows the tide over a capacity sized for its peak, in bytes to
+    the GPU; if there is no gain, words that say why."""
     w = plan.workload
     both: dict[str, Plan] = {}
     constant, following = policy_at(Point(capacity="peak")), policy_at(Point())
@@ -121,9 +120,7 @@ def tide_gain(plan: Plan) -> str:
             return f"the plan itself: with a constant capacity sized for the tide's peak nothing fits ({error})"
     static, tide = both[constant].moved_bytes["h2d"], both[following].moved_bytes["h2d"]
     figures = f"{format_bytes(tide)} to the GPU per iteration, against {format_bytes(static)} with a constant capacity"
-    if (
-        plan.policy not in both
-    ):  # the question is what the tide is worth in this job, and those two differ in nothing else
+    if plan.policy not in both:  # the question is about the tide in this job, and only these two differ in nothing else
         figures += f" ({following} against {constant}; this plan of {plan.policy} is neither)"
     peak = max(range(len(w.moments)), key=lambda m: w.moments[m].peak_bytes)
     gaps = chunk_gaps(both[following])
@@ -156,9 +153,9 @@ def tide_gain(plan: Plan) -> str:
 
 
 def order_gain(plan: Plan, timeline: Timeline) -> str | None:
-    """What the layer-major order would gain over the plan's, or why it is not known. None for a plan in which no other
-    order is possible (of one micro-batch, of several GPUs, with offloaded activations, or layer-major already), and for
-    one whose policy tried both orders."""
+    """Returns words for the gain of the layer-major order over the plan's order, or why it is not known. Returns None
+    for a plan for which no other order is possible (with one micro-batch, several GPUs, offloaded activations, or
+    layer-major already), and for a plan whose policy tried both orders."""
     w = plan.workload
     if w.micro_batches == 1 or w.layer_major or w.stashes or len(plan.machine.ranks) > 1 or "order" in plan.choices:
         return None
@@ -180,11 +177,12 @@ def order_gain(plan: Plan, timeline: Timeline) -> str | None:
 
 
 def _layer_major(policy: str) -> str:
-    """Spec of the policy in layer-major order; of the plainest policy that has this order where the policy has not."""
+    """Returns the spec of the policy in layer-major order; if the policy does not have this order, of the plainest
+    policy that has."""
     name, options = split_spec(policy)
     try:
         able = "order" in options_of(find_policy(name))
-    except PstarError:  # a policy of the user's own, under a name that is not registered
+    except PstarError:  # a user's policy, under a name that is not registered
         able = False
     if not able:
         name, options = policy_at(Point()), ""
@@ -200,8 +198,8 @@ def explain(
     first_steps: int = 12,
     width: int | None = None,
 ) -> str:
-    """The plan in words, for people. bound_by, barrier_cost_s: as in the comparison's row, if known. width: columns, by
-    default the terminal's."""
+    """Returns the plan in words, for people. bound_by, barrier_cost_s: as in the comparison's row, if known. width:
+    columns; None: the terminal's."""
     instance("plan", plan, Plan, "a Plan")
     instance("timeline", timeline, Timeline, "a Timeline, such as ps.play(plan)")
     if bound_by is not None:
@@ -236,7 +234,7 @@ def explain(
 
 
 def _job(plan: Plan) -> list[str]:
-    """Model, batch, machine and settings."""
+    """Returns lines for model, batch, machine and settings."""
     w, m, s = plan.workload, plan.machine, plan.settings
     barrier = s.barrier(w.dtype)
     when = (
@@ -297,7 +295,7 @@ def _where(plan: Plan, timeline: Timeline) -> list[str]:
 
 
 def _lines_of_experts(plan: Plan) -> list[str]:
-    """How likely chunks of experts are used; nothing for a model without experts."""
+    """Returns a line for the probability that chunks of experts are used; no line for a model without experts."""
     w = plan.workload
     experts = model_entry(w.model).experts if w.source == "preset" and is_model(w.model) else None
     if experts is None:
@@ -324,7 +322,8 @@ def _lines_of_modes(plan: Plan) -> list[str]:
 
 
 def _lines_of_sums(plan: Plan) -> list[str]:
-    """Where the gradients of several micro-batches add up, and why; nothing where there is no choice."""
+    """Returns lines for the places where the gradients of several micro-batches add up, and why; no lines if there is
+    no choice."""
     batches, layout = plan.workload.micro_batches, plan.layout
     if batches == 1:
         return []
@@ -340,12 +339,12 @@ def _lines_of_sums(plan: Plan) -> list[str]:
 
 
 def _moved_sums(plan: Plan, kind: Kind) -> set[int | None]:
-    """Chunks whose sums of gradients are copied by steps of this kind."""
+    """Returns the chunks whose sums of gradients are copied by steps of this kind."""
     return {step.chunk for step in plan.steps if step.kind is kind and step.list == "grad32"}
 
 
 def _places_of_sums(plan: Plan) -> dict[int, str]:
-    """Chunk -> where its gradients add up, in words."""
+    """Returns chunk -> words for the place where its gradients add up."""
     lists = gradient_list(plan)
     stays = {r.chunk for r in plan.initial if r.list == "grad32" and r.place is Place.GPU}
     sent, back = _moved_sums(plan, Kind.WRITEBACK), _moved_sums(plan, Kind.FETCH)
@@ -377,7 +376,7 @@ def _line_of_stashes(w: Workload) -> str:
 
 
 def held_between(plan: Plan) -> dict[tuple[Place, str], int]:
-    """(place, list or buffer) -> bytes between two iterations."""
+    """Returns (place, list or buffer) -> bytes between two iterations."""
     held: dict[tuple[Place, str], int] = {}
     for r in plan.initial:
         held[r.place, r.list] = held.get((r.place, r.list), 0) + plan.layout.payload_bytes(r.chunk, r.list)
@@ -397,7 +396,8 @@ def _why(plan: Plan) -> list[str]:
 
 
 def _certificate(plan: Plan) -> list[str]:
-    """What kind of bound the plan's figure is, and what it is relative to; or why there is none."""
+    """Returns a line for the kind of the plan's bound and the setting for which it holds, or for the reason why there
+    is none."""
     said = plan.choices.get("certificate")
     if not isinstance(said, Mapping):
         return []

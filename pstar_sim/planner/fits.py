@@ -1,7 +1,8 @@
-"""Fits: does this job fit this machine, by policy; with how much room to spare, or what is short and the smallest
-change that would do.
+"""Fits: whether a job fits a machine, by policy. A policy that fits has the room to spare, a policy that does not has
+the bytes that it lacks and the smallest change that would make it fit.
 
-Asks memory_needs.py for room (pinned rounding and start-up included), nearest.py for changes, and simulates what fits.
+memory_needs.py computes the room (pinned rounding and start-up included), nearest.py finds changes, and the policies
+that fit are simulated.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ __all__ = ["Fit", "Fits", "SmallestChange", "fits"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """One policy's answer; bytes are those of one rank.
+    """The answer of one policy; bytes are those of one rank.
 
-    gpu_needed_bytes: least GPU budget with which the policy fits on this host; where it does not fit, what it needs of
-        the GPU when the place that is short has just enough.
+    gpu_needed_bytes: least GPU budget with which the policy fits on this host. If the policy does not fit, the bytes of
+        the GPU that it needs when the place that is short has just enough.
     gpu_available_bytes: GPU budget of the machine.
-    host_needed_bytes: payloads, pinned rounding and start-up, with as few chunks pinned as the host allows; where the
+    host_needed_bytes: payloads, pinned rounding and start-up, with as few chunks pinned as the host allows. If the
         policy does not fit, as for the GPU.
     host_available_bytes: host budget of the machine.
     host_payload_bytes, host_rounding_bytes: parts of host_needed_bytes.
-    host_startup_bytes, host_buffer_bytes: weights while they are loaded, buffers of the policy's own; the larger of the
+    host_startup_bytes, host_buffer_bytes: weights while they are loaded, and buffers of the policy. The larger of the
         two is the rest of host_needed_bytes.
-    short_of: place that is short ("gpu", "host" or "nvme"), where the policy does not fit.
+    short_of: place that is short ("gpu", "host" or "nvme"), if the policy does not fit.
     short_bytes: bytes that the place lacks.
     reason: why the policy does not fit, and which changes would make it fit. A policy that has no plan for such a
-        machine at all has a reason and no figures.
-    iteration_s, tokens_per_s: simulated, where the policy fits.
+        machine has a reason and no figures.
+    iteration_s, tokens_per_s: simulated, if the policy fits.
     error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
-    trust: where error comes from, or that there is none.
+    trust: the basis of error, or that there is none.
     """
 
     policy: str
@@ -75,12 +76,12 @@ class Fit:
 
     @property
     def gpu_headroom_bytes(self) -> int | None:
-        """What is left of the GPU's budget; below 0 where it is short."""
+        """Bytes that are left of the GPU's budget; negative if the GPU is short."""
         return None if self.gpu_needed_bytes is None else self.gpu_available_bytes - self.gpu_needed_bytes
 
     @property
     def host_headroom_bytes(self) -> int | None:
-        """What is left of the host's budget; below 0 where it is short."""
+        """Bytes that are left of the host's budget; negative if the host is short."""
         return None if self.host_needed_bytes is None else self.host_available_bytes - self.host_needed_bytes
 
     def to_json(self) -> dict[str, object]:
@@ -93,7 +94,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallestChange:
-    """The smallest change that makes a job fit, where the job fits under none of the policies asked.
+    """The smallest change that makes a job fit, if the job fits under none of the policies asked about.
 
     words: the change as flags, "with --host-memory 128GB" or "with --policy optimal".
     policies: names of the policies that fit with the change.
@@ -107,12 +108,12 @@ class SmallestChange:
 class Fits(Collection):
     """One `Fit` per policy, in the order asked for.
 
-    workload: what one rank does.
+    workload: the job of one rank.
     machine, settings: machine and settings asked about.
     batch: sequences per micro-batch, of all GPUs together.
     rows: the answers.
     near: whether changes were looked for.
-    change: the smallest change that would do, where nothing fits; None where something does or nothing tried helps.
+    change: the smallest change that makes the job fit, if no policy fits; None if a policy fits or no change helps.
     """
 
     workload: Workload
@@ -129,11 +130,11 @@ class Fits(Collection):
         return any(row.fits for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        """The rows, each with the kernels of the job."""
+        """Returns the rows, each with the kernels of the job."""
         return [{**row.to_json(), "kernels": self.workload.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per policy, columns as in `Fit`, and the kernels of the job."""
+        """Returns one row per policy, with columns as in `Fit`, and the kernels of the job."""
         import pandas
 
         return pandas.DataFrame(self.to_json())
@@ -154,12 +155,14 @@ def fits(
     near: bool = True,
     on_part: OnPart | None = None,
 ) -> Fits:
-    """Whether each policy (all known ones if none is named) has room for the job, start-up and rounding included.
+    """Returns whether each policy (all known policies if none is named) has room for the job, start-up and rounding
+    included.
 
     workload, machine: as in `compare`.
-    loading: how the weights come ([Note: what the host really has to give] in memory_needs.py).
-    times: also plan and simulate what fits.
-    near: look for changes that would make the others fit, and for what these need of the place that is not short.
+    loading: the way in which the weights are loaded ([Note: what the host really has to give] in memory_needs.py).
+    times: whether to plan and simulate the policies that fit.
+    near: whether to look for changes that would make the others fit, and for their needs in the place that is not
+        short.
     on_part: as in `compare`.
 
     Raises UnknownName for a policy that does not exist.
@@ -211,7 +214,7 @@ def fits(
 class Asked:
     """The job that was asked about.
 
-    loading: how the weights come.
+    loading: the way in which the weights are loaded.
     """
 
     workload: Workload
@@ -220,7 +223,8 @@ class Asked:
     loading: str
 
     def of(self, policy: str, *, others: bool = True) -> Ask:
-        """Why the policy has no room for a job; None if it has. others: as in `memory_need`."""
+        """Returns a function from a job to the reason why the policy has no room for it; None if it has room. others:
+        as in `memory_need`."""
 
         def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
             try:
@@ -232,7 +236,7 @@ class Asked:
         return ask
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int | None:
-        """The least GPU budget with which the policy fits the machine; None if the policy does not fit now."""
+        """Returns the least GPU budget with which the policy fits the machine; None if the policy does not fit now."""
         ask = self.of(policy, others=others)
         return least_gpu_bytes(lambda where: ask(self.workload, where, self.settings), machine)
 
@@ -287,7 +291,7 @@ def _filled(row: Fit, gpu_needed_bytes: int | None, need: Need) -> Fit:
 
 
 def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit]:
-    """The row of a policy that does not fit: what it needs of both places, and why it does not fit. The reason counts
+    """Returns the row of a policy that does not fit, with its needs in both places, and the refusal. The refusal counts
     everything that the short place would have to hold; a policy that is refused before it plans names only a part of
     it."""
     machine = job.machine
@@ -298,7 +302,7 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
         gpu_bytes = job.least_gpu_bytes(row.policy, roomy.machine, others=False)
     else:
         gpu_bytes = roomy.gpu_shortage.needed_bytes
-    # a policy's own check of the host may count more than its need: its refusal stands then
+    # A policy's own check of the host may count more than its need; its refusal then stands.
     shortage = (roomy.gpu_shortage if error.place == "gpu" else host_shortage(roomy.need, machine)) or error
     return replace(_filled(row, gpu_bytes, roomy.need), short_bytes=shortage.short_bytes), shortage
 
@@ -306,7 +310,7 @@ def _with_room(row: Fit, job: Asked, error: DoesNotFit) -> tuple[Fit, DoesNotFit
 def _smallest(
     found: Sequence[tuple[Remedy, str]], job: Asked, asked: Sequence[str], elsewhere: Elsewhere
 ) -> SmallestChange | None:
-    """Another policy where one fits; else the smallest of the changes found, with all policies that it helps; else
+    """Returns another policy if one fits; else the smallest of the changes found, with all policies that it helps; else
     another policy together with a change."""
     others = {
         name: job.of(name)(job.workload, job.machine, job.settings)

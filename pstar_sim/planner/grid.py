@@ -59,9 +59,9 @@ from pstar_sim.workload.workload import DTYPE_BYTES, Workload, retype
 __all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash"]
 
 VERSION = 1
-"""Of a file of a grid; `version` at its head says another one, and a file of the first edition has none."""
+"""Version of the file of a grid. `version` at its head names another version; a file of the first edition has none."""
 SCHEMA = 1
-"""Of the cached points and the results file; a change of meaning or of columns makes it one more."""
+"""Version of the cached points and the results file. A change of meaning or of columns raises it by 1."""
 CODE = ("schema", "catalog", "workload", "core", "policy", "sim", "bounds", "planner")
 """Folders of this package that determine the result of a point."""
 
@@ -70,7 +70,7 @@ _Count = Annotated[int, between(1, MOST)]
 
 
 class Axes(Table, frozen=True, kw_only=True):
-    """The axes of a sweep, each with what one of its values is; beside them [set] with paths of `override`."""
+    """The axes of a sweep, each with the values that it takes. [set] holds paths of `override`."""
 
     model: Annotated[str | None, says("a model preset")] = None
     trace: Annotated[str | None, says("a trace file")] = None
@@ -95,12 +95,12 @@ class Axes(Table, frozen=True, kw_only=True):
 
 _KINDS = {name: field.kind for name, field in fields_of(Axes).items()}
 AXES = {name: meaning(kind) for name, kind in _KINDS.items()}
-"""Axis -> what its values are."""
+"""Axis -> words for its values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Points that differ in their policy only, so that workload, machine and bound are worked out once for all.
+    """Points that differ in their policy only, so that workload, machine and bound are computed once for all.
 
     values: every axis but the policy.
     policies: each policy, with the index of its point in the grid.
@@ -111,7 +111,7 @@ class Group:
 
     @property
     def cost(self) -> float:
-        """Roughly how long it takes, for handing out the long ones first: layers x micro-batches."""
+        """Estimate of the group's time, so that long groups are handed out first: layers x micro-batches."""
         given = dict(self.values)
         layers = model_entry(str(given["model"])).layers if "model" in given else 100
         return layers * float(given.get("micro_batches", 1)) * len(self.policies)
@@ -121,7 +121,8 @@ class Group:
 class Grid:
     """The grid of a sweep.
 
-    axes: name -> values, in the order in which points count (the last one fastest).
+    axes: name -> values, in the order in which points count (the last axis varies fastest).
+    source: name of the grid's file, for messages.
     """
 
     axes: Mapping[str, tuple[Value, ...]]
@@ -134,12 +135,12 @@ class Grid:
         return count
 
     def points(self) -> Iterator[dict[str, Value]]:
-        """Every combination, as axis -> value."""
+        """Yields every combination, as axis -> value."""
         for values in product(*self.axes.values()):
             yield dict(zip(self.axes, values))
 
     def groups(self) -> list[Group]:
-        """The points by everything but their policy."""
+        """Returns the points, grouped by everything but their policy."""
         rows: dict[tuple[tuple[str, Value], ...], list[tuple[int, str]]] = {}
         for index, point in enumerate(self.points()):
             policy = str(point.pop("policy"))
@@ -148,17 +149,18 @@ class Grid:
 
     @property
     def digest(self) -> str:
-        """Digest of axes and values; two grids with the same digest have the same results."""
+        """Returns the digest of axes and values. Two grids with the same digest have the same results."""
         text = json.dumps({name: list(values) for name, values in self.axes.items()}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
-    """The grid of a TOML file, of the one that is shipped under that name ("whatif"), or of the same as a mapping.
+    """Returns the grid of a TOML file, the shipped grid of that name ("whatif"), or the grid of a mapping of the same
+    form.
 
     Raises PstarError, naming file and axis, for an unknown axis, a value that the axis does not take, an axis without
-    values or with one twice, and for a grid without a machine, without a policy, or with both or neither of model and
-    trace.
+    values or with a value twice, and for a grid without a machine, without a policy, or with both or neither of model
+    and trace.
     """
     if isinstance(source, Mapping):
         file, content = "grid", dict(source)
@@ -192,7 +194,7 @@ def load_grid(source: str | Path | Mapping[str, object]) -> Grid:
 
 
 def _own_or_shipped(path: Path) -> Path:
-    """The file, or the shipped one of that name where there is no such file."""
+    """Returns the file, or the shipped grid of that name if there is no such file."""
     shipped = Path(str(files("pstar_sim.catalog") / "grids" / f"{path}.toml"))
     plain = path.name == str(path) and not path.suffix
     return shipped if plain and not path.exists() and shipped.is_file() else path
@@ -222,11 +224,11 @@ _OF_MODELS = {
     "attention": "a trace has the kernels that ran; trace the model with another attention instead",
     "kernels": "a trace has the kernels that ran; trace the model with other kernels instead",
 }
-"""Axes that a trace does not have -> what to do instead."""
+"""Axes that a trace does not have -> words for the alternative."""
 
 
 def _flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """[set] with dotted keys, quoted or not, as paths."""
+    """Returns [set] with dotted keys, quoted or not, as paths."""
     out: dict[str, object] = {}
     for name, value in table.items():
         if isinstance(value, Mapping):
@@ -262,7 +264,7 @@ _LOOK_UP: dict[str, Callable[[str], object]] = {
     "chunk": parse_bytes,
     "trace": _file_of,
 }
-"""Axis -> what raises PstarError for a value that the axis does not take."""
+"""Axis -> function that raises PstarError for a value that the axis does not take."""
 
 
 def _check(file: str, name: str, value: Value) -> None:
@@ -293,7 +295,7 @@ def _check_machines(file: str, grid: Grid) -> None:
                 raise PstarError(f"{file}: machine = {name!r}: {error}") from None
 
 
-# From a point to what is computed.
+# From a point to its job.
 
 
 @lru_cache(maxsize=64)
@@ -335,7 +337,7 @@ _OF_WORKLOAD = (
 
 
 def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
-    """The job of the group's points, with a workload for each rank.
+    """Returns the job of the group's points, with a workload for each rank.
 
     Raises PstarError for values that make no sense together.
     """
@@ -385,8 +387,8 @@ def _traced(given: Mapping[str, Value]) -> Workload:
 
 
 def point_hash(group: Group, policy: str) -> str:
-    """Hash of everything that determines the result: the values, the machine and the model they name (or the trace's
-    bytes), the policy, this package's version and its code."""
+    """Returns the hash of everything that determines the result: the values, the machine and the model that they name
+    (or the trace's bytes), the policy, this package's version and its code."""
     given = dict(group.values)
     content: dict[str, object] = {"schema": SCHEMA, "code": _code_digest(), "values": given, "policy": policy}
     overrides = tuple((k, v) for k, v in group.values if k.startswith("set."))
@@ -411,7 +413,8 @@ def _file_digest(path: str) -> str:
 
 @cache
 def _code_digest() -> str:
-    """Version and source of this package: a point computed by other code counts as another point."""
+    """Returns a digest of version and source of this package. A point computed by other code counts as another
+    point."""
     digest = hashlib.sha256(__version__.encode())
     root = files("pstar_sim")
     places = [root / name for name in CODE]

@@ -1,12 +1,12 @@
-"""Limits: the largest model and the largest batch a machine can train, by policy.
+"""Limits: the largest model and the largest batch that a machine can train, by policy.
 
-Only memory is asked (memory_needs.py), nothing is timed. [Note: an upper bound of any model] The working list and the
+Only memory counts (memory_needs.py); nothing is timed. [Note: an upper bound of any model] The working list and the
 states of every parameter lie somewhere: w + s bytes per parameter, on the GPUs, the hosts and the disks together. No
 policy fits a model above that, so no search goes beyond it. The least memory that a policy needs grows with depth and
-with batch, except for small drops where the chunk size changes. So the next depth asked about is where a line through
-the needs of refused depths meets the bytes that the machine has (half way, where there is no such line), until L fits
-and L + 1 does not. That way few depths are planned, and few of them are above the limit. For policies that keep nothing
-on disks only GPUs and hosts count.
+with batch, except for small drops where the chunk size changes. So the search draws a line through the needs of refused
+depths. The next depth to ask about is where the line meets the bytes that the machine has; without a line, it is half
+way. The search ends when L fits and L + 1 does not. That way few depths are planned, and few of them are above the
+limit. For policies that keep nothing on disks only GPUs and hosts count.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ MOST_LAYERS = 1 << 13
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """One policy's limit.
+    """The limit of one policy.
 
-    value: layers, or sequences per micro-batch of all ranks; 0 where not even 1 fits.
+    policy: name of the policy.
+    value: layers, or sequences per micro-batch of all ranks; 0 if not even 1 fits.
     params: parameters of the largest model.
-    catalog_model: the largest of the catalog that fits, None if none does.
-    short_of, short_bytes, reason: the place of one rank that is short for one more layer or sequence, by how much, and
-        why; or why the policy has no plan for such a machine.
+    catalog_model, catalog_params: the largest model of the catalog that fits, and its parameters; None if none does.
+    short_of, short_bytes, reason: for one more layer or sequence, the place of one rank that is short, the bytes that
+        it lacks, and the reason. A policy that has no plan for such a machine has only a reason.
     """
 
     policy: str
@@ -78,7 +79,7 @@ class Limits(Collection):
     """The answer of `max_model` or `max_batch`.
 
     what: "layers" or "batch".
-    of: the family or the model, in words.
+    of: words for the family or the model.
     rows: one per policy, in the order asked for.
     kernels: flavour in which the family or the model runs, as in `Workload`.
     job: arguments of the question, by name.
@@ -99,11 +100,11 @@ class Limits(Collection):
         return known[policy]
 
     def to_json(self) -> list[dict[str, object]]:
-        """The rows, each with the kernels of the job."""
+        """Returns the rows, each with the kernels of the job."""
         return [{**row.to_json(), "kernels": self.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per policy, columns as in `Limit`, and the kernels of the job."""
+        """Returns one row per policy, with columns as in `Limit`, and the kernels of the job."""
         import pandas
 
         return pandas.DataFrame(self.to_json())
@@ -113,8 +114,8 @@ class Limits(Collection):
 
 
 def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, heads: int | None = None) -> ModelEntry:
-    """The model `like` with another number of layers; with another hidden size also its feed-forward and key-value
-    widths in proportion, and as many heads as keep their width (or `heads`).
+    """Returns the model `like` with another number of layers. With another hidden size, its feed-forward and key-value
+    widths change in proportion, and the number of heads keeps their width (or is `heads`).
 
     Raises PstarError for sizes that do not go together.
     """
@@ -168,18 +169,18 @@ def max_model(
     written: Written | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
-    """The deepest model of a family (`like`, or of another `hidden` size) that each policy can train on the machine,
-    and (catalog) the largest known model.
+    """Returns, for each policy, the deepest model of a family (`like`, or of another `hidden` size) that it can train
+    on the machine, and (with catalog) the largest known model.
 
     batch: sequences per micro-batch, of all ranks together.
-    dtype: by default what the GPU has.
+    dtype: None: the dtype of the GPU.
     kernels: as in `preset`.
-    near: by policy, the number of layers at which the search begins, such as the limit of a similar machine.
-    written: workloads that calls about the same job on other machines have made; this call adds its own.
-    on_policy: called with a policy, its number and how many there are before it is looked at.
+    near: policy -> the number of layers at which the search begins, such as the limit of a similar machine.
+    written: workloads that calls about the same job on other machines have made. This call adds its own.
+    on_policy: called before each policy, with the policy, its number and the number of policies.
 
-    Raises PstarError for sizes that do not go together and a batch the ranks cannot share, UnknownName for unknown
-    names.
+    Raises PstarError for sizes that do not go together and for a batch that the ranks cannot share. Raises UnknownName
+    for unknown names.
     """
     machine, settings = machine_of(machine), settings_of(settings)
     choice("loading", loading, LOADING)
@@ -268,9 +269,12 @@ def _check_known(given: Mapping[str, object]) -> None:
 class _Models:
     """Models of one family on a machine, and their workloads.
 
+    machine: the machine.
+    entry: the model `like` of the family.
+    hidden, heads: hidden size and number of heads; None: those of `entry`.
     shares: batch of each rank.
-    write: the workload of a shape, of `batch` sequences.
-    least_bytes: bytes that a parameter takes at least, in all places together.
+    write: returns the workload of a shape and a batch.
+    least_bytes: least bytes that a parameter takes, in all places together.
     written: the workloads made so far, by (shape, batch).
     """
 
@@ -291,7 +295,7 @@ class _Models:
         return self.of(self.shape(layers))
 
     def of(self, shape: ModelEntry) -> Workload:
-        """The workload of the shape, of the rank with the hardest share of the batch."""
+        """Returns the workload of the shape, of the rank with the hardest share of the batch."""
         if shape not in self.made:
             known = {share: self._of_share(shape, share) for share in sorted(set(self.shares))}
             alike = len(known) == 1
@@ -307,7 +311,7 @@ class _Models:
         return self.written[key]
 
     def most_params(self, policy: str | Policy) -> int:
-        """The most parameters, by [Note: an upper bound of any model]."""
+        """Returns the most parameters, by [Note: an upper bound of any model]."""
         return _all_bytes(self.machine, disks=_may_use_disks(policy)) // self.least_bytes
 
     def most_layers(self, policy: str | Policy) -> int:
@@ -323,8 +327,8 @@ def _depth_row(
     names: Sequence[str],
     ask: Callable[[str | Policy, Workload], Refusal | None],
 ) -> Limit:
-    """The limit of one policy. error: why it has no room for one more layer. names: models of the catalog to try, the
-    largest first."""
+    """Returns the limit of one policy. error: why it has no room for one more layer. names: models of the catalog to
+    try, the largest first."""
     row = _limit(policy, layers, error)
     if layers:
         row = replace(row, params=models.shape(layers).params)
@@ -334,8 +338,8 @@ def _depth_row(
 
 
 def _known_models(seq: int, kernels: str | None) -> list[str]:
-    """Models of the catalog that take a sequence of this length and have these kernels (None: the usual ones), the
-    largest first."""
+    """Returns the models of the catalog that take a sequence of this length and have these kernels (None: the usual
+    kernels), the largest first."""
     entries = [model_entry(name) for name in model_names()]
     able = [entry for entry in entries if entry.max_seq >= seq and entry.family != "vit"]
     able = [entry for entry in able if kernels is None or has_kernels(entry, kernels)]
@@ -352,10 +356,12 @@ def max_batch(
     loading: str = "whole",
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
-    """The most sequences per micro-batch, of all GPUs together, with which each policy can train on the machine.
+    """Returns the most sequences per micro-batch, of all GPUs together, with which each policy can train on the
+    machine.
 
-    on_policy: as in `max_model`. write: the workload of a batch of all GPUs together, such as
-    `lambda batch: ps.preset("12B", batch=batch, seq=1024)`.
+    write: returns the workload of a batch of all GPUs together, such as `lambda batch: ps.preset("12B", batch=batch,
+        seq=1024)`.
+    on_policy: as in `max_model`.
     """
     machine, settings = machine_of(machine), settings_of(settings)
     choice("loading", loading, LOADING)
@@ -394,7 +400,7 @@ def max_batch(
 
 Refusal = DoesNotFit | CannotPlan
 AskOne = Callable[[str | Policy, int], Refusal | None]
-"""Why the policy has no room for n layers or sequences, None if it has."""
+"""Returns why the policy has no room for n layers or sequences, None if it has room."""
 
 
 def _asker(machine: Machine, settings: Settings, loading: str) -> Callable[[str | Policy, Workload], Refusal | None]:
@@ -417,8 +423,8 @@ def _limits(
     near: Mapping[str, int] | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[int, Refusal | None]]:
-    """`_largest` of each policy. A policy that tries others fits wherever another one does (disks left out here), so it
-    comes last, when the limits of the others are known."""
+    """Returns `_largest` of each policy. A policy that tries others fits wherever another policy does (disks are left
+    out here), so it comes last, when the limits of the others are known."""
     found: dict[str, tuple[int, Refusal | None]] = {}
     for number, policy in enumerate(sorted(policies, key=lambda policy: can(policy).tries_others)):
         if on_policy is not None:
@@ -438,9 +444,9 @@ def _others_go_on(
     ask_of: Callable[[str], Callable[[int], Refusal | None]],
     most: int,
 ) -> tuple[int, Refusal | None]:
-    """The limit of a policy that tries others: the limit of its own modes, or a higher one that another policy has.
+    """Returns the limit of a policy that tries others: the limit of its own modes, or a higher limit of another policy.
     known: limits of others that are known already; the other policies are asked whether one more fits."""
-    largest, error = max((found, *known.values()), key=lambda limit: limit[0])  # its own where they are equal
+    largest, error = max((found, *known.values()), key=lambda limit: limit[0])  # its own if the limits are equal
     for other in built_in():
         if can(other).tries_others or other in known or error is None:
             continue
@@ -453,10 +459,10 @@ def _others_go_on(
 def _largest(
     ask: Callable[[int], Refusal | None], most: int, *, first: int = 1, near: int | None = None
 ) -> tuple[int, Refusal | None]:
-    """(the largest n in 0..most that fits, why n + 1 does not; None if `most` fits): n doubles from `first` until
-    something does not fit, because a larger n takes longer to ask about; then it follows lines, and every third time
-    halves the interval. near: a guess. It is asked about first, then the number behind it, then numbers further and
-    further away."""
+    """Returns (the largest n in 0..most that fits, why n + 1 does not fit; None if `most` fits). n doubles from `first`
+    until it does not fit, because a larger n takes longer to ask about. Then the search follows lines, and every third
+    time it halves the interval. near: a guess, which is asked about first, then the number behind it, then numbers
+    further and further away."""
     low, high = 0, most + 1
     errors: dict[int, Refusal] = {}
     tried, asked = min(first if near is None else max(1, near), most), 0
@@ -478,9 +484,10 @@ def _largest(
 
 
 def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
-    """The next n to ask, between `low`, which fits, and `high`, which is refused: the largest n that has room if bytes
-    grow along a line. The line goes through the needs of `high` and of the next refused n that lacks room in the same
-    place; without one, through 0 bytes at n = 0. Halfway where `high` is not refused for room."""
+    """Returns the next n to ask about, between `low`, which fits, and `high`, which is refused: the largest n that has
+    room if bytes grow along a line. The line goes through the needs of `high` and of the next refused n that lacks room
+    in the same place; if there is none, through 0 bytes at n = 0. Returns the middle if `high` is not refused for
+    room."""
     last = errors[high]
     if not isinstance(last, DoesNotFit):
         return (low + high) // 2
@@ -497,7 +504,7 @@ def _along_a_line(errors: Mapping[int, Refusal], low: int, high: int) -> int:
 
 
 def _may_use_disks(policy: str | Policy) -> bool:
-    """Whether a plan of the policy may keep anything on disks. A built-in policy does so only with its option
+    """Returns whether a plan of the policy may keep anything on disks. A built-in policy does so only with its option
     `nvme`."""
     if not isinstance(policy, str):
         return True
@@ -525,8 +532,8 @@ def _with_nearest_yes(
     loading: str,
     shape: ModelEntry | None = None,
 ) -> list[Limit]:
-    """The rows. The row of a policy that cannot run even `least`, one layer or one sequence, also says which change
-    would make that fit. shape: the shape of `least` where it is not in the catalog."""
+    """Returns the rows. A policy that cannot run even `least`, one layer or one sequence, also gets words for the
+    change that would make it fit. shape: the shape of `least` if it is not in the catalog."""
     able = [row.policy for row in rows if row.value]
     elsewhere = Elsewhere(least, machine, shape)
 
@@ -546,6 +553,6 @@ def _with_nearest_yes(
 
 
 def _all_bytes(machine: Machine, *, disks: bool) -> int:
-    """GPUs and hosts of all ranks, and their disks."""
+    """Returns the bytes of GPUs and hosts of all ranks, and with `disks` of their disks."""
     each = machine.gpu_budget_bytes + machine.host_budget_bytes + (machine.nvme_budget_bytes if disks else 0)
     return each * len(machine.ranks)

@@ -1,4 +1,4 @@
-"""Notes of an answer on what the machine does to it: one memory for CPU and GPU, little pinned memory, disks that wear
+"""Notes of an answer on the effects of the machine: one memory for CPU and GPU, little pinned memory, disks that wear
 out."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _DAYS_OF_A_YEAR = 365.25
 
 
 def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> list[str]:
-    """The notes of an answer on a machine. plans: of each policy that fits, with its timeline."""
+    """Returns the notes of an answer on a machine. plans: plan and timeline of each policy that fits."""
     plans = list(plans)
     copies = any(plan.moved_bytes["h2d"] or plan.moved_bytes["d2h"] for plan, _ in plans)
     notes = []
@@ -35,8 +35,8 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
 
 
 def disk_life(plan: Plan, iteration_s: float) -> str:
-    """How much a plan writes to the disks of a node per day, and how long the disks last by their rating; empty for a
-    plan that writes nothing to disks. iteration_s: seconds per iteration."""
+    """Returns words for the bytes that a plan writes to the disks of a node per day, and for the life of the disks by
+    their rating. Empty for a plan that writes nothing to disks. iteration_s: seconds per iteration."""
     disks, written = plan.machine.nvme, plan.moved_bytes.get("nvme_write", 0) * plan.machine.local_ranks
     if disks is None or not written:
         return ""

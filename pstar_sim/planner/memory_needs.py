@@ -1,27 +1,27 @@
-"""Memory: whether a policy has room for a job, and how much of each place it needs at least, without planning it, where
-that is possible.
+"""Memory: whether a policy has room for a job, and how much of each place it needs at least; without planning the job,
+if possible.
 
-[Note: what the host really has to give] A plan counts payloads. A machine has to give more, and capacity answers
-reckon with it:
+[Note: what the host really has to give] A plan counts payloads. A machine has to give more, and capacity answers count
+it:
 
 - pinned rounding: payloads are carved from slabs that are powers of two (core/slabs.py, the executor's own rule);
-- start-up: the weights, loaded once per node in the working dtype, lie in host memory beside the slabs until they have
-  been handed out to their chunks (the executor's check before a run counts the same). `loading="in-place"` leaves this
-  out: a model that is initialised chunk by chunk, as PatrickStar's is, never lies there whole;
-- the policy's own buffers on the host, which are taken when the weights have been handed out: the larger of the two
+- start-up: the weights are loaded once per node in the working dtype. They lie in host memory beside the slabs until
+  they have been handed out to their chunks (the executor's check before a run counts the same). `loading="in-place"`
+  leaves this out: a model that is initialised chunk by chunk, as PatrickStar's is, never lies there whole;
+- the policy's own buffers on the host. They are taken when the weights have been handed out, so the larger of the two
   counts.
 
-[Note: payloads that pass through the host] With disks most payloads only pass through the host. One place per payload
-would take as much memory as lies on the disks. So a plan that uses disks needs slabs for the payloads that never leave
-the host, and a pool of buffers that the passing payloads take turns in. Each buffer is as large as the largest passing
-payload. Together the buffers hold the most bytes of passing payloads that a simulation has on the host at once (its
-peak of the host, less the permanent payloads and the policy's own host buffers), rounded up to whole buffers. Where one
-place per payload takes less, that counts instead. Every other plan needs one place per payload, as the executor gives
-it.
+[Note: payloads that pass through the host] With disks most payloads only pass through the host. A place of its own for
+each payload would take as much memory as lies on the disks. So a plan that uses disks needs slabs for the payloads that
+never leave the host, and a pool of buffers that the passing payloads take in turns. Each buffer is as large as the
+largest passing payload. Together the buffers hold the most bytes of passing payloads that a simulation has on the host
+at once, rounded up to whole buffers. (These bytes are its peak of the host, less the permanent payloads and the
+policy's own host buffers.) If a place for each payload takes less, that counts instead. Every other plan needs a place
+for each payload, as the executor gives it.
 
-The asynchronous policies (tide, static_partition) decide what they need before they plan: their own checks are asked
-(policy/kit/job.py). How many chunks they pin is up to them; where the host is short, just as many chunks are pinned as
-the host has no room for. Every other policy is asked for its plan: it has no cheaper way to say what it needs.
+The asynchronous policies (tide, static_partition) know what they need before they plan, so their own checks are asked
+(policy/kit/job.py). They choose how many chunks they pin. If the host is short, they pin just as many chunks as the
+host has no room for. Every other policy is asked for its plan, because it has no cheaper way to say what it needs.
 """
 
 from __future__ import annotations
@@ -56,18 +56,19 @@ __all__ = [
 ]
 
 LOADING = ("whole", "in-place")
-MOST_SHORT = 6  # places found short one after the other: payloads, rounding and start-up of the host, then the GPU
+MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What a policy needs of the host of each rank, see [Note: what the host really has to give].
+    """The needs of a policy on the host of each rank, see [Note: what the host really has to give].
 
+    policy: name of the policy.
     payload_bytes: payloads that its plan counts.
     pinned_bytes: the payloads in slabs.
     startup_bytes: weights while they are loaded.
-    buffer_bytes: buffers of the policy's own.
-    pins: chunks on the GPU for ever, None where only the policy's plan knows.
+    buffer_bytes: buffers of the policy.
+    pins: number of chunks that stay on the GPU, None if only the policy's plan knows it.
     plan: the plan, if one had to be made.
     """
 
@@ -86,7 +87,8 @@ class Need:
 
 
 def startup_bytes(workload: Workload, machine: Machine, loading: str = "whole") -> int:
-    """The weights while they are loaded, each rank's part of the node's. Raises PstarError for an unknown `loading`."""
+    """Returns the bytes of the weights while they are loaded, each rank's part of the node's. Raises PstarError for an
+    unknown `loading`."""
     if loading not in LOADING:
         raise PstarError(f"loading must be one of {', '.join(LOADING)}, not {loading!r}")
     if loading == "in-place":
@@ -95,8 +97,8 @@ def startup_bytes(workload: Workload, machine: Machine, loading: str = "whole") 
 
 
 def shortage(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
-    """Why the policy would refuse to plan, in its own words; None if it can plan. Rounding and start-up are left
-    out."""
+    """Returns why the policy would refuse to plan, in its own words; None if it can plan. Rounding and start-up are
+    left out."""
     able = can(policy)
     try:
         if able.point is not None:
@@ -123,11 +125,13 @@ def memory_need(
     others: bool = True,
     fewest: bool = True,
 ) -> Need:
-    """What the policy needs of the host. Raises DoesNotFit if it has no room, be it for rounding or start-up only.
+    """Returns the needs of the policy on the host. Raises DoesNotFit if it has no room, even if only rounding or
+    start-up is too much.
 
-    A policy that tries others fits wherever one of them does: where its own checks and its plan find no room, the need
-    is that of the first other policy that finds room. others: False asks its own checks alone. fewest: False takes any
-    number of pins that fits, which is enough to know whether there is room at all.
+    others: whether to ask other policies for a policy that tries others. Such a policy fits wherever one of them does:
+        if its own checks and its plan find no room, the need is that of the first other policy that finds room.
+    fewest: whether to find the fewest pins. False takes any number of pins that fits, which is enough to know whether
+        there is room at all.
     """
     startup = startup_bytes(workload, machine, loading)
     able = can(policy)
@@ -156,7 +160,7 @@ def memory_need(
             continue
         try:
             need = memory_need(other, workload, machine, settings, loading=loading)
-        except PstarError:  # it does not fit, or does not apply to this machine
+        except PstarError:  # the policy does not fit, or does not apply to this machine
             continue
         return replace(need, policy=name)
     raise refusal
@@ -177,7 +181,8 @@ def _need_of_plan(name: str, plan: Plan, startup: int) -> Need:
 
 
 def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
-    """What has a place on the host: each payload, or [Note: payloads that pass through the host]."""
+    """Returns the sizes of everything that has a place on the host: each payload, or [Note: payloads that pass through
+    the host]."""
     sizes = host_payloads(plan)
     if not plan.nvme_budget_bytes:
         return sizes
@@ -192,12 +197,12 @@ def _host_sizes(plan: Plan) -> dict[tuple[int, str], int]:
 
 
 def _buffer_bytes(plan: Plan) -> int:
-    """The policy's own buffers on the host; stashes are payloads."""
+    """Returns the bytes of the policy's own buffers on the host; stashes are payloads."""
     return sum(size for name, place, size in plan.buffers if place is Place.HOST and name != STASHES)
 
 
 def host_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
-    """Why the host has no room for a need, with each of its parts; None where it has."""
+    """Returns why the host has no room for a need, with each of its parts; None if it has room."""
     budget = machine.host_budget_bytes
     if need.host_bytes <= budget:
         return None
@@ -227,7 +232,7 @@ def _check_host(need: Need, machine: Machine) -> None:
 
 
 def _job(name: str, point: Point, workload: Workload, machine: Machine, settings: Settings) -> Job:
-    """The job of an asynchronous policy. Raises DoesNotFit where the policy would."""
+    """Returns the job of an asynchronous policy. Raises DoesNotFit where the policy would."""
     job = Job(name, workload, machine, settings, point)
     check_gpu(job)
     check_host(job, Modes(frozenset(job.candidates[: most_pins_of(job)])))
@@ -235,8 +240,8 @@ def _job(name: str, point: Point, workload: Workload, machine: Machine, settings
 
 
 def _asynchronous_need(job: Job, machine: Machine, startup: int, *, fewest: bool) -> Need:
-    """Needs with as few pins as the host allows, by bisection: more pins never need more of the host. fewest: False
-    stops at the first number of pins that the host allows, which is no pins or the most."""
+    """Returns the needs with as few pins as the host allows, by bisection: more pins never need more of the host.
+    fewest: False stops at the first number of pins that the host allows, which is no pins or the most."""
 
     def need(pins: int) -> Need:
         sizes = _payloads(job, pins)
@@ -251,7 +256,7 @@ def _asynchronous_need(job: Job, machine: Machine, startup: int, *, fewest: bool
     budget = machine.host_budget_bytes
     low, high = 0, most_pins_of(job)
     payload = sum(_payloads(job, 0).values())
-    if payload + (startup if payload else 0) <= budget:  # slabs are never less than what they hold
+    if payload + (startup if payload else 0) <= budget:  # slabs are never smaller than their contents
         best = need(0)
         if best.host_bytes <= budget:
             return best
@@ -268,8 +273,8 @@ def _asynchronous_need(job: Job, machine: Machine, startup: int, *, fewest: bool
 
 
 def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
-    """Host payloads of every chunk that is not pinned: what it keeps there, and gradients that pass (each has its own
-    place in a slab)."""
+    """Returns the host payloads of every chunk that is not pinned: its lists there, and gradients that pass (each has
+    its own place in a slab)."""
     pinned = frozenset(job.candidates[:pins])
     sizes = {
         (c, name): job.layout.payload_bytes(c, name)
@@ -283,7 +288,7 @@ def _payloads(job: Job, pins: int) -> dict[tuple[int, str], int]:
     return sizes
 
 
-# Where there is no room.
+# If there is no room.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,8 +296,8 @@ class Roomy:
     """A machine with enough room for a job that did not fit.
 
     machine: the machine, with larger budgets.
-    need: what the job needs of its host.
-    gpu_shortage: why the GPU of the original machine has no room; None where it has.
+    need: the job's needs on its host.
+    gpu_shortage: why the GPU of the original machine has no room; None if it has room.
     """
 
     machine: Machine
@@ -309,8 +314,8 @@ def need_with_room(
     *,
     loading: str = "whole",
 ) -> Roomy | None:
-    """The machine, with just enough added to each place that is short to make the job fit. None if more memory does not
-    help. short: why the job does not fit."""
+    """Returns the machine, with just enough added to each place that is short to make the job fit. Returns None if more
+    memory does not help. short: why the job does not fit."""
     roomy, error = machine, short
     gpu: DoesNotFit | None = None
     for _ in range(MOST_SHORT):
@@ -334,11 +339,11 @@ def need_with_room(
 
 
 def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int | None:
-    """The smallest budget of each GPU with which a job still fits this host; None if it does not fit now. ask: why the
-    job does not fit a machine, None if it does.
+    """Returns the smallest budget of each GPU with which a job still fits this host; None if it does not fit now. ask:
+    function from a machine to the reason why the job does not fit it, None if it does.
 
-    Asked with next to no GPU memory a policy names the bytes it needs at its worst moment. Where these are too few (the
-    host is short then, so chunks have to be pinned) the smallest budget is found by bisection, to a hundredth of a GB.
+    Asked with almost no GPU memory, a policy names the bytes that it needs at its worst moment. If these are too few
+    (the host is short then, so chunks have to be pinned), bisection finds the smallest budget, to a hundredth of a GB.
     """
     if ask(machine) is not None:
         return None
@@ -368,6 +373,6 @@ def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def _with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """The machine with another host budget. budget_bytes: of each rank."""
+    """Returns the machine with another host budget. budget_bytes: bytes of each rank."""
     memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
     return replace(machine, host=replace(machine.host, memory_bytes=memory))

@@ -1,9 +1,9 @@
-"""Nearest: which changes would make a policy fit, found by trying.
+"""Nearest: the changes that would make a policy fit, found by trying.
 
-Tried in this order, stopping at the first success of each kind: a catalog machine with more GPU memory, more host
-memory, smaller micro-batches at the same global batch, checkpointing; then the other policies that are known to fit.
-Nothing is suggested that was not planned by the policy itself. Knows the catalog and the presets; a workload that
-comes from a trace is not changed.
+The changes are tried in this order, up to the first success of each kind: a catalog machine with more GPU memory, more
+host memory, smaller micro-batches at the same global batch, checkpointing; then the other policies that are known to
+fit. Every suggested change was planned by the policy itself. The module knows the catalog and the presets. A workload
+that comes from a trace is not changed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "in_words", "nearest", "remedies"]
 
 KINDS = ("policy", "checkpointing", "micro-batches", "host memory", "GPU memory", "machine")
-"""What a remedy changes, smallest change first: flags of the job cost nothing, memory for the host less than a GPU."""
+"""Kinds of changes, smallest change first: flags of the job cost nothing, memory for the host costs less than a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """One change that was tried and makes a job fit.
+    """A change that was tried and makes a job fit.
 
-    kind: what it changes, one of KINDS.
-    size: two changes of one kind are compared by it: bytes of memory (for a machine, of its GPU) or a number of
-        micro-batches.
+    kind: kind of the change, one of KINDS.
+    size: size of the change, to compare two changes of one kind: bytes of memory (for a machine, of its GPU) or a
+        number of micro-batches.
     words: the change as flags, "with --host-memory 128GB" or "on a100-80".
     """
 
@@ -44,16 +44,16 @@ class Remedy:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smaller changes first."""
+        """Sort key that puts smaller changes first."""
         return KINDS.index(self.kind), self.size
 
 
 Ask = Callable[[Workload, Machine, Settings], DoesNotFit | None]
-"""Why a job does not fit; None if it does."""
+"""Returns why a job does not fit; None if it does."""
 
 
 class Elsewhere:
-    """Other machines and workloads to try for a job. Each is made once, however many policies ask.
+    """Other machines and workloads to try for a job. Each is made once for all policies that ask.
 
     shape: shape of a preset that is not in the catalog.
     """
@@ -65,13 +65,13 @@ class Elsewhere:
 
     @cached_property
     def machines(self) -> tuple[Machine, ...]:
-        """Other machines of the catalog with as many GPUs, unified only if this one is: the smallest GPU first, and
-        among equal GPUs the largest host first."""
+        """Other machines of the catalog with as many GPUs, unified only if this machine is: the smallest GPU first, and
+        of equal GPUs the largest host first."""
         known: list[Machine] = []
         for name in machine_names():
             try:
                 one = load_machine(name)
-            except PstarError:  # "here" may know no GPU, "virtual" no size: neither can be recommended
+            except PstarError:  # "here" may know no GPU and "virtual" no size, so neither can be recommended
                 continue
             alike = len(one.ranks) == len(self.machine.ranks) and one.unified == self.machine.unified
             if alike and one.name != self.machine.name:
@@ -89,7 +89,7 @@ class Elsewhere:
         return variant(self.workload, checkpointing=True, shape=self._shape)
 
     def smaller(self, batch: int, micro_batches: int) -> Workload:
-        """The preset with another number of sequences per micro-batch, and of micro-batches."""
+        """Returns the preset with another number of sequences per micro-batch, and of micro-batches."""
         key = (batch, micro_batches)
         if key not in self._smaller:
             self._smaller[key] = variant(self.workload, batch=batch, micro_batches=micro_batches, shape=self._shape)
@@ -107,15 +107,16 @@ def nearest(
     ask: Ask | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> str:
-    """What would do, in words ("fits on a100-80, or with --batch 4 --micro-batches 2").
+    """Returns words for the changes that make a job fit ("fits on a100-80, or with --batch 4 --micro-batches 2").
 
-    fitting: policies known to fit this very job, best first. ask, elsewhere: as of `remedies`.
+    fitting: policies known to fit this very job, best first.
+    ask, elsewhere: as in `remedies`.
     """
     return in_words(remedies(policy, workload, machine, settings, error, ask=ask, elsewhere=elsewhere), fitting)
 
 
 def in_words(found: Sequence[Remedy], fitting: Sequence[str] = ()) -> str:
-    """The remedies and the best policy that fits, as the end of a sentence."""
+    """Returns words for the remedies and the best policy that fits, as the end of a sentence."""
     ways = [one.words for one in found] + [f"with --policy {name}" for name in fitting[:1]]
     return f"fits {', or '.join(ways)}" if ways else "nothing tried would make it fit"
 
@@ -130,10 +131,10 @@ def remedies(
     ask: Ask | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Remedy, ...]:
-    """Changes that make the policy fit, at most one of each kind; none where nothing tried does.
+    """Returns changes that make the policy fit, at most one of each kind; none if no tried change does.
 
-    ask: returns why a job does not fit, or None if it fits; by default the policy's own planning. elsewhere: the
-        machines and workloads to try, for a caller who asks for several policies.
+    ask: returns why a job does not fit, or None if it fits; None: the policy's own planning.
+    elsewhere: the machines and workloads to try, for a caller who asks for several policies.
     """
     ask = ask or _planned(policy)
     elsewhere = elsewhere or Elsewhere(workload, machine)
@@ -142,7 +143,7 @@ def remedies(
         return () if more is None else (more,)
     bigger = _gpu_memory(ask, workload, machine, settings, error)
     bigger = bigger or next(_machines(ask, elsewhere, settings, error), None)
-    # No batch is small enough where the model data alone are too large.
+    # If the model data alone are too large, no batch is small enough.
     possible = error.needed_bytes - workload.peak_non_model_bytes <= error.available_bytes
     smaller = next(_workloads(ask, elsewhere, settings, error), None) if possible else None
     return tuple(one for one in (bigger, smaller) if one is not None)
@@ -160,7 +161,7 @@ def _planned(policy: Policy) -> Ask:
 
 
 def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:
-    """Catalog machines with room enough, smallest GPU first; with more host memory where that is short."""
+    """Yields catalog machines with enough room, smallest GPU first; with more host memory if that is short."""
     for one in elsewhere.machines:
         if one.gpu_budget_bytes < error.needed_bytes:
             continue
@@ -174,9 +175,8 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
 
 
 def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Remedy | None:
-    """GPU memory that makes the job fit, in whole MB, rounded up to two digits or to 0.1 GB. Only on "virtual", whose
-    GPU memory the user sets.
-    """
+    """Returns the GPU memory that makes the job fit, in whole MB, rounded up to two digits or to 0.1 GB. Only for
+    "virtual", whose GPU memory the user sets."""
     if machine.name != "virtual":
         return None
     wanted = -(-(error.needed_bytes + machine.gpu.context_bytes) // MB)
@@ -191,16 +191,16 @@ def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settin
 def _host_memory(
     ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit
 ) -> Remedy | None:
-    """The smallest multiple of 16 GB of host memory that makes the job fit."""
+    """Returns the smallest multiple of 16 GB of host memory that makes the job fit."""
     short: DoesNotFit | None = error
-    for _ in range(3):  # what was short first may not be all that is
+    for _ in range(3):  # the place that was short first may hide further needs
         assert short is not None
         wanted = short.needed_bytes * machine.local_ranks + machine.host.reserved_bytes
         size = -(-wanted // (16 * GB)) * 16
         try:
             bigger = resize(machine, host_memory=size * GB)
         except CatalogError:
-            return None  # on a unified machine that leaves nothing for the GPU
+            return None  # on a unified machine this leaves nothing for the GPU
         short = ask(workload, bigger, settings)
         if short is None:
             return Remedy(kind="host memory", size=size * GB, words=f"with --host-memory {size}GB")
@@ -215,7 +215,7 @@ def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNo
         return
 
     def promising(changed: Workload) -> bool:
-        """Whether the policy would fit if its need fell by as much as the tide: only then is it planned."""
+        """Returns whether the policy would fit if its need fell by as much as the tide: only then is it planned."""
         lower = workload.peak_non_model_bytes - changed.peak_non_model_bytes
         return error.needed_bytes - lower <= error.available_bytes
 

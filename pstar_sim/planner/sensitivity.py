@@ -1,15 +1,16 @@
-"""Sensitivity: what a tenth more of each part of a machine, or a GPU more, is worth: in time and in the largest model.
+"""Sensitivity: the gain from a tenth more of each part of a machine, or from one more GPU, in time and in the largest
+model.
 
-"More RAM or a second GPU?": each part is enlarged by itself (`override`), the job planned and simulated again, and the
-depth of the largest model of the same family searched again. The answer is a difference of predictions, each by the
-fastest of the policies asked about.
+"More RAM or a second GPU?": each part is enlarged by itself (`override`), the job is planned and simulated again, and
+the depth of the largest model of the same family is searched again. The answer is a difference of predictions, each by
+the fastest of the policies asked about.
 
-[Note: better is not worse] What is planned for a better machine may turn out slower: policies are heuristics, and a
-faster link takes DRAM bandwidth from CPU Adam while it copies. But any plan for the machine as it is also works on the
-better machine, and a better part can be run as slowly as the old one. So the time of a machine with more of one part is
-the least of three times: that of the fastest plan made for it, that of the unchanged plan simulated on it (REPLAYED),
-and the present time (AS_NOW); `how` says which. One more GPU gives every GPU another job: there only a plan made for it
-counts.
+[Note: better is not worse] The plan for a better machine may turn out slower: policies are heuristics, and a faster
+link takes DRAM bandwidth from CPU Adam while it copies. But any plan for the machine as it is also works on the better
+machine, and a better part can be run as slowly as the old part. So the time of a machine with more of one part is the
+least of three times: that of the fastest plan made for it, that of the unchanged plan simulated on it (REPLAYED), and
+the present time (AS_NOW). `how` says which of the three it is. One more GPU gives every GPU another job, so there only
+a plan made for it counts.
 """
 
 from __future__ import annotations
@@ -56,33 +57,36 @@ PARTS: dict[str, tuple[str, ...]] = {
     "NVMe": ("nvme.read", "nvme.write"),
     "one more GPU": ("gpus",),
 }
-"""What is enlarged -> its figures. Parts that the machine does not have are left out. Cores and Adam: see overrides.py.
-The DRAM alone does not speed up Adam here: its rate is a figure of its own, of the cores. One more GPU in each node is
-no tenth: it has its own link and as many sequences as the others, and shares the host with them."""
+"""Parts that can be enlarged -> their figures. Parts that the machine does not have are left out. Cores and Adam: see
+overrides.py. More DRAM alone does not speed up Adam here, because Adam's rate is a separate figure, that of the cores.
+One more GPU in each node is not a tenth: it has its own link and as many sequences as the others, and shares the host
+with them."""
 
 
-ROUNDING = 1e-9  # relative difference of simulated times that counts as none
+ROUNDING = 1e-9  # relative difference below which simulated times count as equal
 
 POLICIES = named(lambda able: able.yardstick)
-"""Tried where none is named. What tries others is left out for speed: every part is planned and its limit searched
-again."""
+"""Policies that are tried if none is named. Policies that try others are left out for speed: every part is planned and
+its limit searched again."""
 
 
 PLANNED, REPLAYED, AS_NOW = "planned", "replayed", "as now"
-"""Whose iteration_s it is, see [Note: better is not worse]."""
+"""Origin of iteration_s, see [Note: better is not worse]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartEffect:
     """The effect of enlarging one part.
 
-    part: None for the machine as it is.
+    part: the part; None for the machine as it is.
+    policy: the fastest policy that fits.
     iteration_s: seconds per iteration of the fastest policy that fits; None if none fits.
     change: relative change of the time per token (-0.05: 5 % faster).
-    how: [Note: better is not worse].
-    planned_s: seconds of the fastest plan made for the larger machine, where iteration_s is another time.
-    layers, params: layers and parameters of the largest model of the family, found by largest_policy (the policy that
-        trains the largest model now). more_layers: the gain in layers over the machine as it is.
+    how: origin of iteration_s ([Note: better is not worse]).
+    planned_s: seconds of the fastest plan made for the larger machine, if iteration_s is another time.
+    layers, params: layers and parameters of the largest model of the family, found by largest_policy.
+    more_layers: the gain in layers over the machine as it is.
+    largest_policy: the policy that trains the largest model on the machine as it is.
     """
 
     part: str | None
@@ -101,12 +105,13 @@ class PartEffect:
 class Sensitivity(Collection):
     """The answer of `sensitivity`.
 
-    workload: what one rank does.
+    workload: the job of one rank.
     batch: sequences per micro-batch, of all GPUs together.
+    by: share by which each part is enlarged.
     now: the machine as it is.
     rows: one per part.
     policies: policies that were tried.
-    short: what each policy lacks on the machine as it is, where none fits.
+    short: words for the lack of each policy on the machine as it is, if none fits.
     """
 
     workload: Workload
@@ -125,7 +130,7 @@ class Sensitivity(Collection):
         return (self.now, *self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        """The machine as it is, then the parts, each with the kernels of the job."""
+        """Returns the machine as it is, then the parts, each with the kernels of the job."""
         return [{**asdict(row), "kernels": self.workload.kernels} for row in (self.now, *self.rows)]
 
     def to_frame(self) -> pandas.DataFrame:
@@ -149,14 +154,14 @@ def sensitivity(
     largest: bool = True,
     on_part: Callable[[str, int, int], None] | None = None,
 ) -> Sensitivity:
-    """What a little more of each part of the machine is worth, in time and in the largest model.
+    """Returns the gain from a little more of each part of the machine, in time and in the largest model.
 
-    workload, machine: as in `compare` (where ranks take different shares, one more GPU is left out, because its share
-        is not known).
-    by: how much more, 0.1 for a tenth.
-    parts: names in `PARTS`, by default all parts that the machine has.
-    largest: also search the largest model (presets only; of a trace only times are compared).
-    on_part: called with a part, its number and how many there are before it is looked at.
+    workload, machine: as in `compare`. If ranks take different shares, one more GPU is left out, because its share is
+        not known.
+    by: share by which each part is enlarged, 0.1 for a tenth.
+    parts: names in `PARTS`; None: all parts that the machine has.
+    largest: whether to search the largest model too (presets only; for a trace only times are compared).
+    on_part: called before each part, with the part, its number and the number of parts.
 
     Raises PstarError for an unknown part.
     """
@@ -204,7 +209,7 @@ def sensitivity(
 
 @dataclass(frozen=True, kw_only=True)
 class _Deepest:
-    """The largest model of the workload's family that a machine can train, and the policy that does."""
+    """The largest model of the workload's family that a machine can train, and the policy that trains it."""
 
     layers: int
     params: int | None
@@ -222,7 +227,7 @@ class _Larger(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """What is asked of each machine.
+    """The question about each machine.
 
     written: workloads that searches of the largest model have written so far.
     """
@@ -236,7 +241,8 @@ class _Asked:
     written: Written = field(default_factory=dict)
 
     def now(self) -> tuple[PartEffect, Plan | None, tuple[str, ...]]:
-        """The machine as it is: the fastest plan for it, and what each policy lacks. No plan if nothing fits."""
+        """Returns the effect of the machine as it is, the fastest plan for it, and words for the lack of each policy.
+        The plan is None if nothing fits."""
         found = self._compared(self.machine)
         best = found.best().row if any(row.fits for row in found.rows) else None
         deepest = self._deepest(self.machine, self.policies, {})
@@ -255,7 +261,7 @@ class _Asked:
         return effect, found[best.policy].plan, ()
 
     def effect(self, part: str, where: Machine, now: PartEffect, plan: Plan | None) -> PartEffect:
-        """The effect of having more of one part. plan: the fastest plan for the machine as it is."""
+        """Returns the effect of having more of one part. plan: the fastest plan for the machine as it is."""
         found = self._compared(where)
         best = found.best().row if any(row.fits for row in found.rows) else None
         policy, seconds = (None, None) if best is None else (best.policy, best.iteration_s)
@@ -281,13 +287,14 @@ class _Asked:
         return compare(each, where, policies=self.policies, settings=self.settings, barrier_cost=False, near=False)
 
     def _change(self, seconds: float | None, where: Machine, now: PartEffect) -> float | None:
-        """Relative change of the time per token."""
+        """Returns the relative change of the time per token."""
         if seconds is None or now.iteration_s is None:
             return None
         return seconds / len(where.ranks) / (now.iteration_s / len(self.machine.ranks)) - 1
 
     def _larger(self, where: Machine, now: PartEffect) -> _Larger:
-        """The figures of the largest model. Searched with the policy and from the depth that are the largest now."""
+        """Returns the figures of the largest model. The search uses the policy that trains the largest model now, and
+        begins at that model's depth."""
         if now.largest_policy is None:
             deepest = self._deepest(where, self.policies, {})
         else:
@@ -299,8 +306,8 @@ class _Asked:
         return {"layers": layers, "params": params, "more_layers": more, "largest_policy": policy}
 
     def _deepest(self, where: Machine, policies: Sequence[str], near: Mapping[str, int]) -> _Deepest | None:
-        """The largest model that `where` can train; None where that is not asked. near: see `max_model` (a tenth more
-        of a part moves the limit little, or not at all)."""
+        """Returns the largest model that `where` can train; None if that is not asked. near: see `max_model`. (A tenth
+        more of a part moves the limit little, or not at all.)"""
         if not self.largest:
             return None
         ranked, workload = self.share.ranked, self.share.workload
@@ -326,7 +333,7 @@ class _Asked:
 
 
 def _known_parts(parts: Iterable[str]) -> list[str]:
-    """The parts as a list of known names. Raises PstarError for an unknown part."""
+    """Returns the parts as a list of known names. Raises PstarError for an unknown part."""
     names = [str(part) for part in listed("parts", parts, "parts of a machine")]
     for name in names:
         if name not in PARTS:
@@ -341,7 +348,7 @@ def _no_part(machine: Machine, part: str) -> PstarError:
 
 
 def _more(machine: Machine, part: str, by: float) -> Machine | None:
-    """The machine with more of one part; None if it has no such part."""
+    """Returns the machine with more of one part; None if it has no such part."""
     if part == "network" and machine.nodes == 1:
         return None
     if part == "peer link" and (machine.peer is None or machine.local_ranks == 1):

@@ -1,7 +1,8 @@
-"""Everything a plan states, computed again: the proof and the bytes of core/checker, and on top of them the seconds of
-a simulation, the lower bound and where the figures behind a prediction come from.
+"""Everything that a plan states, computed again: the proof and the bytes of core/checker, then the seconds of a
+simulation, the lower bound, and the sources of the inputs of a prediction.
 
-[Note: what a check says] in core/figures.py. Looks into no policy: what only a policy knows is named, not computed.
+[Note: what a check says] is in core/figures.py. The module looks into no policy. Statements that only a policy can make
+are named, not computed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = ["SECONDS_AGREE", "Examined", "LoadedPlan", "examine", "load_plan"]
 
 SECONDS_AGREE = 1e-6
-"""Relative difference to which a stated time and the simulated one agree: sums may be rounded in another order."""
+"""Relative difference up to which a stated time and the simulated time agree: sums may be rounded in another order."""
 _BEYOND = {
     "barrier_cost_s": "the policy would have to plan again without its barrier",
     "policy_iteration_s": "the policy's own estimate",
@@ -45,10 +46,10 @@ _BEYOND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Examined:
-    """What examining a plan showed.
+    """The results of examining a plan.
 
-    report: what was proved, what else was checked, and what was not checked.
-    bound: what computing the lower bound again gave.
+    report: the proof, the other checks, and the statements that were not checked.
+    bound: words for the comparison with the recomputed lower bound.
     timeline: the simulated timeline.
     """
 
@@ -66,12 +67,13 @@ def examine(
     lp: bool = False,
     on_part: OnPart | None = None,
 ) -> Examined:
-    """Prove the plan and compute again what it states. workload, machine: also compare the plan with these. lp: solve
-    the fluid program of the bound again. on_part: called with what is done next, the number of parts done and the
-    number of all parts.
+    """Proves the plan and computes its statements again. Returns the results.
 
-    Raises PlanError with the first thing that is wrong with the plan itself, FalseFigures with all its figures that are
-    false.
+    workload, machine: also compare the plan with these.
+    lp: whether to solve the fluid program of the bound again.
+    on_part: called with the next part of the work, the number of parts done and the number of all parts.
+
+    Raises PlanError with the first error in the plan itself. Raises FalseFigures with all its figures that are false.
     """
     if workload is not None:
         check_workload_of(plan, workload)
@@ -97,10 +99,10 @@ def examine(
 
 
 class _Notes:
-    """What examining one plan found.
+    """Findings about one plan.
 
-    earlier: that an earlier version of the cost model made the plan's predictions, and how it differs, in words; None
-        where this version made them, or predicts the same.
+    earlier: words for the difference between the earlier version of the cost model that made the plan's predictions and
+        today's version; None if today's version made them, or predicts the same.
     checked: names of the figures that are as the plan states them.
     false: a sentence for each figure that is not.
     why: name of a figure that was not computed again -> the reason.
@@ -135,7 +137,8 @@ class _Notes:
         )
 
     def _differs(self, name: str, sentence: str) -> None:
-        """Note a prediction that differs from what is computed now: as false, or as one of an earlier cost model."""
+        """Record a prediction that differs from the figure computed now: as false, or as that of an earlier cost
+        model."""
         if self.earlier is None:
             self.false.append(sentence)
         else:
@@ -147,7 +150,7 @@ class _Notes:
         self.false += stated.false
 
     def seconds(self) -> None:
-        """What the simulation of the plan gives: times to SECONDS_AGREE, peaks to the byte."""
+        """Compare the figures of the simulation with the plan's: times to SECONDS_AGREE, peaks to the byte."""
         plan, timeline = self.plan, self.timeline
         tokens = plan.workload.tokens * len(plan.machine.ranks)
         for name, value, tolerance in (
@@ -182,7 +185,8 @@ class _Notes:
             )
 
     def bound(self, found: Certificate, *, lp: bool) -> str:
-        """Compare the stated lower bound, and the gap over it, with a recomputation."""
+        """Compare the stated lower bound, and the gap over it, with a recomputation. Returns words for the
+        comparison."""
         plan = self.plan
         try:
             said = agree(plan, found=found, earlier=self.bounds_rose)
@@ -199,7 +203,8 @@ class _Notes:
         return said
 
     def _stated_bound(self, stated: float, found: Certificate, seconds: float, *, lp: bool) -> None:
-        """Say of a stated bound that agrees with the recomputed one whether it is as stated, or why nobody knows."""
+        """Record, for a stated bound that agrees with the recomputed bound, whether it is as stated, or why this is not
+        known."""
         if stated > seconds * (1 + SECONDS_AGREE):
             self.false.append(f"lower_bound_s is {stated:.9g} s in the plan, but its iteration lasts {seconds:.9g} s")
         elif self.apart is not None:
@@ -229,7 +234,8 @@ class _Notes:
         return said.get("bound") if isinstance(said, Mapping) else None
 
     def words(self, found: Certificate) -> None:
-        """Where the figures come from, in words: the parts that were measured, the bound, and what validation found."""
+        """Compare the words about the sources of the figures: the measured parts, the bound, and the errors of
+        validation."""
         plan = self.plan
         said, sources = plan.choices.get("confidence"), confidence(plan.workload, plan.machine)
         if said == sources:
@@ -242,7 +248,8 @@ class _Notes:
         self._expected_error()
 
     def _expected_error(self) -> None:
-        """Another validation, with other rows, found another error; only what no error can be is false."""
+        """Compare the expected error. Another validation, with other rows, found another error, so only an impossible
+        error is false."""
         plan = self.plan
         error, known = plan.predictions.get("expected_error"), trust(plan.machine, plan.policy).error
         if error is None:
@@ -286,7 +293,7 @@ class _Notes:
 
 
 class LoadedPlan(Plan):
-    """A plan read from a file. `check` computes again everything that it states, seconds and bounds included."""
+    """A plan read from a file. `check` computes everything that it states again, seconds and bounds included."""
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
         """See `examine`."""
@@ -294,6 +301,6 @@ class LoadedPlan(Plan):
 
 
 def load_plan(path: str | Path) -> LoadedPlan:
-    """Read a plan file; does not check it. Raises PlanError naming the file and the field or line."""
+    """Reads a plan file without checking the plan. Raises PlanError naming the file and the field or line."""
     plan = plans.load_plan(path)
     return LoadedPlan(**{f.name: getattr(plan, f.name) for f in fields(plan)})

@@ -1,12 +1,14 @@
-"""Sweep: every point of a grid, planned and simulated, on as many processes or machines as joblib has.
+"""Sweep: every point of a grid, planned and simulated, on all processes or machines of joblib.
 
 Points that differ only in their policy are computed together (workload, layout and bound once), without barrier costs
-and without looking for what would fit. Each point's result is a file of its own in a cache beside the results, written
-whole when it is known and named by the hash of everything that determines it (grid.py): a sweep that was interrupted
-goes on where it stopped, a changed grid computes only what is new, and changed code computes everything.
+and without a search for changes that would make a policy fit. Each point's result is a file of its own in a cache
+beside the results. The file is written atomically when the result is known, and named by the hash of everything that
+determines it (grid.py). So an interrupted sweep continues where it stopped, a changed grid computes only new points,
+and changed code computes all points.
 
 [Note: any joblib backend] The work is a list of independent calls of one function whose arguments and results are plain
-values, so any backend of joblib does it: loky (processes here) by default, threading, or what other packages register:
+values. So any backend of joblib can do it: loky (processes here) by default, threading, or a backend that another
+package registers:
 
     from dask.distributed import Client          # pip install "dask[distributed]"
     client = Client("scheduler:8786")            # registers the backend "dask"
@@ -18,8 +20,8 @@ values, so any backend of joblib does it: loky (processes here) by default, thre
     with joblib.parallel_config(backend="ray", n_jobs=64):
         ps.sweep("grid.toml", "results.parquet", jobs=None)
 
-Only the calling process writes files, so the workers need not share its disk; they need this package, and the files
-that the grid names. A backend that cannot hand results out one by one is given a few groups at a time.
+Only the calling process writes files, so the workers need not share its disk. They need this package, and the files
+that the grid names. A backend that cannot return results one by one gets a few groups at a time.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["COLUMNS", "Progress", "Sweep", "evaluate", "load_results", "sweep"]
 
 Progress = Callable[[int, int, int], None]
-"""Called with (points done, of them found in the cache, points in all)."""
+"""Called with (points done, points done that were in the cache, number of points)."""
 
 COLUMNS = (
     "fits",
@@ -63,7 +65,7 @@ COLUMNS = (
     "expected_error",
     "trust",
 )
-"""What each point's row has beside its axes. fits is null where the point makes no sense (reason says why)."""
+"""Columns of each point's row besides its axes. fits is null if the point makes no sense (reason says why)."""
 
 _METADATA = b"pstar_sim.sweep"
 
@@ -72,8 +74,9 @@ _METADATA = b"pstar_sim.sweep"
 class Sweep(Collection):
     """The answer of `sweep`.
 
+    grid: the grid.
     rows: one per point, in the order of the grid: its axes and `COLUMNS`.
-    cached: points that were known already.
+    cached: number of points that were known already.
     """
 
     grid: Grid
@@ -102,14 +105,16 @@ def sweep(
     cache: str | Path | None = None,
     on_progress: Progress | None = None,
 ) -> Sweep:
-    """Compute every point of the grid (a TOML file, or the same as a mapping) and write them to `output` (.parquet).
+    """Computes every point of the grid (a TOML file, or a mapping of the same form) and writes them to `output`
+    (.parquet). Returns the points.
 
-    jobs: number of processes, -1 for one per core, None for what `joblib.parallel_config` says.
-    backend: any that joblib knows; None for what `joblib.parallel_config` says, loky without it.
-    cache: folder of the points, by default OUTPUT.points; without an output nothing is kept.
+    jobs: number of processes, -1 for one per core, None for the setting of `joblib.parallel_config`.
+    backend: any backend that joblib knows; None for the setting of `joblib.parallel_config`, or loky without it.
+    cache: folder of the points; None: OUTPUT.points. Without cache and output nothing is kept.
+    on_progress: called after each point, as `Progress` says.
 
-    Raises PstarError for a grid that is wrong, for an `output` that holds another grid's results or is not a results
-    file, and for a backend that joblib does not know.
+    Raises PstarError for a wrong grid, for an `output` that holds another grid's results or is not a results file, and
+    for a backend that joblib does not know.
     """
     grid = grid if isinstance(grid, Grid) else load_grid(grid)
     _check_running(jobs, backend)
@@ -147,7 +152,7 @@ def _check_running(jobs: object, backend: object) -> None:
 
 
 def _folder(cache: str | Path | None, output: Path | None) -> Path:
-    """Folder of the points, made if it is not there. One of cache and output is given."""
+    """Returns the folder of the points, made if it does not exist. One of cache and output is given."""
     if cache is not None:
         folder = file_path("cache", cache)
     else:
@@ -161,14 +166,14 @@ def _folder(cache: str | Path | None, output: Path | None) -> Path:
 
 
 class _Kept:
-    """Points that are kept in a folder, a file each; folder = None keeps nothing."""
+    """Points that are kept in a folder, with a file each; folder = None keeps nothing."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.files: dict[int, Path] = {}
 
     def known(self, grid: Grid) -> tuple[dict[int, dict[str, object]], list[Group]]:
-        """Points that were computed before, and groups of the points that were not."""
+        """Returns the points that were computed before, and groups of the points that were not."""
         if self.folder is None:
             return {}, grid.groups()
         rows: dict[int, dict[str, object]] = {}
@@ -197,7 +202,8 @@ Done = list[tuple[int, dict[str, object]]]
 
 
 def evaluate(group: Group) -> Done:
-    """(index, result) of every point of the group. Plain values in and out, whatever process it runs in."""
+    """Returns (index, result) of every point of the group. Arguments and results are plain values, so any process can
+    run it."""
     with without_garbage_collection():  # until plans and timelines are gone
         results = _computed(group)
     return [
@@ -216,7 +222,7 @@ def _computed(group: Group) -> list[dict[str, object]]:
 
 
 def _results(groups: Sequence[Group], jobs: int | None, backend: str | None) -> Generator[Done, None, None]:
-    """Results as they come, in any order."""
+    """Yields results as they come, in any order."""
     if not groups:
         return
     import joblib
@@ -233,7 +239,7 @@ def _results(groups: Sequence[Group], jobs: int | None, backend: str | None) -> 
     with context:
         try:
             parallel = joblib.Parallel(return_as="generator_unordered")
-        except (ValueError, NotImplementedError):  # a backend that only hands out everything at once
+        except (ValueError, NotImplementedError):  # a backend that returns only all results together
             yield from _in_batches(groups)
             return
         yield from parallel(joblib.delayed(evaluate)(group) for group in groups)
@@ -251,7 +257,7 @@ def _in_batches(groups: Sequence[Group]) -> Iterator[Done]:
 
 
 def _read_point(path: Path) -> dict[str, object] | None:
-    """A cached point, None if there is none or it cannot be read (it is then computed again)."""
+    """Returns a cached point; None if there is none or if it cannot be read (it is then computed again)."""
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -284,9 +290,10 @@ def _check_output(path: Path, grid: Grid) -> None:
 
 
 def load_results(path: str | Path) -> tuple[list[str], list[dict[str, object]]]:
-    """The axes of a results file, and its points: axes and `COLUMNS`, None where nothing is known.
+    """Returns the axes of a results file, and its points: axes and `COLUMNS`, None for an unknown value.
 
-    Raises PstarError, naming the file, for one that cannot be read or that no sweep has written."""
+    Raises PstarError, naming the file, for a file that cannot be read or that no sweep has written.
+    """
     import pyarrow.parquet as parquet
     from pyarrow import ArrowException
 

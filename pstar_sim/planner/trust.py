@@ -1,17 +1,17 @@
-"""Trust: how far off predicted iteration times were, by class of machine.
+"""Trust: the errors of predicted iteration times, by class of machine.
 
 [Note: classes] A class is a kind of GPU (the first part of its catalog name: "v100", "a100", "h100") and the number of
-GPUs: "one GPU", "node" (several in one node) or "nodes". Its errors are those of the rows of whole
-iterations to which nothing is fitted ("tested"), kept in catalog/expected_errors.json, which `pstar validate --write`
-makes. A policy that no published run stands for has the errors of its class.
+GPUs: "one GPU", "node" (several in one node) or "nodes". Its errors are those of the rows of whole iterations to which
+nothing is fitted ("tested"). They are kept in catalog/expected_errors.json, which `pstar validate --write` makes. A
+policy without published runs has the errors of its class.
 
-[Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy were no farther
-off. A class without enough rows has the bar of ANY_CLASS: that of all rows, times the factor by which the errors of a
+[Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy had at most this
+error. A class without enough rows has the bar of ANY_CLASS: that of all rows, times the factor by which the errors of a
 class exceed those of all other classes. The answer then says that no measurement is near.
 
-[Note: error of a change] Two times of one model and one machine share most of their errors, which fall out of their
-ratio. What is left is the error of the seconds by which the two times differ. These seconds are predicted as the others
-are, so their bar is that of both times. The bar does not hold where the model is wrong about what binds.
+[Note: error of a change] Two times of one model and one machine share most of their errors, which cancel in their
+ratio. The remaining error is that of the seconds by which the two times differ. These seconds are predicted like all
+others, so their bar is that of both times. The bar does not hold if the model is wrong about the term that binds.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ __all__ = [
 FILE = files("pstar_sim.catalog") / "expected_errors.json"
 ANY = "any policy"
 ANY_CLASS = "any class"
-FEWEST_ROWS = 4  # fewer say nothing
+FEWEST_ROWS = 4  # fewer rows are no basis for an error
 NOT_NEAR = "no measurement is near this"
-"""Words of a label whose class has no rows."""
+"""Words of the label of a class without rows."""
 
 
 @dataclass(frozen=True)
 class Trust:
-    """How far predicted times are to be trusted.
+    """The trust in predicted times.
 
     error: one standard deviation of predicted times, as a share of them ([Note: bars]).
-    label: what it rests on.
+    label: the basis of the error, in words.
     """
 
     error: float
@@ -56,8 +56,10 @@ class Trust:
 class ExpectedError:
     """Absolute relative errors of predicted iteration times, over `rows` rows to which nothing is fitted.
 
-    bar: what 68 % of them do not exceed ([Note: bars]).
-    policy: policy whose rows they are, or "any policy" of the class if that policy has no rows.
+    median, p90: median and 90th percentile of the errors.
+    bar: the error that 68 % of the rows do not exceed ([Note: bars]).
+    rows: number of rows.
+    policy: policy to which the rows belong, or "any policy" of the class if that policy has no rows.
     machine_class: for example "h100 node".
     """
 
@@ -70,7 +72,7 @@ class ExpectedError:
 
     @property
     def label(self) -> str:
-        """For example "± 12 % (18 rows, class h100 node)"."""
+        """Words such as "± 12 % (18 rows, class h100 node)"."""
         who = "" if self.policy != ANY else ", other policies"
         return f"{format_error(self.bar)} ({self.rows} rows, class {self.machine_class}{who})"
 
@@ -85,7 +87,7 @@ def error_of_change(change: float, *errors: float) -> float:
 
 
 def class_of(machine: Machine) -> str:
-    """Class of a machine: [Note: classes]. Unequal GPUs are a class of their own ("a100 + v100 node")."""
+    """Returns the class of a machine: [Note: classes]. Unequal GPUs are a class of their own ("a100 + v100 node")."""
     generations = " + ".join(dict.fromkeys(r.gpu.name.split("-")[0] for r in machine.ranks))
     return class_name(generations, ranks=len(machine.ranks), nodes=machine.nodes)
 
@@ -95,9 +97,9 @@ def class_name(generation: str, *, ranks: int, nodes: int) -> str:
 
 
 def expected_error(machine: Machine, policy: str) -> ExpectedError | None:
-    """Errors that validation found for the machine's class and the policy (a name or a spec; options do not matter). If
-    the policy has fewer than FEWEST_ROWS rows, the errors of the whole class; None if the class has too few rows,
-    too."""
+    """Returns the errors that validation found for the machine's class and the policy (a name or a spec; options do not
+    matter). If the policy has fewer than FEWEST_ROWS rows, returns the errors of the whole class. Returns None if the
+    class has too few rows as well."""
     name = class_of(machine)
     known = _shipped().get(name)
     if known is None:
@@ -118,8 +120,8 @@ def expected_error(machine: Machine, policy: str) -> ExpectedError | None:
 
 
 def trust(machine: Machine, policy: str) -> Trust:
-    """What validation found for this class of machine and this policy, or for the class with other policies; the bar of
-    any class where no measurement is near."""
+    """Returns the error that validation found for this class of machine and this policy, or for the class with other
+    policies. If no measurement is near, returns the bar of any class."""
     found = expected_error(machine, policy)
     if found is not None:
         return Trust(found.bar, found.label)
@@ -134,6 +136,6 @@ def trust(machine: Machine, policy: str) -> Trust:
 
 @cache
 def _shipped() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """Class -> policy -> figures."""
+    """Returns class -> policy -> figures."""
     table: dict[str, dict[str, dict[str, float]]] = json.loads(FILE.read_text(encoding="utf-8"))
     return table

@@ -1,26 +1,26 @@
 """Variants: the fastest of the ways to run one global batch that the variants in a trace file allow.
 
 A trace may hold a model at several batch sizes, with and without recomputation of activations. A variant whose batch
-divides a rank's share of the global batch is repeated as micro-batches until the share is reached; every candidate then
+divides a rank's share of the global batch is repeated as micro-batches until the share is reached. Every candidate then
 does the same work, so the shortest iteration wins. Block by block (workload/mixing.py) activations may be kept,
-recomputed (where the batch is there with and without recomputation) or offloaded to the host and fetched back (where it
-is there without).
+recomputed (if the batch is there with and without recomputation) or offloaded to the host and fetched back (if it is
+there without).
 
-[Note: what is planned] Candidates (ways.py) are looked at in the order of what they promise, which is a lower bound on
-their plans. At first that is what computing and stashes take with the link to themselves, then the lower bound at the
-usual chunk size, of stand-ins with fewer micro-batches before that of all. A bound is computed, and a workload made,
-only when the candidate's turn comes while its promise is below the best so far; only then is it planned. `optimal`
-searches long, so at first it plans at most SEARCHED candidates, at most ALIKE of them with the same number of
-micro-batches, and leaves out candidates for which tide would have no room. Then the other policies, which are quick,
-are asked about every candidate left over, where their bound (for most policies the bound of plans that stream nothing)
-is below the best so far. Wherever one of them is faster, `optimal` plans that candidate too. So `optimal` is as fast as
-what another policy would have chosen (policy/kit/ties.py).
+[Note: what is planned] Candidates (ways.py) are looked at in the order of their promises. A promise is a lower bound on
+a candidate's plans. At first it is the time of computing and stashes with the link to themselves. Then it is the lower
+bound at the usual chunk size, first of stand-ins with fewer micro-batches, then of the candidate. A bound is computed,
+and a workload made, only when the candidate's turn comes while its promise is below the best so far; only then is it
+planned. `optimal` searches long, so at first it plans at most SEARCHED candidates, at most ALIKE of them with the same
+number of micro-batches, and leaves out candidates for which tide would have no room. Then the other policies, which are
+quick, are asked about every remaining candidate whose bound for them (for most policies the bound of plans that stream
+nothing) is below the best so far. If one of them is faster on a candidate, `optimal` plans that candidate too. So
+`optimal` is as fast as the choice of any other policy (policy/kit/ties.py).
 
-Where `session.step` runs the iterations (`Settings.loop`), `optimal` also races the candidates of several micro-batches
-in layer-major order, with caps of their own.
+If `session.step` runs the iterations (`Settings.loop`), `optimal` also races the candidates of several micro-batches in
+layer-major order, with caps of their own.
 
-A policy that chooses activations by a rule of its own (`Capabilities.activations`) makes its own ways from each pair of
-variants that differ in recomputation alone; only these ways are raced.
+A policy with its own rule for activations (`Capabilities.activations`) makes its own ways from each pair of variants
+that differ in recomputation alone. Only these ways are raced.
 """
 
 from __future__ import annotations
@@ -50,22 +50,24 @@ from pstar_sim.workload.workload import Workload
 
 __all__ = ["Chosen", "choose"]
 
-SEARCHED, ALIKE = 5, 2  # candidates that the policy that takes long plans, and of one number of micro-batches
-(SEARCHING,) = named(lambda able: able.tries_others)  # that policy
-MOST_SPLITS_NAMED = 8  # numbers of micro-batches that were left out
-QUICK = policy_at(Point())  # whose own checks of room say where it is worth trying
+SEARCHED, ALIKE = 5, 2  # limits for a policy that takes long: candidates in all, and with one number of micro-batches
+(SEARCHING,) = named(lambda able: able.tries_others)  # the policy that takes long
+MOST_SPLITS_NAMED = 8  # numbers of micro-batches without a variant that are named
+QUICK = policy_at(Point())  # the policy whose own checks of room say which candidates are worth planning
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The fastest way, and the ways that it was chosen from.
+    """The fastest way, and the ways from which it was chosen.
 
     workload: the variant to run, one rank's share.
     words: the variant in words, among the variants looked at.
-    iteration_s: seconds per iteration of its plan by `policy`.
+    policy: name of the policy.
+    plan: its plan by `policy`.
     timeline: simulation of that plan.
+    iteration_s: seconds per iteration of that plan.
     tried: each way that was looked at, in words -> its outcome.
-    left_out: what was not considered, and why.
+    left_out: words for the ways that were not considered, and why.
     """
 
     workload: Workload
@@ -78,7 +80,7 @@ class Chosen:
     left_out: tuple[str, ...]
 
     def choices(self) -> dict[str, object]:
-        """For `Plan.choices`: what was chosen among what."""
+        """Returns the entries for `Plan.choices`: the choice, and the other ways."""
         tried = {way: row.to_json() for way, row in self.tried}
         return {"variant": self.words, "variants_tried": tried, "not_considered": self.left_out}
 
@@ -92,12 +94,13 @@ def choose(
     policy: str = SEARCHING,
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
-    """The fastest of the ways, or workloads, each one rank's whole share of the same batch, by `policy`. [Note: what is
-    planned] says which of them are planned.
+    """Returns the fastest of the ways, or workloads, each one rank's whole share of the same batch, by `policy`. [Note:
+    what is planned] says which of them are planned.
 
-    on_way: called with the work in hand, the number of ways done and the number of all ways. Raises DoesNotFit, of
-    the candidate that lacks least, if none fits; CannotPlan if the policy can plan none; TraceError if they are not
-    the same work.
+    on_way: called with the work in hand, the number of ways done and the number of all ways.
+
+    Raises DoesNotFit, of the candidate that lacks least, if none fits. Raises CannotPlan if the policy can plan none of
+    them, and TraceError if they are not the same work.
     """
     ways: Sequence[Way] = [one if isinstance(one, Way) else Way(one) for one in among]
     if len({way.batch * way.micro_batches for way in ways}) != 1:
@@ -135,8 +138,8 @@ def choose(
 
 
 def _own_ways(ways: Sequence[Way], machine: Machine, settings: Settings, policy: str) -> list[Way]:
-    """Ways that the policy's own rule makes from the ways without choices for blocks. Empty if the policy has no such
-    rule or all ways are of one kind."""
+    """Returns the ways that the policy's own rule makes from the ways without choices for blocks. Empty if the policy
+    has no such rule or all ways are of one kind."""
     rule = can(policy).activations
     if rule is None:
         return []
@@ -149,11 +152,11 @@ def _own_ways(ways: Sequence[Way], machine: Machine, settings: Settings, policy:
 class _Race:
     """Candidates planned one after the other by one policy.
 
-    promise_s: see [Note: what is planned]; at first only what computing and stashes take.
-    best_s: seconds of the fastest so far.
+    promise_s: see [Note: what is planned]; at first only the time of computing and stashes.
+    best_s: seconds of the fastest plan so far.
     fast: plans and timelines that are as fast as best_s.
-    best: the one of them that moves and pins least.
-    shortest: of the candidates that do not fit, the one that lacks least, and why it does not fit.
+    best: the plan in `fast` that moves and pins least.
+    shortest: of the candidates that do not fit, the candidate that lacks least, and why it does not fit.
     reorders: whether the policy's plans have another order than the workloads, whose bounds then do not hold.
     unable: reasons why the policy cannot plan candidates, one per candidate.
     tried: each candidate in words -> its outcome.
@@ -173,7 +176,7 @@ class _Race:
         self.function: Policy = find_policy(policy)
         self.reorders = reorders(self.function)
         self.searching = can(policy).tries_others and len(ways) > SEARCHED
-        # One model's tensors: the chunk size that suits one candidate suits all.
+        # All candidates have one model's tensors, so one chunk size suits all.
         first = build_layout(
             ways[0].source, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks), sums=settings.sums
         )
@@ -181,9 +184,9 @@ class _Race:
         self.chunk_bytes = first.chunk_bytes
         self.least_s = {way: way.compute_s(machine, self.chunk_bytes) for way in ways}
         self.promise_s = dict(self.least_s)
-        self.bounds_s: dict[tuple[Way, int, bool], float] = {}  # by micro-batches and whether plans may stream
+        self.bounds_s: dict[tuple[Way, int, bool], float] = {}  # candidate, micro-batches, whether plans may stream
         self.planned: set[Way] = set()
-        self.splits: Counter[tuple[bool, int]] = Counter()  # of those planned: order and number of micro-batches
+        self.splits: Counter[tuple[bool, int]] = Counter()  # planned candidates by order and number of micro-batches
         self.best: tuple[Plan, Timeline] | None = None
         self.fast: list[tuple[Plan, Timeline]] = []
         self.best_s = float("inf")
@@ -195,7 +198,7 @@ class _Race:
         """Plan all candidates in the order of their promises. Returns the candidates that a policy with a long search
         left out because tide has no room for them."""
         later: list[Way] = []
-        # Of equal promises the one of fewer micro-batches, then the one that moves less.
+        # Of equal promises the candidate with fewer micro-batches goes first, then the candidate that moves less.
         less = [(way.micro_batches, way.stash_bytes, n) for n, way in enumerate(self.ways)]
         heap = [(self.promise_s[way], 0, rank) for way, rank in zip(self.ways, less)]
         heapq.heapify(heap)
@@ -217,7 +220,7 @@ class _Race:
         return later
 
     def run(self, way: Way) -> None:
-        """Plan the candidate, if it is worth it."""
+        """Plan the candidate if this is worthwhile."""
         hopeless = self._hopeless(way)
         if hopeless is not None:
             self.tried[self._words(way)] = hopeless
@@ -225,7 +228,7 @@ class _Race:
             self._plan(way)
 
     def ask_others(self) -> None:
-        """Plan a candidate that was not planned if another policy is faster on it."""
+        """Plan each candidate that was not planned if another policy is faster on it."""
         others = [policy for name, policy in built_in().items() if name != self.policy]
         for number, way in enumerate(sorted(self.ways, key=self.promise_s.__getitem__)):
             self._tell("asking other policies", number)
@@ -251,16 +254,17 @@ class _Race:
         return seconds < self.best_s
 
     def _may_win(self, way: Way, *, stream: bool) -> bool:
-        """Whether no bound of the candidate is above the best so far. stream: whether plans may stream chunks."""
+        """Returns whether no bound of the candidate is above the best so far. stream: whether plans may stream
+        chunks."""
         return all(self._could_win(self._bound_s(way, count, stream=stream)) for count in self._stand_ins(way))
 
     def _stand_ins(self, way: Way) -> tuple[int, ...]:
-        """Micro-batches of the stand-ins that are bounded, the last of them the candidate's own."""
+        """Returns the numbers of micro-batches of the stand-ins that are bounded. The last is the candidate's own."""
         return way.stand_ins() if len(self.machine.ranks) == 1 else (way.repeats,)
 
     def _bound_s(self, way: Way, count: int, *, stream: bool = True) -> float:
-        """Seconds that no plan of the candidate with the usual chunks goes below; stream=False: no such plan that
-        streams nothing. count: micro-batches of the stand-in that is bounded."""
+        """Returns a lower bound on the seconds of the candidate's plans with the usual chunks. stream: False bounds
+        only plans that stream nothing. count: micro-batches of the stand-in that is bounded."""
         key = (way, count, stream)
         if key not in self.bounds_s:
             self.bounds_s[key] = self.least_s[way]
@@ -281,8 +285,8 @@ class _Race:
         return self.bounds_s[key]
 
     def _short(self, way: Way, count: int) -> DoesNotFit | None:
-        """Why tide has no room for the candidate, where a policy with a long search plans. count: micro-batches of the
-        stand-in that is asked about; of one among several nothing is known."""
+        """Returns why tide has no room for the candidate, if the race's policy searches long. count: micro-batches of
+        the stand-in that is asked about; the result is None for one micro-batch of several."""
         if not self.searching or (count == 1 and way.repeats > 1):
             return None
         return shortage(QUICK, way.stand_in(count), self.machine, self.usual)
@@ -308,8 +312,8 @@ class _Race:
         self.best = least_of(self.fast, seconds=lambda one: one[1].iteration_s, burden=lambda one: burden(one[0]))
 
     def refusal(self, left_out: Sequence[str]) -> DoesNotFit:
-        """Why no candidate fits: what the nearest candidate lacks, what would make it fit, and what was not tried
-        (`left_out`)."""
+        """Returns the error if no candidate fits: the lack of the nearest candidate, the changes that would make it
+        fit, and the ways that were not tried (`left_out`)."""
         assert self.shortest is not None
         way, error = self.shortest
 
@@ -321,14 +325,14 @@ class _Race:
         return error.restated(policy=self.policy, what="; ".join((error.what, ways, hint, *left_out)))
 
     def note(self, way: Way, error: DoesNotFit) -> None:
-        """Note that the candidate does not fit."""
+        """Record that the candidate does not fit."""
         short = Tried(outcome=WayOutcome.NO_ROOM, place=error.place, short_bytes=error.short_bytes)
         self.tried[self._words(way)] = short
         if self.shortest is None or error.short_bytes < self.shortest[1].short_bytes:
             self.shortest = (way, error)
 
     def _hopeless(self, way: Way) -> Tried | None:
-        """The outcome of a candidate that need not be planned; None if it has to be planned."""
+        """Returns the outcome of a candidate that need not be planned; None if it has to be planned."""
         if self.best is None:
             return None
         least, promise = self.least_s[way], self.promise_s[way]
@@ -343,7 +347,8 @@ class _Race:
         return None
 
     def _enough(self, way: Way) -> bool:
-        """Whether as many candidates in the order of this one are planned as the policy that takes long plans."""
+        """Returns whether enough candidates in the order of this candidate are planned, for a policy that takes
+        long."""
         alike = self.splits[way.layer_major, way.micro_batches]
         return alike >= ALIKE or sum(n for (order, _), n in self.splits.items() if order is way.layer_major) >= SEARCHED
 
@@ -367,7 +372,7 @@ def _left_out(ways: Sequence[Way]) -> tuple[str, ...]:
 
 
 def _splits_left_out(ways: Sequence[Way]) -> list[str]:
-    """A line for the numbers of micro-batches that the batch would allow and no variant has."""
+    """Returns a line for the numbers of micro-batches that the batch would allow and no variant has."""
     share = ways[0].batch * ways[0].micro_batches
     splits = {way.micro_batches for way in ways}
     missing = [n for n in range(1, share + 1) if share % n == 0 and n not in splits]

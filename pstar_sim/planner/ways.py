@@ -1,21 +1,22 @@
 """Ways: the ways to run one global batch, each known before its workload is written down.
 
-A way is one or two variants of a model, what becomes of the activations of each block, a number of micro-batches and an
-order. That is enough to say what computing and stashes take, and to bound what every plan takes. The workload, whose
+A way is one or two variants of a model, a treatment of the activations of each block, a number of micro-batches and an
+order. This suffices to compute the time of computing and stashes, and a bound for every plan. The workload, whose
 moments are those of all micro-batches, is made only when it is asked for.
 
-[Note: which blocks] The last blocks keep (their backward pass comes first), the first ones recompute or are offloaded
-(theirs comes last, so there is most time): a quarter, half or three quarters of them, for offloading also all but the
-last two. Or every second, fourth or eighth block is offloaded, which gives each of them the time of two, four or eight
-blocks on the link. Of the other blocks none, the first half or all recompute. The very first block is not offloaded: a
-model's forward often holds on to what it gives that block (the embeddings), so that the bytes would not go.
+[Note: which blocks] The last blocks keep their activations, because their backward pass comes first. The first blocks
+recompute or are offloaded, because their backward pass comes last, which leaves most time. These are a quarter, half or
+three quarters of the blocks, for offloading also all but the last two. Or every second, fourth or eighth block is
+offloaded, which gives each of them the time of two, four or eight blocks on the link. Of the other blocks none, the
+first half or all recompute. The very first block is not offloaded: a model's forward often holds the input of that
+block (the embeddings), so that the bytes would not leave.
 
-[Note: stand-ins] A workload of one or three micro-batches bounds one of more. Micro-batch by micro-batch, the moment in
-which a micro-batch turns (of three the middle one does) lasts as long as the micro-batches that are left out. Their
-copies and adds are left out, and everything else is as in the whole: first reads are in the first micro-batch, last
-gradients in the last, and the room of a moment is that of the same moment. In layer-major order, one micro-batch whose
-moments all last as many times longer stands for all: a block's first read is no later and its last gradient no earlier
-in the whole, and the tide no lower.
+[Note: stand-ins] A workload of one or three micro-batches bounds a workload of more. If micro-batches run one after the
+other, one moment lasts longer by the micro-batches that are left out: the moment in which a micro-batch (of three the
+middle one) turns to its backward pass. Their copies and adds are left out. Everything else is as in the whole: first
+reads are in the first micro-batch, last gradients in the last, and the room of a moment is that of the same moment. In
+layer-major order, one micro-batch whose moments all last as many times longer stands for all: a block's first read is
+no later and its last gradient no earlier in the whole, and the tide no lower.
 """
 
 from __future__ import annotations
@@ -38,15 +39,16 @@ from pstar_sim.workload.workload import Phase, Stash, Workload, activations_text
 
 __all__ = ["MOST_MICRO_BATCHES", "Way", "candidates", "layer_major_ways", "words"]
 
-MOST_MICRO_BATCHES = 256  # more make plans of hundreds of thousands of steps
+MOST_MICRO_BATCHES = 256  # more micro-batches make plans of hundreds of thousands of steps
 OWN, RELAY, RELAY_HOST = ORDERS
-STAND_INS = (1, 3)  # numbers of micro-batches that stand for more of them, whose bound takes far longer
+STAND_INS = (1, 3)  # numbers of micro-batches that stand for larger numbers, whose bound takes far longer
 
 
 class Way:
     """One way to run a rank's share of a global batch.
 
-    micro_batches: of the way. batch: sequences of one.
+    micro_batches: number of micro-batches.
+    batch: sequences per micro-batch.
     activations, checkpointing: as in the workload.
     stashes: stashes of one micro-batch, in moments of the variant that keeps its activations.
     """
@@ -61,8 +63,8 @@ class Way:
         repeats: int = 1,
         order: str = OWN,
     ) -> None:
-        """one: the variant that is repeated, or whose blocks recompute. kept: the variant of which the blocks `keep`
-        are. stashes: of the blocks that are offloaded; these keep their activations in `one` or are among `keep`."""
+        """one: the variant that is repeated, or whose blocks recompute. kept: the variant from which the blocks `keep`
+        come. stashes: stashes of the offloaded blocks, which keep their activations in `one` or are among `keep`."""
         self._one, self._kept, self._keep = one, kept, frozenset(keep)
         self.stashes, self.repeats, self.order = tuple(stashes), repeats, order
         self.batch, self.attention = one.batch, one.attention
@@ -73,7 +75,7 @@ class Way:
 
     @property
     def source(self) -> Workload:
-        """The variant, or of two the one whose blocks recompute."""
+        """The variant; of two variants, the one whose blocks recompute."""
         return self._one
 
     @cached_property
@@ -95,22 +97,22 @@ class Way:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for two ways that run the same."""
+        """A key that is equal for two ways that run the same."""
         return (self.batch, self.micro_batches, self.checkpointing, self.attention, self.activations)
 
     @property
     def stash_bytes(self) -> int:
-        """Bytes of all stashes of an iteration; of boundaries on the host none are counted."""
+        """Bytes of all stashes of an iteration, without boundaries on the host."""
         if self.repeats == 1 and not self.stashes:
             return sum(stash.bytes for stash in self._one.stashes)
         return self.repeats * sum(stash.bytes for stash in self.stashes)
 
     def repeated(self, repeats: int) -> Way:
-        """This way of one micro-batch, repeated. A way that is not repeated is the same way."""
+        """Returns this way of one micro-batch, repeated. A way that is not repeated is the same way."""
         return self if repeats == 1 else self._with(repeats, self.order)
 
     def in_order(self, order: str) -> Way:
-        """The same way in another order."""
+        """Returns the same way in another order."""
         return self._with(self.repeats, order)
 
     def _with(self, repeats: int, order: str) -> Way:
@@ -135,9 +137,9 @@ class Way:
         return self._repeated[repeats]
 
     def compute_s(self, machine: Machine, chunk_bytes: int) -> float:
-        """Least seconds of computing and stashes with the link to themselves: [Note: the bound of stashes] in
-        bounds/stash_bound.py, run by run of moments, since all waits are at their ends. Of boundaries on the host, of
-        computing alone. chunk_bytes: size of the chunks, for the cost model."""
+        """Returns the least seconds of computing and stashes with the link to themselves: [Note: the bound of stashes]
+        in bounds/stash_bound.py, run by run of moments, because all waits are at the ends of runs. With boundaries on
+        the host, returns the seconds of computing alone. chunk_bytes: size of the chunks, for the cost model."""
         variants = tuple(_seconds_of(w, machine, chunk_bytes) for w in (self._one, self._kept or self._one))
         if self.repeats == 1 and self._kept is None and not self.stashes:
             return variants[0].stash_bound_s
@@ -162,17 +164,18 @@ class Way:
         return clock + step_s
 
     def stand_ins(self) -> tuple[int, ...]:
-        """Numbers of micro-batches that stand for the workload, ascending; the last one is its own."""
+        """Numbers of micro-batches that stand for the workload, ascending; the last is its own."""
         if self.order != OWN and self.repeats > 1:
             return (1, self.repeats)
         return (*(n for n in STAND_INS if n < self.repeats), self.repeats)
 
     def stand_in(self, count: int) -> Workload:
-        """The workload of `count` micro-batches, by [Note: stand-ins]; of all of them the workload itself."""
+        """Returns the workload of `count` micro-batches, by [Note: stand-ins]; for the way's own number, its
+        workload."""
         return self.workload if count == self.repeats else self._of(count)
 
     def costs(self, count: int, machine: Machine, layout: Layout) -> Sequence[CostModel] | None:
-        """The seconds of a stand-in on a machine of one GPU; None for the workload itself."""
+        """Returns the cost models of a stand-in on a machine of one GPU; None for the workload itself."""
         if count == self.repeats:
             return None
         left_out, evenly = self.repeats - count, self.order != OWN
@@ -184,10 +187,10 @@ _NONE: _Run = (None, False, 0.0)
 
 
 class _StashLink:
-    """The link while it carries nothing but stashes.
+    """The link while it carries only stashes.
 
     copies: offloaded block -> seconds of its copy out and of its copy in.
-    ends: block -> the offloaded block whose time to go and to come back ends with it.
+    ends: block -> the offloaded block whose time to leave and to come back ends with it.
     """
 
     def __init__(self, copies: Mapping[str, tuple[float, float]], ends: Mapping[str, str]) -> None:
@@ -197,7 +200,7 @@ class _StashLink:
         self._down = self._up = 0.0
 
     def waits_s(self, before: _Run, block: str | None, forward: bool) -> float:
-        """When the copies that a run waits for have ended. before: the run before it."""
+        """Returns the seconds at which the copies for which a run waits have ended. before: the run before it."""
         waits = 0.0
         if before[1] and before[0] is not None and before[0] in self.ends:
             waits = self._out_s[self.ends[before[0]]]
@@ -217,8 +220,8 @@ class _StashLink:
 class _Longer(CostModel):
     """The seconds of a stand-in.
 
-    left_out: micro-batches that the stand-in does not have.
-    evenly: whether all moments last longer, and not the turn alone.
+    left_out: number of micro-batches that the stand-in does not have.
+    evenly: whether all moments last longer, instead of the turn alone.
     """
 
     def __init__(self, workload: Workload, machine: Machine, layout: Layout, *, left_out: int, evenly: bool) -> None:
@@ -274,13 +277,13 @@ def _blocks(w: Workload) -> list[str]:
 
 
 def _blocks_that_give_time(w: Workload, stashes: Sequence[Stash]) -> Mapping[str, str]:
-    """Offloaded block -> the block behind whose forward pass its bytes are no longer counted."""
+    """Returns offloaded block -> the block after whose forward pass its bytes are no longer counted."""
     behind = {moments.stop: block for block, forward, moments in block_runs(w) if block is not None and forward}
     return {stash.block: behind[stash.gone] for stash in stashes}
 
 
 def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
-    """A variant in words: "2 micro-batches of 8, activations recomputed"; with the attention kernel where the
+    """Returns a variant in words: "2 micro-batches of 8, activations recomputed"; with the attention kernel if the
     candidates differ in it: "..., flash attention"."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
     kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
@@ -292,10 +295,12 @@ def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
 
 @without_garbage_collection()
 def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
-    """The ways to run one rank's `share` sequences per iteration that the variants of one model lead to, no two alike.
+    """Returns the ways to run one rank's `share` sequences per iteration that the variants of one model allow. No two
+    are alike.
 
-    A variant with one micro-batch is repeated; one with several is taken as it is. Raises TraceError where none
-    divides the share (naming the batches there are), and for variants of different models, types or sequence lengths.
+    A variant with one micro-batch is repeated; a variant with several is taken as it is. Raises TraceError if no
+    variant divides the share (naming the batches of the variants), and for variants of different models, types or
+    sequence lengths.
     """
     if not variants:
         raise TraceError("there are no variants to choose from")
@@ -324,8 +329,8 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
 
 
 def _block_by_block(variants: Sequence[Workload]) -> Iterator[Way]:
-    """The ways that [Note: which blocks] makes of the variants with one micro-batch in which no block was chosen
-    yet."""
+    """Yields the ways that [Note: which blocks] makes of the variants with one micro-batch in which no block has a
+    choice yet."""
     plain = [w for w in variants if w.micro_batches == 1 and not w.activations]
     recomputing = {(w.batch, w.attention, w.dtype): w for w in reversed(plain) if w.checkpointing}
     seen: set[tuple[int, str, str]] = set()
@@ -338,8 +343,8 @@ def _block_by_block(variants: Sequence[Workload]) -> Iterator[Way]:
 
 
 def _of_pair(recomputed: Workload | None, kept: Workload) -> Iterator[Way]:
-    """The ways of one variant, or of two. A model that is not a stack of equal blocks has nothing to mix; a block that
-    leaves nothing, nothing to offload."""
+    """Yields the ways of one variant, or of two. A model that is not a stack of equal blocks has no mixtures. A block
+    that keeps no activations cannot be offloaded."""
     blocks = _blocks(kept)
     count = len(blocks)
     if recomputed is not None and blocks:
@@ -361,7 +366,7 @@ def _of_pair(recomputed: Workload | None, kept: Workload) -> Iterator[Way]:
 
 
 def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """(blocks that are offloaded, blocks that recompute), by [Note: which blocks]."""
+    """Yields (blocks that are offloaded, blocks that recompute), by [Note: which blocks]."""
     count = len(blocks)
     ends = (1 + count // 4, 1 + count // 2, 1 + count * 3 // 4, count - 2)
     firsts = [blocks[1:n] for n in ends if 1 < n <= count - 2]
@@ -376,8 +381,8 @@ def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequen
 
 
 def layer_major_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
-    """The ways with several micro-batches, each in every layer-major order that it allows; boundaries go to the host
-    where all blocks recompute. policy: for messages."""
+    """Yields the ways with several micro-batches, each in every layer-major order that it allows. Boundaries go to the
+    host if all blocks recompute. policy: for messages."""
     known: dict[tuple[int, str], bool] = {}
     for way, order in product(ways, ORDERS[1:]):
         if way.micro_batches == 1 or way.layer_major or way.stash_bytes or way.boundaries_on_host:
@@ -392,7 +397,8 @@ def layer_major_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
 
 
 def _has_order(w: Workload, order: str, policy: str) -> bool:
-    """Whether several micro-batches of the variant can be run in that order, and differ then from other orders."""
+    """Returns whether several micro-batches of the variant can be run in that order, and whether this differs from
+    other orders."""
     try:
         made = in_order(policy, w if w.micro_batches > 1 else repeat_micro_batch(w, 2), order)
     except CannotPlan:
