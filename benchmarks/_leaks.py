@@ -64,8 +64,8 @@ def resident_bytes() -> int:
 
 
 def run_leaks(steps: int, *, policy: str = "tide", warm_up: int | None = None) -> dict[str, object]:
-    """Train `steps` steps after a warm-up (by default a fifth as many), with one thread per queue. Returns the slopes
-    of the readings."""
+    """Train `steps` steps after a warm-up (by default a fifth of their number), with one thread per queue. Returns the
+    slopes of the readings."""
     model, plan = job_of(policy)
     backend = VirtualBackend()
     model, optimizer = prepare(model, plan, AdamW(lr=1e-3, max_grad_norm=0.5), backend=backend)

@@ -68,7 +68,8 @@ class Watch:
                 item.session.shouldstop = "no time left"
 
     def _arm(self, item: pytest.Item) -> None:
-        """Before each phase: pytest's own plugin disarms it when a test fails. A test may name its limit."""
+        """Set the time limit before each phase, because pytest's own plugin removes it when a test fails. A test may
+        name its limit."""
         marker = item.get_closest_marker("timeout")
         limit_s = float(marker.args[0]) if marker is not None and marker.args else self.limit_s
         faulthandler.dump_traceback_later(limit_s, exit=True, file=self._errors)

@@ -1,4 +1,5 @@
-"""The end of what `pstar demo` prints, kept for the README: losses beside plain PyTorch, predicted beside measured."""
+"""The end of the output of `pstar demo`, kept for the README: losses beside plain PyTorch, predicted beside
+measured."""
 
 from __future__ import annotations
 

@@ -90,14 +90,14 @@ def start() -> dict[str, float]:
 
 
 def runs_for(*uses: str) -> list[Run]:
-    """Runs whose rows scope.toml gives one of these uses, their times and phases only."""
+    """Returns the runs whose rows have one of these uses in scope.toml, with their times and phases only."""
     rules = published_scope()
     rows = [r for r in published_rows() if rule_of(r, rules).use in uses]
     return runs_of(r for r in rows if r.metric.endswith("_ms") or r.metric in TIMES)
 
 
 def job(run: Run, v: dict[str, float]) -> Experiment:
-    """The run with these numbers in place of the shipped ones, where they can move it."""
+    """Returns the job of a run, with these numbers in place of the shipped numbers that affect the job."""
     on_gpu = experiment_of(run, fitted()).policy.partition(":")[0] in ON_GPU
     efficiency = replace(fitted(), matmul=v["matmul"], hbm=v["hbm"], launch_s=v["launch_us"] * 1e-6)
     if not on_gpu:
@@ -126,7 +126,7 @@ def job(run: Run, v: dict[str, float]) -> Experiment:
 
 
 def replayed(run: Run, values: dict[str, float], known: Replayed | None = None) -> Replayed:
-    """The run replayed with these numbers; `known` where it is the same job."""
+    """Returns the run replayed with these numbers; `known` if the job is the same."""
     made = job(run, values)
     if known is not None and made == known.job:
         return known
@@ -144,7 +144,7 @@ def errors_of(found: Sequence[Replayed]) -> Array:
 
 
 def derivatives(runs: Sequence[Run], values: dict[str, float], known: Sequence[Replayed]) -> Array:
-    """Of the errors of all rows, by the logarithm of each number."""
+    """Returns the derivatives of the errors of all rows by the logarithm of each number."""
     base = errors_of(known)
     columns = []
     for name in values:
@@ -163,7 +163,7 @@ def solved(base: Array, slopes: Array, held: Array) -> Array:
 
 
 def spread(errors: Array) -> dict[str, float]:
-    """Errors as `pstar validate` gives them; a row without a prediction counts 100 %."""
+    """Returns errors as `pstar validate` gives them; a row without a prediction counts 100 %."""
     sizes = np.where(np.isnan(errors), 1.0, np.abs(np.expm1(errors)))
     return {
         "rows": len(errors),
@@ -174,7 +174,8 @@ def spread(errors: Array) -> dict[str, float]:
 
 
 def sensitivity(base: Array, slope: Array) -> dict[str, object]:
-    """What a number does to rows: how many it moves, by how much, and the errors with a tenth less and a tenth more."""
+    """Returns the effect of a number on the rows: how many rows it moves, by how much, and the errors with a tenth less
+    and a tenth more."""
     moves = np.abs(np.nan_to_num(slope)) > 0.01
     return {
         "rows_moved": int(moves.sum()),

@@ -1,18 +1,18 @@
 """Ours beside plain PyTorch, DeepSpeed ZeRO-2 and ZeRO-3 offload and FSDP2 CPU offload: one model, one global batch.
 
     python benchmarks/peers.py                   on this CPU; DeepSpeed in .venv-peers, which is made for it
-    python benchmarks/peers.py --device cuda     on a CUDA card, with what this interpreter can import
+    python benchmarks/peers.py --device cuda     on a CUDA card, with the packages of this interpreter
 
 Every contender has a process of its own (contenders/), settings that are committed beside its code, the same weights,
 the same batches, the same threads on the same cores. First each is tried alone, at every micro-batch of --micro, and
-keeps its best. Then, on a CPU, as many as fit the memory that is available (less --keep-free) are alive at once and are
-asked for a step each in turn; on a card they run one after the other, because host memory holds one at a time. A
-contender that does not fit alone is left out, with the figures. Last, the largest model within a cap on host memory,
-by really training deeper and deeper ones. What is done is kept as it is done (JSON lines): a run that was cut off, or
-used up its --minutes, goes on where it stopped.
+keeps its best. Then, on a CPU, the contenders that fit the available memory (less --keep-free) are alive at once and
+make one step each in turn. On a card they run one after the other, because host memory has room for one at a time. A
+contender that does not fit alone is left out, with its figures. At the end the largest model within a cap on host
+memory is found by training deeper and deeper models. Each result is kept at once (JSON lines), so that a later run
+continues where an interrupted run, or one whose --minutes were over, stopped.
 
-On a CPU there are two tables: ours with everything resident, beside peers that offload all the same; and ours with
-room for half and for none of the model data, beside peers that offload as much.
+On a CPU there are two tables: ours with everything resident, beside peers that offload everything; and ours with room
+for half and for none of the model data, beside peers that offload as much.
 """
 
 from __future__ import annotations

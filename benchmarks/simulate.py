@@ -3,13 +3,10 @@
     python benchmarks/simulate.py      (writes results/simulate.json)
 
 - `compare` with five policies for the 12B preset (batch 8, sequence 1024) on v100-32, with its defaults;
-
 - one 175B iteration (batch 8, sequence 1024, checkpointing) on an h100-80 with 4 TB of host memory: planning by `tide`,
-`play` until it is steady, and `play` for each simulated iteration;
-
+  `play` until it is steady, and `play` for each simulated iteration;
 - 15B in 4 micro-batches of 4 on v100-32, the longest plan of the README (about 10,000 steps);
-
-- as many bare SimPy timeouts as played steps, for a ratio that does not depend on the machine.
+- bare SimPy timeouts, one per played step, for a ratio that does not depend on the machine.
 """
 
 from __future__ import annotations

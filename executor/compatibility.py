@@ -155,7 +155,7 @@ def torchrun_line(plan: Plan, file: str = "PLAN", model: str = "MODEL") -> str:
 
 
 def check_processes(plan: Plan, found: int, *, file: str = "PLAN", model: str = "MODEL") -> None:
-    """Check that the job has as many processes as the plan has ranks.
+    """Check that the job's number of processes is the plan's number of ranks.
 
     file, model: for the message.
     """

@@ -1,12 +1,12 @@
-"""The loop contract: what a training loop may do to a prepared model, and what happens when it does.
+"""The loop contract: the acts of a training loop on a prepared model, and their results.
 
-Whatever an offloaded optimizer cannot honour raises ContractError before any parameter changes and names the
-replacement; everything else behaves as in plain torch. Nothing goes wrong in silence. The table of `session/cursor.py`
-decides what each act leads to in each state of the loop.
+An act that an offloaded optimizer cannot support raises ContractError before any parameter changes and names the
+replacement. Every other act behaves as in plain torch. There are no silent errors. The table of `session/cursor.py`
+gives the result of each act in each state of the loop.
 
 | what the loop does | what happens |
 |---|---|
-| `p.grad` after backward | ContractError: it left for its chunk; `AdamW(max_grad_norm=)`, `session.grad_norm` |
+| `p.grad` after backward | ContractError: it is in its chunk; `AdamW(max_grad_norm=)`, `session.grad_norm` |
 | `torch.nn.utils.clip_grad_norm_` | ContractError: use `AdamW(max_grad_norm=)` |
 | `torch.amp.GradScaler` (`unscale_`, `step`) | ContractError: `AdamW(loss_scale=)`, on by itself in fp16 |
 | an iteration whose fp16 gradients overflow | as plain torch under GradScaler: no update, `session.skipped_steps` |
@@ -16,14 +16,14 @@ decides what each act leads to in each state of the loop.
 | `p.grad = tensor` | ContractError |
 | `p.grad = None` after `step()` | as plain torch |
 | `optimizer.zero_grad()`, `model.zero_grad()` after `step()` | as plain torch |
-| the same before `step()` | as plain torch, they are dropped |
-| the same from the last backward on, with eager updates | ContractError: parameters are being updated; call `step()` |
-| Ctrl-C in an iteration, then `zero_grad()` | as plain torch without that iteration; in `step()` with it |
-| the same in the middle of a chunk's update, or of eager updates | Interrupted, from then on: load a checkpoint |
-| Ctrl-C in an iteration, no `zero_grad()` | ContractError where gradients are half there |
+| `zero_grad()` before `step()` | as plain torch: the gradients are dropped |
+| `zero_grad()` from the last backward on, with eager updates | ContractError: parameters change; call `step()` |
+| Ctrl-C in an iteration, then `zero_grad()` | as plain torch without that iteration; from `step()` on with it |
+| Ctrl-C in the middle of a chunk's update, or of eager updates | Interrupted, from then on: load a checkpoint |
+| Ctrl-C in an iteration, no `zero_grad()` | ContractError where gradients are incomplete |
 | `zero_grad(set_to_none=False)` | ContractError: call `zero_grad()` |
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
-| a backward more than the plan's micro-batches | ContractError: plan with as many micro-batches |
+| more backwards than the plan's micro-batches | ContractError: plan with as many micro-batches |
 | fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted as a deviation |
 | under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |
@@ -35,19 +35,19 @@ decides what each act leads to in each state of the loop.
 | `model.state_dict()`, reading a parameter, `copy.deepcopy(p)` | as plain torch, a copy of the current value |
 | writing a parameter (`p.mul_`, `p.data.copy_`, ...) | ContractError: the master copy would keep its old value |
 | a forward without gradients (evaluation, `generate`) at any point | as plain torch, parameters fetched on demand |
-| the same on several ranks, between iterations | as plain torch; the ranks may call different modules, or none |
-| the same on several ranks, inside an iteration | PlanError: evaluate between `step()` and the next forward |
+| an evaluation on several ranks, between iterations | as plain torch; the ranks may call different modules, or none |
+| an evaluation on several ranks, inside an iteration | PlanError: evaluate between `step()` and the next forward |
 | reading, saving, evaluating between last backward and `step()`, with eager updates | ContractError: after `step()` |
-| `repr(p)` at any point | as plain torch; its form alone where its values cannot be had |
+| `repr(p)` at any point | as plain torch; only its form where its values cannot be read |
 | a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
 | changing `requires_grad` | ContractError at the next forward with gradients: freeze before `prepare` |
-| the same around an evaluation and back (peft's `disable_adapter()`) | as plain torch |
+| changing `requires_grad` for an evaluation and back (peft's `disable_adapter()`) | as plain torch |
 | `optimizer.add_param_group` | ContractError: give the groups to `AdamW` |
-| `optimizer.state_dict()`, `load_state_dict()` | as plain torch, also from and to it (bf16: the master copy besides) |
+| `optimizer.state_dict()`, `load_state_dict()` | as plain torch, and exchanged with it (bf16: and the master copy) |
 | learning-rate schedulers, writing `param_groups` | as plain torch: read at each `step()` |
-| the same between forward and `step()` with eager updates | ContractError: change them before the forward |
+| writing `param_groups` between forward and `step()` with eager updates | ContractError: write before the forward |
 | model and optimizer dropped without `session.close()` | as plain torch, collected with threads and memory |
-| an operator refused memory by CUDA | as plain torch, its error; `session.ladder.recover(error)`, then run again |
+| an operator refused memory by CUDA | the error, as in plain torch; `session.ladder.recover(error)`, then run again |
 | a CUDA graph captured between `prepare` and `session.close()` | PlanError in the thread that trains: capture before |
 | a batch of another shape | runs and counts as a deviation if it fits the budget, DoesNotFit otherwise |
 """

@@ -260,9 +260,9 @@ def offload(
 
     `bf16` and `fp16` become the plan's dtype ([Note: mixed precision] in offloading.py). `max_grad_norm` and
     `gradient_accumulation_steps` become settings of the plan. `gradient_checkpointing` is captured with the model.
-    `auto_find_batch_size` halves the batch until a plan fits. `torch_compile` compiles what runs between the plan's
-    moments. Raises ContractError, here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers other
-    than torch's AdamW.
+    `auto_find_batch_size` halves the batch until a plan fits. `torch_compile` compiles the operations between the
+    plan's moments. Raises ContractError, here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers
+    other than torch's AdamW.
     """
     if not hasattr(trainer, "create_optimizer"):
         raise ContractError(
@@ -274,7 +274,7 @@ def offload(
 
 
 def _put_under(trainer: Any, request: Request) -> Any:
-    """Give the Trainer the mixin, and what to plan for. Returns the same trainer."""
+    """Give the Trainer the mixin, and the request to plan for. Returns the same trainer."""
     kind = type(trainer)
     if not isinstance(trainer, OffloadTrainerMixin):
         trainer.__class__ = type(f"Offloaded{kind.__name__}", (OffloadTrainerMixin, kind), {"__module__": __name__})
@@ -327,7 +327,7 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
 
 
 def _left_behind(trainer: Any) -> str:
-    """What an interrupted training leaves, in words."""
+    """Returns, in words, the checkpoint that an interrupted training leaves."""
     folder = _last_whole(trainer.args.output_dir)
     left = (
         f"{folder} is whole: trainer.train(resume_from_checkpoint=True) continues from it"
@@ -402,7 +402,7 @@ class OffloadTrainerMixin:
         return self._offload.optimizer.session
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. `resume_from_checkpoint=True` continues from the last checkpoint that is whole."""
+        """Train as the Trainer does. `resume_from_checkpoint=True` continues from the last complete checkpoint."""
         _begin_again(self)
         done = super().train(_resumed_from(self, resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
         self.offload_session.trained = True
@@ -421,7 +421,7 @@ class OffloadTrainerMixin:
         """Does nothing: the plan decides where parameters are."""
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As the Trainer's. What ends it early (Ctrl-C, a full disk) leaves no folder."""
+        """Save as the Trainer does. An error or Ctrl-C during the save leaves no folder."""
         step = self.state.global_step  # type: ignore[attr-defined]
         folder = Path(self._get_output_dir(trial=trial)) / f"{CHECKPOINT}-{step}"  # type: ignore[attr-defined]
         if self.args.should_save:  # type: ignore[attr-defined]
@@ -488,7 +488,7 @@ class _Joined:
 
 
 def _begin_again(trainer: Any) -> None:
-    """Before another `train()`: the run goes on, or, where it has ended since, the next is planned anew."""
+    """Prepare another `train()`: the run continues; if it has ended meanwhile, a new run is planned."""
     if trainer._offload is None:
         return
     session = trainer.offload_session
@@ -498,13 +498,13 @@ def _begin_again(trainer: Any) -> None:
 
 
 def _resumed_from(trainer: Any, asked: Any) -> Any:
-    """resume_from_checkpoint; True is the last checkpoint that is whole, where there is one."""
+    """Returns the value for `resume_from_checkpoint`: True becomes the last complete checkpoint, if there is one."""
     return (_last_whole(trainer.args.output_dir) or True) if asked is True else asked
 
 
 def _last_whole(output_dir: str) -> str | None:
-    """The last checkpoint that a Trainer saved to its end: its state is written last. A later one that is not whole is
-    named in a warning."""
+    """Returns the last checkpoint that a Trainer saved completely, that is with its state, which is written last. Later
+    incomplete checkpoints are named in a warning."""
     folders = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob(f"{CHECKPOINT}-*")
                if path.name.rpartition("-")[2].isdigit()}  # fmt: skip
     for _, path in sorted(folders.items(), reverse=True):

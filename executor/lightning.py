@@ -5,10 +5,10 @@ The first `training_step` is captured with its own batch, planned for this machi
 plan ([Note: mixed precision] in offloading.py). Checkpoints are Lightning's own and hold the fp32 masters with the
 states.
 
-The module becomes the only child of a root module. `training_step` is then a call of the root, so its hooks run
-whatever `training_step` calls. During the capture, on fake tensors, `self.log` does nothing. A `training_step` that
-reads numbers from tensors (`.item()`) cannot be captured. Lightning calls `zero_grad` between forward and backward;
-under a plan gradients are cleared right after the optimizer step instead.
+The module becomes the only child of a root module. `training_step` is then a call of the root, whose hooks run even if
+`training_step` does not call the module itself. During the capture, on fake tensors, `self.log` does nothing. A
+`training_step` that reads numbers from tensors (`.item()`) cannot be captured. Lightning calls `zero_grad` between
+forward and backward; under a plan gradients are cleared right after the optimizer step instead.
 
 Before the first `training_step` the module and its batches are on the CPU (for example in the sanity check of
 validation). A second `fit` ends the run of the first and begins anew, from the weights in the plan's dtype.

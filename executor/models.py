@@ -86,12 +86,12 @@ def build(
 
     spec: a preset's name, "hf:FILE" (a transformers config.json, or a folder that holds one), "hf:ORG/NAME" (fetches
         the configuration only; weights are random), or "py:package.module:factory" (a callable that returns an
-        nn.Module and an example batch; of batch, sequence, dtype and checkpointing it is passed those its signature
+        nn.Module and an example batch; it gets those of batch, sequence, dtype and checkpointing that its signature
         names).
     dtype: "fp32", "bf16", "fp16"; None means bf16, for "py:" the module's own dtypes.
     device: "meta" or "cpu"; a "py:" factory decides itself.
-    seed: seed of weights and batch; the global generator is left as it was.
-    empty: build the parameters on meta whatever the device, for weights that come from a folder.
+    seed: seed of weights and batch; the global generator stays unchanged.
+    empty: build the parameters on meta for any `device`, for weights that come from a folder.
 
     Raises ModelError, and UnknownName for a preset that does not exist.
     """
@@ -221,8 +221,8 @@ def unread_padding() -> Iterator[None]:
 
 @contextlib.contextmanager
 def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
-    """Inside this context, transformers reads fake masks with known values as it reads real masks. It makes no
-    attention mask of a mask that is all ones, and makes one of any other mask. Without transformers nothing is
+    """Inside this context, transformers reads fake masks with known values as it reads real masks. A mask whose
+    elements are all 1 gives no attention mask; any other mask gives an attention mask. Without transformers nothing is
     changed."""
     masking = sys.modules.get("transformers.masking_utils")
 

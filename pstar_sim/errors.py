@@ -120,7 +120,7 @@ class RankLost(PstarError):
 
 
 class UnknownName(PstarError):
-    """A name that no catalog, policy table or file knows; the text lists the nearest ones."""
+    """A name that no catalog, policy table or file knows; the text lists the nearest known names."""
 
     def __init__(self, kind: str, name: str, known: tuple[str, ...]) -> None:
         import difflib

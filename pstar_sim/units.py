@@ -28,5 +28,5 @@ def format_s(time_s: float) -> str:
 
 
 def format_error(share: float | None) -> str:
-    """An error as a share, for people: "± 12 %"; "± ?" for None."""
+    """Returns an error as a share, for people: "± 12 %"; "± ?" for None."""
     return "± ?" if share is None else f"± {share * 100:.0f} %"

@@ -1,4 +1,4 @@
-"""Groups: which contenders are compared with each other, and which of them run at once. A group has as many as fit the
+"""Groups: which contenders are compared with each other, and which of them run at once. A group is as large as fits the
 memory. The table's references are in every group, so that each peer is compared with steps of the very same minutes."""
 
 from __future__ import annotations

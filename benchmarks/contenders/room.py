@@ -1,4 +1,4 @@
-"""Bytes per parameter, and the largest model they leave room for.
+"""Bytes per parameter, and the largest model for which they leave room.
 
 [Note: arithmetic] Model data in bytes per parameter, where w is the working dtype's width (fp32 4, bf16 2):
 
@@ -7,13 +7,13 @@
 | plain, fp32       | 4 + 4 + 8               | - (param, gradient, moments)                       |
 | plain, bf16       | 2 + 2 + 4 + 4 + 8       | - (besides: master and its gradient in fp32)       |
 | ZeRO-2 offload    | w (gradients leave)     | 4 + 8 + 4 (master, moments, fp32 gradient)         |
-| ZeRO-3 offload    | what is gathered        | w + 4 + 8 + 4 (param, then the same)               |
-| FSDP2 CPU offload | what is gathered        | 4 + 4 + 8 (fp32 param, its gradient, moments)      |
+| ZeRO-3 offload    | gathered parameters     | w + 4 + 8 + 4 (param, then the same)               |
+| FSDP2 CPU offload | gathered parameters     | 4 + 4 + 8 (fp32 param, its gradient, moments)      |
 | ours              | by the plan             | by the plan: w + 12, or that on the GPU instead    |
 
 On a CPU the "GPU" is host memory too, so both columns add up. Pinned memory that torch rounds up to a power of two,
-buckets and what is gathered come on top: the measured column has them, the arithmetic does not. So the arithmetic can
-say that a contender does not fit, and only a run that it does.
+buckets and gathered parameters come on top: the measured column has them, the arithmetic does not. So the arithmetic
+can show that a contender does not fit; only a run can show that it fits.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Worker:
         return {"loss": loss, "time_s": time.perf_counter() - start_s}
 
     def settle(self) -> dict[str, Any]:
-        """Peaks up to here are the start's; what follows is the steady state."""
+        """Begin counting peaks anew: earlier peaks are the start's, later ones the steady state's."""
         start_peak_bytes = peak_host_bytes()
         if self.task.device == "cuda":
             self.torch.cuda.reset_peak_memory_stats()

@@ -188,7 +188,7 @@ class CudaBackend(CudaStreams):
         return dataclasses.replace(self.kept, outside_bytes=outside_bytes(self.device))
 
     def idle_bytes(self) -> int:
-        """Returns the bytes that torch has reserved and nobody uses, beside the pool of payloads, which operators
+        """Returns the bytes that torch has reserved and that are unused, beside the pool of payloads, which operators
         cannot use."""
         return self._blocks.idle_bytes()
 

@@ -247,7 +247,8 @@ class BlockTape:
         self.parts.append(BlockPart("tail", [(loss, None)]))
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Cut the arguments of a block that is called. Returns its new arguments; None to keep the present ones."""
+        """Cut the arguments of a block that is called. Returns its new arguments; None to keep them, for
+        a block inside another block."""
         self._open += 1
         if self._open > 1:
             return None  # a block that calls another block
@@ -260,7 +261,8 @@ class BlockTape:
         return given
 
     def leave(self, name: str, output: Any) -> Any:
-        """Cut the output of a block whose call ends. Returns its new output; None to keep the present one."""
+        """Cut the output of a block whose call ends. Returns its new output; None to keep it, for a block
+        inside another block."""
         self._open -= 1
         if self._open > 0:
             return None

@@ -74,7 +74,7 @@ class _Relay:
 
     @property
     def _planned(self) -> int | None:
-        """The micro-batch that the plan's next moment belongs to; None where the plan does not say."""
+        """The micro-batch of the plan's next moment; None where the plan does not say."""
         s = self._session
         following = s.cursor.moment + 1
         if s.cursor.off_plan or following >= len(s.timetable.micro_batch):
@@ -83,13 +83,13 @@ class _Relay:
 
     @property
     def _next(self) -> int:
-        """The micro-batch that goes on."""
+        """The micro-batch that runs next."""
         planned = self._planned
         return planned if planned in self._waiting and planned is not None else self._waiting[0]
 
     @property
     def _mine(self) -> bool:
-        """Whether the micro-batch that runs goes on."""
+        """Whether the running micro-batch continues."""
         return self._next == self._now
 
     def _turn_to(self, micro_batch: int) -> None:
@@ -108,7 +108,7 @@ class _Relay:
         self._session.clock.turn_to(micro_batch)
 
     def _before_event(self) -> None:
-        """A forward comes to an event."""
+        """Suspend the forward before an event that is not the plan's next."""
         while not self._mine:
             self._forwards[self._now].suspend()
 

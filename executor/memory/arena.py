@@ -169,7 +169,7 @@ class Arena:
             self._turn(Place.GPU, chunk, list_name, "grad", by_moment=True)
 
     def copied(self, source: Place, target: Place, chunk: int, list_name: str) -> None:
-        """Note that a payload holds what its copy in the place `source` holds."""
+        """Note that a payload has the same category as its copy in the place `source`."""
         with self._lock:
             category = self.log.category(source, chunk, list_name)
         self._turn(target, chunk, list_name, category)

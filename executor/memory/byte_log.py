@@ -54,28 +54,28 @@ class ByteLog:
         self._lock = lock
         self._clock = clock
         self._mark = ("", -1)
-        self._turned: dict[tuple[Place, int, str], str] = {}  # payloads that hold what their list is not named for
+        self._turned: dict[tuple[Place, int, str], str] = {}  # payload -> its category, where that is not its list's
 
     def note(self, place: Place, change: int, chunk: int, list_name: str) -> None:
-        """A payload has memory now (change > 0), or gave it back."""
+        """Note that a payload got memory (change > 0), or gave it back."""
         turned = self._turned.pop((place, chunk, list_name), None)
         category = category_of(list_name) if turned is None or change > 0 else turned
         self._append(self._clock(), place, category, change, chunk, list_name, self._mark, change < 0)
 
     def note_tide(self, change: int) -> None:
-        """The gpu holds `change` more bytes of non-model data."""
+        """Note that the gpu holds `change` more bytes of non-model data."""
         self._append(self._clock(), Place.GPU, NON_MODEL, change, -1, "", self._mark, False)
 
     def category(self, place: Place, chunk: int, list_name: str) -> str:
-        """What a payload that has memory holds: [Note: categories] in core/ledger.py."""
+        """Returns the category of a payload with memory: [Note: categories] in core/ledger.py."""
         return self._turned.get((place, chunk, list_name)) or category_of(list_name)
 
     def note_turn(
         self, place: Place, category: str, size: int, chunk: int, list_name: str, *, by_moment: bool = False
     ) -> None:
-        """A payload of `size` bytes that has memory holds data of `category` from now on.
+        """Note that a payload of `size` bytes with memory holds data of `category` from now on.
 
-        by_moment: whether a moment changed it, and no step of the chunk.
+        by_moment: whether a moment changed it, not a step of the chunk.
         """
         before = self.category(place, chunk, list_name)
         if before == category:

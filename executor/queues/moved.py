@@ -16,7 +16,10 @@ class Moved:
     two points in time are not those of an iteration."""
 
     def __init__(self, already: Mapping[str, int]) -> None:
-        """already: bytes copied by direction before the first iteration."""
+        """Begin the count.
+
+        already: bytes copied by direction before the first iteration.
+        """
         self._known = dict(already)
         self._bytes: dict[int, dict[str, int]] = {}
         self._ended: dict[int, int] = {}  # iteration -> copies of the plan that have ended

@@ -382,6 +382,6 @@ def _shapes(name: str, stored: Sequence[int], wanted: Sequence[int]) -> str:
 
 
 def some(names: Sequence[str]) -> str:
-    """Returns the first few names, and the number of further ones, for a message."""
+    """Returns the first few names, and the number of the remaining names, for a message."""
     more = len(names) - NAMED_AT_MOST
     return ", ".join(names[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else "")

@@ -231,7 +231,7 @@ class Loop:
         )
 
     def _next_moment(self, event: ModuleEvent) -> None:
-        """Follow an event that is as planned."""
+        """Handle an event that is as planned: go to its moment."""
         host = self.host
         try:
             host.following.advance(host.cursor.moment + 1)

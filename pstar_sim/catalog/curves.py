@@ -36,5 +36,5 @@ def best_rate(curve: Curve) -> float:
 
 
 def share_at(curve: Curve, size: float) -> float:
-    """The rate at `size` (> 0) over the best rate of the curve; 1 without points."""
+    """Returns the rate at `size` (> 0) over the best rate of the curve; 1 without points."""
     return rate_at(curve, size) / best_rate(curve) if curve else 1.0

@@ -177,7 +177,7 @@ class Fabric:
         _check_known(_check("link", self, positive=("bytes_per_s",), natural=("latency_s",)), self.known)
 
     def rate_of(self, size_bytes: float) -> float:
-        """Bytes/s of a collective of that many bytes (> 0)."""
+        """Returns the bytes/s of a collective of `size_bytes` (> 0)."""
         return self.bytes_per_s * share_at(self.table, size_bytes)
 
 

@@ -1,4 +1,4 @@
-"""How long a matrix product takes by its shape, from a few physical figures of a GPU.
+"""Seconds of a matrix product by its shape, from a few physical figures of a GPU.
 
 [Note: seconds of a product] A product of m x k by k x n is cut into tiles of the result. Each streaming multiprocessor
 (SM) computes one tile at a time, so the tiles go in waves, and the last wave leaves SMs idle. Each tile begins and ends
@@ -9,10 +9,10 @@ with work that does not depend on k. Meanwhile the factors and the result move t
     memory     = bytes / bytes_per_s
     seconds    = (arithmetic ** 4 + memory ** 4) ** (1 / 4) + kernel_s
 
-where `rate` is what large products reach (`Gpu.flops_per_s`). The longer of arithmetic and memory decides; the fourth
+where `rate` is the rate of large products (`Gpu.flops_per_s`). The longer of arithmetic and memory decides; the fourth
 power rounds the corner between them. GPUs of a generation differ in SMs and rates alone.
 
-benchmarks/gemm.py fits the figures to measured products and says how large the errors are.
+benchmarks/gemm.py fits the figures to measured products and gives their errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Usage of commands in this project's words, in place of click's below typer: checks the flags, reports a mistake in
+"""Usage of commands in this project's words, in place of click's below typer. Checks the flags, reports a mistake in
 one line that names the thing, the value and what would do, and prints help in sections."""
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def read(content: object, file: str) -> Configuration:
 
 
 def _hint(word: str, known: tuple[str, ...]) -> str:
-    """What would do, behind a word that is not known."""
+    """Returns a hint for a word that is not known: the nearest known word, or all of them."""
     near = nearest(word, known)
     return f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}"
 

@@ -391,10 +391,10 @@ def write(configuration: Configuration) -> str:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """What one rank asks the host for: see [Note: pinned blocks] in host_memory.py.
+    """Returns the host memory that one rank requests: see [Note: pinned blocks] in host_memory.py.
 
-    Stages 1 and 2: flat buffers of the rank's slices. Stage 3: masters, gradients and moments by sub-group; gradients
-    in the working dtype, and offloaded parameters, in one buffer each.
+    Stages 1 and 2 have flat buffers of the rank's slices. Stage 3 has masters, gradients and moments by sub-group;
+    gradients in the working dtype, and offloaded parameters, lie in one buffer each.
     """
     detail = configuration.detail
     if detail["stage"] == 0 or detail["states"] == "none":
@@ -466,8 +466,8 @@ def _whole(value: object) -> int:
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes that the GPU holds beside the plan's lists. With stage 0 in 16 bits these are working gradients
-    and fp32 gradients; all_on_gpu has the fp32 ones only for several micro-batches."""
+    """Returns the bytes that the GPU holds beside the plan's lists: with stage 0 in 16 bits, working gradients and fp32
+    gradients. With several micro-batches the lists of all_on_gpu include the fp32 gradients already."""
     if configuration.detail["stage"] != 0 or workload.dtype == "fp32":
         return 0
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
@@ -475,7 +475,7 @@ def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: i
 
 def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
     """Returns the bytes of weights while they are loaded, in the working dtype. Every process loads the whole model;
-    with stage 3 the model is sliced while it is made (zero.Init; the HF Trainer does that)."""
+    with stage 3, zero.Init slices the model while it is made (the HF Trainer uses zero.Init)."""
     whole = workload.params * DTYPE_BYTES[workload.dtype]
     return -(-whole // ranks) if configuration.detail["stage"] == 3 else whole
 

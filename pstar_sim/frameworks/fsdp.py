@@ -53,8 +53,8 @@ def reshards(configuration: Configuration) -> bool:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """What one rank asks the host for where everything is offloaded. FSDP2 pins parameter by parameter, FSDP 1 the flat
-    parameter of each wrapped block; a gradient arrives in a block as large as its parameter."""
+    """Returns the host memory that one rank requests where everything is offloaded. FSDP 2 pins each parameter, FSDP 1
+    the flat parameter of each wrapped block. A gradient arrives in a block as large as its parameter."""
     if not offloads(configuration):
         return ()
     tensors = trained(workload)
@@ -80,7 +80,8 @@ def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Weights while they are loaded, in fp32: every process loads the whole model, or one does for all."""
+    """Returns the bytes of weights while they are loaded, in fp32. Either every process loads the whole model, or one
+    process loads it for all."""
     whole = workload.params * _WIDTH
     return -(-whole // ranks) if configuration.detail.get("loads_once") else whole
 

@@ -26,11 +26,11 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """Memory that is asked for under one name, on one rank.
+    """Memory that one rank requests under one name.
 
-    name: what lies in it.
+    name: its content, in words.
     sizes: bytes of each request.
-    pinned: whether it is page-locked.
+    pinned: whether the memory is page-locked.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Allocation:
 
     @property
     def taken_bytes(self) -> int:
-        """What the host gives for it: [Note: pinned blocks]."""
+        """Bytes that the host gives for it: [Note: pinned blocks]."""
         return sum(map(_power_of_two, self.sizes)) if self.pinned else self.asked_bytes
 
 
@@ -108,9 +108,9 @@ class HostNeed:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRules:
-    """How a framework allocates: functions of (configuration, workload of one rank, number of ranks).
+    """Rules by which a framework allocates: functions of (configuration, workload of one rank, number of ranks).
 
-    allocations: what one rank asks the host for.
+    allocations: host memory that one rank requests.
     start_bytes: bytes of weights while they are loaded.
     gpu_beyond_bytes: bytes that the GPU holds beside the lists of the policy; by default none.
     """
@@ -120,7 +120,7 @@ class MemoryRules:
     gpu_beyond_bytes: Callable[[Configuration, Workload, int], int] = lambda configuration, workload, ranks: 0
 
     def host_need(self, configuration: Configuration, workload: Workload, ranks: int) -> HostNeed:
-        """What the framework takes of the host on one rank."""
+        """Returns the host memory that the framework takes on one rank."""
         return HostNeed(
             allocations=self.allocations(configuration, workload, ranks),
             startup_bytes=self.start_bytes(configuration, workload, ranks),
@@ -133,12 +133,16 @@ def _power_of_two(size: int) -> int:
 
 
 def allocation(name: str, size_bytes: float, *, pinned: bool) -> Allocation:
-    """Memory that one request asks for."""
+    """Returns the memory of a single request."""
     return Allocation(name=name, sizes=(int(size_bytes),) if size_bytes else (), pinned=pinned)
 
 
 def tensor_allocations(name: str, numels: Iterable[int], width: float, *, pinned: bool) -> Allocation:
-    """Memory with one request per tensor. numels: elements of each tensor. width: bytes per element."""
+    """Returns memory with one request per tensor.
+
+    numels: elements of each tensor.
+    width: bytes per element.
+    """
     return Allocation(name=name, sizes=tuple(int(numel * width) for numel in numels if numel), pinned=pinned)
 
 

@@ -101,7 +101,7 @@ def _partly(share: float, own_params: int) -> str:
 
 
 def _allocations(configuration: Configuration, workload: Workload, ranks: int) -> tuple[Allocation, ...]:
-    """What one rank asks the host for: parameter by parameter, of the share that is offloaded."""
+    """Returns the host memory that one rank requests for the offloaded share: one request per parameter."""
     share = configuration.detail[_SHARE]
     assert isinstance(share, float | int)
     sizes = [int(share * size) for size in rank_sizes(trained(workload), ranks)]
@@ -113,14 +113,14 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes that the GPU holds beside the plan's lists: fp32 gradients of all parameters. Those of a rank's
-    own slices are left out where states are on the GPU, because the policy counts them."""
+    """Returns the bytes that the GPU holds beside the plan's lists: fp32 gradients of all parameters. Where states are
+    on the GPU, gradients of the rank's own slices are left out, because the policy counts them."""
     counted = 1 / ranks if configuration.base == "zero3_resident" else 0.0
     return int(4 * workload.trainable_params * (1 - counted))
 
 
 def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes of weights while they are loaded: every process loads the whole model, in the working dtype."""
+    """Returns the bytes of weights while they are loaded. Every process loads the whole model, in the working dtype."""
     return workload.params * DTYPE_BYTES[workload.dtype]
 
 

@@ -30,9 +30,9 @@ class ConfigurationPrediction:
     """A configuration on a machine; bytes are those of one rank.
 
     label: name of the configuration, such as that of its file.
-    configuration: the configuration; what the file leaves to the script is set for this model.
+    configuration: the configuration, with the values that its file leaves to the script set for this model.
     policy: the policy that stands for the configuration.
-    host: what the configuration takes of the host.
+    host: host memory that the configuration takes.
     host_available_bytes: the machine's budget of host memory.
     gpu_available_bytes: the machine's budget of GPU memory.
     reason: why the configuration does not fit or cannot be planned; None if it fits.
@@ -74,7 +74,7 @@ class ConfigurationPrediction:
         return Follows(self.configuration, self.label)
 
     def as_fit(self) -> Fit:
-        """Returns the line of `fits`."""
+        """Returns the prediction as a line of `fits`."""
         return Fit(
             policy=self.label,
             fits=self.fits,
@@ -96,7 +96,7 @@ class ConfigurationPrediction:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Returns host memory first; without the plan."""
+        """Returns the prediction as plain values of JSON, host memory first, without the plan."""
         return {
             "label": self.label,
             "framework": self.configuration.framework,

@@ -166,7 +166,8 @@ def phase_bands(timeline: Timeline, *, x: str = "time") -> tuple[PhaseBand, ...]
 
 
 def _with_updates(timeline: Timeline, bands: Sequence[PhaseBand]) -> Iterator[PhaseBand]:
-    """The bands, and between them, before and behind them the stretches from the first update to the last."""
+    """Yields the bands, and in the gaps before, between and after them the stretches from the first update to the
+    last."""
     origin = steady_start_s(timeline)
     updates = [(s.start_s - origin, s.end_s - origin) for s in timeline.spans if s.kind in UPDATES]
     at_s = 0.0

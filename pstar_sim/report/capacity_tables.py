@@ -197,7 +197,8 @@ def _fit_cells(row: Fit) -> tuple[str, ...]:
 
 
 def limits_text(answer: Limits, *, width: int | None = None) -> str:
-    """Returns one line per policy, published limits beside them where there are any, and what the next size lacks."""
+    """Returns one line per policy, published limits beside them where there are any, and the bytes that the next size
+    lacks."""
     width = terminal_width() if width is None else width
     m = answer.machine
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"

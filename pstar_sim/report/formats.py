@@ -1,7 +1,7 @@
 """The reference page of each file format, made from the types by which its files are read.
 
-The field of a type says which values its key takes, what the key means and what its default is. The unit follows from
-the key's name. A page of the documentation that says `<!-- format: NAME -->` gets `format_page(NAME)` there.
+The field of a type defines the values of its key, its meaning and its default. The unit follows from the key's name. A
+page of the documentation that says `<!-- format: NAME -->` gets `format_page(NAME)` there.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = No
     """Returns the trace as an object ready for `json.dump`. Raises PstarError where one of several timelines has no
     compute spans.
 
-    plan: the plan of the timelines; with it, moments carry their names and flows lead from fetches to their uses.
+    plan: the plan of the timelines. It gives moments their names, and draws flows from fetches to their uses.
     """
     many = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     steady = [steady_start_s(t) for t in many] if len(many) > 1 else [0.0]

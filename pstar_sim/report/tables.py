@@ -54,8 +54,8 @@ class TableAnswer(Protocol):
 
 
 def heading(answer: TableAnswer) -> str:
-    """Returns job, setting and machine of the answer; for the machine "here" also what was found and what was
-    assumed."""
+    """Returns job, setting and machine of the answer; for the machine "here" also the parts that were found and those
+    that were assumed."""
     w, m, s = answer.workload, answer.machine, answer.settings
     barrier = s.barrier(w.dtype)
     parts = [
@@ -128,7 +128,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def format_size(size_bytes: float | None) -> str:
-    """A size in a table: tenths of a GB from 1 GB on; "" for None."""
+    """Returns a size for a table: tenths of a GB from 1 GB on; "" for None."""
     if size_bytes is None:
         return ""
     return f"{size_bytes / GB:.1f} GB" if abs(size_bytes) >= GB else format_bytes(size_bytes)
@@ -155,7 +155,8 @@ def format_percent(share: float) -> str:
 
 
 def reasons(comparison: Comparison) -> list[str]:
-    """Returns a text for every policy that does not fit: why, by how much, and what would make it fit."""
+    """Returns a text for every policy that does not fit: the reason, the lacking bytes, and a change that would make it
+    fit."""
     return [row.reason or f"{row.policy} does not fit" for row in comparison.rows if not row.fits]
 
 

@@ -260,7 +260,8 @@ class _Graph:
         return _shortest_cycle(source, target, units, done)
 
     def _edges(self) -> tuple[_States, _States, _States, _States]:
-        """Breadth first: (from, to, units, iterations ended) of all edges between states in which a step has ended."""
+        """Returns all edges between states in which a step has ended, breadth first: (from, to, units, iterations
+        ended)."""
         x = np.zeros((self.rows, 1), dtype=np.int64)
         known, number = self.keys(x), np.zeros(1, dtype=np.int64)
         parts: list[tuple[_States, ...]] = []
@@ -283,7 +284,8 @@ class _Graph:
         return source, target, units, done
 
     def _after(self, x: _States) -> tuple[_States, _States, _States]:
-        """Returns all states in which the next step has ended, units until then, and whether an iteration has."""
+        """Returns all states in which the next step has ended, the units until then, and whether an iteration has
+        ended."""
         for stage in (self._compute, self._up, self._down, self._cpu):
             x = stage(x)
         left = np.stack([np.where(x[what] > 0, x[units], 2**30) for what, units in _QUEUES]).min(axis=0)
@@ -307,7 +309,7 @@ class _Graph:
         return self._fitting(np.concatenate(made, axis=1))
 
     def _may_run(self, x: _States, i: int, way: Way) -> _Mask:
-        """Where the next moment is one of this layer and may start."""
+        """Returns in which states the next moment is one of this layer and may start."""
         m = x[_MOMENT]
         p, pending, w, s, _ = x[self.row(i, 0) : self.row(i + 1, 0)]
         ready = (self.layer[m] == i) & (p != _HOST) & (pending == 0)
@@ -333,7 +335,8 @@ class _Graph:
         return ready & self._norm_is_there(x)
 
     def _norm_is_there(self, x: _States) -> _Mask:
-        """With clipping and several micro-batches: whether all adds and copies down of sums are done."""
+        """Returns in which states all adds and copies down of sums are done, with clipping and several
+        micro-batches."""
         there = np.ones(x.shape[1], dtype=bool)
         if not self.t.clip or self.t.micro_batches == 1:
             return there
@@ -350,7 +353,8 @@ class _Graph:
         return there
 
     def _norm_is_taken(self, x: _States, i: int) -> _Mask:
-        """With clipping: whether an Adam of the iteration whose gradients wait in chunk i has started."""
+        """Returns in which states an Adam of the iteration whose gradients wait in chunk i has started, with
+        clipping."""
         taken = np.zeros(x.shape[1], dtype=bool)
         if not self.t.clip or self.t.micro_batches == 1:
             return taken
@@ -367,7 +371,7 @@ class _Graph:
         return self._fitting(np.concatenate(made, axis=1))
 
     def _may_come(self, x: _States, i: int, way: Way) -> Iterator[tuple[int, _Mask]]:
-        """Lists that may come up."""
+        """Yields the lists that may come up."""
         p, pending, w, s, state = x[self.row(i, 0) : self.row(i + 1, 0)]
         rests = x[_COMPUTE] != _ADAM + i
         yield _P, (p == _HOST) & rests & ((pending == 0) | (way.on_gpu and not way.summed))
@@ -389,7 +393,7 @@ class _Graph:
         return np.concatenate(made, axis=1)
 
     def _may_go(self, x: _States, i: int, way: Way) -> Iterator[tuple[int, _Mask]]:
-        """Lists that may go down."""
+        """Yields the lists that may go down."""
         p, _, w, s, state = x[self.row(i, 0) : self.row(i + 1, 0)]
         m, rests = x[_MOMENT], x[_COMPUTE] != _ADAM + i
         runs = (x[_COMPUTE] == _RUNS) & (self.layer[m] == i) & self.backward[m]
@@ -434,8 +438,9 @@ class _Graph:
         return ready & self._norm_is_there(x)
 
     def _folded(self, x: _States, i: int, way: Way) -> _States:
-        """Gradients that an update on the CPU adds up itself: the last one to the sum of the others, and the one before
-        it where that has a list of its own and others were added before."""
+        """Returns the number of gradients that an update on the CPU adds up itself: the last gradient, which is added
+        to the sum of the others, and the gradient before it if it has a list of its own and others were added
+        before."""
         if way.summed or self.t.clip or self.t.micro_batches == 1:
             return np.zeros(x.shape[1], dtype=np.int64)
         return 1 + (x[self.row(i, _W)] == _W_HOST) * (self.t.micro_batches > 2)
@@ -454,21 +459,21 @@ class _Graph:
         return adds
 
     def _busy(self, x: _States, i: int) -> _Mask:
-        """Returns whether a copy or an add of the chunk is under way."""
+        """Returns in which states a copy or an add of the chunk is running."""
         busy = self._adds(x, i)
         for which in _LISTS:
             busy |= self._copied(x, i, which)
         return busy
 
     def _all_own(self, x: _States, i: int) -> _Mask:
-        """Returns whether all gradients that have lists of their own have come."""
+        """Returns in which states all gradients that have lists of their own have come."""
         came: _Mask = (x[_MOMENT] > self.own_last[i]) | (x[self.row(i, _PENDING)] == 1)
         return came
 
     # -- room --
 
     def _fitting(self, x: _States) -> _States:
-        """Returns the states that fit, after giving up as many lists as that takes, in each possible way."""
+        """Returns the states that fit, after giving up enough lists, in each possible way."""
         fitting = []
         while x.shape[1]:
             over = self._used(x) > self.t.slots
@@ -500,7 +505,7 @@ class _Graph:
         return used
 
     def _may_give_up(self, x: _States, i: int, way: Way) -> Iterator[tuple[int, _Mask, int]]:
-        """(row, where its list on the GPU may be given up, the row's value then)."""
+        """Yields (row, in which states its list on the GPU may be given up, the row's value then)."""
         p, _, w, s, state = x[self.row(i, 0) : self.row(i + 1, 0)]
         m, rests = x[_MOMENT], x[_COMPUTE] != _ADAM + i
         runs = (x[_COMPUTE] == _RUNS) & (self.layer[m] == i)
@@ -517,7 +522,7 @@ class _Graph:
     # -- what ends --
 
     def _end(self, x: _States) -> NDArray[np.int64]:
-        """Change x where steps end; whether an iteration does."""
+        """Change x where steps end. Returns in which states an iteration ends."""
         for i, way in enumerate(self.ways):
             self._end_copies(x, i, way)
             self._end_on_cpu(x, i, way)
@@ -538,7 +543,7 @@ class _Graph:
         x[self.row(i, _W), ends[_W]] = _W_BOTH
         ends = {which: (x[_DOWN] == self._copy(i, which)) & (x[_DOWN_LEFT] == 0) for which in _LISTS}
         pending = x[self.row(i, _PENDING)] == 1
-        # what nobody reads on the GPU again goes at once
+        # lists that are not read on the GPU again are freed at once
         x[self.row(i, _P), ends[_P]] = np.where((not way.on_gpu) | (way.summed & pending), _HOST, _BOTH)[ends[_P]]
         x[self.row(i, _X), ends[_X]] = _BOTH
         x[self.row(i, _S), ends[_S]] = np.where((not way.on_gpu) & pending, _S_HOST, _S_BOTH)[ends[_S]]
@@ -564,7 +569,7 @@ class _Graph:
         x[self.row(i, _PENDING), last] = 1
         if way.summed:
             x[self.row(i, _S), back] = _S_GPU
-            x[self.row(i, _P), last & (x[self.row(i, _P)] == _BOTH)] = _HOST  # nobody reads it again
+            x[self.row(i, _P), last & (x[self.row(i, _P)] == _BOTH)] = _HOST  # the list is not read again
             return
         x[self.row(i, _P), last] = _GPU
         w = x[self.row(i, _W)]
@@ -573,7 +578,7 @@ class _Graph:
 
 
 def _on_gpu(s: _States) -> _Mask:
-    """Returns whether a sum that is made on the GPU is there."""
+    """Returns in which states a sum that is made on the GPU is there."""
     there: _Mask = (s == _S_GPU) | (s == _S_BOTH)
     return there
 
@@ -587,7 +592,7 @@ def _with(x: _States, *rows_and_values: object) -> _States:
 
 
 def _different(*columns: _States) -> _States:
-    """Returns the positions at which these columns are different, one of each."""
+    """Returns the positions at which these columns are different, the first position of each."""
     order = np.lexsort(columns)
     keep = np.ones(len(order), dtype=bool)
     keep[1:] = np.any([column[order][1:] != column[order][:-1] for column in columns], axis=0)
@@ -600,9 +605,9 @@ _SAME = 1e-9
 
 
 def _shortest_cycle(source: _States, target: _States, units: _States, done: _States) -> Fraction | None:
-    """Least units per iteration of a cycle that node 0 reaches, by policy iteration; None where no cycle ends an
-    iteration. Every node is one that node 0 reaches. Rates of two cycles of these sizes differ by far more than
-    rounding, and the answer is counted on the cycle itself."""
+    """Returns the least units per iteration of a cycle that node 0 reaches, by policy iteration; None if no cycle ends
+    an iteration. Every node must be reachable from node 0. Rates of two cycles of these sizes differ by far more than
+    rounding, and the result is counted on the cycle itself."""
     count = int(max(source.max(initial=0), target.max(initial=0))) + 1
     stuck = np.setdiff1d(np.arange(count), source)  # nodes without a way on stand still
     source, target = np.concatenate((source, stuck)), np.concatenate((target, stuck))
@@ -630,7 +635,8 @@ def _shortest_cycle(source: _States, target: _States, units: _States, done: _Sta
 
 
 def _first_at(holds: _Mask, begin: _States) -> _States:
-    """Of each node the first of its edges where it holds (some edge of another node where it holds for none)."""
+    """Returns for each node the first of its edges for which `holds` is true (for a node without such an edge, an edge
+    of another node)."""
     where = np.flatnonzero(holds)
     return where[np.minimum(np.searchsorted(where, begin), len(where) - 1)]
 
@@ -638,8 +644,8 @@ def _first_at(holds: _Mask, begin: _States) -> _States:
 def _evaluated(
     target: _States, units: _States, done: _States
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], Fraction | None]:
-    """Of nodes with one way on each: the rate of the cycle that a node ends in, its advantage on the way there; and
-    units per iteration on the fastest cycle."""
+    """Evaluates nodes with a single edge each. Returns the rate of the cycle in which each node ends, the node's
+    advantage on the way there, and the units per iteration on the fastest cycle."""
     count = len(target)
     doublings = max(1, int(np.ceil(np.log2(count)))) + 1
     jump, least = target, np.minimum(np.arange(count), target)

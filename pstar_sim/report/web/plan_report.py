@@ -138,7 +138,9 @@ class _Page:
     def _each(self, name: str, says: str, make: Callable[[Subject], Chart]) -> str:
         """Returns the legend, and a column per subject with its chart.
 
-        name: of the figures. says: what the charts show. make: draws the chart of a subject.
+        name: name of the figures.
+        says: the charts in words.
+        make: draws the chart of a subject.
         """
         legend: dict[str, str] = {}
         cells = []
