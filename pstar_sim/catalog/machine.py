@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
+from typing import Any
 
 from pstar_sim.arguments import flag, instance, number, text, whole
 from pstar_sim.catalog.curves import Curve, share_at
@@ -448,21 +449,14 @@ def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
     first = kinds[0]
     if len(kinds) == 1:
         return first
-    context = min(g.context_bytes for g in kinds)
+    figures: dict[str, Any] = {name: worst([getattr(g, name) for g in kinds]) for name, worst in _WORST_OF_GPUS.items()}
     common = [d for d in first.flops_per_s if all(d in g.flops_per_s for g in kinds)]
     return Gpu(
         name=" + ".join(dict.fromkeys(g.name for g in kinds)),
-        memory_bytes=min(g.memory_bytes for g in kinds),
-        usable_bytes=min(g.budget_bytes for g in kinds) + context,
-        context_bytes=context,
-        hbm_bytes_per_s=min(g.hbm_bytes_per_s for g in kinds),
+        usable_bytes=min(g.budget_bytes for g in kinds) + figures["context_bytes"],
         flops_per_s={d: min(g.flops_per_s[d] for g in kinds) for d in common},
-        measured=all(g.measured for g in kinds),
         source="the least of each figure",
-        known=max((g.known for g in kinds), key=KNOWN.index),
-        launch_s=_of_known(max, [g.launch_s for g in kinds]),
-        operator_bytes_per_s=_of_known(min, [g.operator_bytes_per_s for g in kinds]),
-        products=_weakest_products([g.products for g in kinds]),
+        **figures,
     )
 
 
@@ -492,6 +486,19 @@ def _of_known(pick: Callable[[list[float]], float], figures: Sequence[float | No
     """Returns `pick` of the figures; None if some figure is None."""
     known = [figure for figure in figures if figure is not None]
     return pick(known) if len(known) == len(figures) else None
+
+
+_WORST_OF_GPUS: Mapping[str, Callable[[list[Any]], object]] = {
+    "memory_bytes": min,
+    "context_bytes": min,
+    "hbm_bytes_per_s": min,
+    "measured": all,
+    "known": partial(max, key=KNOWN.index),
+    "launch_s": partial(_of_known, max),
+    "operator_bytes_per_s": partial(_of_known, min),
+    "products": _weakest_products,
+}
+"""Field of a Gpu -> its worst value over several GPUs."""
 
 
 def _weakest_link(links: Sequence[Link]) -> Link:

@@ -38,7 +38,7 @@ __all__ = [
     "validate",
 ]
 
-NEAR, FAR = 0.15, 0.35
+NEAR, FAR = 0.09, 0.28
 """Limits for the median and the 90th percentile of the absolute error of the tested rows. A row beyond FAR is a
 miss."""
 DIFFERENT = 0.10
