@@ -226,6 +226,36 @@ def validation_summary() -> str:
     return "```text\n" + "\n".join(result("validation")["summary"]) + "\n```"
 
 
+def fit_numbers() -> str:
+    """A row per number: its fit, and what a tenth more does to fitted and tested rows."""
+    found = result("fit_efficiency")
+    lines = [
+        "| number | meaning | shipped | fit | tested rows moved | a tenth less | a tenth more |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in found["numbers"].items():
+        tested = row["tested"]
+        less, more = (_two_errors(tested[key]) for key in ("a_tenth_less", "a_tenth_more"))
+        fit = "held" if row["held"] else f"{row['fit']:.4g}"
+        moved = f"{tested['rows_moved']}, by {tested['moved_by_a_tenth_more']:+.1%}"
+        meaning = row["meaning"].removesuffix(" (held)")
+        lines.append(f"| `{name}` | {meaning} | {row['shipped']:.4g} | {fit} | {moved} | {less} | {more} |")
+    return "\n".join(lines)
+
+
+def fit_without() -> str:
+    """A row per machine that is left out of the fit: errors of its rows without it and with it."""
+    lines = ["| machine left out | rows | fitted without it | fitted with it |", "|---|---:|---:|---:|"]
+    for machine, row in result("fit_efficiency")["left_out"].items():
+        errors = " | ".join(_two_errors(row[key]) for key in ("out", "in"))
+        lines.append(f"| {machine} | {row['out']['rows']} | {errors} |")
+    return "\n".join(lines)
+
+
+def _two_errors(errors: Mapping[str, float]) -> str:
+    return f"{100 * errors['median']:.1f} / {100 * errors['p90']:.1f} %"
+
+
 def demo() -> str:
     """The tables of the demo's end, without the explanations below them."""
     lines = result("demo")["lines"]
@@ -562,6 +592,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
 } | {
     "demo-taken": lambda: link("demo"),
     "families-taken": lambda: link("families"),
+    "fit-taken": lambda: link("fit_efficiency"),
     "search-constants-taken": lambda: link("search_constants"),
     "sums-taken": sums_taken,
     "table-taken": lambda: link("table_policies"),
@@ -574,6 +605,8 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "contract": contract_table,
     "demo": demo,
     "families": families,
+    "fit-numbers": fit_numbers,
+    "fit-without": fit_without,
     "frameworks": frameworks_table,
     "gaps": gaps_table,
     "gaps-above": above_goal,
