@@ -157,7 +157,10 @@ def test_the_verdict_says_what_is_missed() -> None:
     far = validation_text(
         Validation(counts={}, results=(result(100, 110), result(100, 105), result(100, 160))), width=140
     )
-    assert "median 10.0% (at most 9% wanted: missed), 90th percentile 50.0% (at most 28% wanted: missed), worst +60%" in far
+    assert (
+        "median 10.0% (at most 9% wanted: missed), 90th percentile 50.0% (at most 28% wanted: missed), worst +60%"
+        in far
+    )
     near = validation_text(Validation(counts={}, results=(result(100, 108),)), width=140)
     assert "missed" not in near
 
