@@ -29,7 +29,7 @@ STEPS = {
     Kind.NVME_READ: ("read from disk", VERMILION, "white"),
     Kind.NVME_WRITE: ("write to disk", "#8C3D00", "white"),
     Kind.STASH_OUT: ("activations out", "#999933", "black"),
-    Kind.STASH_IN: ("activations in", WINE, "white"),
+    Kind.STASH_IN: ("activations in", "#AA66FF", "black"),
 }
 """Kind of step -> its name in a legend, its colour, and the colour of what is written on it."""
 
@@ -63,20 +63,20 @@ WAITS = {
     "net": SKY,
     "nvme": VERMILION,
     "barrier": WINE,
-    "dram": "#44AA99",
+    "dram": YELLOW,
     "compute": GREY,
 }
 """What is waited for -> colour: that of the steps that are waited for."""
 
 POLICIES = {
-    "all_on_gpu": GREY,
+    "all_on_gpu": "#777777",
     "zero_offload": ORANGE,
     "static_partition": PINK,
     "patrickstar": SKY,
     "tide": BLUE,
     "optimal": GREEN,
 }
-SPARE = (VERMILION, YELLOW, "#000000", WINE, "#44AA99")
+SPARE = (VERMILION, YELLOW, "#000000", WINE, "#F5A6C9")
 
 
 def policy_colour(policy: str, number: int) -> str:

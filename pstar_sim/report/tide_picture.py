@@ -50,6 +50,7 @@ NAMES = {
 }
 _WASTE = "free, but out of reach of a static partition"
 STRIP_POINTS, LETTER_POINTS = 12, 6.3  # height of a strip of phases; width of one of its letters
+TITLE_POINTS = 5.3  # width of a letter of a title
 
 
 def plot_tide(
@@ -297,8 +298,9 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
     ax.set_xlabel("time in the iteration [s]" if x == "time" else "moment")
     moved = timeline.moved_bytes.get("h2d")
     copies = f", {format_bytes(moved)} copied to the GPU" if moved else ""
-    says = f"{timeline.label or timeline.source}: {format_s(timeline.iteration_s)} per iteration{copies}"
-    ax.set_title(says, fontsize=10.5, loc="left")
+    says = f"{timeline.label or timeline.source}: {format_s(timeline.iteration_s)} per iteration"
+    whole = says + copies
+    ax.set_title(whole if len(whole) * TITLE_POINTS < _size_points(ax)[0] else says, fontsize=10.5, loc="left")
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
 
@@ -326,7 +328,8 @@ def _phases(
         short = band.name.split(" ")[0]
         labels = [f"{short} measured"] if measured else [band.name, short]
         label = next((text for text in labels if len(text) * LETTER_POINTS < room), "")
-        (named if label else unnamed)[band.name] = drawn
+        if room >= 1:  # else nothing is seen
+            (named if label else unnamed)[band.name] = drawn
         if label:
             ink = "white" if band.name == "ADAM" else "black"
             at = (band.start + band.end) / 2, low + strip.height / 2

@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 import streamlit as st
+from pandas import DataFrame
 
 from pstar_sim.catalog.listing_rows import list_machines
 from pstar_sim.catalog.loader import load_machine
@@ -134,9 +135,13 @@ def _answer(found: Comparison) -> None:
     else:
         st.markdown(f"**{found.workload.model} does not fit here under any of these policies.**")
     price = _price(found.machine)
-    st.table([_cells(row, price, found.machine.nodes) for row in found.rows])
+    # A column per policy, which a narrow screen has room for.
+    st.table(DataFrame({row.policy: _cells(row, price, found.machine.nodes) for row in found.rows}))
     if price is not None:
-        st.caption(f"Price: ${price.usd_per_hour:.2f} per hour, {price.offer or price.source}, {price.as_of}.")
+        st.caption(
+            f"Price: ${price.usd_per_hour:.2f} per hour, {price.offer or price.source}, {price.as_of}. It is no "
+            "prediction and has no bar; $ have the bar of the seconds."
+        )
     for row in found.rows:
         if row.reason:
             st.caption(row.reason)
@@ -145,9 +150,8 @@ def _answer(found: Comparison) -> None:
 def _cells(row: Row, price: Price | None, nodes: int) -> dict[str, str]:
     if not row.fits:
         names = ("seconds per iteration", "tokens/s", "$ per million tokens", "above the bound", "binds", "GPU", "host")
-        return {"policy": row.policy, **dict.fromkeys(names, ""), "seconds per iteration": "does not fit"}
+        return {**dict.fromkeys(names, ""), "seconds per iteration": "does not fit"}
     return {
-        "policy": row.policy,
         "seconds per iteration": f"{format_s(row.iteration_s or 0)} {format_error(row.expected_error)}",
         "tokens/s": f"{row.tokens_per_s:,.0f} {format_error(row.expected_error)}",
         "$ per million tokens": _dollars(row, price, nodes),

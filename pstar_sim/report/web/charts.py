@@ -148,7 +148,8 @@ def tide_chart(
     data.append({**top, "line": {"color": "@line", "width": 1.5, "dash": "dash"}, "hovertemplate":
                  f"capacity: {format_bytes(capacity)}<extra></extra>"})  # fmt: skip
     legend |= {CATEGORY_NAMES["non-model"]: tide, "capacity (dashed)": "@line"}
-    legend |= {band.name: PHASES.get(band.name, "#CCCCCC") for band in phase_bands(timeline, x=x)}
+    there = {band.name for band in phase_bands(timeline, x=x) if band.end - band.start > right / RESOLUTION}
+    legend |= {name: colour for name, colour in PHASES.items() if name in there}
     notes = [note] if note else []
     most = int(curves.total.max())
     if most < THINNEST * top_bytes:
