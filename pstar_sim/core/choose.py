@@ -445,7 +445,7 @@ class _RoomAhead:
 
 
 class _Windows:
-    """The windows so far, and whether the latest one is the answer.
+    """The windows so far, and whether the latest window is the outcome.
 
     log: starts and ends of ops so far, as numbers (choose_columns.py).
     marks: for each end of a window: time, length of the log, bytes free on the GPU, bytes free on the host.

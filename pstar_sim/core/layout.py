@@ -147,7 +147,7 @@ class Layout:
         return {name: tuple([payloads.get((c.index, name)) for c in self.chunks]) for name in self.lists}
 
     def sum_width(self, chunk: int) -> int:
-        """Bytes per parameter of the chunk's sum of gradients."""
+        """Returns the bytes per parameter of the chunk's sum of gradients."""
         return max(self.sum_bytes, DTYPE_BYTES[self.chunks[chunk].dtype])
 
     def slice_numel(self, chunk: int) -> int:
@@ -183,7 +183,7 @@ class Layout:
         return self._lists_bytes.get(list_name, (None,) * len(self.chunks))
 
     def states_bytes(self, chunk: int) -> int:
-        """Bytes of all optimizer state lists of a chunk, of one rank's slice; 0 for a frozen chunk."""
+        """Returns the bytes of all optimizer state lists of a chunk, of one rank's slice; 0 for a frozen chunk."""
         frozen = self.chunks[chunk].frozen
         return 0 if frozen else self.slice_numel(chunk) * sum(width for _, width in self.state_bytes)
 

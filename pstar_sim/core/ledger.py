@@ -570,16 +570,16 @@ class Ledger:
         return [self._payloads.resident(number) for number in self._unfinished]
 
     def used_bytes(self, place: Place) -> int:
-        """Bytes of payloads, claims and buffers."""
+        """Returns the bytes of payloads, claims and buffers."""
         return self._used[PLACES.index(place)]
 
     def held_bytes(self, place: Place) -> int:
-        """Bytes of payloads and buffers, without claims."""
+        """Returns the bytes of payloads and buffers, without claims."""
         p = PLACES.index(place)
         return self._used[p] - self._claimed[p]
 
     def room_bytes(self, place: Place) -> int:
-        """Bytes that could still be claimed."""
+        """Returns the bytes that could still be claimed."""
         p = PLACES.index(place)
         return self.budget_bytes[p] - self._used[p] - (self.tide_bytes if p == _GPU else 0)
 

@@ -222,14 +222,15 @@ def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
 
 
 def steps_to_text(steps: Iterable[Step]) -> str:
-    """One line per step, each ended by a newline."""
+    """Returns one line per step, each ended by a newline."""
     return "".join(to_text(step) + "\n" for step in steps)
 
 
 def steps_from_text(text: str) -> tuple[Step, ...]:
-    """Reverse of `steps_to_text`; empty lines and lines that begin with "#" are left out.
+    """Returns the steps of a text; the reverse of `steps_to_text`. Empty lines and lines that begin with "#" are left
+    out.
 
-    Raises PlanError naming the line number and the word that is wrong.
+    Raises PlanError naming the line number and the wrong word.
     """
     steps: list[Step] = []
     for at, line in enumerate(text.splitlines(), start=1):

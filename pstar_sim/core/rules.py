@@ -10,7 +10,7 @@ is 1 / product of the factors of the steps that run at the same time. A step tha
 rules describe shortage of the same resources, so the lower of the two speeds holds. Speeds change only when a step that
 shares a resource begins or ends.
 
-[Note: when an iteration is steady] The next iteration depends on the last one only through the times at which its steps
+[Note: when an iteration is steady] The next iteration depends on this one only through the times at which its steps
 ended. So iteration k is steady when the time between a step's end in k-1 and its end in k is the same for every step
 (to 1e-9 of the period). From then on the plan repeats for ever with that period. Equal distances between the last
 compute steps of the iterations would not suffice, because they hide a CPU Adam that falls behind a little each
@@ -121,8 +121,8 @@ def agree(period_s: float, before_s: float, tolerance: float) -> bool:
 
 
 def pace_s(program: Program, ended: NDArray[np.float64], *, steady: bool) -> float:
-    """Returns the seconds per iteration after the last one. ended: seconds, one row per iteration (at least two), one
-    column per step."""
+    """Returns the seconds per iteration after the last iteration. ended: seconds, one row per iteration (at least two),
+    one column per step."""
     k = len(ended) - 1
     if steady:
         last = program.order[program.compute][-1]

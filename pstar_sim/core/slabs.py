@@ -116,15 +116,15 @@ def stash_key(block: str) -> tuple[int, str]:
 
 
 def passing_payloads(plan: Plan) -> set[tuple[int, str]]:
-    """(chunk, list) of every payload that a step takes on the host."""
+    """Returns (chunk, list) of every payload that a step takes on the host."""
     taken = (takes(step) for step in plan.steps if step.chunk is not None)
     residents = (touched.resident for touched in taken if touched is not None)
     return {(r.chunk, r.list) for r in residents if r.place is Place.HOST}
 
 
 def host_payloads(plan: Plan) -> dict[tuple[int, str], int]:
-    """(chunk, list) -> bytes of every payload that the plan ever has on the host, room for stashes (`stash_key`)
-    included."""
+    """Returns (chunk, list) -> bytes of every payload that the plan ever has on the host, including room for stashes
+    (`stash_key`)."""
     sizes = {stash_key(block): size for block, size in plan.workload.stash_room}
     at_cut = {(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is Place.HOST}
     for chunk, list_name in sorted(at_cut | passing_payloads(plan)):

@@ -238,7 +238,7 @@ class Timeline:
 
     @staticmethod
     def load(path: str | Path) -> Timeline:
-        """Same as `load_timeline`."""
+        """Does the same as `load_timeline`."""
         return load_timeline(path)
 
 

@@ -212,7 +212,7 @@ def ablate(
 
 
 def _unheard(done: int, count: int) -> None:
-    """Callback for progress that does nothing."""
+    """Callback for progress: does nothing."""
 
 
 def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, settings: Settings) -> str:

@@ -113,7 +113,7 @@ def _divided(workload: Workload, machine: Machine, *, nearly: bool) -> tuple[Wor
 
 
 def _typed(workload: Workload, machine: Machine) -> Workload:
-    """Returns the workload with a dtype; one that was left open becomes that of the GPU."""
+    """Returns the workload with a dtype. An open dtype becomes that of the GPU."""
     if not workload.dtype_open:
         return workload
     dtype = default_dtype(machine)

@@ -223,7 +223,7 @@ def compare(
     """Plans and simulates every policy (all known policies if none is named) for `workload` on `machine`.
 
     workload: the job of all GPUs together, which get their shares of its batch; or a list of workloads, one per rank.
-    machine: a Machine, or the name of one.
+    machine: a Machine, or its name.
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan.
     settings: settings; update, clip, chunk_bytes, loop, sums and effort override single fields of them.
     barrier_cost: whether to simulate every fitting policy also without its barrier.

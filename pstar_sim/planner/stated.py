@@ -296,7 +296,7 @@ class LoadedPlan(Plan):
     """A plan read from a file. `check` computes everything that it states again, seconds and bounds included."""
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
-        """See `examine`."""
+        """Compute everything that the plan states again; see `examine`. Returns the report."""
         return examine(self, workload, machine).report
 
 

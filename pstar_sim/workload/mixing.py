@@ -12,8 +12,8 @@ different blocks do not overlap. A trace in which they do is not a stack of bloc
 time of that block's backward pass to come back. The tide counts the bytes of a block until the first moment behind the
 next offloaded block's forward pass, and again from the last moment before that block's backward pass. So the GPU holds
 at most two stashes: the stash that is being made (or used) and the stash on its way. If every second block is
-offloaded, each stash has the time of two blocks. The last offloaded block gets as many blocks' time as the one before
-it.
+offloaded, each stash has the time of two blocks. The last offloaded block gets as many blocks' time as the offloaded
+block before.
 """
 
 from __future__ import annotations

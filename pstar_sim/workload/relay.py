@@ -1,6 +1,6 @@
 """Relay: the layer-major order of an iteration (L2L, Pudipeddi et al., 2020; "vertical scheduling" in GreedySnake).
 
-Depth-first, each micro-batch runs forward and backward through the whole model before the next one begins. In a relay,
+Depth-first, each micro-batch runs forward and backward through the whole model before the next begins. In a relay,
 each block runs forward for all micro-batches before the next block does, and then backward for all of them. So a
 block's parameters are needed twice per iteration, for any number of micro-batches.
 

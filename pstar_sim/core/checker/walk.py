@@ -98,7 +98,7 @@ class Walk:
         self._fall = [max(0, peak - peaks[(m + 1) % len(peaks)]) for m, peak in enumerate(peaks)]
 
     def _sums(self) -> frozenset[int]:
-        """Chunks that have grad32 on the gpu between two iterations, or open it there."""
+        """Returns the chunks that have grad32 on the gpu between two iterations, or open it there."""
         sums = {chunk for chunk, name, place in self.initial if name == "grad32" and place is Place.GPU}
         for step in self.plan.steps:
             if step.kind is Kind.ALLOC and step.place is Place.GPU and step.list == "grad32":
@@ -107,7 +107,7 @@ class Walk:
         return frozenset(sums)
 
     def _targets(self) -> dict[tuple[int, int], str]:
-        """(chunk, micro-batch) -> list on the gpu in which the chunk's gradients of the micro-batch arrive."""
+        """Returns (chunk, micro-batch) -> list on the gpu in which the chunk's gradients of the micro-batch arrive."""
         allocs: dict[int, int] = {}
         for step in self.plan.steps:
             if step.kind is Kind.ALLOC and step.place is Place.GPU and step.list == "grad":

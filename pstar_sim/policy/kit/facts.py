@@ -87,7 +87,7 @@ class Facts:
     def touched(self) -> tuple[tuple[int, ...], ...]:
         """Chunk -> ascending moments in which its working list has to be on the GPU: every moment that reads the chunk.
         In the last micro-batch that gives the chunk a gradient, gradients overwrite the working list in place. There,
-        all moments from the first final gradient to the last one (or to a later read) count too. In earlier
+        all moments from the first final gradient to the last (or to a later read) count too. In earlier
         micro-batches a gradient has a list of its own."""
         # Once the first gradient of its last micro-batch has overwritten a part of a working list, the list holds bytes
         # that exist nowhere else. It stays until the last gradient has arrived and the list can be written back.

@@ -20,8 +20,8 @@ __all__ = ["StashMoves", "moment_of", "stash_cuts"]
 class StashMoves:
     """Stashes by the moments that make them, wait for them or need them.
 
-    blocking: whether a stash is copied out and in while the compute queue waits: out before the moment behind the one
-        that makes it, in behind the moment before the one that needs it.
+    blocking: whether the compute queue waits while a stash is copied: the copy out ends before moment made + 1 begins,
+        and the copy in begins when moment needed - 1 has ended.
     made, gone, back, needed: moment -> indices of stashes, by the moments of [Note: stashes]; `gone` and `back` of
         blocking copies are nearer.
     out_of, in_of: stash -> step of its copy out, step of its copy in, once these steps are written.

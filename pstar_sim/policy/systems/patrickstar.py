@@ -100,7 +100,7 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
         if end == seen[-1]:
             break
         seen.append(end)
-    else:  # the iterations repeat only after several: end each one where it began
+    else:  # the iterations repeat only after several: end each iteration where it began
         iteration = iterate(seen[-1])
         iteration.restore(seen[-1])
     return iteration.plan(rounds=len(seen))

@@ -1,7 +1,7 @@
 """PatrickStar's groups of chunks: the states of a group's tensors say when its remote chunks are given up.
 
 A tensor that is used becomes HOLD_AFTER_FWD or HOLD_AFTER_BWD. A group is given up when all its tensors are in the same
-one of these two states. The module is pure: it writes no steps and knows no memory.
+of these two states. The module is pure: it writes no steps and knows no memory.
 """
 
 from __future__ import annotations
