@@ -12,8 +12,8 @@ runs alone. The simulator decides what happens when copies and CPU Adam want mor
    Large products and element-wise operators of a module run one after the other, so their times add. Python runs ahead
    of the GPU, so only the longer of the two counts. The wait for hooks adds to both.
    - If the GPU has figures of products by shape (`gpu.products`) and the moment names its products, each product
-     lasts the seconds of its shape (catalog/product_shape.py). Fused attention names no products: its flops run at its share of
-     the rate.
+     lasts the seconds of its shape (catalog/product_shape.py). Fused attention names no products: its flops run at its
+     share of the rate.
    - If `pstar calibrate` measured the machine, the rate is that of a product as large as the moment's, and the
      bandwidth is that of a training step's operators. The bytes then include the engine's work on gradients that
      arrive.
