@@ -331,7 +331,7 @@ def _gpu(found: Findings, device: Device, available: int, origin: str, notes: li
     if total <= context:
         raise PlanError(
             f"{device.title} has {format_bytes(total)}, of which {format_bytes(context)} are taken or have to stay "
-            "free: nothing is left; end what uses it"
+            "free: nothing is left; end the programs that use it"
         )
     return Gpu(
         name=_gpu_name(device),

@@ -497,7 +497,7 @@ def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iter
         text = " ".join(str(error).split())[:300]
         raise ModelError(
             f"{name}: {_where(error, module)} cannot run on fake tensors: {live.last_op}: "
-            f"{type(error).__name__}: {text}; if it runs on real ones, {_RECORD}"
+            f"{type(error).__name__}: {text}; if it runs on real tensors, {_RECORD}"
         ) from error
 
 

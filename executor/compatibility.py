@@ -56,7 +56,9 @@ def check_model(
         _check_parameter(name, planned, mine[name], w.tensors, tensors)
     order = [t.name for t in w.tensors]
     if order != [t.name for t in tensors]:
-        raise PlanError(f"the plan was made for model {w.model!r} with its parameters in another order")
+        raise PlanError(
+            f"the plan was made for model {w.model!r} with its parameters in another order; make a plan for this model"
+        )
     for t, parameter in zip(tensors, parameters):
         if t.tied_to is not None and parameters[t.tied_to] is not parameter:
             raise PlanError(

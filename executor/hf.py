@@ -84,7 +84,7 @@ def connect(trainer: Any) -> Any:
     if trainer.model is not session.model:
         raise ContractError(
             f"executor.hf.connect: the Trainer's model ({type(trainer.model).__name__}) is not the one its optimizer "
-            "was prepared with"
+            "was prepared with; give the Trainer the model that executor.prepare returned"
         )
     if session.ranks is not None:
         raise ContractError(

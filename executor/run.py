@@ -92,7 +92,7 @@ def check_hardware(plan: Plan, device: str) -> None:
         raise PlanError(
             f"the plan was made from the preset {plan.workload.model!r}, whose moments are not a module's; trace the "
             "model first (pstar trace MODEL -o FILE) and plan with --trace FILE"
-            + "; MODEL is py:MODULE:FACTORY for one with adapters"
+            + "; MODEL is py:MODULE:FACTORY for a model with adapters"
             * adapters
         )
 

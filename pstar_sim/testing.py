@@ -600,10 +600,10 @@ def check_once(
     if not isinstance(plan, Plan):
         raise PlanError(f"a policy returns a Plan, not {type(plan).__name__}")
     if plan.settings != settings:
-        raise PlanError(f"the plan was made for {plan.settings}, not for the settings asked for, {settings}")
+        raise PlanError(f"the plan was made for {plan.settings}, not for the given settings, {settings}")
     again = policy(workload, machine, settings)
     if (again.steps, again.initial, again.modes) != (plan.steps, plan.initial, plan.modes):
-        raise PlanError("a policy is a pure function: asked twice, it made two different plans")
+        raise PlanError("a policy is a pure function: called twice, it made two different plans")
     proved = plan.check(workload, machine)
     budgets = {"gpu": plan.gpu_budget_bytes, "host": plan.host_budget_bytes}
     for jitter in (None, random_jitter(rng, plan)):

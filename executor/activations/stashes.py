@@ -205,7 +205,7 @@ class BlockSaves:
     def _session(self) -> Host:
         session = self._keeper()
         if session is None:
-            raise ContractError("a graph of a prepared model that nobody holds any more; keep the model")
+            raise ContractError("a graph of a prepared model that no longer exists; keep a reference to the model")
         return session
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -540,5 +540,5 @@ def _changed(view: _View) -> RuntimeError:
     """Returns the error that torch itself raises for a saved tensor that was changed."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{view.dtype}, {list(view.size)}] of an offloaded block; hint: do not write into what a block has computed"
+        f"[{view.dtype}, {list(view.size)}] of an offloaded block; hint: do not write into a block's results"
     )

@@ -81,7 +81,7 @@ class CudaBackend(CudaStreams):
             if limit_bytes is not None and limit_bytes > total:
                 raise PlanError(
                     f"--gpu-memory {format_bytes(limit_bytes)} is more than {torch.cuda.get_device_name(device)} has "
-                    f"({format_bytes(total)}), by {format_bytes(limit_bytes - total)}; give at most what it has"
+                    f"({format_bytes(total)}), by {format_bytes(limit_bytes - total)}; give at most its memory"
                 )
             self._blocks = Blocks(device)
             self.kept = measure_room(device, least_bytes=room_bytes)

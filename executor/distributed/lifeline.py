@@ -133,8 +133,8 @@ class Lifeline:
             return self.lost
         who = self.departure()
         if who is not None:
-            return RankLost(f"{who}, and this is rank {self.rank}, which still needs it")
-        return RankLost(f"an exchange with the other ranks broke, and none of them said why: {error}")
+            return RankLost(f"{who}, and this is rank {self.rank}, which still needs that rank")
+        return RankLost(f"an exchange with the other ranks broke, and none of them gave a reason: {error}")
 
     def departure(self) -> str | None:
         """Returns the rank that has ended its run in order, and how, in words; None if there is none."""
@@ -177,7 +177,7 @@ class Lifeline:
 
     def _lose(self, text: str) -> None:
         if self.lost is None:
-            self.lost = RankLost(f"{text}; this is rank {self.rank}, which cannot go on without it")
+            self.lost = RankLost(f"{text}; this is rank {self.rank}, which cannot continue without that rank")
             self._heard.set()
             if self.on_loss is not None:
                 self.on_loss(self.lost)

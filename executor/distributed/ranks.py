@@ -152,13 +152,13 @@ class Ranks:
             )
         who = self.life.departure() if waited_s > LEFT_S else None
         if who is not None:
-            raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for it")
+            raise RankLost(f"{who}, and this is rank {self.rank}, which still waits for that rank")
 
     def cannot_leave(self, reason: str) -> PlanError:
         """Returns the error to raise where one process would continue off the plan. Tells the other ranks."""
         return self.ends(
-            f"rank {self.rank} cannot go on: {reason}. On several ranks an iteration keeps to its plan, as the others "
-            "wait for what it says comes next; make a plan for what the model does on every rank (trace it with "
+            f"rank {self.rank} cannot continue: {reason}. On several ranks an iteration keeps to its plan, because the "
+            "others wait for its next steps; make a plan that holds for the model on every rank (trace the model with "
             "batches of the largest shape), evaluate between two iterations, and read or save there on all ranks"
         )
 

@@ -167,8 +167,8 @@ class Driver:
         self._looked = True
         if self.whole is not None and order == "relay":
             raise ContractError(
-                f"session.step: order='relay' runs the model block by block, and that cannot be: {self.whole}; make a "
-                "plan in depth-first order (tide)"
+                f"session.step: order='relay' runs the model block by block, which is not possible: {self.whole}; make "
+                "a plan in depth-first order (tide)"
             )
 
     def _run(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> tuple[list[torch.Tensor], int]:
@@ -197,7 +197,7 @@ class Driver:
         if (w.micro_batches > 1 or w.relayed) and order != planned_order:
             raise ContractError(
                 f"session.step: order={order!r}, and the plan of {s.plan.policy} is for order={planned_order!r}; give "
-                f"that, or make a plan for {order!r} ({'l2l, tide:order=relay' if order == 'relay' else 'tide'})"
+                f"that order, or make a plan for {order!r} ({'l2l, tide:order=relay' if order == 'relay' else 'tide'})"
             )
         if isinstance(micro_batches, (dict, torch.Tensor)) or not len(micro_batches):
             raise ContractError(
@@ -278,9 +278,9 @@ class Driver:
             obstacle = _obstacle(tape) if tape.calls else None  # the forward has left out all blocks
             if obstacle is not None:
                 raise ContractError(
-                    f"session.step cannot run this micro-batch block by block, though its structure looked as if it "
-                    f"could: {obstacle}; drop it with optimizer.zero_grad() and use loss.backward() in a loop of your "
-                    "own"
+                    f"session.step cannot run this micro-batch block by block, although its structure seemed to "
+                    f"allow it: {obstacle}; drop it with optimizer.zero_grad() and use loss.backward() in a loop of "
+                    "your own"
                 )
             self._clean.add(tape.signature)
         return tape, value.detach()

@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--gpu-memory", default="12MiB", help="of the virtual accelerator (default: 12MiB)")
     parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="checkpoints in the output folder")
-    parser.add_argument("--resume", metavar="CHECKPOINT", help="a folder checkpoint-N to go on from")
+    parser.add_argument("--resume", metavar="CHECKPOINT", help="a folder checkpoint-N to continue from")
     args = parser.parse_args()
     trainer = train(
         args.output, steps=args.steps, gpu_memory=args.gpu_memory, save_every=args.save_every, resume=args.resume

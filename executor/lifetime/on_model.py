@@ -77,8 +77,8 @@ def guard_model(model: nn.Module, session: Host) -> Callable[[], None]:
         if ended():
             return self.load_state_dict(*args, **kwargs)
         raise ContractError(
-            f"{type(self).__name__}.load_state_dict on a prepared model: the master copies would not know; load the "
-            "weights before executor.prepare"
+            f"{type(self).__name__}.load_state_dict on a prepared model: the master copies would keep the old values; "
+            "load the weights before executor.prepare"
         )
 
     def copied(self: nn.Module, memo: Any) -> Any:

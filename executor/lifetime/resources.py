@@ -65,7 +65,7 @@ class Resources:
             if self._ranks is not None:
                 self._ranks.close()
         except Exception as error:  # no caller could handle the error
-            log.warning("the end of a run that nobody held any more: %s: %s", type(error).__name__, error)
+            log.warning("the end of a run without any reference to it: %s: %s", type(error).__name__, error)
         finally:
             self.end()
 

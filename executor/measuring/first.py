@@ -299,7 +299,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         try:
             replace(s.plan, workload=workload).check()
         except PlanError as error:
-            self._say("the plan does not hold for it")
+            self._say("the plan does not hold for this tide")
             self.end()
             raise s.ranks.ends(
                 f"rank {s.ranks.rank}: {self.report}: {error}. Several ranks cannot plan again during a run: record "
@@ -328,7 +328,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
                 s.renew(plan)
         except DoesNotFit as error:
             report = self.report
-            self._say(f"no plan for it fits: {error}")
+            self._say(f"no plan for this tide fits: {error}")
             self.refused = partial(
                 DoesNotFit,
                 policy=s.plan.policy,

@@ -316,7 +316,9 @@ def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[bool], torch.Tenso
         if clock is not None:
             clock.tell_gradient(event)
         elif not link.closed:
-            raise ContractError("a backward through a prepared model that nobody holds any more; keep its optimizer")
+            raise ContractError(
+                "a backward through a prepared model that no longer exists; keep a reference to its optimizer"
+            )
 
     return hear
 

@@ -67,7 +67,7 @@ class PlanCut:
             try:
                 self.reach(host.timetable.cut)
             except OutOfMemory as error:
-                host.ladder.note(error, "a new plan is made from where everything is")
+                host.ladder.note(error, "a new plan is made for the present places")
         host.cursor.off_plan = False
         host.queues.jump(host.iteration)
         host.following.next_iteration(on_plan=False)

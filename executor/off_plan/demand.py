@@ -268,7 +268,7 @@ class Demand:
             except OutOfMemory as error:
                 if s.ranks is not None:
                     raise s.ladder.ends_ranks(error) from error
-                s.ladder.note(error, "a new plan is made from where everything is")
+                s.ladder.note(error, "a new plan is made for the present places")
         s.steps.moved.others(s.iteration, s.backend.copied_bytes)
         s.cursor.visiting = False
         self._before_visit = None

@@ -189,7 +189,7 @@ class Ladder(Sequence[Rung]):
             self.note(error, "a new plan is made at once")
             self.replan()
             return
-        self.note(error, "the iteration goes on without the plan, each chunk fetched when it is read")
+        self.note(error, "the iteration continues without the plan, each chunk fetched when it is read")
         if not s.cursor.off_plan:
             s.demand.leave(f"out of memory: {error.what} in moment {s.cursor.moment}")
 
@@ -274,10 +274,10 @@ class Ladder(Sequence[Rung]):
         less = max(0, planned - max(error.asked_bytes, planned // 8))
         budget = limit if limit is not None and limit < planned else less
         return s.ranks.ends(
-            f"rank {s.ranks.rank} ran out of memory {where}: {error}. One process would go on with a smaller plan; "
-            "several end, as the others wait for what this plan says comes next. Plan again for "
+            f"rank {s.ranks.rank} ran out of memory {where}: {error}. One process would continue with a smaller "
+            "plan; several end, because the others wait for the next steps of this plan. Plan again for "
             f"--gpu-memory {format_bytes(budget)} or less (this one has {format_bytes(planned)}), or "
-            "for a smaller batch, and go on from the last checkpoint (--save-every, --resume)"
+            "for a smaller batch, and continue from the last checkpoint (--save-every, --resume)"
         )
 
     def _does_not_fit(self, error: OutOfMemory, short: int) -> DoesNotFit:

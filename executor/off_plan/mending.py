@@ -85,13 +85,13 @@ class Mending:
         host = self.host
         if host.ranks is not None:
             raise host.ending.interrupt(
-                f"rank {host.ranks.rank} was interrupted in iteration {host.iteration} and the other ranks have gone "
-                "on; go on from the last checkpoint (--save-every, --resume)"
+                f"rank {host.ranks.rank} was interrupted in iteration {host.iteration} and the other ranks have "
+                "continued; continue from the last checkpoint (--save-every, --resume)"
             )
         if host.renewing:
             raise host.ending.interrupt(
-                f"iteration {host.iteration} was interrupted while values moved into the chunks of a new plan; go on "
-                "from the last checkpoint"
+                f"iteration {host.iteration} was interrupted while values moved into the chunks of a new plan; "
+                "continue from the last checkpoint"
             )
 
     def _refuse_half_an_update(self) -> None:
@@ -104,8 +104,8 @@ class Mending:
                 names = ", ".join(repr(host.reader.name_of(t)) for t in host.timetable.tensors_of[chunk][:2])
                 raise host.ending.interrupt(
                     f"optimizer.step() of iteration {host.iteration} was interrupted in the middle of the update of "
-                    f"chunk {chunk} ({names}, ...): some of its values are updated and some are not; go on from the "
-                    "last checkpoint"
+                    f"chunk {chunk} ({names}, ...): some of its values are updated and some are not; continue from "
+                    "the last checkpoint"
                 )
 
     def half_update_error(self) -> Interrupted:
@@ -113,6 +113,6 @@ class Mending:
         host = self.host
         return host.ending.interrupt(
             f"iteration {host.iteration} was interrupted when {len(host.updates.begun)} parameters had had their eager "
-            "update and others had not; go on from the last checkpoint (AdamW(eager=False) updates nothing before "
-            "optimizer.step())"
+            "update and others had not; continue from the last checkpoint (AdamW(eager=False) updates nothing "
+            "before optimizer.step())"
         )

@@ -216,7 +216,7 @@ def _held_weakly(reads: Reads) -> tuple[Any, Any]:
     def held() -> Reads:
         found = keeper()
         if found is None:
-            raise ContractError("a graph of a prepared model that nobody holds any more, or of a plan before this one")
+            raise ContractError("a graph of a prepared model that no longer exists, or of an earlier plan")
         return found
 
     return lambda tensor: held().pack(tensor), lambda packed: held().unpack(packed)

@@ -192,7 +192,9 @@ def follow(timeline: Timeline, plan: Plan) -> Chooser:
             begun[span.step], ended[span.step] = span.start_s, span.end_s
     missing = [step.id for step in plan.steps if step.id not in begun]
     if missing:
-        raise PlanError(f"the timeline's last iteration has no span of step {missing[0]}; it is of another plan")
+        raise PlanError(
+            f"the timeline's last iteration has no span of step {missing[0]}; the timeline belongs to another plan"
+        )
     period = timeline.iteration_s
 
     def rank(event: QueueEvent) -> tuple[float, int]:

@@ -250,7 +250,7 @@ class StreamQueues(ThreadQueues):
                 if self._clock() - since_s > self._watchdog_s:
                     since_s = self._clock()
                     log.warning(
-                        "waiting for the %s stream: what was issued to it has not happened for %g s; %s",
+                        "waiting for the %s stream: the work issued to it has not happened for %g s; %s",
                         queue.value, self._watchdog_s, self._standing(),
                     )  # fmt: skip
                 time.sleep(_POLL_S)

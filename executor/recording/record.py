@@ -192,7 +192,7 @@ def _timed(
         if len(durations) != len(w.moments):
             raise PlanError(
                 f"record: a repeated iteration had {len(durations)} moments, the first {len(w.moments)}; a model that "
-                "does something else each time cannot be timed (give timed=0)"
+                "has other moments each time cannot be timed (give timed=0)"
             )
         for column, duration_s in zip(columns, durations):
             column.append(duration_s)

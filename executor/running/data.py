@@ -36,7 +36,7 @@ class ByteText:
         text."""
         if not folder.is_dir():
             raise ModelError(
-                f"text folder {str(folder)!r} is not a folder; give --data text:FOLDER one that holds text files"
+                f"text folder {str(folder)!r} is not a folder; give --data text:FOLDER a folder with text files"
             )
         parts: list[bytes] = []
         size = 0

@@ -66,7 +66,7 @@ class Keeping:
             if not goes_on:
                 raise CheckpointError(
                     f"--save {self.save}: the folder holds a checkpoint, of iteration "
-                    f"{stored_extra(self.save).iteration}, that would be lost; go on from it with --resume "
+                    f"{stored_extra(self.save).iteration}, that would be lost; continue from it with --resume "
                     f"{self.save}, or give another folder"
                 )
         if self.save is not None:

@@ -128,7 +128,7 @@ def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
     if error is not None:
         raise error
     if failed:
-        raise CheckpointError(f"the checkpoint cannot {what}: rank {failed[0]} cannot go on, its own message says why")
+        raise CheckpointError(f"the checkpoint cannot {what}: rank {failed[0]} failed, see its own message")
     made: T = result
     return made
 

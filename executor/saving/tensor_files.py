@@ -142,8 +142,8 @@ class TensorFile:
         for name, entry in sorted(self.entries.items(), key=lambda item: (item[1].start, item[1].stop)):
             if entry.start != reached or entry.stop < entry.start:
                 raise WeightsError(
-                    f"{self.path} is corrupt: tensor {name!r} begins at byte {entry.start}, the one before it ends at "
-                    f"{reached}; copy it again"
+                    f"{self.path} is corrupt: tensor {name!r} begins at byte {entry.start}, the tensor before it ends "
+                    f"at {reached}; copy it again"
                 )
             reached = entry.stop
         if reached != self.size_bytes:

@@ -73,8 +73,8 @@ class Shapes:
         plan's workload. Raises ModelError where the model cannot be captured."""
         if self.skeleton is None:
             raise ModelError(
-                f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied to look at "
-                "it under fake tensors; make a plan for this shape"
+                f"a batch of another shape than planned, and {type(self.model).__name__} cannot be copied for a "
+                "capture under fake tensors; make a plan for this shape"
             )
         self.copy_attributes()
         with recomputing(self.skeleton, planned):

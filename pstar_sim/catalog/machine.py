@@ -345,11 +345,13 @@ class Machine:
         if not isinstance(self.ranks, tuple) or not self.ranks or not all(isinstance(r, Rank) for r in self.ranks):
             raise CatalogError(f"{where}: ranks = {self.ranks!r:.60}: it must be a tuple of Rank, one for each GPU")
         if len(self.ranks) % self.nodes:
-            raise CatalogError(f"{where}: {len(self.ranks)} ranks on {self.nodes} nodes; each node has as many")
+            raise CatalogError(
+                f"{where}: {len(self.ranks)} ranks on {self.nodes} nodes; each node must have the same number"
+            )
         if self.host.pinned_bytes is not None and any(r.link.pageable_bytes_per_s is None for r in self.ranks):
             raise CatalogError(
-                f"{where}: host {self.host.name} can pin {format_bytes(self.host.pinned_bytes)} only, so its link "
-                "needs the rate of copies of what is not pinned; give link.pageable (pageable_gb_per_s in a file)"
+                f"{where}: host {self.host.name} can pin {format_bytes(self.host.pinned_bytes)} only, so its link needs "
+                "the rate of copies of memory that is not pinned; give link.pageable (pageable_gb_per_s in a file)"
             )
         shares = sum(rank.batch_share for rank in self.ranks)
         if abs(shares - 1) > _SHARES:

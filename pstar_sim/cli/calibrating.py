@@ -45,7 +45,7 @@ def calibrate(
 ) -> int:
     """Measure the machine this runs on, in less than two minutes, and write it as a machine file."""
     if not path.endswith(".toml"):
-        raise PstarError(f"{path!r}: a machine file's name ends in .toml, by which --machine knows it")
+        raise PstarError(f"{path!r}: the name of a machine file must end in .toml, by which --machine recognises it")
     measure = executor_module("calibrate").calibrate
     with bar("starting", quiet=json) as on_part:
         machine, found = measure(path, device=device, quick=quick, on_part=on_part)

@@ -360,7 +360,7 @@ def sweep(
         try:
             answer = ask(grid, path, jobs=jobs or -1, backend=backend, cache=cache, on_progress=on_progress)
         except KeyboardInterrupt:
-            note(f"{done[0]} of {done[1]} points are kept; the same command goes on from there")
+            note(f"{done[0]} of {done[1]} points are kept; the same command continues from there")
             raise
     if json:
         say_json(answer.to_json())

@@ -104,7 +104,9 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
     Raises PstarError for flags that leave no way, and for ranks that take different shares.
     """
     if job.batch is not None or job.micro_batches is not None:
-        raise PstarError("--global-batch chooses --batch and --micro-batches: give either it or them")
+        raise PstarError(
+            "--global-batch chooses --batch and --micro-batches: give --global-batch alone, or both of them"
+        )
     shares = set(shares_of_batch(global_batch, machine))
     if len(shares) > 1:
         raise PstarError(f"the ranks of {machine.name} take different shares of a batch; give --batch instead")

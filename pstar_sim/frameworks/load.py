@@ -25,7 +25,7 @@ def load_configuration(path: str) -> Configuration:
     ending = Path(path).suffix.lower()
     if ending not in _ENDINGS:
         known = ", ".join(f"{end} ({target.name})" for end, target in _ENDINGS.items())
-        raise PstarError(f"{path}: its ending says no framework; it must be one of {known}")
+        raise PstarError(f"{path}: no framework has files with its ending; the ending must be one of {known}")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:

@@ -51,7 +51,7 @@ def read_scope(file: str, text: str) -> tuple[Rule, ...]:
         if unknown := set(raw) - {"name", "use", "why", "looked_at", *_PATTERNS}:
             raise CatalogError(f"{file}, rule {name!r}: unknown key {sorted(unknown)[0]!r}")
         if not name or not raw.get("why") or raw.get("use") not in USES:
-            raise CatalogError(f"{file}, rule {name!r}: needs a name, a use ({', '.join(USES)}) and why")
+            raise CatalogError(f"{file}, rule {name!r}: needs a name, a use ({', '.join(USES)}) and a reason (why)")
         if name in {r.name for r in rules}:
             raise CatalogError(f"{file}: two rules are named {name!r}")
         patterns = {key: tuple(raw[key]) for key in _PATTERNS if key in raw}

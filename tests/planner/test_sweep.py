@@ -286,7 +286,7 @@ def test_ctrl_c_on_the_command_line_says_how_to_go_on(
     monkeypatch.setattr(module, "evaluate", interrupted)
     job = ["sweep", str(grid), "-o", str(out), "--jobs", "1", "--quiet"]
     assert main(job) == 130
-    assert "1 of 3 points are kept; the same command goes on from there" in capsys.readouterr().err
+    assert "1 of 3 points are kept; the same command continues from there" in capsys.readouterr().err
     monkeypatch.setattr(module, "evaluate", evaluate)
     assert main(job) == 0
     assert "3 points, 3 fit; 1 were known already" in " ".join(capsys.readouterr().out.split())

@@ -145,7 +145,7 @@ def nothing(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (without_a_barrier, "not for the settings asked for"),
+        (without_a_barrier, "not for the given settings"),
         (one_edge_short, "adam"),
         (over_budget, "gpu memory but machine 'random' has"),
         (moody, "made two different plans"),

@@ -175,10 +175,10 @@ def test_every_colour_of_the_theme_is_known() -> None:
 def test_mistakes_are_named(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = str(folder / "none.html")
     assert main(["report", str(folder / "run.json"), "-o", out]) == 2
-    assert "is a run, which follows its plan" in capsys.readouterr().err
+    assert "is a run; give the file of its plan" in capsys.readouterr().err
     plan, run = str(folder / "tide.json"), str(folder / "run.json")
     assert main(["report", plan, run, run, "-o", out, "--quiet"]) == 2, "a second run would take the first one's place"
-    assert "is a run, which follows its plan" in capsys.readouterr().err
+    assert "is a run; give the file of its plan" in capsys.readouterr().err
     before = Path(plan).read_bytes()
     for command in (["report", plan, "-o", plan], ["export", plan, "--deepspeed", plan]):
         assert main(command) == 2

@@ -53,7 +53,7 @@ def _host(m: Machine, **changes: Any) -> Machine:
         (lambda m: _gpu(m, context_bytes=m.gpu.usable_bytes), "the driver context takes .* nothing would be left"),
         (lambda m: _host(m, reserved_bytes=m.host.memory_bytes), "are reserved for the system; nothing would be left"),
         (lambda m: _host(m, cores=0), "cores = 0: it must be a whole number of at least 1"),
-        (lambda m: replace(m, ranks=m.ranks * 8, nodes=7), "64 ranks on 7 nodes; each node has as many"),
+        (lambda m: replace(m, ranks=m.ranks * 8, nodes=7), "64 ranks on 7 nodes; each node must have the same number"),
         (lambda m: replace(m, ranks=()), r"ranks = \(\)"),
         (lambda m: replace(m, ranks=m.ranks[:7]), "7 ranks add up to 0.875; they must add up to 1"),
         (lambda m: replace(m, nodes=0), "nodes = 0: it must be a whole number of at least 1"),

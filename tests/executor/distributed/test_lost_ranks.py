@@ -22,7 +22,11 @@ CASES: dict[str, tuple[int, str, str]] = {
     "exception": (2, 'KeyError: "a bug in the user\'s loop"', 'failed: KeyError: "a bug in the user\'s loop"'),
     "nan": (2, "ModelError: the loss is nan at step 2", "failed: ModelError: the loss is nan at step 2"),
     "adam dies": (2, "OSError: the disk of the adam thread is on fire", "failed: OSError: the disk of the adam thread"),
-    "evaluates inside": (2, "PlanError: rank 1 cannot go on: begin:<root>", "failed: PlanError: rank 1 cannot go on"),
+    "evaluates inside": (
+        2,
+        "PlanError: rank 1 cannot continue: begin:<root>",
+        "failed: PlanError: rank 1 cannot continue",
+    ),
     "no count": (2, "gives 'two' for a micro-batch; let it give a number", "failed: ModelError: prepare(count=...)"),
     "no memory": (
         2,
