@@ -351,7 +351,7 @@ class Machine:
         if self.host.pinned_bytes is not None and any(r.link.pageable_bytes_per_s is None for r in self.ranks):
             raise CatalogError(
                 f"{where}: host {self.host.name} can pin {format_bytes(self.host.pinned_bytes)} only, so its link "
-                "needs the rate of copies of memory that is not pinned; give link.pageable (pageable_gb_per_s in a file)"
+                "needs the rate of copies of memory not pinned; give link.pageable (pageable_gb_per_s in a file)"
             )
         shares = sum(rank.batch_share for rank in self.ranks)
         if abs(shares - 1) > _SHARES:
