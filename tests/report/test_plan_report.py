@@ -196,3 +196,15 @@ def test_mistakes_are_named(folder: Path, capsys: pytest.CaptureFixture[str], mo
     assert main(["report", str(folder / "tide.json"), "-o", out, "--quiet"]) == 2
     assert "pip install 'pstar-sim[report]'" in capsys.readouterr().err
     assert not Path(out).exists()
+
+
+def test_plans_of_two_jobs_are_named_and_not_compared(compared: Comparison, folder: Path) -> None:
+    w = ps.preset("tiny-gpt2", batch=1, seq=32)
+    other = ps.compare(w, ps.machine("virtual"), policies=["all_on_gpu"], barrier_cost=False).best()
+    other.save(folder / "other.json")
+    compared["tide"].save(folder / "one.json")
+    out = folder / "jobs.html"
+    assert main(["report", str(folder / "one.json"), str(folder / "other.json"), "-o", str(out), "--quiet"]) == 0
+    text = out.read_text(encoding="utf-8")
+    assert "all_on_gpu: tiny-gpt2, 0.1 M parameters" in text and "for another job" in text
+    assert " longer" not in text[: text.index("Figures")] and " shorter" not in text[: text.index("Figures")]

@@ -231,7 +231,7 @@ def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
     for band in bands:
         colour = PHASES.get(band.name, "#CCCCCC")
         shapes.append({"type": "rect", "x0": band.start, "x1": band.end, "y0": top * 1.02, "y1": top * 1.09,
-                       "fillcolor": colour, "line": {"width": 0}, "layer": "below"})  # fmt: skip
+                       "fillcolor": colour, "line": {"width": 0}, "layer": "above"})  # fmt: skip
         share = (band.end - band.start) / right if right > 0 else 0.0
         text = band.name.split(" ")[0]
         if share > 0.07:

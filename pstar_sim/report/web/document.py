@@ -6,6 +6,7 @@ The page has a content security policy, under which a browser loads only the con
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from html import escape
@@ -15,7 +16,7 @@ from typing import Any
 from pstar_sim.errors import PstarError
 from pstar_sim.report.web.charts import THEMES
 
-__all__ = ["chart_place", "document", "legend_html", "plotly_script", "table_html"]
+__all__ = ["breakable", "chart_place", "document", "legend_html", "plotly_script", "table_html"]
 
 MOST_NARROW = 3
 
@@ -85,6 +86,11 @@ def legend_html(legend: Mapping[str, str]) -> str:
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
+def breakable(text: str) -> str:
+    """Returns the text as HTML in which a long name, of a policy with its options, may break behind its parts."""
+    return re.sub(r"([_:,=])(?=\S)", r"\1<wbr>", escape(text, quote=False))
+
+
 def _css(colour: str) -> str:
     return f"var(--{colour.removeprefix('@')})" if colour.startswith("@") else colour
 
@@ -93,7 +99,7 @@ def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a table whose first column names its rows. On a narrow screen a table of more than MOST_NARROW columns is
     a list of rows, each with a line per column."""
     wide = len(heads) > MOST_NARROW
-    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+    top = "".join(f'<th scope="col">{breakable(head)}</th>' for head in heads)
     lines = []
     for first, *others in rows:
         named = zip(heads[1:] if wide else [""] * len(others), others, strict=True)

@@ -22,7 +22,7 @@ from pstar_sim.report.residence import residence
 from pstar_sim.report.run_figures import Figure
 from pstar_sim.report.tables import BINDS_WORDS, format_change, format_params, format_percent
 from pstar_sim.report.web.charts import CATEGORY_NAMES, Chart, lanes_chart, residence_chart, tide_chart
-from pstar_sim.report.web.document import chart_place, document, legend_html, table_html
+from pstar_sim.report.web.document import breakable, chart_place, document, legend_html, table_html
 from pstar_sim.units import format_bytes, format_error, format_s
 
 __all__ = ["Subject", "plan_report"]
@@ -95,16 +95,14 @@ class _Page:
         return "\n".join(part() for part in parts)
 
     def _head(self) -> str:
-        first = self.subjects[0].plan
-        w, m = first.workload, first.machine
-        batch = f"batch {w.batch}{' per GPU' if len(m.ranks) > 1 else ''}" + (
-            f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
-        )
-        job = f"{w.model}, {format_params(w.params)} parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
+        jobs = dict.fromkeys(_job(subject.plan) for subject in self.subjects)
+        if len(jobs) > 1:
+            jobs = {f"{subject.title}: {_job(subject.plan)}": None for subject in self.subjects}
+        soft = "".join(f'<p class="soft">{escape(job)}</p>' for job in jobs)
         theme = '<button data-theme-button aria-label="change between light and dark">dark</button>'
         return (
-            f'<div class="row"><h1>{escape(" beside ".join(s.title for s in self.subjects))}</h1>{theme}</div>'
-            f'<p class="soft">{escape(job)}</p><p class="answer">{escape(self._verdict())}</p>'
+            f'<div class="row"><h1>{breakable(" beside ".join(s.title for s in self.subjects))}</h1>{theme}</div>'
+            f'{soft}<p class="answer">{escape(self._verdict())}</p>'
         )
 
     def _verdict(self) -> str:
@@ -117,6 +115,9 @@ class _Page:
             share = seconds / base_s - 1
             errors = [] if other.measured else [s.plan.predictions.get("expected_error") for s in (first, other)]
             change = format_change(share, *errors) if errors else f"{share:+.1%}".replace("%", " %")
+            if _work(other.plan) != _work(first.plan):
+                said.append(f"{other.title}: {format_s(seconds)}{_error(other)} for another job")
+                continue
             than = "as long" if abs(share) < 5e-4 else f"{change[1:]} {'longer' if share > 0 else 'shorter'}"
             said.append(f"{other.title}: {format_s(seconds)}{_error(other)}, {than}")
         return "; ".join(said) + "."
@@ -154,7 +155,7 @@ class _Page:
         """Returns the chart under the subject's title."""
         self.figures[name] = chart.figure
         place = chart_place(name, f"{says} of {subject.title}")
-        return f"<h3>{escape(subject.title)}</h3>{place}{_notes(chart)}"
+        return f"<h3>{breakable(subject.title)}</h3>{place}{_notes(chart)}"
 
     def _tides(self) -> str:
         legend: dict[str, str] = {}
@@ -168,7 +169,7 @@ class _Page:
                 chart = self._tide(n, x, over if x == "moment" else None)
                 legend |= chart.legend
                 title = f"{subject.title} (areas), measured (lines)" if over and x == "moment" else subject.title
-                says += f'<div data-x="{x}"{self._hidden(x)}><h3>{escape(title)}</h3>{_notes(chart)}</div>'
+                says += f'<div data-x="{x}"{self._hidden(x)}><h3>{breakable(title)}</h3>{_notes(chart)}</div>'
             place = chart_place(f"tide {n}", f"GPU memory over the iteration of {subject.title}")
             cells.append(f'<div data-x="{XS[0]}"{self._hidden(XS[0])}>{says}{place}</div>' if alone else says + place)
         pressed = {x: str(x == self.first_x).lower() for x in XS}
@@ -219,7 +220,7 @@ class _Page:
         cells = []
         for subject in self.subjects:
             heads = ("", "between iterations", "when fullest")
-            cells.append(f"<h3>{escape(subject.title)}</h3>{table_html(heads, list(_places(subject)))}")
+            cells.append(f"<h3>{breakable(subject.title)}</h3>{table_html(heads, list(_places(subject)))}")
         return f"<h2>Where every byte lives</h2>{self._columns(cells)}"
 
     def _proofs(self) -> str:
@@ -227,7 +228,7 @@ class _Page:
         for subject in self.subjects:
             if subject.examined is not None:
                 text = f"{subject.examined.report.describe()}\n{subject.examined.bound}"
-                cells.append(f"<h3>{escape(subject.title)}</h3><pre>{escape(text)}</pre>")
+                cells.append(f"<h3>{breakable(subject.title)}</h3><pre>{escape(text)}</pre>")
         return f"<h2>Certificate</h2>{self._columns(cells)}"
 
     def _words(self) -> str:
@@ -237,8 +238,22 @@ class _Page:
                 continue
             cost = subject.plan.predictions.get("barrier_cost_s")
             text = explain(subject.plan, subject.examined.timeline, barrier_cost_s=cost, width=100_000)
-            parts.append(f"<details open><summary>{escape(subject.title)}</summary><pre>{escape(text)}</pre></details>")
+            parts.append(
+                f"<details open><summary>{breakable(subject.title)}</summary><pre>{escape(text)}</pre></details>"
+            )
         return "<h2>Explanation</h2>" + "".join(parts)
+
+
+def _job(plan: Plan) -> str:
+    w, m = plan.workload, plan.machine
+    batch = f"batch {w.batch}{' per GPU' if len(m.ranks) > 1 else ''}"
+    batch += f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
+    return f"{w.model}, {format_params(w.params)} parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
+
+
+def _work(plan: Plan) -> tuple[str, int, int]:
+    """Returns what an iteration does: seconds of plans are compared where this is equal, on whatever machine."""
+    return plan.workload.model, plan.workload.params, plan.workload.tokens * len(plan.machine.ranks)
 
 
 def _notes(chart: Chart) -> str:
@@ -269,7 +284,7 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
         yield "binds", BINDS_WORDS.get(binds, binds)
     for place, name in _PLACES.items():
         peak, budget = timeline.peak_bytes.get(place), timeline.budget_bytes.get(place)
-        if peak:
+        if peak or (budget and peak is not None):
             yield f"{name} peak", format_bytes(peak)
         if budget:
             yield f"{name} capacity", format_bytes(budget)
