@@ -419,7 +419,8 @@ class Machine:
     @property
     def confidence_by_input(self) -> dict[str, str]:
         """How each input of a prediction is known: input -> "calibrated", or one of KNOWN. Parts that this machine
-        lacks are left out. An input of several parts is known as well as the worst of them.
+        lacks are left out. An input of several parts is known as well as the worst of them. "compute" is the rate of
+        large products, "operators" all other kernels and launches.
         """
         found = {
             "compute": _worst((r.gpu.measured, r.gpu.known) for r in self.ranks),
@@ -427,6 +428,9 @@ class Machine:
             "CPU Adam": _worst([(self.host.measured, self.host.known)]),
             "DRAM": "calibrated" if self.host.dram_measured else "datasheet",
         }
+        kernels = [r.gpu for r in self.ranks if r.gpu.launch_s is not None]
+        if kernels:
+            found["operators"] = _worst((gpu.measured, "assumed") for gpu in kernels)
         if len(self.ranks) > 1:
             fabrics = [f for f in (self.peer, self.network if self.nodes > 1 else None) if f is not None]
             found["network"] = _worst((f.measured, f.known) for f in fabrics) if fabrics else found["link"]

@@ -14,10 +14,11 @@ __all__ = ["confidence", "confidence_line"]
 def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
     """Returns "calibrated", "measured", "fitted", "datasheet" or "assumed" for each input
     (`Machine.confidence_by_input`). For compute it may also be "recorded": the moments' own durations on this very
-    machine."""
+    machine, operators included."""
     found = machine.confidence_by_input
     if workload.recorded_on is not None and workload.recorded_on == machine.name:
         found["compute"] = "recorded"
+        found.pop("operators", None)
     return found
 
 

@@ -122,6 +122,7 @@ def test_confidence_is_said_for_each_input() -> None:
         "link": "calibrated",
         "CPU Adam": "calibrated",
         "DRAM": "calibrated",
+        "operators": "calibrated",
         "disk": "calibrated",
     }
     half = replace(machine, nvme=None, host=replace(machine.host, dram_measured=False))

@@ -125,7 +125,7 @@ def test_figures_of_another_generation_are_called_assumed(tmp_path: Path) -> Non
     for m in (machine, load_machine(tmp_path / "again.toml")):
         assert confidence(chain_workload(2, 1024), m)["compute"] == "assumed"
     line = confidence_line(confidence(chain_workload(2, 1024), machine))
-    assert line == "calibrated: none; fitted: CPU Adam; datasheet: link, DRAM; assumed: compute, framework"
+    assert line == "calibrated: none; fitted: CPU Adam; datasheet: link, DRAM; assumed: compute, operators, framework"
 
 
 def test_fused_attention_runs_at_its_share_of_the_rate(tmp_path: Path) -> None:

@@ -24,11 +24,12 @@ def test_durations_recorded_on_the_machine_count_as_recorded() -> None:
     machine = load_machine("virtual")
     workload = replace(chain_workload(2, 1024), recorded_on=None)
     assert confidence(workload, machine)["compute"] == "datasheet"
-    assert confidence(replace(workload, recorded_on="virtual"), machine)["compute"] == "recorded"
+    recorded = confidence(replace(workload, recorded_on="virtual"), machine)
+    assert recorded["compute"] == "recorded" and "operators" not in recorded
     assert confidence(replace(workload, recorded_on="another"), machine)["compute"] == "datasheet"
 
 
-WORDS = "calibrated: none; fitted: CPU Adam; datasheet: link, DRAM; assumed: compute, framework"
+WORDS = "calibrated: none; fitted: CPU Adam; datasheet: link, DRAM; assumed: compute, operators, framework"
 
 
 def test_a_plan_carries_it(tmp_path: Path) -> None:
@@ -41,6 +42,7 @@ def test_a_plan_carries_it(tmp_path: Path) -> None:
         "link": "datasheet",
         "CPU Adam": "fitted",
         "DRAM": "datasheet",
+        "operators": "assumed",
         "framework": "assumed",
     }
     assert WORDS in repr(answer)
