@@ -410,7 +410,7 @@ class CostModel:
         fabrics whose rate depends on the size."""
         m = self.machine
         if len(m.ranks) == 1:
-            raise PlanError(f"machine {m.name!r} has one gpu; it has no collectives")
+            raise PlanError(f"machine {m.name!r} has one gpu; collectives need several")
         rates: list[float] = []
         fabrics: list[Fabric] = []
         latency_s = 0.0
@@ -425,7 +425,9 @@ class CostModel:
                 latency_s += (m.local_ranks - 1) * m.link.latency_s
         if m.nodes > 1:
             if m.network is None:
-                raise PlanError(f"machine {m.name!r} has {m.nodes} nodes and no network; a machine file gives one")
+                raise PlanError(
+                    f"machine {m.name!r} has {m.nodes} nodes and no network; give network = NAME in a machine file"
+                )
             fabrics.append(m.network)
             latency_s += (m.nodes - 1) * m.network.latency_s
         rates += [fabric.bytes_per_s for fabric in fabrics]
@@ -436,7 +438,7 @@ class CostModel:
         equal parts. direction: "read" or "write". Raises PlanError for a machine without disks."""
         disks = self.machine.nvme
         if disks is None:
-            raise PlanError(f"machine {self.machine.name!r} has no disks; a machine file gives them (disks = NAME)")
+            raise PlanError(f"machine {self.machine.name!r} has no disks; give disks = NAME in a machine file")
         rate = disks.read_bytes_per_s if direction == "read" else disks.write_bytes_per_s
         return disks.latency_s + size_bytes * self.machine.local_ranks / rate if size_bytes else 0.0
 

@@ -592,7 +592,7 @@ class Ledger:
         size, p = self._payloads.sizes[number], PLACES.index(place)
         if size > (room := self.room_bytes(place)):
             raise PlanError(
-                f"{place.value} over budget: {list_name} of chunk {chunk} ({format_bytes(size)}) would make it "
+                f"{place.value} over budget: {list_name} of chunk {chunk} ({format_bytes(size)}) would bring it to "
                 f"{self.budget_bytes[p] - room + size} bytes, {size - room} more than the plan's {self.budget_bytes[p]}"
             )
         self._unfinished.add(number)

@@ -188,9 +188,7 @@ def _initial(rows: tuple[tuple[int, str, Place], ...]) -> frozenset[Resident]:
     residents: set[Resident] = set()
     for i, (chunk, name, place) in enumerate(rows):
         if (resident := Resident(chunk, name, place)) in residents:
-            raise PlanError(
-                f"field 'initial[{i}]' is {name} of chunk {chunk} on the {place.value}, which is there already"
-            )
+            raise PlanError(f"field 'initial[{i}]' is {name} of chunk {chunk} on the {place.value} a second time")
         residents.add(resident)
     return frozenset(residents)
 

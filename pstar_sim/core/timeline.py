@@ -262,5 +262,5 @@ def read_values(path: str | Path) -> dict[str, Any]:
     except Fault as fault:
         raise TraceError(f"{path}: is truncated or not JSON: {fault.in_json()}") from None
     if not isinstance(values, dict):
-        raise TraceError(f"{path}: is not a timeline (not an object)")
+        raise TraceError(f"{path}: is not a timeline (not a JSON object)")
     return values

@@ -261,7 +261,7 @@ def ladder(policy: str, *, barrier: bool, begin: str = BASE, sums: bool = False)
     own = _place_of(policy, barrier, sums)
     able, first = can(begin.partition(":")[0].strip()), policy_name(begin)
     if first == policy_name(policy):
-        raise PstarError(f"an ablation leads from one policy to another; it cannot begin with {first} and end with it")
+        raise PstarError(f"begin and policy are both {first}; an ablation needs two different policies")
     now = {key: next(iter(values)) for key, values in _VALUES.items() if key in own}
     near = able.near or able.point
     if near is not None:

@@ -38,7 +38,7 @@ def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machi
         return [name for name, policy in all_policies().items() if differ or capabilities_of(policy).balance is None]
     found = names("policies", policies, "a list of policies, such as ['tide', 'optimal']")
     if not found:
-        raise PstarError("policies = []: give at least one policy, or leave it out for all of them")
+        raise PstarError("policies = []: give at least one policy, or leave policies out for all of them")
     out: list[str | Policy] = []
     for policy in found:
         if not isinstance(policy, str) and not callable(policy):

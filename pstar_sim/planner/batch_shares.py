@@ -211,7 +211,7 @@ def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:
     """Check the workloads. Raises PstarError unless there is one per rank, all of one model and shape of iteration."""
     if len(workloads) != len(machine.ranks):
         raise PstarError(
-            f"{len(workloads)} workloads for the {len(machine.ranks)} ranks of {machine.name}; one per rank"
+            f"{len(workloads)} workloads for the {len(machine.ranks)} ranks of {machine.name}; give one per rank"
         )
     first = workloads[0]
     for r, w in enumerate(workloads):
@@ -246,8 +246,8 @@ def unmodelled_notes(
     if not timelines:
         if short_of_gpu:
             notes.append(
-                "no policy fits the GPUs: a layer and what it needs beside it would have to be split over several of "
-                "them (tensor or sequence parallelism), which could well fit"
+                "no policy fits the GPUs: each layer would have to be split over several of them (tensor or sequence "
+                "parallelism), which may well fit"
             )
         return tuple(notes)
     name, best = min(timelines.items(), key=lambda row: row[1].iteration_s)

@@ -205,7 +205,7 @@ def cheapest(
     wanted = known if machines is None else listed("machines", machines, "machines or names of machines")
     chosen = [machine_of(m) for m in wanted]  # type: ignore[arg-type]
     if not chosen:
-        raise PstarError("machines = []: give at least one machine, or leave it out for all that have a price")
+        raise PstarError("machines = []: give at least one machine, or leave machines out for all with a price")
     for machine in chosen:
         refuse_balance(job.policies or (), machine)
     costs = _prices_of(chosen, known)

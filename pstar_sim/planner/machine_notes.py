@@ -23,12 +23,13 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
     notes = []
     if machine.pool_bytes is not None:
         notes.append(
-            f"{machine.name} has one memory of {format_bytes(machine.pool_bytes)} for CPU and GPU: what the GPU may "
-            "use is not counted for the host (--host-memory SIZE moves the border), and offloading is a copy inside it"
+            f"{machine.name} has one memory of {format_bytes(machine.pool_bytes)} for CPU and GPU: memory that the "
+            "GPU may use is not counted for the host (--host-memory SIZE moves the border), "
+            "and offloading is a copy inside it"
         )
     if machine.host.pinned_bytes is not None and copies:
         notes.append(
-            f"the host can pin {format_bytes(machine.host.pinned_bytes)}: what a job keeps there beyond that is copied "
+            f"the host can pin {format_bytes(machine.host.pinned_bytes)}: lists of a job beyond that are copied "
             f"at the pageable rate, {format_bytes(machine.link.pageable_bytes_per_s or 0)}/s"
         )
     return [*notes, *(line for plan, timeline in plans if (line := disk_life(plan, timeline.iteration_s)))]

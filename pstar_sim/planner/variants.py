@@ -365,7 +365,7 @@ def _left_out(ways: Sequence[Way]) -> tuple[str, ...]:
         if not chosen:
             out.append("activations chosen block by block: the variants are not stacks of equal blocks")
         elif "offload" not in chosen:
-            out.append("activations of some blocks offloaded: they leave none behind, or need them at once")
+            out.append("activations of some blocks offloaded: these blocks keep none, or need them at once")
         else:
             out.append("activations chosen block by block in other ways: " + _SETS)
     return tuple(out)

@@ -309,7 +309,7 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
         if (w.fingerprint, w.sequence) != (first.fingerprint, first.sequence):
             raise TraceError(
                 f"variants are of {first.model} ({first.dtype}, sequence {first.sequence}) and {w.model} ({w.dtype}, "
-                f"sequence {w.sequence}); a global batch is of one of the two: choose it with --dtype or --seq"
+                f"sequence {w.sequence}); choose one of them with --dtype or --seq"
             )
     found: dict[tuple[object, ...], Way] = {}
     for way in (*map(Way, variants), *_block_by_block(variants)):

@@ -44,7 +44,7 @@ def play(
     each other.
     """
     if max_iterations < 2:
-        raise PlanError(f"max_iterations must be at least 2 (two that may agree), not {max_iterations}")
+        raise PlanError(f"max_iterations must be at least 2, so that two can agree, not {max_iterations}")
     if len(plan.machine.ranks) > 1:
         from pstar_sim.sim.several_ranks import play_ranks
 

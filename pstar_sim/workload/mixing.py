@@ -109,8 +109,8 @@ def _check_variants(
     ):
         if one != other:
             raise TraceError(
-                f"{recomputed.model!r}: {what} is {one!r} in the variant that recomputes and {other!r} in the one that "
-                "keeps; write both with the same"
+                f"{recomputed.model!r}: {what} is {one!r} in the variant that recomputes and {other!r} in the variant "
+                "that keeps; write both with the same"
             )
     blocks = block_names(recomputed)
     if [run[:2] for run in ours] != [run[:2] for run in theirs] or len(set(blocks)) != len(blocks):
@@ -180,9 +180,11 @@ def stashes_of(w: Workload, offload: Collection[str]) -> list[Stash]:
     for i, n in enumerate(chosen):
         block = blocks[n]
         if before[block] != "keep":
-            raise TraceError(f"{w.model!r}: block {block} recomputes its activations; only kept ones are offloaded")
+            raise TraceError(
+                f"{w.model!r}: block {block} recomputes its activations; only kept activations are offloaded"
+            )
         if left[block] <= 0:
-            raise TraceError(f"{w.model!r}: block {block} leaves no activations behind; there is nothing to offload")
+            raise TraceError(f"{w.model!r}: block {block} keeps no activations; there is nothing to offload")
         until = chosen[i + 1] if i + 1 < len(chosen) else n + (n - chosen[i - 1] if i else 1)
         stashes.append(_stash(w, stack, n, min(until, len(stack) - 1), left[block]))
     return stashes

@@ -61,8 +61,8 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
         raise TraceError(f"workload {workload.model!r} {why}")
     if stash == "host" and not workload.checkpointing:
         raise TraceError(
-            f"workload {workload.model!r} keeps its activations; boundaries on the host are for one that recomputes "
-            "them (checkpointing)"
+            f"workload {workload.model!r} keeps its activations; boundaries on the host need a workload that "
+            "recomputes them (checkpointing)"
         )
     bodies = _bodies(workload)
     parts = _parts(workload, bodies[0])
@@ -117,7 +117,7 @@ def _parts(w: Workload, body: range) -> list[BlockRun]:
     ahead = [n for n, (block, forward, _) in enumerate(runs) if block is not None and forward]
     back = [n for n, (block, forward, _) in enumerate(runs) if block is not None and not forward]
     if not ahead or not back:
-        raise TraceError(f"workload {w.model!r} is not a stack of blocks, so there is no layer-major order of it")
+        raise TraceError(f"workload {w.model!r} is not a stack of blocks, so it has no layer-major order")
     last, first = ahead[-1], back[0]
     turn = [m for _, _, moments in runs[last + 1 : first] for m in moments]
     between: list[BlockRun] = [(None, False, range(turn[0], turn[-1] + 1))] if turn else []
@@ -153,8 +153,8 @@ def _stashed(made: Workload, source: Workload, parts: Sequence[BlockRun], cells:
     twice = next((block for block in names if names.count(block) > 1), None)
     if twice is not None:
         raise TraceError(
-            f"workload {source.model!r} calls block {twice} more than once per micro-batch; boundaries on the host are "
-            "for one that calls each block once, boundaries on the GPU for any (l2l, tide:order=relay)"
+            f"workload {source.model!r} calls block {twice} more than once per micro-batch; boundaries on the host "
+            "need one call per block; boundaries on the GPU do not (l2l, tide:order=relay)"
         )
     sizes = [
         _boundary_bytes(

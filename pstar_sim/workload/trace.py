@@ -284,9 +284,9 @@ def _read_rows(source: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise TraceError(f"{source}: cannot be read ({error.strerror or _first_line(error)})") from error
     if data[:4] != b"PAR1":
-        raise TraceError(f"{source}: is not a trace (a trace is a Parquet file; this does not begin as one)")
+        raise TraceError(f"{source}: is not a trace (a trace is a Parquet file, which begins with PAR1)")
     if len(data) < 12 or data[-4:] != b"PAR1":
-        raise TraceError(f"{source}: is truncated (a Parquet file ends with PAR1, this does not)")
+        raise TraceError(f"{source}: is truncated (a Parquet file ends with PAR1)")
     # Arrow reports damage as any of these, depending on which byte is wrong.
     damage = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError, UnicodeError)
     try:

@@ -420,7 +420,7 @@ def _check_optimizer(w: Workload, bad: _Bad) -> None:
 
 def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
     if t.bytes > _MOST_BYTES:
-        raise bad(f"tensors[{i}].bytes", t.bytes, f"more than {_MOST_BYTES} is in no tensor")
+        raise bad(f"tensors[{i}].bytes", t.bytes, f"a tensor has at most {_MOST_BYTES}")
     if t.bytes < 0 or any(extent < 0 for extent in t.shape):
         raise bad(f"tensors[{i}].bytes", t.bytes, "bytes and shape must not be negative")
     if t.tied_to is None and t.dtype in DTYPE_BYTES and t.bytes != t.numel * DTYPE_BYTES[t.dtype]:
@@ -444,7 +444,11 @@ def _check_indices(w: Workload, bad: _Bad) -> None:
         if not 0 <= u.moment < last or not 0 <= u.tensor < count:
             raise bad("uses", (u.moment, u.tensor), "moment and tensor must be indices into their tables")
         if u.tensor in tied:
-            raise bad("uses", (u.moment, u.tensor), "a tied tensor is used under the index of the one it is tied to")
+            raise bad(
+                "uses",
+                (u.moment, u.tensor),
+                "a tied tensor is used under the index of the tensor whose storage it shares",
+            )
         if u.tensor in frozen and u.kind is UseKind.GRADIENT:
             raise bad("uses", (u.moment, u.tensor), "a frozen tensor has no gradient")
 
@@ -560,7 +564,7 @@ def _check_choices(w: Workload, bad: _Bad) -> None:
     away = boundary | {block for block, how in w.activations if how == "offload"}
     wanted = {(block, u) for block in away for u in range(w.micro_batches)}
     if len(set(there)) != len(there) or set(there) != wanted:
-        raise bad("stashes", len(there), f"each offloaded block has one per micro-batch, which makes {len(wanted)}")
+        raise bad("stashes", len(there), f"each offloaded block has one stash per micro-batch, in total {len(wanted)}")
 
 
 def _check_stashes(w: Workload, bad: _Bad) -> None:
@@ -568,10 +572,10 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
     counted = [0] * (len(w.moments) + 1)  # changes of the bytes of stashes that the peaks count
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
-            raise bad(f"stashes[{i}]", s, "it has bytes, and moments made < gone < back < needed before the step")
+            raise bad(f"stashes[{i}]", s, "it must have bytes, and moments made < gone < back < needed before the step")
         ends = (s.made, s.needed) if w.layer_major else (s.made, s.gone, s.back, s.needed)
         if any(w.moments[m].micro_batch != s.micro_batch for m in ends):
-            raise bad(f"stashes[{i}].micro_batch", s.micro_batch, "all its moments are of that micro-batch")
+            raise bad(f"stashes[{i}].micro_batch", s.micro_batch, "all its moments must be of that micro-batch")
         if i:
             _check_beside(i, s, w.stashes[i - 1], bad, in_turn=not w.boundaries_on_host)
         for begin, end in ((s.made, s.gone), (s.back, s.needed)):
@@ -581,7 +585,9 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
     for m, change in enumerate(counted[:-1]):
         held += change
         if held > w.moments[m].peak_bytes:
-            raise bad(f"moments[{m}].peak_bytes", w.moments[m].peak_bytes, f"{held} bytes of stashes are there then")
+            raise bad(
+                f"moments[{m}].peak_bytes", w.moments[m].peak_bytes, f"{held} bytes of stashes are on the GPU then"
+            )
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:
@@ -594,7 +600,7 @@ def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) 
             raise bad(
                 f"stashes[{i}]",
                 s,
-                "of two stashes, the one made later is gone later, comes back earlier and is needed earlier",
+                "a stash made later is gone later, comes back earlier and is needed earlier",
             )
 
 
@@ -662,8 +668,8 @@ def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
     body, step = w.moments[:-1], w.moments[-1]
     if (most := max(1, MOST_MOMENTS // max(1, len(body)))) < micro_batches:
         raise TraceError(
-            f"workload {w.model!r}: micro_batches is {micro_batches}; one has {len(body)} moments and an iteration at "
-            f"most {MOST_MOMENTS}, so give at most {most}"
+            f"workload {w.model!r}: micro_batches is {micro_batches}; one micro-batch has {len(body)} moments and an "
+            f"iteration at most {MOST_MOMENTS}, so give at most {most}"
         )
     moments = tuple(
         Moment(

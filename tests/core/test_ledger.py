@@ -90,7 +90,7 @@ def test_what_is_refused_changes_nothing(ledger: Ledger):
     ledger.hold(0, "param", GPU)
     for move, said in [
         (lambda: ledger.claim(0, "param", GPU), "param of chunk 0 already has memory on the gpu"),
-        (lambda: ledger.claim(1, "param", GPU), r"would make it 4196 bytes, 1124 more than the plan's 3072"),
+        (lambda: ledger.claim(1, "param", GPU), r"would bring it to 4196 bytes, 1124 more than the plan's 3072"),
         (lambda: ledger.begin_release(1, "param", GPU), "param of chunk 1 has no memory on the gpu to free"),
         (lambda: ledger.set_tide(925), "2148 bytes of payloads and 925 of non-model data are 1 more than the plan's"),
         (lambda: ledger.claim(0, "param", Place.NVME), "nvme over budget"),

@@ -155,7 +155,7 @@ def again(field: str) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (again("initial"), r"field 'initial\[\d+\]' is .* of chunk \d+ on the \w+, which is there already"),
+        (again("initial"), r"field 'initial\[\d+\]' is .* of chunk \d+ on the \w+ a second time"),
         (again("buffers"), r"field 'buffers\[\d+\]' is '.*' on the \w+ a second time"),
         (put("policy", value=3), "field 'policy' is 3; it must be a text"),
         (put("colour", value=3), "field 'colour' is not known"),

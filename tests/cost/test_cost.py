@@ -113,7 +113,7 @@ def test_seconds_and_dram_bytes_of_steps() -> None:
     assert (cost.seconds(drop), cost.dram_bytes(drop)) == (0.0, 0)
     moment = step(Queue.COMPUTE, Kind.COMPUTE, moment=1)
     assert (cost.seconds(moment), cost.dram_bytes(moment)) == (1.0, 0)
-    with pytest.raises(PlanError, match="has one gpu; it has no collectives"):
+    with pytest.raises(PlanError, match="has one gpu; collectives need several"):
         cost.seconds(step(Queue.NET, Kind.GATHER, chunk=0, bytes=8))
     with pytest.raises(PlanError, match="has no disks"):
         cost.seconds(step(Queue.NVME, Kind.NVME_READ, chunk=0, list="param", bytes=8))

@@ -173,7 +173,7 @@ def test_where_what_is_not_modelled_may_win() -> None:
     assert "pipeline parallelism between the nodes" in _notes(nodes, w, {"net": 4.0})[1]
     assert "pipeline parallelism may be faster" in _notes(replace(node, peer=None), w, {"net": 4.0})[1]
     said = unmodelled_notes(w, node, {}, short_of_gpu=True)
-    assert "a layer and what it needs beside it would have to be split" in said[1]
+    assert "each layer would have to be split" in said[1]
     assert unmodelled_notes(w, node, {}, short_of_gpu=False) == (UNMODELLED,)
 
 

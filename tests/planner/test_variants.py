@@ -72,7 +72,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     tried = dict(chosen.tried)
     assert len(tried) == 15  # three batches, each kept, recomputed and in three mixtures
     assert any(str(row).startswith("not planned: computing alone takes") for row in tried.values())
-    assert chosen.left_out[-1].startswith("activations of some blocks offloaded: they leave none behind")
+    assert chosen.left_out[-1].startswith("activations of some blocks offloaded: these blocks keep none")
     fitting = choose(made, with_gpu_bytes(6 * MIB), EAGER)
     assert fitting.workload.batch < 4 or fitting.workload.checkpointing
     assert any(str(row).startswith("does not fit: short by") for row in dict(fitting.tried).values())
@@ -269,7 +269,7 @@ def test_each_kept_block_adds_its_activations_and_saves_its_recomputation() -> N
         mix_blocks(recomputed, ps.preset("1B", batch=4, seq=256, dtype="bf16", checkpointing=False), [])
     fused = ps.preset("1B", batch=2, seq=256, dtype="bf16", checkpointing=False, kernels="fused")
     with pytest.raises(
-        TraceError, match="kernels is 'eager' in the variant that recomputes and 'fused' in the one that"
+        TraceError, match="kernels is 'eager' in the variant that recomputes and 'fused' in the variant that"
     ):
         mix_blocks(recomputed, fused, [])
 

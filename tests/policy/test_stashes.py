@@ -94,7 +94,7 @@ def test_what_cannot_be_offloaded_is_said() -> None:
         offload_blocks(w, ["layers.5"])
     with pytest.raises(TraceError, match=r"has no blocks layers\.9"):
         offload_blocks(w, ["layers.9"])
-    with pytest.raises(TraceError, match="leaves no activations behind"):
+    with pytest.raises(TraceError, match="keeps no activations"):
         offload_blocks(chain_workload(6, 1024, tide_bytes=MIB), ["layers.0"])
     with pytest.raises(TraceError, match=r"layers\.0 recomputes its activations"):
         offload_blocks(replace(w, checkpointing=True), ["layers.0"])
@@ -108,12 +108,12 @@ def test_what_cannot_be_offloaded_is_said() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"stashes": ()}, "which makes 2"),
+        ({"stashes": ()}, "one stash per micro-batch, in total 2"),
         ({"activations": (("layers.0", "offload"), ("layers.0", "keep"))}, "each block is named once"),
         ({"activations": (("layers.0", "burn"),)}, "known choices are keep, recompute, offload"),
         ({"gone": 9}, "made < gone < back < needed"),
-        ({"bytes": 0}, "it has bytes"),
-        ({"bytes": 7 * MIB}, "bytes of stashes are there then"),
+        ({"bytes": 0}, "it must have bytes"),
+        ({"bytes": 7 * MIB}, "bytes of stashes are on the GPU then"),
         ({"micro_batch": 1}, "each offloaded block has one"),
     ],
 )

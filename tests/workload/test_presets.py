@@ -278,7 +278,9 @@ def test_names_and_values_a_preset_cannot_have() -> None:
     ):
         with pytest.raises(ModelError, match=f"model gpt2: {words}"):
             preset("gpt2", **arguments)  # type: ignore[arg-type]
-    with pytest.raises(TraceError, match=r"micro_batches is 20000; one has 154 moments .* so give at most 12987"):
+    with pytest.raises(
+        TraceError, match=r"micro_batches is 20000; one micro-batch has 154 moments .* so give at most 12987"
+    ):
         preset("gpt2", batch=1, micro_batches=20_000)
     with pytest.raises(ModelError, match="sequence is 100; an image of this model is 197 tokens"):
         preset("vit-b-16", batch=1, seq=100)

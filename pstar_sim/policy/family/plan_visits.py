@@ -139,7 +139,7 @@ def _check_modes(job: Job, modes: Modes) -> None:
                 "moments keeps it on the GPU"
             )
     if both := sorted(modes.pinned & modes.streamed):
-        raise CannotPlan(f"{job.name}: chunk {both[0]} is pinned and streamed; it can be one of them")
+        raise CannotPlan(f"{job.name}: chunk {both[0]} is pinned and streamed; a chunk has one mode only")
 
 
 def _check_chunk(job: Job, chunk: int, what: str) -> None:

@@ -144,7 +144,7 @@ class GradientRows:
         if older not in self._freed:
             raise CannotPlan(
                 f"{job.name}: gradients of chunks {older} and {c} arrive side by side, and at most {most} gradient "
-                "lists may be on the GPU at a time; allow more"
+                "lists may be on the GPU at a time; give a larger lists_at_once"
             )
         return ((self._freed[older], 0),)
 

@@ -116,7 +116,7 @@ def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> La
     if count < ranks:
         raise CannotPlan(
             f"patrickstar: {ranks} ranks but {count} chunk{'s' if count != 1 else ''} of "
-            f"{format_bytes(single.chunk_bytes)}; each rank owns whole chunks, so take smaller ones (chunk_bytes, "
+            f"{format_bytes(single.chunk_bytes)}; each rank owns whole chunks, so take smaller chunks (chunk_bytes, "
             "--chunk) or fewer ranks"
         )
     return build_layout(

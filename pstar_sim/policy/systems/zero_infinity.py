@@ -66,7 +66,7 @@ def zero_infinity(
     host or the disks are too small.
     """
     if "nvme" in (params, states) and machine.nvme is None:
-        raise PlanError(f"machine {machine.name!r} has no disks; a machine file gives them (disks = NAME)")
+        raise PlanError(f"machine {machine.name!r} has no disks; give disks = NAME in a machine file")
     b = Builder("zero_infinity", workload, machine, settings)
     visits = traced_visits(b.uses, reuse)
     gather, fetch, read = (operators_before(visits, n if overlap else 0) for n in (1, 2, 3))

@@ -144,9 +144,9 @@ def workload_of(
     adapted = None if lora is None else AdaptedTape(dtype, lora, family=entry.family, tokens=batch * sequence)
     tape = adapted or Tape(dtype)
     if not language_head and entry.family != "gpt":
-        raise refuse("language_head", language_head, "only a gpt can do without")
+        raise refuse("language_head", language_head, "only a gpt can leave it out")
     if not early_stop and entry.family not in ("gpt", "llama"):
-        raise refuse("early_stop", early_stop, "only a gpt or llama can do without")
+        raise refuse("early_stop", early_stop, "only a gpt or llama can leave it out")
     shape = Shape(
         model=entry,
         batch=batch,
@@ -246,7 +246,9 @@ def variant(
     in the catalog.
     """
     if workload.source != "preset":
-        raise ModelError(f"workload {workload.model!r} comes from a {workload.source}; trace the model as it should be")
+        raise ModelError(
+            f"workload {workload.model!r} comes from a {workload.source}; trace the model with the other settings"
+        )
     made = workload_of(
         model_entry(workload.model) if shape is None else shape,
         model=workload.model,
