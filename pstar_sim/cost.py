@@ -106,8 +106,8 @@ _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"),
 
 
 def changed_since(version: int, plan: Plan) -> str | None:
-    """Returns words for the difference between an earlier version's prediction for the plan and today's; None if there
-    is none."""
+    """Returns words for the difference between the predictions of an earlier version and of today's version for the
+    plan; None if both predict the same."""
     if version < 2 and len(plan.machine.ranks) == 1 and plan.workload.micro_batches > 1:
         if "grad32" in gradient_list(plan).values():
             return "adds of gradients on the GPU take no time"

@@ -520,7 +520,8 @@ class _FluidProgram:
         lp.add(moved / facts.dram <= seconds)
 
     def _totals(self) -> None:
-        """Add rows: totals over the iteration, with each chunk's own seconds (latency, padding)."""
+        """Add rows for the whole iteration: the copies of each direction, and CPU Adam with its adds, take at most the
+        iteration's seconds. Each chunk counts with its own seconds (latency, padding)."""
         lp, facts, cost = self.lp, self.facts, self.facts.cost
         seconds = facts.compute_s + self.stall.upto[-1]
         up_s, down_s = facts.copy_s("h2d", ("param",)), facts.copy_s("d2h", ("param",))

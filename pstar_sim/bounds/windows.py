@@ -23,7 +23,7 @@ class Windows:
     down_s, up_s, adam_s: seconds of the shortest copy down, copy up and CPU Adam of any chunk of J_j.
     reduce_s, gather_s: seconds of the shortest last sum over the ranks, and of the shortest gather, of any chunk of
         J_j.
-    net_s: seconds of all these sums and gathers, one after the other.
+    net_s: seconds of the last sums and the gathers of all chunks of J_j, one after the other.
     behind_barrier: whether copies down may lie outside the window.
     """
 

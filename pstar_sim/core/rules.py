@@ -121,8 +121,11 @@ def agree(period_s: float, before_s: float, tolerance: float) -> bool:
 
 
 def pace_s(program: Program, ended: NDArray[np.float64], *, steady: bool) -> float:
-    """Returns the seconds per iteration after the last iteration. ended: seconds, one row per iteration (at least two),
-    one column per step."""
+    """Returns the pace of a program after a run, in seconds per iteration.
+
+    ended: end of each step in seconds, one row per iteration (at least two), one column per step.
+    steady: whether the last iteration is steady.
+    """
     k = len(ended) - 1
     if steady:
         last = program.order[program.compute][-1]

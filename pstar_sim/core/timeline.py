@@ -148,7 +148,7 @@ class Timeline:
     peak_bytes: place -> most bytes in the steady iteration.
     moved_bytes: direction ("h2d", "d2h") -> bytes in the steady iteration.
     stall_s: cause -> seconds for which the compute queue waited in the steady iteration.
-    busy_s: queue -> seconds for which it worked in the steady iteration.
+    busy_s: queue -> seconds of its work in the steady iteration.
     label: for pictures, optional: the policy.
     phases: for pictures, optional: the phase of each moment.
     budget_bytes: for pictures, optional: place -> bytes that the plan may take of it.

@@ -268,7 +268,9 @@ class _Notes:
         if said is None or said == {}:
             return
         if not isinstance(said, Mapping):
-            self.false.append(f"certificate is {said!r} in the plan; it names the kind of bound and what binds it")
+            self.false.append(
+                f"certificate is {said!r} in the plan; it must name the kind of bound and the term that binds"
+            )
             return
         if said.get("bound") is None and "lower_bound_s" not in self.plan.predictions:
             self.why["certificate"] = "it states no lower bound; plans for several GPUs once had none"

@@ -80,7 +80,7 @@ class Tried:
 
 def tried_of(value: object) -> dict[str, Tried] | None:
     """Returns the outcomes that `Tried.to_json` wrote into a plan's choices, by way. Returns None for any other value,
-    because a file is not trusted, and because earlier versions wrote words here."""
+    because a file is not trusted, and because earlier versions wrote words instead."""
     if not isinstance(value, Mapping):
         return None
     try:

@@ -175,7 +175,8 @@ class Way:
         return self.workload if count == self.repeats else self._of(count)
 
     def costs(self, count: int, machine: Machine, layout: Layout) -> Sequence[CostModel] | None:
-        """Returns the cost models of a stand-in on a machine of one GPU; None for the workload itself."""
+        """Returns the cost models of the stand-in with `count` micro-batches on a machine of one GPU; None if `count`
+        is the way's own number."""
         if count == self.repeats:
             return None
         left_out, evenly = self.repeats - count, self.order != OWN

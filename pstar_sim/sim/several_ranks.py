@@ -451,8 +451,11 @@ class _Node:
 
 
 def fair_rates(wanted: Sequence[float], counts: Sequence[int], capacity: float) -> list[float]:
-    """Returns the max-min fair division of `capacity` (bytes/s) among flows by demand (bytes/s). Each flow counts
-    `counts` times."""
+    """Returns the rate of each flow, in bytes per second, if `capacity` is divided max-min fairly.
+
+    wanted: rate that each flow wants.
+    counts: number of equal flows for which each flow stands.
+    """
     rates = [0.0] * len(wanted)
     left, flows = capacity, sum(counts)
     for n in sorted(range(len(wanted)), key=lambda n: wanted[n]):

@@ -217,7 +217,7 @@ def _stash(w: Workload, stack: Sequence[_Block], n: int, until: int, size: int) 
 
 
 def without_stashed(w: Workload, stashes: Sequence[Stash]) -> tuple[Moment, ...]:
-    """Returns the moments without the bytes of stashes that are on the host then."""
+    """Returns the moments, each without the bytes of stashes that are on the host in it."""
     start, peak, end = ([0] * len(w.moments) for _ in range(3))
     for stash in stashes:
         for m in range(stash.gone, stash.back + 1):

@@ -61,7 +61,7 @@ class Tape:
         self.tensors.append(Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size))
 
     def tie(self, name: str, to: str) -> None:
-        """Declare a parameter that shares the storage of an earlier parameter."""
+        """Declare the parameter `name`, which shares the storage of the earlier parameter `to`."""
         owner = self._index[to]
         shape = self.tensors[owner].shape
         self._index[name] = owner

@@ -98,7 +98,7 @@ class Unrolled:
                 yield q
 
     def bounded(self) -> bool:
-        """Returns whether at most `iterations` successive iterations are ever under way."""
+        """Returns whether never more than `iterations` successive iterations are under way at the same time."""
         return next(self._ahead(), None) is None
 
     def unbounded_queue(self) -> str:

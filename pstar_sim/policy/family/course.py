@@ -324,7 +324,7 @@ def _merged(stretches: Sequence[Stretch]) -> list[Stretch]:
 
 
 def _joined(chunk: int, stretches: Sequence[Stretch], kept: set[UseGap]) -> list[Stretch]:
-    """Returns the stretches. Two neighbours are joined if the chunk stays on the GPU between them."""
+    """Returns the stretches, with two neighbours joined if the chunk stays on the GPU between them."""
     out: list[Stretch] = []
     for stretch in stretches:
         if out and UseGap(out[-1].last, stretch.first, chunk) in kept:

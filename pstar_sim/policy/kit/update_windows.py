@@ -1,9 +1,9 @@
 """Update windows: for each chunk j, the chunks whose whole update lies inside its window, without a table of all pairs.
 
-Chunk i lies inside the window of chunk j if i is first read no later than j and the last gradient of i is final no
-earlier: J_j = {i: f_i <= f_j, b_i >= b_j}. In most models these sets are nested: sorted by first read, each set is a
-run from the front. Sets that are not nested are summed by levels, as in a merge sort. In both cases the work grows as N
-log N.
+Chunk i lies inside the window of chunk j if its first read is no later than that of j and its last gradient is final no
+earlier than that of j: J_j = {i: f_i <= f_j, b_i >= b_j}. In most models these sets are nested: sorted by first read,
+each set is a run from the front. Sets that are not nested are summed by levels, as in a merge sort. In both cases the
+work grows as N log N.
 """
 
 from __future__ import annotations

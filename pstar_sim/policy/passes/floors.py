@@ -56,7 +56,7 @@ class Floors:
         return ((self._rows.last_rows[floor], 0),) if floor is not None and floor >= 0 else ()
 
     def serve(self, c: int, n: int, row: int) -> None:
-        """Record that the copy is written."""
+        """Record `row` as the copy of chunk c that serves position n."""
         floor = self._floor_of[n, c]
         if floor is not None and floor < 0:
             self._earlier.append((row, floor))

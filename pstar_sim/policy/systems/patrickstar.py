@@ -203,8 +203,8 @@ class _Iteration:
         )
 
     def _most_needed(self) -> tuple[int, int]:
-        """Returns (bytes needed, moment) of the moment that needs most: chunks that cannot be evicted, the tide, the
-        reserve."""
+        """Returns (bytes needed, moment) for the moment with the largest need: chunks that cannot be evicted, the tide
+        and the reserve."""
         b, lists = self._b, self._gradients
         gradients, most = 0, (0, 0)
         for m, needed in enumerate(b.uses.by_moment):

@@ -107,7 +107,7 @@ def balance(
 
 
 def _most_with_room(most: int, shortage: Callable[[int], DoesNotFit | None]) -> int:
-    """Returns the largest number of sequences below `most` that is not short of room; 0 if there is none."""
+    """Returns the largest number of sequences below `most` for which there is room; 0 if there is none."""
     return bisect_left(range(1, most), True, key=lambda sequences: shortage(sequences) is not None)
 
 
