@@ -89,7 +89,7 @@ KEYS = (
         also=(f"{_ZERO}.prefetch_bucket_size",),
     ),
     used("optimizer.type", "optimizer", str),
-    unmodelled(f"{_ZERO}.overlap_comm", "gradients are taken to leave beside the backward pass", off=True),
+    unmodelled(f"{_ZERO}.overlap_comm", "gradients are taken to be reduced beside the backward pass", off=True),
     unmodelled(f"{_ZERO}.contiguous_gradients", "gradients are taken to pass through one bucket", off=True),
     unmodelled(f"{_ZERO}.reduce_scatter", "gradients are taken to be reduce-scattered", off=True),
     unmodelled(f"{_ZERO}.allgather_partitions", "parameters are taken to be all-gathered", off=True),
