@@ -18,7 +18,7 @@ from pstar_sim.report.byte_curves import byte_curves
 from pstar_sim.report.palette import CATEGORIES, policy_colour
 from pstar_sim.report.tables import HEADS, cells, heading, reasons
 from pstar_sim.report.tide_picture import NAMES
-from pstar_sim.units import format_bytes, format_s
+from pstar_sim.units import format_bytes, format_error, format_s
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ def comparison_html(comparison: Comparison) -> str:
     rows = [cells(row) for row in comparison.rows]
     said = [*reasons(comparison), *(f"note: {note}" for note in comparison.notes)]
     notes = "".join(f"<p><small>{escape(text)}</small></p>" for text in said)
-    seconds = {row.policy: row.iteration_s for row in comparison.rows if row.fits and row.iteration_s}
+    seconds = {
+        row.policy: (row.iteration_s, row.expected_error) for row in comparison.rows if row.fits and row.iteration_s
+    }
     top = escape(heading(comparison)).replace(chr(10), "<br>")
     return f"<p>{top}</p>{_table(HEADS, rows)}{_bars(seconds) if len(seconds) > 1 else ''}{notes}"
 
@@ -168,14 +170,14 @@ def _stacked(
     return f"<p><small>{text}</small></p>{picture}"
 
 
-def _bars(seconds: Mapping[str, float]) -> str:
-    """Returns the seconds per iteration as bars, each with its policy beside it."""
-    longest, row = max(seconds.values()), 22
+def _bars(seconds: Mapping[str, tuple[float, float | None]]) -> str:
+    """Returns the seconds per iteration as bars, each with its policy and its error beside it."""
+    longest, row = max(time_s for time_s, _ in seconds.values()), 22
     lines = []
-    for n, (policy, time_s) in enumerate(seconds.items()):
+    for n, (policy, (time_s, error)) in enumerate(seconds.items()):
         length = 0.62 * WIDTH * time_s / longest
         colour, y = policy_colour(policy.split(":")[0], n), n * row
-        text = f"{escape(policy)}, {format_s(time_s)}"
+        text = f"{escape(policy)}, {format_s(time_s)} {format_error(error)}"
         lines.append(
             f'<rect y="{y + 2}" width="{length:.0f}" height="{row - 5}" fill="{colour}"/>'
             f'<text x="{length + 6:.0f}" y="{y + 15}" font-size="13" fill="currentColor">{text}</text>'
