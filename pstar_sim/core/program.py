@@ -52,7 +52,8 @@ class Program:
         steps = plan.steps
         index = {step.id: i for i, step in enumerate(steps)}
         if len(index) < len(steps):
-            raise PlanError(f"plan of {plan.policy!r} gives one id to several steps")
+            again = next(step.id for i, step in enumerate(steps) if index[step.id] != i)
+            raise PlanError(f"plan of {plan.policy!r} gives id {again} to several steps")
         queues = tuple(dict.fromkeys(step.queue for step in steps))
         number = {queue: q for q, queue in enumerate(queues)}
         queue_of = tuple([number[step.queue] for step in steps])

@@ -123,7 +123,7 @@ def _typed(workload: Workload, machine: Machine) -> Workload:
 
 
 def shares_of_batch(batch: int, machine: Machine, *, nearly: bool = False) -> list[int]:
-    """Returns the sequences of each rank of a micro-batch of `batch` sequences, by the ranks' batch shares.
+    """Returns the number of sequences of each rank of a micro-batch of `batch` sequences, by the ranks' batch shares.
 
     nearly: whether shares need not be whole numbers. All ranks then take equally many sequences, or one more.
 

@@ -6,7 +6,7 @@ the depth of the largest model of the same family is searched again. The answer 
 the fastest of the policies asked about.
 
 [Note: better is not worse] The plan for a better machine may turn out slower: policies are heuristics, and a faster
-link takes DRAM bandwidth from CPU Adam while it copies. But any plan for the machine as it is also works on the better
+link takes more DRAM bandwidth from CPU Adam. But any plan for the machine as it is also works on the better
 machine, and a better part can be run as slowly as the old part. So the time of a machine with more of one part is the
 least of three times: that of the fastest plan made for it, that of the unchanged plan simulated on it (REPLAYED), and
 the present time (AS_NOW). `how` says which of the three it is. One more GPU gives every GPU another job, so there only

@@ -44,7 +44,8 @@ def check_workload_of(plan: Plan, workload: Workload) -> None:
             raise PlanError(f"the plan was made for {name} {made}, not {asked}; make a plan for {name} {asked}")
     if workload.micro_batches != mine.micro_batches:
         raise PlanError(
-            f"the plan was made for {mine.micro_batches} micro-batches per iteration, not {workload.micro_batches}"
+            f"the plan was made for {mine.micro_batches} micro-batches per iteration, not "
+            f"{workload.micro_batches}; make a plan for that number"
         )
     if len(workload.moments) != len(mine.moments) or set(workload.uses) != set(mine.uses):
         raise PlanError(
@@ -91,7 +92,9 @@ def check_machine(plan: Plan, machine: Machine) -> None:
     """Check the machine. Raises PlanError if the plan was made for another machine, or for more memory than `machine`
     has."""
     if machine.name != plan.machine.name:
-        raise PlanError(f"the plan was made for machine {plan.machine.name!r}, not {machine.name!r}")
+        raise PlanError(
+            f"the plan was made for machine {plan.machine.name!r}, not {machine.name!r}; make a plan for the latter"
+        )
     if len(machine.ranks) != len(plan.machine.ranks):
         raise PlanError(f"the plan was made for {len(plan.machine.ranks)} GPUs, not {len(machine.ranks)}")
     check_budgets(plan, machine)

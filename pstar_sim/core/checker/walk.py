@@ -193,8 +193,8 @@ class Walk:
                 )
 
     def _check_nothing_lost(self, iteration: int) -> None:
-        """Check that at the cut after iteration `iteration` some place holds the current parameters of each chunk, also
-        of chunks that no moment reads and that only a checkpoint would miss."""
+        """Check that at the cut after iteration `iteration` some place holds the current parameters of each chunk. This
+        includes chunks that no moment reads, whose loss only a checkpoint would show."""
         for chunk in range(len(self.plan.layout.chunks)):
             wanted = iteration + 1 if chunk in self.expected else 0
             held = (self.content.get((chunk, "param", place)) for place in Place)

@@ -54,10 +54,10 @@ def memory_edges(
 
 
 def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) -> tuple[Step, ...]:
-    """Returns the steps with their data and memory edges, without implied edges. The order of a queue implies an edge.
-    So does an earlier step of the same queue that waits for the same step or for a later step of its queue. A reference
-    more than one iteration back becomes a reference to the first step of the referenced queue in the previous
-    iteration, which runs later."""
+    """Returns the steps with their data and memory edges, without implied edges. An edge is implied by the order of a
+    queue, or by an earlier step of the queue that waits for the same step or for a step behind it. A reference more
+    than one iteration back becomes a reference to the first step of the same queue in the previous iteration, because
+    that step runs later."""
     queue_of = {step.id: step.queue for step in steps}
     position_of, lengths, first = _positions(queue_of)
     # (queue, other queue) -> latest position waited for; positions of the previous iteration are negative
@@ -89,7 +89,7 @@ def without_implied(steps: Sequence[Step], memory: Mapping[int, Sequence[Ref]]) 
 
 
 def _waiting_for(step: Step, refs: list[Ref]) -> Step:
-    """Returns the step with these references, in the order of a plan."""
+    """Returns the step with these references, sorted as in a plan."""
     if len(refs) > 1:
         refs.sort(key=lambda ref: (ref.back, ref.id))
     after = tuple(refs)

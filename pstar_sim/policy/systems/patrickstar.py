@@ -7,13 +7,13 @@ The policy reproduces the following:
   on one GPU).
 - Chunks move on demand, on the critical path. Nothing overlaps: the time of an iteration is the sum of computing,
   copying and updating.
-- Belady's rule makes room, from the recorded moments of use. When the list of uses is exhausted, it begins again.
+- Belady's rule makes room, from the recorded moments of use. When the list of uses is exhausted, the list begins again.
 - A payload exists in one place. A fetch frees the host copy; an eviction writes back, clean chunks too.
 - After each moment, chunks beyond the budget less the non-model data of the next moment are evicted. This check ignores
   the reserve, as in PatrickStar's code.
 - Adam runs after the backward pass in chunk order. The states of the first chunks live on the GPU if there is margin
   space. Their number is (budget - peak non-model - all working lists) / states of a chunk * 0.8. The counter rule
-  rounds it up and subtracts 1.
+  rounds this number up and subtracts 1.
 - All other chunks have CPU Adam. If the working list is on the GPU, the gradient goes down in 2 bytes per parameter and
   the parameters come up in 4, through a GPU buffer of one fp32 chunk that is held throughout. Otherwise Adam works on
   the host's lists directly.
