@@ -114,8 +114,8 @@ def fluid_bound(
 class _Flow:
     """Variables of a flow.
 
-    upto: the amount up to each point of an iteration, and last in the whole iteration. These sums keep rows about long
-        windows short.
+    upto: the amount up to each point of an iteration; the last entry is the amount of the whole iteration. These sums
+        keep rows about long windows short.
     within: the amount in each interval.
     """
 

@@ -340,8 +340,7 @@ class _Chooser:
     # -- when it ends --
 
     def _end_window(self) -> Window | None:
-        """End a window, which happens when the compute queue begins an iteration. Returns the outcome if the search
-        ends here."""
+        """End the window, when the compute queue begins an iteration. Returns the outcome if the search ends here."""
         windows = self.windows
         windows.mark(self.clock.now, self.gpu_free, self.host_free)
         outcome = windows.outcome()

@@ -128,7 +128,7 @@ class Ablation(Collection):
         }
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns one row per line, with columns as in `Line`. `part` is "ladder" or "without"."""
+        """Returns a frame with one row per line, with columns as in `Line`. `part` is "ladder" or "without"."""
         import pandas
 
         rows = [{"part": "ladder", **line.to_json()} for line in self.lines]

@@ -188,7 +188,7 @@ class Comparison(Collection):
         return [{**row.to_json(), "kernels": self.workload.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns one row per policy, with columns as in `Row`, and the kernels of the job."""
+        """Returns a frame with one row per policy, with columns as in `Row`, and the kernels of the job."""
         import pandas
 
         return pandas.DataFrame(self.to_json())

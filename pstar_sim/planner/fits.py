@@ -134,7 +134,7 @@ class Fits(Collection):
         return [{**row.to_json(), "kernels": self.workload.kernels} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns one row per policy, with columns as in `Fit`, and the kernels of the job."""
+        """Returns a frame with one row per policy, with columns as in `Fit`, and the kernels of the job."""
         import pandas
 
         return pandas.DataFrame(self.to_json())

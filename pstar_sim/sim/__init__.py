@@ -1,5 +1,5 @@
-"""Plays any plan on a modelled machine: `play(plan) -> Timeline`. The simulator knows steps, bytes and seconds, and no
-policy."""
+"""The simulator: `play(plan) -> Timeline` plays any plan on a modelled machine. The simulator knows steps, bytes and
+seconds, and no policy."""
 
 from pstar_sim.sim.play import play
 

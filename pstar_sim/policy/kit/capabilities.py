@@ -26,7 +26,7 @@ class Capabilities:
     point: the policy's point in the asynchronous family; None outside of the family. The family's checks of room can
         then be asked without a plan.
     tries_others: whether the policy also tries other chunk sizes and policies. Its own checks are then not final, its
-        plan is at least as fast as theirs, and planning takes seconds.
+        plan is at least as fast as the plans of these policies, and planning takes seconds.
     one_at_a_time: whether copies, updates and computing wait for each other. By default an ablation begins with such a
         policy.
     near: for a policy outside of the asynchronous family, the point that is most like it. An ablation that begins with

@@ -53,9 +53,9 @@ class Inside:
         return out
 
     def _by_levels(self, values: Array, join: np.ufunc, nothing: float) -> Array:
-        """Returns, for each chunk, its own value joined with those of the chunks before it in the order that end no
-        earlier. Each level joins the left halves of blocks to the right halves. Blocks are twice as long as on the
-        level before."""
+        """Returns, for each chunk, its own value joined with the values of the chunks that come before it in the order
+        and end no earlier. Each level joins the left halves of blocks to the right halves. Blocks are twice as long as
+        on the level before."""
         count = len(values)
         length = 1 << max(0, (count - 1).bit_length())
         rank = np.full(length, -1, dtype=np.int64)
