@@ -253,8 +253,8 @@ def _held_against(row: Row, bound_s: float | None) -> Row:
 def ladder(policy: str, *, barrier: bool, begin: str = BASE, sums: bool = False) -> list[tuple[str, str]]:
     """Returns (change, spec) of every line, `begin` first and `policy` last.
 
-    barrier: whether the setting leaves the barrier to the policy.
-    sums: whether the job leaves to the policy where gradients add up.
+    barrier: whether the policy may choose the barrier.
+    sums: whether the policy may choose where gradients add up.
 
     Raises PstarError for a policy that is not a point of the asynchronous family or is `begin` itself.
     """

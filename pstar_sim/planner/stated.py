@@ -248,8 +248,8 @@ class _Notes:
         self._expected_error()
 
     def _expected_error(self) -> None:
-        """Compare the expected error. Another validation, with other rows, found another error, so only an impossible
-        error is false."""
+        """Compare the expected error. An earlier validation, with other rows, may have found another error, so only an
+        impossible error is false."""
         plan = self.plan
         error, known = plan.predictions.get("expected_error"), trust(plan.machine, plan.policy).error
         if error is None:

@@ -505,7 +505,7 @@ def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
     if m.phase is not Phase.FWD and m is not w.moments[-1]:
         raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
     if i and m.micro_batch != begun:
-        raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"it follows micro-batch {begun - 1}")
+        raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"it must be {begun}, after micro-batch {begun - 1}")
 
 
 def _check_phase(w: Workload, i: int, m: Moment, before: int, bad: _Bad) -> None:

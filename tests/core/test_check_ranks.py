@@ -188,7 +188,7 @@ def test_one_thing_wrong_on_every_rank(two: Machine, old: str, new: str, says: s
 def test_an_update_with_this_ranks_own_gradient(two: Machine) -> None:
     lines = [line for line in REPLICATED.strip().splitlines() if line.split()[0] not in ("3", "4")]
     text = "\n".join(lines).replace(" after=4", "")
-    with pytest.raises(PlanError, match="is this rank's own: a reduce_scatter and a gather of it belong before"):
+    with pytest.raises(PlanError, match="is this rank's own: a reduce_scatter and a gather of it must come before"):
         replicated(two, text).check()
 
 

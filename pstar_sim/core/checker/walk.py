@@ -502,7 +502,7 @@ class Walk:
         if unsummed:
             raise PlanError(
                 f"{label(step)} updates with the gradient in {_key_name(unsummed[0])}, which is this rank's own: a "
-                f"reduce_scatter {'' if self.sliced else 'and a gather '}of it belong before"
+                f"reduce_scatter {'' if self.sliced else 'and a gather '}of it must come before"
             )
         return found
 

@@ -181,7 +181,7 @@ def language_loss_backward(t: Tape, s: Shape, module: str, weight: str, u: int, 
 
 def embedding_backward(t: Tape, tables: list[str], tied: str | None, u: int) -> None:
     """Write the dense gradients of the tables, one after the other. The gradient of the tied table is added to the
-    head's; all three are alive for a moment."""
+    head's gradient; both and their sum are alive for a moment."""
     for name in tables:
         if name == tied:
             size = t.size([name])
