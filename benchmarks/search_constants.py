@@ -132,6 +132,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("search, sums", "policy.family.course.LINGER_COPIES", 0, 4),
     *instead("tide, stronghold", "policy.kit.ties.AS_FAST", 0.0),
     *instead("many chunks, sums", "policy.family.searched.FEWEST_ATTEMPTS", 0, 6),
+    *instead("few chunks", "policy.family.searched.LONG_LOOK", 0.0, 0.4),
     *instead("sums", "core.choose.MOST_WINDOWS", 2, 3),
     *instead("tide, net of tide", "policy.family.asynchronous.CLOSE_TO_BOUND", 0.0, 1.0),
     *instead("tide, net of tide", "policy.family.asynchronous.NEIGHBOURS", 0, 4),
@@ -268,6 +269,15 @@ def of_sums() -> dict[str, Job]:
     }  # fmt: skip
 
 
+def of_few_chunks() -> dict[str, Job]:
+    """Several micro-batches of few chunks, so that an attempt with smaller chunks takes much effort."""
+    return {
+        f"{model}, rtx4090, {batch} x {times}, {word}": (gpt(model, batch, times), ps.machine("rtx4090"), settings)
+        for model in ("llama-3-8b", "qwen2.5-7b")
+        for batch, times, word, settings in ((1, 8, "eager", EAGER), (2, 4, "barrier", BARRIER))
+    }
+
+
 def of_tide() -> dict[str, Job]:
     """Returns jobs for smaller and larger GPUs, one and three micro-batches, and a model of many thin layers: a plan of
     tide takes little time."""
@@ -381,6 +391,7 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
     "large chunks": (of_large_chunks, lambda job: own(job, POINT)),
     "net": (partial(of_net, "optimal"), lambda job: by_policy(*job)),
     "net of tide": (partial(of_net, "tide", "static_partition"), lambda job: by_policy(*job)),
+    "few chunks": (of_few_chunks, lambda job: own(job, POINT)),
     "tide": (of_tide, lambda job: by_policy(tide, job)),
     "stronghold": (of_stronghold, lambda job: by_policy(stronghold, job)),
     "karma": (of_karma, of_ways),

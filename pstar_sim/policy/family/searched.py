@@ -42,9 +42,9 @@ COARSE = 100  # up to this number of chunks, chunks count as few
 OPS, OPS_OF_FEW, ALONE = 380_000, 480_000, 0.65
 # Effort for the usual chunk size, for each other size, and for each continuation of a search.
 FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
-# Fewest attempts that a look at another size should allow. A size that allows fewer waits until the other searches are
-# exhausted.
-FEWEST_ATTEMPTS = 3
+# Fewest attempts that a look at another size should allow. Where chunks are few, a look gets the effort for them, up to
+# the share LONG_LOOK of all effort. A size that allows fewer attempts waits until the other searches are exhausted.
+FEWEST_ATTEMPTS, LONG_LOOK = 3, 0.2
 WORTH_A_SIZE = 2e-2  # relative distance from the floor above which other sizes are tried
 WORTH_A_SIZE_OF_FEW = 5e-3  # the same if chunks are few
 
@@ -186,20 +186,20 @@ class _Sizes:
                 size = int(self.usual.chunk_bytes * factor)
                 layout = self._layout(size_near(self._workload, size) if self.few else size)
                 if len(layout.chunks) <= MOST_CHUNKS:
-                    if self._attempts(layout, OTHER_OPS) >= FEWEST_ATTEMPTS:
-                        self._look(layout, OTHER_OPS)
+                    needed_ops = FEWEST_ATTEMPTS * self._attempt_ops(layout)
+                    if needed_ops <= (LONG_LOOK * self.all_ops if self.few else OTHER_OPS):
+                        self._look(layout, max(OTHER_OPS, round(needed_ops)))
                     else:
                         self._later.append(layout)
         if self._point.capacity == "tide" and not self.searches:
             self._look(self.usual, FIRST_OPS, replace(self._point, capacity="peak"))
 
-    def _attempts(self, layout: Layout, effort_ops: int) -> float:
-        """Returns roughly how many attempts the effort allows with this layout."""
+    def _attempt_ops(self, layout: Layout) -> float:
+        """Returns roughly how much effort an attempt with this layout takes; 0 before any attempt fitted."""
         if not self.searches:
-            return math.inf
+            return 0.0
         first = self.searches[0]
-        each_ops = first.spent_ops / len(first.tried) * len(layout.chunks) / len(first.job.layout.chunks)
-        return effort_ops / each_ops
+        return first.spent_ops / len(first.tried) * len(layout.chunks) / len(first.job.layout.chunks)
 
     def _promising(self) -> Search | None:
         """Returns the fastest search that is not exhausted and could become the fastest of all; None if there is
