@@ -177,12 +177,8 @@ class BoundFacts:
     def turns(self) -> list[Turn]:
         """Returns one cut per turn of the iteration. Any cuts give a valid bound. Three choices of cuts are tried: the
         turns, and the moments with the largest S_k + tide, either near each turn or anywhere about it."""
-        last = max(self.micro_batch)
-        begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
-        bwd = [
-            next((m for m in range(begin[u], begin[u + 1]) if self.phases[m] is not Phase.FWD), begin[u + 1])
-            for u in range(last + 1)
-        ]
+        begin, bwd = self._begins()
+        last = len(bwd) - 1
         # (turn, first and last moment in which to cut), last turn first
         regions: list[tuple[int, int, int]] = []
         for u in range(last, -1, -1):
@@ -196,6 +192,23 @@ class BoundFacts:
             self._cut([(t, t, t) for t, _, _ in regions]),
         ]
         return max(choices, key=lambda turns: sum(max(0.0, turn.bytes - turn.room) for turn in turns))
+
+    def turns_between(self) -> list[Turn]:
+        """Returns cuts at the turns that lie between two backward passes, where sums of gradients take room: the first
+        and the last moment of each forward pass."""
+        begin, bwd = self._begins()
+        moments = [m for u in range(len(bwd)) for m in ((begin[u], bwd[u] - 1) if u else (bwd[u] - 1,))]
+        return self._cut([(m, m, m) for m in reversed(moments)])
+
+    def _begins(self) -> tuple[list[int], list[int]]:
+        """Returns the first moment of each micro-batch, with the end of the iteration, and of each backward pass."""
+        last = max(self.micro_batch)
+        begin = [*(self.micro_batch.index(u) for u in range(last + 1)), self.moments]
+        bwd = [
+            next((m for m in range(begin[u], begin[u + 1]) if self.phases[m] is not Phase.FWD), begin[u + 1])
+            for u in range(last + 1)
+        ]
+        return begin, bwd
 
     def _cut(self, regions: list[tuple[int, int, int]]) -> list[Turn]:
         """Returns one cut per region. The cut of the last region is chosen first, because the reads between a cut and

@@ -354,6 +354,13 @@ class _FluidProgram:
         lp.add(self.gpu_sum <= on_gpu)
         if batches == 2:
             lp.add(on_gpu <= self.gpu_sum)
+        # of each chunk: the part of Adam on the gpu whose sum is on the host and whose last gradient but one is never
+        # added there: it waits for the update, on the gpu or on the host
+        most = 1.0 if batches > 2 else 0.0
+        self.waits = lp.variables(len(facts.chunks), most=most)
+        self.waits_on_host = lp.variables(len(facts.chunks), most=most)
+        lp.add(self.waits <= on_gpu - self.gpu_sum)
+        lp.add(self.waits_on_host <= self.waits)
         self._down_each_time()
         for batch in range(facts.shown - 1):
             self._added_on_gpu(batch)
@@ -375,9 +382,7 @@ class _FluidProgram:
             if batch < before_last
         ]
         interval, chunk, may_wait = np.array(arrives, dtype=np.intp).reshape(-1, 3).T
-        units = (self.on_cpu - self.cpu_sum)[chunk] + (self.p + self.q - self.gpu_sum)[chunk] * np.where(
-            may_wait, 0.0, 1.0
-        )
+        units = (1.0 - self.cpu_sum - self.gpu_sum)[chunk] - (self.waits - self.waits_on_host)[chunk] * may_wait
         most = self.all_units * (facts.batches - 1)
         self.early_down = self._flow(most).within
         self.held += self._stock(most, (units * facts.size[chunk]).gathered(interval, n) - self.early_down)
@@ -393,6 +398,8 @@ class _FluidProgram:
         bytes_each = 4.0 if facts.batches > 2 else min(facts.least_width, 4.0)
         size = facts.params * (bytes_each / facts.unit)
         most = float(size.sum())
+        if batch == facts.shown - 2:
+            self._waiting(points, of_chunk)
         there = self._there(points, of_chunk, (self.cpu_sum + self.gpu_sum) * size, most)
         spilt = lp.variables(len(points), most=most)
         lp.add(spilt <= there)
@@ -412,6 +419,18 @@ class _FluidProgram:
         self.sums_down += down.gathered(intervals % n, n)
         self.sums_up += up.gathered(intervals % n, n)
 
+    def _waiting(self, points: Index, of_chunk: Sequence[Sequence[int]]) -> None:
+        """Last gradients but one that are never added on the host are on the gpu at the successive `points`, or went
+        down and come up behind their moments. of_chunk: at which points each chunk's gradient waits."""
+        facts = self.facts
+        waits = (self.waits - self.waits_on_host) * facts.size
+        self.held += self._there(points, of_chunk, waits, self.all_units).gathered(points, facts.intervals)
+        came = [facts.interval_of_end(arrivals[facts.shown - 2]) for arrivals in facts.arrivals]
+        up = self._flow(self.all_units)
+        back = self._running(self.waits_on_host * facts.size, self.all_units)
+        self._window(up, back, np.minimum.accumulate(came), 0 * facts.first_at)
+        self.sums_up += up.within
+
     def _added_on_host(self, summed_on_host: Expression) -> None:
         """Add rows: the host adds gradients between the first gradient that comes down and the next first read. For CPU
         Adam the host adds the last gradient after its arrival, inside the update if nothing is clipped. A sum for Adam
@@ -420,7 +439,8 @@ class _FluidProgram:
         facts, batches = self.facts, self.facts.batches
         add_s = np.array([facts.cost.cpu_add_s(c) for c in facts.chunks], dtype=float)
         each_time = self.on_cpu - self.cpu_sum
-        added = each_time * (batches if self.clip or batches > 2 else 1) + summed_on_host * (batches - 2)
+        lists = summed_on_host * (batches - 1) - self.waits if batches > 2 else summed_on_host * 0.0
+        added = each_time * (batches if self.clip or batches > 2 else 1) + lists
         adds = self._flow(self.far_s)
         first = np.array([facts.interval_of_end(arrivals[0]) for arrivals in facts.arrivals], dtype=np.intp)
         self._window(adds, self._running(added * add_s, self.far_s), np.minimum.accumulate(first), facts.first_at)

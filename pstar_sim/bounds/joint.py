@@ -40,9 +40,12 @@ that is ever dropped crosses the link in both directions each iteration. Notatio
   from one backward pass to the next, or sent down and up in between. If Adam runs on the CPU, the list then goes down
   once (4 bytes). On the host: each gradient goes down (w bytes). For CPU Adam all gradients are added there, some of
   them inside the update ([Note: adds in updates] of cost.py): U adds, or 1 if U = 2 and nothing is clipped. For Adam on
-  the gpu all but two are added there, and the sum comes up for Adam (4 bytes). If gradients add up on the gpu, the gpu
-  adds all but the first, unless U = 2 and the first waits. In a layer-major iteration no row asks for room for a held
-  sum.
+  the gpu all but the last are added there, and the sum comes up for Adam (4 bytes). The last but one need not be added:
+  it waits for the update, on the gpu (w bytes beside the held sums) or on the host (w bytes down and up). If gradients
+  add up on the gpu, the gpu adds all but the first, unless U = 2 and the first waits. In a layer-major iteration no row
+  asks for room for a held sum.
+  The turns are cut where most bytes are read again, or between two backward passes, where held sums count. The larger
+  bound holds.
 - stashes: as in pinned.py, on h2d, d2h, link and dram. A stash whose way up begins after a moment also comes up after
   that moment, in addition to the bytes that are read from there on (the row of the compute queue).
 - link, dram: as in pinned.py, of these bytes. The latency of a copy counts per byte, as in the largest list of any
@@ -55,12 +58,12 @@ falls with s. So the best s lies where the two meet. `_best_windows` finds by ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from pstar_sim.bounds.bound_facts import NAMES, Array, Bound, BoundFacts, rate_with_latency
+from pstar_sim.bounds.bound_facts import NAMES, Array, Bound, BoundFacts, Turn, rate_with_latency
 from pstar_sim.bounds.linear import Expression, LinearProgram
 from pstar_sim.bounds.windows import barrier_windows, update_windows
 from pstar_sim.core.layout import Layout
@@ -76,8 +79,9 @@ def joint_bound(
 ) -> Bound:
     """Returns the bound of [Note: the joint bound]. x_limit: the largest number of pinned parameters. Raises
     linear.Unsolved if HiGHS fails."""
-    job = _JointFacts(workload, layout, facts, cost, barrier, clip, x_limit)
-    found = _best_windows(job)
+    choices = [facts.turns(), facts.turns_between()] if workload.micro_batches > 1 else [facts.turns()]
+    jobs = [_JointFacts(workload, layout, facts, cost, barrier, clip, x_limit, turns) for turns in choices]
+    found, job = max(((_best_windows(job), job) for job in jobs), key=lambda both: both[0].proved_s)
     ordered = {name: found.terms[name] for name in NAMES if name in found.terms}
     top = max(ordered.values())
     return Bound(
@@ -183,7 +187,7 @@ class _JointFacts:
     gpu_add_s: least seconds of all adds of a parameter on the gpu.
     late_room: least room from the moment on after which nothing is read.
     end_room: room at the last moment.
-    turns: cuts of the iteration.
+    turns: cuts of the iteration, from `BoundFacts`.
     families: windows by slope.
     ends: all values of s at which a window ends.
     scale: approximate seconds of an iteration.
@@ -198,6 +202,7 @@ class _JointFacts:
         barrier: bool,
         clip: bool,
         x_limit: float,
+        turns: Sequence[Turn],
     ) -> None:
         self.facts, self.cost, self.barrier, self.clip = facts, cost, barrier, clip
         self.u = workload.micro_batches if facts.job.every_batch else 1
@@ -220,7 +225,7 @@ class _JointFacts:
         self.x_max = float(np.clip(min(fits, x_limit), 0.0, self.total))
         self.late_room = max(0.0, float(facts.room[facts.late :].min())) if facts.late < facts.moments else np.inf
         self.end_room = max(0.0, float(facts.room[-1]))
-        self.turns = [turn for turn in facts.turns() if turn.bytes > 0]
+        self.turns = [turn for turn in turns if turn.bytes > 0]
         self.families = self._families() if self.total else []
         ends = [f.ends[np.isfinite(f.ends)] for f in self.families]
         self.ends: Array = np.unique(np.concatenate([[0.0], *ends]))
@@ -294,6 +299,10 @@ class _JointProgram:
         several = job.u > 1 and job.total > 0
         self.cpu_sum, self.gpu_sum = (self._params(job.total) if several else Expression.zero(1) for _ in range(2))
         self.spilt = self._params(job.total, count=job.u - 1 if several else 0)
+        # parameters of Adam on the gpu whose sum is on the host and whose last gradient but one is never added there:
+        # it waits for the update, on the gpu or on the host
+        waits = several and job.u > 2
+        self.waits, self.waits_on_host = (self._params(job.total if waits else 0.0) for _ in range(2))
         self.sum_bytes = 4.0 if job.u > 2 else min(job.w, 4.0)  # bytes of a held sum, per parameter
         # Bytes that each turn cannot keep, of this rank's slices and of the others' slices.
         most = [turn.bytes + abs(turn.room) + (job.v + 8) * self.all_params for turn in job.turns]
@@ -346,6 +355,8 @@ class _JointProgram:
         lp.add(self.spilt <= self.cpu_sum + self.gpu_sum, unit=self.all_params)
         if job.u == 2:
             lp.add(self.s <= self.gpu_sum, unit=self.all_params)
+        lp.add(self.waits <= self.s - self.gpu_sum, unit=self.all_params)
+        lp.add(self.waits_on_host <= self.waits, unit=self.all_params)
         for batch in range(1, job.u):
             low, high = facts.between(batch)
             if low < high:
@@ -354,7 +365,8 @@ class _JointProgram:
 
     def _held_sums(self, batch: int) -> Expression:
         """Returns the bytes of the sums on the gpu before micro-batch `batch`."""
-        return (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
+        sums = (self.cpu_sum + self.gpu_sum - self.spilt[batch - 1]) * self.sum_bytes
+        return sums + (self.waits - self.waits_on_host) * self.job.w if batch == self.job.u - 1 else sums
 
     def _turns(self) -> None:
         """Add rows: bytes that are read before a turn and again behind it stay beside states and sums, or come up
@@ -382,7 +394,12 @@ class _JointProgram:
         if job.u == 1:
             return Expression.zero(1)
         each = job.u if job.clip or job.u > 2 else 1
-        return each * (job.total - self.s - self.cpu_sum) + (job.u - 2) * (self.s - self.gpu_sum)
+        return each * (job.total - self.s - self.cpu_sum) + self._own_lists()
+
+    def _own_lists(self) -> Expression:
+        """Parameters of Adam on the gpu whose gradients go down and are added on the host, counted once per list: all
+        micro-batches but the last, and the last but one where that waits."""
+        return (self.job.u - 1) * (self.s - self.gpu_sum) - self.waits
 
     def _compute_and_adam(self) -> None:
         job, cost, traffic = self.job, self.job.cost, self.job.facts.traffic
@@ -486,7 +503,7 @@ class _JointProgram:
         up = job.bytes - job.most_w * self.s + self.gone + (job.frozen - self.frozen_kept)
         up += self.again.sum() + job.v * self.y
         if len(self.spilt):
-            up += self.sum_bytes * self.spilt.sum() + 4 * (self.s - self.gpu_sum)
+            up += self.sum_bytes * self.spilt.sum() + 4 * (self.s - self.gpu_sum) + job.w * self.waits_on_host
         return up
 
     def _down(self) -> Expression:
@@ -496,7 +513,7 @@ class _JointProgram:
         down = u * (job.bytes - job.most_w * self.s) + self.gone + job.v * self.y
         if len(self.spilt):
             down += (4 - u * job.most_w) * self.cpu_sum
-            down += self.sum_bytes * self.spilt.sum() + (u - 2) * job.w * (self.s - self.gpu_sum)
+            down += self.sum_bytes * self.spilt.sum() + job.w * (self._own_lists() + self.waits_on_host)
         return down
 
     def _collectives(self) -> None:

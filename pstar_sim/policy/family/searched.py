@@ -9,7 +9,6 @@ continue. The plans found are followed (pace.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
