@@ -382,7 +382,9 @@ class _FluidProgram:
             if batch < before_last
         ]
         interval, chunk, may_wait = np.array(arrives, dtype=np.intp).reshape(-1, 3).T
-        units = (1.0 - self.cpu_sum - self.gpu_sum)[chunk] - (self.waits - self.waits_on_host)[chunk] * may_wait
+        units = (1.0 - self.cpu_sum - self.gpu_sum)[chunk] - (self.waits - self.waits_on_host)[chunk] * may_wait.astype(
+            float
+        )
         most = self.all_units * (facts.batches - 1)
         self.early_down = self._flow(most).within
         self.held += self._stock(most, (units * facts.size[chunk]).gathered(interval, n) - self.early_down)

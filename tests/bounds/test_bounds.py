@@ -10,11 +10,13 @@ from drawn import TIME_TO_SHRINK, Drawn, chances, planned
 from hypothesis import given
 
 from pstar_sim.bounds import pinned
+from pstar_sim.bounds.bound_facts import BoundFacts
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.fluid import fluid_bound
 from pstar_sim.bounds.fluid_facts import shortened
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
+from pstar_sim.cost import CostModel
 from pstar_sim.policy.registry import find_policy, named, policies
 from pstar_sim.sim import play
 from pstar_sim.testing import chain_workload, random_workload, round_machine
@@ -52,6 +54,18 @@ def test_compute_binds_when_all_fits() -> None:
     joint = lower_bound(w, m, EAGER, build_layout(w))
     assert (joint.seconds, joint.binding) == (pytest.approx(16.0), "compute")
     assert joint.pinned_params + joint.streamed_params == pytest.approx(4 * MPARAM, abs=2)
+
+
+def test_held_sums_count_at_every_turn_between_two_backward_passes() -> None:
+    """Of three micro-batches: the first has one turn, the others two, each where all sums are held."""
+    w = chain_workload(4, MPARAM, forward_s=1.0, micro_batches=3)
+    m, layout = machine(), build_layout(w)
+    facts = BoundFacts(w, m, layout, CostModel(w, m, layout))
+    moments = [turn.moment for turn in facts.turns_between()]
+    first, *others = sorted(moments)
+    assert len(moments) == 5 and first < facts.between(1)[0]
+    spans = [facts.between(batch) for batch in (1, 1, 2, 2)]
+    assert all(low <= moment < high for moment, (low, high) in zip(others, spans))
 
 
 def test_most_pinned_is_what_the_peak_leaves() -> None:
