@@ -258,7 +258,7 @@ def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: i
 
 
 def _with_sums(layout: Layout, workload: Workload, sums: str) -> Layout:
-    """Returns the layout with sums of gradients of that width. Raises the errors of `sum_bytes_of`."""
+    """Returns the layout with sums of gradients as `Settings.sums` says. Raises the errors of `sum_bytes_of`."""
     sum_bytes = sum_bytes_of(workload, sums)
     return layout if layout.sum_bytes == sum_bytes else replace(layout, sum_bytes=sum_bytes)
 

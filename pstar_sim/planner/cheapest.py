@@ -129,8 +129,8 @@ class Cheapest(Collection):
 
     @property
     def too_late(self) -> bool:
-        """Whether no offer makes the deadline although some machine would train the model, or would only be too
-        slow."""
+        """Whether no offer makes the deadline, but a later deadline would help: some machine trains the model too
+        slowly, or was left out as too slow."""
         return self.best is None and any(row.days is not None or row.least_days is not None for row in self.rows)
 
     def to_json(self) -> list[dict[str, object]]:

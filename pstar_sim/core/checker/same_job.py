@@ -32,7 +32,9 @@ def check_workload_of(plan: Plan, workload: Workload) -> None:
             f"fingerprint {workload.fingerprint})"
         )
     if workload.optimizer != mine.optimizer:
-        raise PlanError(f"the plan was made for optimizer {mine.optimizer}, not {workload.optimizer}")
+        raise PlanError(
+            f"the plan was made for optimizer {mine.optimizer}, not {workload.optimizer}; make a plan for the latter"
+        )
     if workload.activations and workload.activations != mine.activations:
         raise PlanError(
             f"the plan was made for {activations_text(mine)}, not for {activations_text(workload)}; choose the "
