@@ -12,7 +12,7 @@ EXTRAS := executor,hf,notebooks,docs,report,app,test
 # The versions of constraints.txt are of Python 3.11 and newer; on 3.10 pip chooses.
 export CONSTRAINTS := import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")
 
-.PHONY: help install demo test check docs package notebooks bench results peers clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
+.PHONY: help install demo test check docs package notebooks bench results peers frameworks axolotl clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
 	gpu-7b gpu-peers gpu-largest gpu-mirror
 
 help:
@@ -26,6 +26,8 @@ help:
 	@echo "make bench      runs benchmarks/*.py, but for those below"
 	@echo "make results    lists the results under benchmarks/results whose code has changed since"
 	@echo "make peers      beside plain PyTorch, DeepSpeed and FSDP2 on this CPU; DeepSpeed gets $(VENV)-peers"
+	@echo "make frameworks exported configurations, loaded by the frameworks, trained ten steps; gets $(VENV)-peers, $(VENV)-titan"
+	@echo "make axolotl    a whole axolotl run, as it is and with our plugin; gets $(VENV)-axolotl"
 	@echo ""
 	@echo "With a CUDA device, the current python3 as it is (PYTHON=...), in this order. OUT=FOLDER: all that is found goes"
 	@echo "there as it is known, and a run goes on from what is there (default: benchmarks/results). AGAIN=1: what failed"
@@ -75,7 +77,7 @@ notebooks: install
 	$(BIN)/python notebooks/execute.py notebooks/*.ipynb
 
 # Not those that need a GPU or an environment of their own.
-APART := $(addprefix benchmarks/,frameworks.py peers.py preflight.py $(notdir $(wildcard benchmarks/gpu_*.py)))
+APART := $(addprefix benchmarks/,axolotl_run.py frameworks.py peers.py preflight.py $(notdir $(wildcard benchmarks/gpu_*.py)))
 
 bench: install
 	set -e; for file in $(filter-out $(APART),$(wildcard benchmarks/[a-z]*.py)); do echo "== $$file"; $(BIN)/python "$$file"; done
@@ -85,6 +87,12 @@ results: install
 
 peers: install
 	$(BIN)/python benchmarks/peers.py
+
+frameworks: install
+	$(BIN)/python benchmarks/frameworks.py
+
+axolotl: install
+	$(BIN)/python benchmarks/axolotl_run.py
 
 # The machine's own interpreter, not $(VENV): it has the torch that fits the device.
 GPU_PYTHON := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(if $(filter command% environment%,$(origin PYTHON)),$(PYTHON),python3)

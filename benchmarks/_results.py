@@ -34,6 +34,7 @@ EXECUTED = (*PLANNED, "executor/**")
 DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "accuracy": EXECUTED,
     "activations": PLANNED,
+    "axolotl": (*EXECUTED, "benchmarks/contenders/venv.py"),
     "bounds": (*PLANNED, "tests/helpers/**"),
     "bounds_ranks": (*PLANNED, "tests/helpers/**"),
     "calibrated": EXECUTED,

@@ -3,8 +3,8 @@ steps of a small transformer with it on this CPU; predicted bytes per parameter 
 
 On a CPU the accelerator's memory is the host's and nothing is pinned. The prediction is the framework's requests on the
 host, unrounded, and the plan's bytes on the GPU between two steps. The measurement is all tensors alive after the tenth
-step. DeepSpeed runs in .venv-peers (contenders/venv.py); torchtitan and Megatron-Core are loaded by an interpreter that
-has them (--titan). Writes results/frameworks.json.
+step. DeepSpeed runs in .venv-peers; torchtitan and Megatron-Core are loaded in .venv-titan (contenders/venv.py makes
+both environments). Writes results/frameworks.json.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def predicted(prediction: Any, width: int) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-peers", help="the environment that has DeepSpeed")
-    parser.add_argument("--titan", help="an interpreter that has torchtitan (0.2) and megatron-core (default: none)")
+    parser.add_argument("--titan", type=Path, default=ROOT / ".venv-titan", help="that of torchtitan, megatron-core")
     parser.add_argument("--out", type=Path, help="where the result is kept (default: benchmarks/results)")
     parser.add_argument("--work", nargs=2, metavar=("WORK", "FILE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -239,7 +239,7 @@ def main() -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from contenders.venv import DEEPSPEED, environment_of, make_venv
+    from contenders.venv import DEEPSPEED, TITAN, environment_of, make_environment, make_venv
 
     import pstar_sim as ps
     from executor import capture_module
@@ -249,6 +249,7 @@ def compare(args: argparse.Namespace) -> int:
 
     interpreter = make_venv(args.venv, ROOT / "constraints.txt", print)
     environment = environment_of(args.venv.absolute())
+    titan = make_environment(args.titan, TITAN, print)
     workload = capture_module(Small(), words(0), dtype="bf16", loss=lambda module, batch: module(batch))
     machine = ps.machine("v100-32", host_memory="64GB")
     rows = []
@@ -263,14 +264,12 @@ def compare(args: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"exported.{'yaml' if name == 'accelerate' else 'py' if name == 'FSDP2' else 'txt'}"
             path.write_text(target.write(expressed.configuration), encoding="utf-8")
-            theirs = {"DeepSpeed": interpreter, "torchtitan": args.titan, "Megatron-LM": args.titan}
+            theirs = {"DeepSpeed": interpreter, "torchtitan": titan, "Megatron-LM": titan}
             run = theirs.get(name, sys.executable)
             row: dict[str, Any] = {"plan": policy, "target": name, "policy": prediction.policy}
-            if run is None:
-                row["loaded"] = {"failed": "no interpreter given (--titan)"}
-            elif name in LOADS:
+            if name in LOADS:
                 row["loaded"] = asked(LOADS[name], path, run, environment if name == "DeepSpeed" else {})
-            if trainer is not None and run is not None:
+            if trainer is not None:
                 row |= beside(asked(trainer, path, run, environment if name == "DeepSpeed" else {}), prediction)
         rows.append(row)
         print(json.dumps(row))

@@ -1,6 +1,7 @@
-"""DeepSpeed's environment on a CPU: made once, beside the project's own environment, whose packages it sees.
+"""Environments for packages that pin versions of other packages or have to be built: each is made once, beside the
+project's own environment, whose packages (torch above all) it sees.
 
-DeepSpeed builds its CPU Adam from C++ on first use, into a folder of this environment. A build that is killed midway
+DeepSpeed builds its CPU Adam from C++ on first use, into a folder of its environment. A build that is killed midway
 leaves a lock on which every later run would wait for ever. No other program builds there, so old locks are removed.
 """
 
@@ -11,12 +12,15 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["DEEPSPEED", "VenvError", "environment_of", "make_venv"]
+__all__ = ["AXOLOTL", "DEEPSPEED", "TITAN", "VenvError", "environment_of", "make_environment", "make_venv"]
 
 DEEPSPEED = "deepspeed==0.19.8"
+AXOLOTL = ("axolotl==0.19.0",)
+TITAN = ("torchtitan==0.2.2", "megatron-core==0.16.1", "triton==3.9.0")
+"""torchtitan imports triton without requiring it; torch for a CPU comes without triton."""
 _BUILD_TIMEOUT_S = 900
 _BUILD = """
 from deepspeed.accelerator import get_accelerator
@@ -26,7 +30,7 @@ for name in ("CPUAdamBuilder", "ShareMemCommBuilder"):
 
 
 class VenvError(Exception):
-    """The reason why there is no DeepSpeed here."""
+    """The reason why there is no such environment here."""
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -36,26 +40,38 @@ def environment_of(folder: Path) -> dict[str, str]:
     return {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "PATH": path}
 
 
+def make_environment(
+    folder: Path, packages: Sequence[str], say: Callable[[str], object], *, constraints: Path | None = None
+) -> str:
+    """Returns the interpreter of an environment in `folder` that has these packages, with the versions that they pin,
+    and all other packages of the running interpreter. Raises VenvError where pip fails."""
+    folder = folder.absolute()
+    interpreter, stamp = str(folder / "bin" / "python"), folder / ".installed"
+    torch = importlib.metadata.version("torch")
+    wanted = f"{' '.join(packages)} torch {torch} {sys.version}"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+        return interpreter
+    say(f"making {folder} for {', '.join(packages)} (once, some minutes)")
+    _run([sys.executable, "-m", "venv", str(folder)], "making the environment", {})
+    seen = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages" / "_project.pth"
+    seen.write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
+    held = [] if constraints is None else ["-c", str(constraints)]
+    words = ["-m", "pip", "install", "--quiet", *held, *packages, f"torch=={torch.partition('+')[0]}"]
+    _run([interpreter, *words], f"pip install {' '.join(packages)}", {})
+    stamp.write_text(wanted, encoding="utf-8")
+    return interpreter
+
+
 def make_venv(folder: Path, constraints: Path, say: Callable[[str], object]) -> str:
     """Returns the interpreter of an environment in `folder` that has DeepSpeed with its CPU Adam built, and all
     packages of the running interpreter. Raises VenvError where pip or the compiler fails."""
     folder = folder.absolute()
-    interpreter = folder / "bin" / "python"
-    stamp = folder / ".ready"
-    wanted = f"{DEEPSPEED} torch {importlib.metadata.version('torch')} {sys.version}"
-    if not (stamp.exists() and stamp.read_text(encoding="utf-8") == wanted):
-        say(f"making {folder} for {DEEPSPEED} (once, some minutes: its CPU Adam is built from C++)")
-        _run([sys.executable, "-m", "venv", str(folder)], "making the environment", {})
-        packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-        (packages / "_project.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
-        install = [str(interpreter), "-m", "pip", "install", "--quiet", "-c", str(constraints), DEEPSPEED]
-        _run(install, f"pip install {DEEPSPEED}", {})
+    interpreter = make_environment(folder, (DEEPSPEED,), say, constraints=constraints)
     environment = environment_of(folder)
     for lock in (folder / "extensions").rglob("lock"):
         lock.unlink()
-    _run([str(interpreter), "-c", _BUILD], "building DeepSpeed's operators (needs a C++ compiler)", environment)
-    stamp.write_text(wanted, encoding="utf-8")
-    return str(interpreter)
+    _run([interpreter, "-c", _BUILD], "building DeepSpeed's operators (needs a C++ compiler)", environment)
+    return interpreter
 
 
 def _run(command: list[str], what: str, environment: Mapping[str, str]) -> None:

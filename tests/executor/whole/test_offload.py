@@ -443,15 +443,53 @@ def test_a_compiled_trainer_trains_by_the_plan(trainer: Callable[..., Any]) -> N
     assert mine.offload_session.deviations == 0, list(mine.offload_session.deviation_log)
 
 
-def test_fp16_scales_the_loss_by_itself(trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where accelerate has fp16 there is a GPU: here it is told after it was made, by which `accelerate launch` says it
-    too."""
-    mine = offloaded(trainer())
-    monkeypatch.setattr(mine.accelerator.state, "_mixed_precision", "fp16")
+def test_fp16_is_the_written_out_reference_through_an_overflow_and_a_resume(
+    trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Six steps with clipping and accumulation, of which the third overflows: the scale halves, nothing is updated. A
+    run that begins at the checkpoint behind it has the same scale, losses and masters."""
+    scale = [2.0**16]
+
+    class Overflowing(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **more)
+            return loss * 1e30 if self.state.global_step == 2 else loss
+
+    class Scaled(scripts.WrittenOut):
+        def step(self, closure: Any = None) -> Any:
+            if any(not bool(p.grad.isfinite().all()) for p in self.working):
+                scale[0] /= 2
+                self.zero_grad()
+                return
+            for p in self.working:
+                p.grad /= scale[0]
+            super().step(closure)
+
+    class Reference(Overflowing):
+        def create_optimizer(self, *_: Any) -> Any:
+            own = super().create_optimizer()
+            self.optimizer = Scaled(self.model, own, torch.float16, self.args.max_grad_norm)
+            self.accelerator.backward = lambda loss: (loss * scale[0]).backward()
+            self.accelerator.clip_grad_norm_ = lambda *_: None  # its step clips
+            return self.optimizer
+
+    shared = {"fp16": True, "max_steps": 6, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    reference = trainer(Reference, **shared)
+    reference.train()
+    mine = offloaded(trainer(Overflowing, **shared, save_strategy="steps", save_steps=4), "330KB")
     mine.train()
     session = mine.offload_session
-    assert session.plan.workload.dtype == "fp16" and session.loss_scale == 2.0**16
-    assert session.status().iterations == 2 and session.skipped_steps == 0
+    assert session.plan.workload.dtype == "fp16" and session.status().links["h2d"].moved_bytes > 0
+    assert (session.loss_scale, session.skipped_steps) == (scale[0], 1) and scale[0] == 2.0**15
+    assert losses_of(mine) == losses_of(reference) and len(losses_of(mine)) == 6
+    trained = dict(mine.model.named_parameters())
+    for name, p in reference.model.named_parameters():
+        assert torch.equal(p.detach(), trained[name].detach().clone()), name
+    again = offloaded(trainer(Overflowing, **shared), "330KB")
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert again.offload_session.loss_scale == scale[0] and losses_of(again) == losses_of(mine)
+    for name, p in again.model.named_parameters():
+        assert torch.equal(p.detach().clone(), trained[name].detach().clone()), name
 
 
 def test_what_is_not_a_trainer_or_not_alone_is_refused(trainer: Callable[..., Any]) -> None:
