@@ -218,7 +218,7 @@ def predicted(prediction: Any, width: int) -> dict[str, float]:
     from pstar_sim.core.step import Place
 
     plan, host = prediction.plan, prediction.host
-    held = sum(b.asked_bytes for b in host.allocations if "kept by PyTorch" not in b.name)
+    held = sum(a.asked_bytes for a in host.allocations if not a.freed)
     lists = [r for r in plan.initial if r.place is Place.GPU and r.chunk >= 0]
     gpu = sum(plan.layout.payload_bytes(r.chunk, r.list) for r in lists)
     bucket = prediction.configuration.options.get("bucket", 0) if prediction.policy.startswith("zero3") else 0

@@ -133,8 +133,8 @@ def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -
         )
     if kind not in (torch.optim.AdamW, torch.optim.Adam):
         raise ContractError(
-            f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are AdamW's: use torch.optim.AdamW "
-            "(of TrainingArguments optim='adamw_torch')"
+            f"the optimizer is {kind.__module__}.{kind.__name__}; a plan's updates are AdamW's: use torch.optim.AdamW, "
+            "in a Trainer TrainingArguments(optim='adamw_torch')"
         )
     for number, group in enumerate(optimizer.param_groups):
         decoupled = kind is torch.optim.AdamW or group.get("decoupled_weight_decay")

@@ -165,7 +165,7 @@ class _Report:
         machine, timeline = self._predict(plan)
         w, peaks, moved = plan.workload, timeline.peak_bytes, timeline.moved_bytes
         tell(
-            f"{w.model}: {w.params / 1e6:,.1f} M parameters in {w.dtype}, {w.micro_batches} x batch {w.batch} per step"
+            f"{w.model}: {_millions(w.params)} parameters in {w.dtype}, {w.micro_batches} x batch {w.batch} per step"
             f"{', activations recomputed' if w.checkpointing else ''}"
         )
         tell(executor_module("offloading").describe(plan))
@@ -198,7 +198,12 @@ class _Report:
         try:
             measured = session.timeline()
         except PlanError:
-            note(f"{plan.workload.model}: no step ran on plan; {status.last_deviation}")
+            w = plan.workload
+            note(
+                f"{w.model}: none of {status.iterations} steps had the planned batch (the longest rows) in each of "
+                f"its {w.micro_batches} micro-batches, so that no step is compared with the prediction; last: "
+                f"{status.last_deviation}"
+            )
             return
         _, predicted = self._predict(plan)
         rows = figures(
@@ -217,6 +222,10 @@ class _Report:
         tell(f"{status.iterations} steps, the last of them measured; {_deviations(status)}")
         if status.tide is not None:
             tell(str(status.tide))
+
+
+def _millions(params: int) -> str:
+    return f"{params / 1e6:,.1f} M" if params >= 50_000 else f"{params:,}"
 
 
 def _deviations(status: Any) -> str:

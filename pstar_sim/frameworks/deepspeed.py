@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pstar_sim.core.plan import Plan
@@ -446,12 +447,10 @@ def _parameters(configuration: Configuration, numels: list[int], width: int) -> 
         return []
     own = sum(numels)
     if detail["params"] == "cpu":
-        moved = [
-            tensor_allocations(
-                "parameters as they came, which PyTorch keeps", numels, width, pinned=configuration.pinned_params
-            )
-        ]
-        return [allocation("parameters", width * own, pinned=True), *(moved if configuration.pinned_params else [])]
+        held = allocation("parameters", width * own, pinned=True)
+        name = "parameters as they came, which PyTorch keeps"
+        moved = replace(tensor_allocations(name, numels, width, pinned=True), freed=True)
+        return [held, moved] if configuration.pinned_params else [held]
     buffers = [_whole(detail["params_buffer"])] * _whole(detail["params_buffers"])
     in_cpu = min(own, _whole(detail["params_in_cpu"]))
     return [

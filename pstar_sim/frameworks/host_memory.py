@@ -31,11 +31,13 @@ class Allocation:
     name: its content, in words.
     sizes: bytes of each request.
     pinned: whether the memory is page-locked.
+    freed: whether the framework has freed the memory, which only PyTorch's cache of pinned memory still holds.
     """
 
     name: str
     sizes: tuple[int, ...]
     pinned: bool
+    freed: bool = False
 
     @property
     def asked_bytes(self) -> int:
@@ -51,8 +53,8 @@ class Allocation:
 class HostNeed:
     """Host memory that a framework takes on one rank.
 
-    blocks: held from the first step on.
-    startup_bytes: weights while they are loaded; they are freed before the blocks are requested.
+    allocations: held from the first step on.
+    startup_bytes: weights while they are loaded; they are freed before the allocations are made.
     stash_bytes: activations on the host.
     """
 
@@ -62,7 +64,7 @@ class HostNeed:
 
     @property
     def asked_bytes(self) -> int:
-        """Requested bytes of the blocks, and the activations."""
+        """Requested bytes of the allocations, and the activations."""
         return sum(a.asked_bytes for a in self.allocations) + self.stash_bytes
 
     @property
