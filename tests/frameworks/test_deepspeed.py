@@ -98,7 +98,7 @@ def test_a_mistake_names_file_and_key(content: object, said: str) -> None:
         ("ds.json", b'{"a": 1,}', "not a JSON file: line 1, column 9"),
         ("fsdp.yaml", b"a: b: c", "not a YAML file"),
         ("fsdp.yaml", b"\xff\xfe", "not a text file in UTF-8"),
-        ("ds.cfg", b"{}", "its ending says no framework"),
+        ("ds.cfg", b"{}", "no framework has files with its ending"),
         ("ds.json", None, "cannot be read: Is a directory"),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_prediction_asks_the_host_for_the_frameworks_blocks() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("ds.txt", "{}", "its ending says no framework"),
+        ("ds.txt", "{}", "no framework has files with its ending"),
         ("ds.json", "{", "line 1"),
         ("ds.json", b"\xff", "not a text file"),
         ("ds.json", None, "cannot be read"),
