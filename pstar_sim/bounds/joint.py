@@ -485,7 +485,7 @@ class _JointProgram:
         return 4 * self.gpu_sum + (4 + width) * (self.s - self.gpu_sum)
 
     def _copies(self) -> None:
-        """Add the terms of h2d, of d2h, of the link if both share it, and of host DRAM."""
+        """Add the terms of h2d, of d2h, of a link that both directions share, and of host DRAM."""
         job, facts, cost = self.job, self.job.facts, self.job.cost
         up, down = self._up(), self._down()
         up_s, down_s = up / job.up + facts.stash_up_s, down / job.down + facts.stash_down_s

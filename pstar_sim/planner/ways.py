@@ -97,7 +97,7 @@ class Way:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that is equal for two ways that run the same."""
+        """A key that is equal for two ways of running the same workload."""
         return (self.batch, self.micro_batches, self.checkpointing, self.attention, self.activations)
 
     @property

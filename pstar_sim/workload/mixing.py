@@ -102,7 +102,11 @@ def _check_variants(
     if recomputed.micro_batches != 1 or kept.micro_batches != 1:
         raise TraceError("blocks are mixed in variants of one micro-batch; mix first, then repeat the micro-batch")
     if (recomputed.fingerprint, recomputed.batch, recomputed.sequence) != (kept.fingerprint, kept.batch, kept.sequence):
-        raise TraceError("only variants of one model, batch and sequence can be mixed")
+        raise TraceError(
+            f"variants of {recomputed.model!r} (batch {recomputed.batch}, sequence {recomputed.sequence}) and of "
+            f"{kept.model!r} (batch {kept.batch}, sequence {kept.sequence}) cannot be mixed; "
+            "only variants of one model, batch and sequence can be mixed"
+        )
     for what, one, other in (
         ("kernels", recomputed.kernels, kept.kernels),
         ("attention", recomputed.attention, kept.attention),

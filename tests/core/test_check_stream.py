@@ -155,7 +155,7 @@ def test_parameters_may_stay_over_the_border(streamed: MakePlan) -> None:
     assert check_plan(streamed(kept, initial=initial)).peak_bytes["gpu"] == 16_424
     silent = without(kept, 21).replace(" after=21@-1", "")
     # The host's parameters then are for ever one update behind.
-    reject(streamed(silent, initial=initial), "does not hold the same after each iteration|diverge")
+    reject(streamed(silent, initial=initial), "has other contents after each iteration|diverge")
 
 
 def test_the_mode_says_where_adam_runs(streamed: MakePlan) -> None:

@@ -155,7 +155,7 @@ class Walk:
             after = {key: self._relative(key, content, k) for key, content in self.content.items()}
             if k == program.iterations - 1 and after != before:
                 odd = min(key for key in after if after[key] != before[key])
-                raise PlanError(f"{_key_name(odd)} does not hold the same after each iteration")
+                raise PlanError(f"{_key_name(odd)} has other contents after each iteration")
             before = after
 
     def _relative(self, key: _Key, content: _Content | None, iteration: int) -> object:
