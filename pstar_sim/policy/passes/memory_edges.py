@@ -58,7 +58,9 @@ def fifo_edges(
     takes = [e for e in window if e.take > 0]
     frees = _Frees(window, slots, lengths)
     if sum(e.take for e in takes) != frees.volume:
-        raise ValueError(f"the window takes {sum(e.take for e in takes)} bytes and frees {frees.volume}; both must be equal")
+        raise ValueError(
+            f"the window takes {sum(e.take for e in takes)} bytes and frees {frees.volume}; both must be equal"
+        )
     if free_bytes < 0:
         raise ValueError(f"{-free_bytes} bytes too many are held when the window opens")
     edges: dict[int, list[Ref]] = {}
