@@ -31,7 +31,7 @@ Cut = Callable[[int], Workload]
 
 def refuse_balance(policies: Iterable[str | Policy], machine: Machine) -> None:
     """Raise PstarError for a policy that chooses the shares of the batch. Questions about the machine's own shares call
-    it."""
+    this function."""
     if not machine.mixed:
         return
     for policy in policies:

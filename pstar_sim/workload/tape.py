@@ -157,7 +157,8 @@ class Tape:
         parameters.
 
         grad_in: bytes of the gradient of the input.
-        grad_out, saved: bytes that it reads.
+        grad_out: bytes of the gradient of the output, which the operator reads.
+        saved: bytes of saved tensors, which the operator reads.
         product: the layer's product in the forward pass.
         dead: bytes that no other operator needs, freed at the end of the operator.
         """

@@ -86,7 +86,7 @@ def own_plans(
     *,
     sizes: bool = False,
 ) -> Iterator[SearchResult]:
-    """Yields the best plans of the search over each chunk size tried.
+    """Searches each chunk size, and yields the fastest plans of the best search.
 
     sizes: whether sizes other than the usual size are tried, if the settings leave the size open.
 
