@@ -422,8 +422,9 @@ class _FluidProgram:
         self.sums_up += up.gathered(intervals % n, n)
 
     def _waiting(self, points: Index, of_chunk: Sequence[Sequence[int]]) -> None:
-        """Last gradients but one that are never added on the host are on the gpu at the successive `points`, or went
-        down and come up behind their moments. of_chunk: at which points each chunk's gradient waits."""
+        """Add rows for last gradients but one that are never added on the host. They are on the gpu at the successive
+        `points`, or go down and come up after their moments. of_chunk: the points at which each chunk's gradient
+        waits."""
         facts = self.facts
         waits = (self.waits - self.waits_on_host) * facts.size
         self.held += self._there(points, of_chunk, waits, self.all_units).gathered(points, facts.intervals)

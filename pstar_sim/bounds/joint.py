@@ -397,8 +397,9 @@ class _JointProgram:
         return each * (job.total - self.s - self.cpu_sum) + self._own_lists()
 
     def _own_lists(self) -> Expression:
-        """Parameters of Adam on the gpu whose gradients go down and are added on the host, counted once per list: all
-        micro-batches but the last, and the last but one where that waits."""
+        """Returns the number of parameters of Adam on the gpu whose gradients go down and are added on the host. A
+        parameter counts once per list: in all micro-batches but the last, and without the last but one if that gradient
+        waits."""
         return (self.job.u - 1) * (self.s - self.gpu_sum) - self.waits
 
     def _compute_and_adam(self) -> None:
