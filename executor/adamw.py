@@ -31,8 +31,8 @@ class AdamW:
 
     params_or_groups: None (every trainable parameter, one group), parameters, or groups as torch takes them (dicts with
         "params" and settings of their own); the plan has to be made for the same groups.
-    max_grad_norm: clip the global norm; by default as the plan says, at DEFAULT_NORM if it was made with clipping; None
-        for no clipping.
+    max_grad_norm: clip the global norm; by default as the plan says, at DEFAULT_NORM if the plan was made with
+        clipping; None for no clipping.
     eager: update each chunk as soon as its gradient is final, inside backward (the plan has to be made with update
         "eager").
     state_dtype: dtype of both moments; torch.bfloat16 where the plan's optimizer is "adamw-bf16-states" (the update is

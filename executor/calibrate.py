@@ -1,8 +1,8 @@
 """calibrate: measures the machine that this runs on, and describes it as a `Machine` with the measured figures.
 
-The measurements are in `executor/calibration/`, one file per idea. This file runs them in order, reports progress, and
-makes a machine of the results. A figure that cannot be measured is left out with the reason, and is not replaced by an
-assumed figure.
+The measurements are in `executor/calibration/`, one file per subject. This file runs them in order, reports progress,
+and makes a machine of the results. A figure that cannot be measured is left out with the reason, and is not replaced by
+an assumed figure.
 
 [Note: the virtual accelerator's memory] The virtual accelerator has no memory of its own. A quarter of the available
 memory counts as the device's and the rest as the host's, until a plan says otherwise (`--gpu-memory`, `--host-memory`).
@@ -189,7 +189,7 @@ def measure(
 
 
 def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, float]:
-    """Returns (seconds of a moment besides products and bytes, bytes/s of its operators)."""
+    """Returns the figures `constant_s` and `operator_bytes_per_s` of `Findings`."""
     if device.kind != "virtual":
         # Operators alone, and about three kernels so small that only their launch takes time.
         _, rate = max(compute.memory_rates(device, bench))

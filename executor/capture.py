@@ -81,8 +81,8 @@ def capture(
     checkpointing: bool = False,
     attention: str | None = None,
 ) -> Workload:
-    """Returns the workload of a model named as in `executor.models.build`, or of a model that is already built. For a
-    built model only `micro_batches` counts of the other arguments.
+    """Returns the workload of a model named as in `executor.models.build`, or of a model that is already built. A built
+    model keeps its own batch, sequence, dtype, checkpointing and attention; these arguments are then ignored.
 
     Raises ModelError as `build` and `capture_module` do.
     """
@@ -113,8 +113,8 @@ def capture(
 def capture_variants(
     model: str, *, batch: int = 1, sequence: int = 1024, dtype: str | None = None, attention: str | None = None
 ) -> tuple[Workload, ...]:
-    """Returns variants of one model for a planner to choose from: the batch, its half and its quarter (as far as they
-    are whole), each with activations kept and, if the model can switch that on, recomputed.
+    """Returns variants of one model for a planner to choose from: the batch, its half and its quarter (if whole). Each
+    is captured with activations kept and, if the model can recompute them, with activations recomputed.
 
     Raises ModelError as `capture` does, and for a factory that always returns the same batch.
     """
@@ -166,7 +166,7 @@ def capture_module(
     attention: kernel of scaled_dot_product_attention ("flash", "efficient", "math"), None: torch's choice for these
         inputs on a CPU.
     loss: forward pass and loss, called once.
-    keep_gradients: leave them in place, where they count, as plain torch does.
+    keep_gradients: leave gradients in the parameters, as plain torch does, and count their bytes.
 
     Raises ModelError for a module that fake tensors cannot run (names module and operation), a parameter read outside
     every module call, a loss that reaches no parameter, an attention kernel that was asked for and not used; PlanError
@@ -272,10 +272,10 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ones only. The fake backward of BatchNorm also makes a gradient of the input that is not asked for. LayerNorm's
     gradient of its input is contiguous.
 
-    The range of values is known of a tensor made of ones, or drawn from [0, 1], until the tensor is written. A model
-    that makes a mask of ones asks whether all elements are one, and then works without the mask. The values of a mask
-    that comes with the batch stay unknown. A model with LayerDrop asks whether a number drawn for a layer lies below
-    the rate, also where the rate is 0.
+    For a tensor made of ones, or drawn from [0, 1], the range of its values is known until the tensor is written. A
+    model that makes a mask of ones asks whether all elements are one, and then works without the mask. The values of a
+    mask that comes with the batch stay unknown. A model with LayerDrop asks whether a number drawn for a layer lies
+    below the rate, also where the rate is 0.
     """
 
     def __init__(self) -> None:
@@ -347,7 +347,7 @@ def _range_made(func: Any, args: Any, known: tuple[float, float], numel: int) ->
     """Returns the smallest and largest value of an operator's result; None if they are not known.
 
     known: range of the operator's first argument.
-    numel: number of its elements.
+    numel: number of the result's elements.
     """
     if func in _KEEP:
         return known

@@ -201,7 +201,7 @@ class Session:
         self.queues.resume()
 
     def guard_memory(self, *, always: bool = False) -> None:
-        """Watch every operator from now on, where the accelerator has a limit of its own (or always)."""
+        """Watch every operator from now on, if the accelerator is virtual and has a memory limit, or if `always`."""
         limited = isinstance(self.backend, VirtualBackend) and self.backend.gpu_bytes is not None
         if self.guard is None and (limited or always):
             self.guard = Guard(self)
@@ -224,8 +224,8 @@ class Session:
         loss: loss(model, batch) -> a scalar; by default the model's own loss.
         order: "depth-first" or "relay"; None: the plan's.
 
-        Raises ContractError, before anything runs, for an unknown order or another than the plan's, no micro-batch or
-        more than planned, and inside an iteration.
+        Raises ContractError, before anything runs, for an order that is unknown or not the plan's, for no micro-batch
+        or more than planned, and inside an iteration.
         """
         if self._driver is None:
             self._driver = Driver(self)
@@ -300,8 +300,8 @@ class Session:
         log.info("iteration %d left the plan: %s", self.iteration, reason)
 
     def end_after_training(self) -> bool:
-        """End the run, as `close()`, where the training is over (`trained`) in this process alone; called for what
-        cannot be done to a prepared model. Returns whether it did."""
+        """End the run, as `close()`, if the run has one process and its training is over (`trained`). Called when the
+        user's code does something that a prepared model does not allow. Returns whether it did."""
         if not self.trained or self.ranks is not None or self.closed:
             return False
         self.close()

@@ -168,13 +168,13 @@ class _Kept:
 
     def check(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Raise CheckpointError for a checkpoint without states. The Trainer calls this to load weights; `load` brings
-        them back with the states.
+        the weights back with the states.
         """
         _require_states(resume_from_checkpoint, "resume_from_checkpoint")
 
     def load(self, checkpoint: str | None) -> None:
-        """Load weights, states and scheduler. Raises CheckpointError, before anything changes, where they do not
-        fit."""
+        """Load weights, states and scheduler. Raises CheckpointError, before anything changes, where the checkpoint
+        does not fit."""
         if checkpoint is None:
             return
         self.check(checkpoint)
@@ -503,7 +503,7 @@ def _resumed_from(trainer: Any, asked: Any) -> Any:
 
 
 def _last_whole(output_dir: str) -> str | None:
-    """Returns the last checkpoint that a Trainer saved completely, that is with its state, which is written last. Later
+    """Returns the last checkpoint that a Trainer saved completely: the file that a Trainer writes last is there. Later
     incomplete checkpoints are named in a warning."""
     folders = {int(path.name.rpartition("-")[2]): path for path in Path(output_dir).glob(f"{CHECKPOINT}-*")
                if path.name.rpartition("-")[2].isdigit()}  # fmt: skip
@@ -537,9 +537,9 @@ def _require_states(checkpoint: str | Path, asked: str) -> None:
 
 
 def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
-    """Capture, plan and prepare, with the trainer's optimizer. Raises DoesNotFit if no plan fits. Under
-    `auto_find_batch_size` it raises an out-of-memory RuntimeError instead, after which the Trainer tries a smaller
-    batch.
+    """Capture the trainer's model, plan for it, and prepare it with the trainer's optimizer. Raises DoesNotFit if no
+    plan fits. Under `auto_find_batch_size` this is an out-of-memory RuntimeError instead, after which the Trainer tries
+    a smaller batch.
     """
     args, request, model = trainer.args, trainer.offload_request, trainer.model
     _require_alone(trainer)
@@ -598,8 +598,8 @@ def _check_evaluation(args: Any) -> None:
 
 
 def _dtype_of(trainer: Any) -> str | None:
-    """Returns the dtype of mixed precision, which becomes the plan's. `accelerate launch --mixed_precision` sets it
-    too."""
+    """Returns the dtype of mixed precision, which the plan takes over; None without mixed precision. The Trainer's
+    arguments or `accelerate launch --mixed_precision` ask for it."""
     word: str = trainer.accelerator.mixed_precision
     if word not in MIXED_PRECISION:
         raise ContractError(f"mixed precision {word!r} is not supported by a plan; use bf16=True or fp16=True")

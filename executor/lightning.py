@@ -45,7 +45,7 @@ DTYPES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 class _Root(nn.Module):
     """Calls a step of the LightningModule by its name, as a call of this module. A copy of the root, made for batches
-    of another shape, holds a copied module without a trainer. That copy borrows the trainer of the original and logs
+    of another shape, holds a copied module without a trainer. The copied module borrows the original's trainer and logs
     nothing.
     """
 

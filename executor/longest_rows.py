@@ -1,7 +1,8 @@
 """The longest rows of a data set, from which the example batch of a capture is made.
 
-All rows are looked at where they are in memory, and in a `datasets.Dataset`, by the lengths of its Arrow columns. In
-another data set LOOKED_AT rows are looked at: each may be read from a file, or made when it is asked for.
+In a list or tuple all rows are measured. In a `datasets.Dataset` the lengths of all rows are read from the Arrow
+columns. In any other data set about LOOKED_AT rows are measured, because reading a row may open a file or compute the
+row.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import torch
 __all__ = ["LOOKED_AT", "longest_rows"]
 
 LOOKED_AT = 512
-"""Rows that are looked at, spread evenly over the data set, where a row may be costly."""
+"""Number of rows that are measured in a data set whose rows may be costly to read. They are spread evenly."""
 _AT_ONCE = 10_000  # rows of Arrow
 
 
 def longest_rows(rows: Any, count: int) -> list[Any]:
-    """`count` rows: the longest in all columns together, then for each column the row that is longest in it, then the
-    next longest; none if the data set cannot be indexed or has fewer rows. A batch that is padded column by column is
-    then the largest of its size, where `count` is at least the number of columns whose longest rows differ."""
+    """Returns `count` rows: the longest row over all columns together, then for each column its longest row, then the
+    next longest rows. Returns none if the data set cannot be indexed or has fewer rows. If `count` is at least the
+    number of different longest rows, a batch padded column by column is then the largest possible."""
     if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
         return []
     lengths = dict(_arrow_lengths(rows) or _lengths(rows, count))
@@ -37,7 +38,7 @@ def longest_rows(rows: Any, count: int) -> list[Any]:
 
 
 def _lengths(rows: Any, count: int) -> Iterator[tuple[int, dict[str, int]]]:
-    """Number of a row, and its length by column, of each row that is looked at."""
+    """Yields (number, length by column) of each row that is measured."""
     step = 1 if isinstance(rows, (list, tuple)) else max(1, len(rows) // max(LOOKED_AT, count))
     for number in range(0, len(rows), step):  # one at a time: rows may be images
         row = rows[number]
@@ -46,8 +47,8 @@ def _lengths(rows: Any, count: int) -> Iterator[tuple[int, dict[str, int]]]:
 
 
 def _arrow_lengths(rows: Any) -> list[tuple[int, dict[str, int]]] | None:
-    """The same for all rows of a `datasets.Dataset` of numbers, texts, and lists of numbers; None for others, and where
-    a row goes through a function when it is asked for."""
+    """Returns the same for all rows of a `datasets.Dataset` of numbers, texts, and lists of numbers. Returns None for
+    other data sets, and for a data set that transforms each row when the row is read."""
     if type(rows).__module__ != "datasets.arrow_dataset" or rows.format["type"] == "custom":
         return None
     import pyarrow as pa
@@ -72,7 +73,7 @@ def _arrow_lengths(rows: Any) -> list[tuple[int, dict[str, int]]] | None:
 
 
 def _length(value: Any) -> int:
-    """Number of elements in a row of a data set, or in one of its columns."""
+    """Returns the number of elements in a row of a data set, or in one column of a row."""
     if isinstance(value, torch.Tensor):
         return value.numel()
     if isinstance(value, Mapping):

@@ -86,8 +86,8 @@ def build(
 
     spec: a preset's name, "hf:FILE" (a transformers config.json, or a folder that holds one), "hf:ORG/NAME" (fetches
         the configuration only; weights are random), or "py:package.module:factory" (a callable that returns an
-        nn.Module and an example batch; it gets those of batch, sequence, dtype and checkpointing that its signature
-        names).
+        nn.Module and an example batch; called with the arguments among batch, sequence, dtype and checkpointing that
+        its signature names).
     dtype: "fp32", "bf16", "fp16"; None means bf16, for "py:" the module's own dtypes.
     device: "meta" or "cpu"; a "py:" factory decides itself.
     seed: seed of weights and batch; the global generator stays unchanged.
@@ -180,9 +180,10 @@ def attention_kernel(attention: str | None) -> Iterator[None]:
 def unpacked_sequences() -> Iterator[None]:
     """Inside this context, transformers assumes that fake position ids do not pack several sequences into one row.
 
-    transformers reads the ids' values to find out. Fake tensors have no values, so it would build a mask that a real
-    run does not. The check costs the same operators as on real tensors. Without transformers, or in a version that
-    checks elsewhere or (before 5.0) builds that mask in every run, nothing is changed, and the mask is counted.
+    transformers reads the ids' values to find out. Fake tensors have no values, so transformers would build a mask that
+    a real run does not build. The check costs the same operators as on real tensors. Without transformers, or in a
+    version that checks elsewhere or (before 5.0) builds that mask in every run, nothing is changed, and the mask is
+    counted.
     """
     masking = sys.modules.get("transformers.masking_utils")
 
@@ -249,8 +250,8 @@ def known_masks(is_known: Callable[[torch.Tensor], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, made: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside this context, an attribute of a module or class is replaced by the result of `made` for it, if it
-    exists."""
+    """Inside this context, the attribute `name` of a module or class, if it exists, is replaced by
+    `made(attribute)`."""
     kept = getattr(owner, name, None)
     if kept is None:
         yield

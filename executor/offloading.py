@@ -53,7 +53,7 @@ log = logging.getLogger("executor")
 class Request:
     """What a run is planned for, and on which device it runs.
 
-    gpu_memory: memory of its accelerator that each process may use, "24GB" or bytes; None: all free memory.
+    gpu_memory: accelerator memory that each process may use, "24GB" or bytes; None: all free memory.
     device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has a CUDA device, else "virtual".
     machine: a machine or its name, as for `pstar_sim.machine`; "here": the machine that this runs on.
     policy: name of the policy that plans.

@@ -28,7 +28,8 @@ __all__ = ["OffloadedAdamW"]
 _STATES = {"exp_avg": "momentum", "exp_avg_sq": "variance", "param32": "param32"}
 """Key of a parameter's state in a state dict -> the chunks' list that holds it."""
 _KERNEL = {"fused": True, "foreach": None, "decoupled_weight_decay": True}
-"""What torch.optim.AdamW calls the arithmetic of every update here; it takes its kernel from the groups it loads."""
+"""The arithmetic of every update here, in the keys of torch.optim.AdamW's groups. A torch.optim.AdamW that loads these
+groups then uses the same kernel."""
 
 
 class OffloadedAdamW(torch.optim.Optimizer):

@@ -82,8 +82,8 @@ def prepare(
     threads: torch threads of the virtual accelerator's compute queue until the session is closed (None leaves them).
     watchdog_s: see ThreadQueues.
     replan_after: number of iterations off plan in a row after which a new plan is made (0: never).
-    check: run the plan's independent checker first, and compare the first iteration's tide with the plan's (if it is
-        higher, the session continues under a new plan: measuring/first.py).
+    check: run the plan's independent checker first, and compare the first iteration's tide with the plan's (if the
+        measured tide is higher, the session continues under a new plan: measuring/first.py).
     group: the processes of a plan of several ranks (default: torch.distributed's, if it is initialised). Every process
         calls prepare with the same plan and settings, and all begin with the parameters and buffers of the first.
     count: [Note: the weight of a rank] in distributed/ranks.py.
@@ -213,8 +213,8 @@ def _require_same(ranks: Ranks, given: _Given) -> None:
 
 
 def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Arena:
-    """Returns the arena of the plan, before it takes memory. Raises DoesNotFit where the host has less memory than it
-    needs."""
+    """Returns the arena of the plan, before it takes memory. Raises DoesNotFit where the host has less memory than the
+    arena needs."""
     arena = Arena(given.plan, backend, rank=0 if ranks is None else ranks.rank)
     check_host_memory(
         given.plan,

@@ -354,8 +354,8 @@ def _look_back(
     micro_batches: int,
     order: Callable[[Plan], Timeline] | None,
 ) -> tuple[Timeline | None, Measured | None]:
-    """Returns the timeline of a run's last iterations, None if the last was not on plan; and the bytes of one more
-    iteration in the order that `order` predicts (None: in its own order, on several ranks only)."""
+    """Returns the timeline of a run's last iterations, and the measured bytes of one more iteration. Returns (None,
+    None) if the last iteration was not on plan."""
     session = optimizer.session
     if not any(log.on_plan for log in list(session.steps.logs)[-1:]):
         return None, None

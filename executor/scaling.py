@@ -2,14 +2,14 @@
 
 Gradients of an fp16 model are multiplied where they enter it and divided in the fp32 update, so `loss.backward();
 optimizer.step()` stays as it is. The scale changes as in torch.amp.GradScaler: an iteration in which a gradient is not
-finite updates nothing (no value, no moment, no step count), and the scale falls. After `growth_interval` iterations
-without an overflow in a row it grows.
+finite updates nothing (no value, no moment, no step count), and the scale falls. After `growth_interval` iterations in
+a row without an overflow, the scale grows.
 
 [Note: where the scale acts] The scale acts inside the model only. `guard_boundary` puts a view behind every output of
-the root whose backward multiplies, and a view before every input with a gradient whose backward divides. A tensor hook
-on the output itself would be wrong: an output such as the logits is also an inner value of the loss beside it, and the
-gradient from the loss is scaled already. Gradients outside the model (of the loop's own tensors, of modules before the
-model) are plain torch's, and a model called on its own output scales once.
+the root module; the view's backward multiplies. It puts another view before every input with a gradient; this view's
+backward divides. A tensor hook on the output itself would be wrong: an output such as the logits is also an inner value
+of the loss beside it, and the gradient from the loss is scaled already. Gradients outside the model (of the loop's own
+tensors, of modules before the model) are plain torch's, and a model called on its own output scales once.
 
 Knows neither chunks nor plans; `Update` (memory/update.py) carries the decision of one iteration.
 """
