@@ -240,8 +240,13 @@ class _Notes:
         said, sources = plan.choices.get("confidence"), confidence(plan.workload, plan.machine)
         if said == sources:
             self.checked.append("confidence")
-        elif said is not None and self.old:
+        elif self.old and said is not None:
             self.why["confidence"] = "of an earlier version of the cost model, which had other words for it"
+        elif isinstance(said, Mapping) and set(said) != set(sources):
+            self.why["confidence"] = (
+                f"of a version of pstar-sim that names other inputs ({', '.join(map(str, said)) or 'none'}) "
+                f"than this version ({', '.join(sources)})"
+            )
         elif said is not None:
             self.false.append(f"confidence is {said} in the plan, but by its machine it is {sources}")
         self._certificate(found)

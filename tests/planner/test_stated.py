@@ -367,6 +367,17 @@ def test_a_lower_bound_of_an_earlier_version_is_still_true(values: Values, tmp_p
         examine(ps.load_plan(saved(values, tmp_path)))
 
 
+def test_sources_under_other_names_are_not_called_false(values: Values, tmp_path: Path) -> None:
+    """Releases of one cost model may divide its inputs otherwise; equal names with other words are false."""
+    words = values["choices"]["confidence"]
+    values["choices"]["confidence"] = {name: said for name, said in words.items() if name != "DRAM"}
+    report = examine(ps.load_plan(saved(values, tmp_path))).report
+    assert "confidence" not in report.figures and any("names other inputs" in line for line in report.not_checked)
+    values["choices"]["confidence"] = words | {"DRAM": "guessed"}
+    with pytest.raises(FalseFigures, match="confidence is"):
+        examine(ps.load_plan(saved(values, tmp_path)))
+
+
 def unclipped(policy: str, machine: Machine, folder: Path) -> Values:
     """A saved plan for three micro-batches without clipping."""
     w = chain_workload(6, 8 * MIB, tide_bytes=MIB, dtype="fp16", micro_batches=3)
