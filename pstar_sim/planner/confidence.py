@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pstar_sim.catalog.machine import KNOWN, Machine
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["confidence", "confidence_line"]
+__all__ = ["claims_more", "confidence", "confidence_line"]
+
+ORDER = ("recorded", "calibrated", *KNOWN)  # the best known first
 
 
 def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
@@ -22,10 +24,20 @@ def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
     return found
 
 
+def claims_more(said: Mapping[str, str], sources: Mapping[str, str]) -> bool:
+    """Returns whether `said` calls an input better known than `sources` does, or by a word that does not exist. Inputs
+    that only one of the two names do not count."""
+    return any(
+        word not in ORDER or ORDER.index(word) < ORDER.index(sources[name])
+        for name, word in said.items()
+        if name in sources
+    )
+
+
 def confidence_line(found: Mapping[str, str]) -> str:
     """Returns a line such as "calibrated: compute, link; datasheet: CPU Adam, DRAM". Both words always appear, with
     "none" for an empty list. Other words appear only with inputs."""
     always = ("calibrated", "datasheet")
-    words = [w for w in ("recorded", "calibrated", *KNOWN) if w in always or w in found.values()]
+    words = [w for w in ORDER if w in always or w in found.values()]
     named = {word: [name for name, source in found.items() if source == word] for word in words}
     return "; ".join(f"{word}: {', '.join(names) or 'none'}" for word, names in named.items())

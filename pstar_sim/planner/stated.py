@@ -25,7 +25,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import VERSION, changed_since
 from pstar_sim.errors import FalseFigures, PlanError
 from pstar_sim.planner.asked import OnPart, teller
-from pstar_sim.planner.confidence import confidence
+from pstar_sim.planner.confidence import claims_more, confidence
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import policies
@@ -242,7 +242,7 @@ class _Notes:
             self.checked.append("confidence")
         elif self.old and said is not None:
             self.why["confidence"] = "of an earlier version of the cost model, which had other words for it"
-        elif isinstance(said, Mapping) and set(said) != set(sources):
+        elif isinstance(said, Mapping) and set(said) != set(sources) and not claims_more(said, sources):
             self.why["confidence"] = (
                 f"of a version of pstar-sim that names other inputs ({', '.join(map(str, said)) or 'none'}) "
                 f"than this version ({', '.join(sources)})"

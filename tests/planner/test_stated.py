@@ -368,7 +368,7 @@ def test_a_lower_bound_of_an_earlier_version_is_still_true(values: Values, tmp_p
 
 
 def test_sources_under_other_names_are_not_called_false(values: Values, tmp_path: Path) -> None:
-    """Releases of one cost model may divide its inputs otherwise; equal names with other words are false."""
+    """Releases of one cost model may divide its inputs otherwise. No release may call an input better known."""
     words = values["choices"]["confidence"]
     values["choices"]["confidence"] = {name: said for name, said in words.items() if name != "DRAM"}
     report = examine(ps.load_plan(saved(values, tmp_path))).report
