@@ -93,10 +93,10 @@ class _View:
 class _Saved:
     """One storage with tensors that autograd saved.
 
-    source: its bytes on the gpu as the forward made them.
+    source: the storage's bytes on the gpu, as the forward made them.
     host: the room on the host that holds the bytes.
     returned: new memory on the gpu for the bytes.
-    back: whether `returned` is filled; once `arrival` is complete, if that is an event of a copy that was only issued.
+    back: whether the copy into `returned` was made. If the copy was only issued, `arrival` is its event; else None.
     stash: number of its stash, once it is on the host.
     """
 
@@ -337,7 +337,8 @@ class Stashes:
         return BlockSaves(self, inputs)
 
     def collected(self, block: str, found: BlockSaves) -> None:
-        """Choose the storages that go to the host, when the block's forward has ended. On demand they go at once."""
+        """Choose the storages that go to the host, when the block's forward has ended. Off the plan the copies are made
+        at once."""
         s = self.session
         n = self._stash.get((block, s.clock.micro_batch))
         if n is None:
@@ -441,7 +442,8 @@ class Stashes:
         return [memory for memory in found if memory is not None]
 
     def _bring(self, saved: _Saved, issues: StreamBackend | None = None, *, ahead: bool = False) -> torch.Tensor | None:
-        """Copy the storage back unless that is done already. Returns its memory; None if nothing was copied.
+        """Copy the storage back unless that is done already. Returns the memory of the copy; None if nothing was
+        copied.
 
         issues: the backend, where this thread only issues the copy.
         ahead: whether no step of the plan asks for the copy.

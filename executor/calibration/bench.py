@@ -20,8 +20,8 @@ Timed = Callable[[Action], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The time that each point of a curve is measured: about `point_s` seconds in each of `rounds` rounds, with `least`
-    to `most` calls.
+    """The time for which each point of a curve is measured: about `point_s` seconds in each of `rounds` rounds, with
+    `least` to `most` calls.
 
     window_s: seconds for which two actions are timed while both run.
     memory_bytes: most bytes that a measurement may use at a time.

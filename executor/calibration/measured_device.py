@@ -49,11 +49,11 @@ class Device(Protocol):
     """An accelerator to be measured.
 
     kind: "virtual" or "cuda".
-    title: its name, for people.
+    title: name of the device, for people.
     device: where torch puts its tensors.
     count: number of such devices.
-    dtypes: working dtypes in which it multiplies.
-    adam_threads: CPU threads that the executor gives to Adam beside it.
+    dtypes: working dtypes in which the device multiplies.
+    adam_threads: CPU threads that the executor gives to Adam beside the device.
     """
 
     kind: str
@@ -97,8 +97,8 @@ class Device(Protocol):
 class VirtualDevice:
     """The virtual accelerator: copies are memory copies, compute runs on one thread, Adam on another thread.
 
-    [Note: CPU seconds] Each of these works in the thread that is timed. Seconds are the thread's CPU seconds, so they
-    are those of an idle machine; wall time would include the work of other programs.
+    [Note: CPU seconds] The timed thread itself copies, computes or updates. Seconds are the thread's CPU seconds, as on
+    an idle machine; wall time would include the work of other programs.
     """
 
     kind = "virtual"

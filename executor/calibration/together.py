@@ -100,7 +100,8 @@ def slowdowns(
 ) -> dict[str, float]:
     """Returns "A_while_B" -> factor, at least 1, by which A takes longer while B runs; [Note: slow-downs].
 
-    Alone and together are timed in turns, so that a busy spell affects both. Factors are from medians over the rounds.
+    Actions alone and actions side by side are timed in turns, so that a busy spell affects both. Factors are from
+    medians over the rounds.
 
     watched: as `watch`.
     """

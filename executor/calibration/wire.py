@@ -26,7 +26,8 @@ _TIMEOUT_S = 60.0
 
 def from_seconds(seconds: dict[int, float]) -> tuple[float, float]:
     """Returns (bytes/s that a rank sends, latency in s) from all-gather seconds by bytes of a rank's part. The latency
-    is the seconds of the smallest part. The rate is that of the largest part, over its seconds beyond the latency."""
+    is the seconds of the smallest part. The rate is the bytes of the largest part over its seconds beyond the
+    latency."""
     small, large = min(seconds), max(seconds)
     return (large - small) / max(seconds[large] - seconds[small], 1e-9), seconds[small]
 

@@ -61,7 +61,7 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]
 
 def scratch_bytes(plan: Plan) -> int:
     """Returns the bytes that `Scratch` takes on the gpu for the plan's updates there, beside the payloads and the tide:
-    one piece for each of gradient and moments that is narrower than fp32."""
+    one piece for the gradient and one for each moment, where these are narrower than fp32."""
     chunks = {s.chunk for s in plan.steps if s.kind is Kind.GPU_ADAM and s.chunk is not None}
     if not chunks:
         return 0

@@ -90,8 +90,8 @@ class Backend(Protocol):
 
     def issue(self, work: Callable[[], object]) -> None:
         """Do `work`, torch operations on payloads, in the order of this thread's queue. The work is done on return,
-        except in the thread of a queue of a stream backend, on whose stream it happens later. `work` looks up the host
-        memory that it needs when it is issued."""
+        except in the thread of a queue of a stream backend, on whose stream it happens later. The host memory that
+        `work` needs is looked up at the time of issue."""
         ...
 
     def fence(self, queue: Queue) -> None:

@@ -39,7 +39,7 @@ class _Zero:
         self.time_s = time.perf_counter()
 
     def until(self, event: Any) -> float:
-        """Returns the seconds from this event to a later one."""
+        """Returns the seconds from this point to a later event."""
         return float(self.event.elapsed_time(event)) / 1e3
 
 
@@ -85,8 +85,8 @@ class CudaStreams:
         self._off_plan(direction)
 
     def _off_plan(self, direction: Queue) -> None:
-        """Make a copy that its queue did not issue. It goes to the current stream, after all work issued there, and is
-        waited for."""
+        """Wait for a copy that a thread of another queue has issued. Such a copy is on the current stream, after all
+        work issued there."""
         if self.queue is not direction:
             torch.cuda.current_stream(self.device).synchronize()
 

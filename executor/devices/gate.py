@@ -54,7 +54,7 @@ class _Pending:
 class Gate:
     """The gate for the memory of payloads, by storage.
 
-    grow, shrink: give a payload's storage its memory, take it away.
+    grow, shrink: functions that give a payload's storage its memory, and that take the memory away.
     held_bytes: bytes of payloads in use.
     pending_bytes: bytes that were given back and are not yet free.
     host_waits: number of takes that waited on the host.
@@ -79,7 +79,7 @@ class Gate:
 
     def take(self, payload: torch.Tensor, queue: Queue) -> None:
         """Give the payload its memory, for work that `queue` issues from now on. Raises OutOfMemory where the device
-        has none even when all memory given back is free."""
+        has no memory even when all memory given back is free."""
         key, size = _key(payload), payload.numel() * payload.element_size()
         while True:
             with self._lock:

@@ -24,7 +24,7 @@ class DeviceOptions:
 
     bandwidth: bytes/s of the virtual link, one figure or (to the gpu, to the host); None: as fast as memory.
     adam_threads: torch threads of CPU Adam; None: 1 on the virtual accelerator, all cores but two on CUDA.
-    gpu_memory_bytes: bytes of the accelerator that the run may use, context included; None: all it has."""
+    gpu_memory_bytes: bytes of the accelerator that the run may use, context included; None: all bytes."""
 
     bandwidth: float | tuple[float | None, float | None] | None = None
     adam_threads: int | None = None
@@ -43,7 +43,7 @@ def is_cuda(device: str) -> bool:
 
 def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
     """Returns the accelerator of that name: "virtual", "cuda" or "cuda:N". Raises PlanError for a device that is
-    unknown or missing, and for options that it does not have."""
+    unknown or missing, and for options that the device does not have."""
     if device != "virtual":
         if options.bandwidth is not None:
             raise PlanError(

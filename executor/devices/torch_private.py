@@ -51,9 +51,9 @@ GROUPED_MM: Any = getattr(torch.ops.aten, "_grouped_mm", None)  # torch 2.6 lack
 
 
 def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
-    """Returns the address of the C++ storage of a tensor (or of the given storage). It is the same for every view, and
-    differs from that of any other storage as long as this one lives. Raises NotImplementedError or RuntimeError for a
-    tensor without storage (sparse, ...)."""
+    """Returns the address of the C++ storage of a tensor (or of the given storage). The address is the same for every
+    view, and differs from the address of any other storage as long as this storage lives. Raises NotImplementedError or
+    RuntimeError for a tensor without storage (sparse, ...)."""
     storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
     return int(storage._cdata)
 
@@ -101,12 +101,13 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> Callable[[], None]:
-    """Let `module(...)` call this function instead. Returns a function that undoes it."""
+    """Let `module(...)` call this function instead. Returns a function that undoes the replacement."""
     return override(module, _CALL, call)
 
 
 def override(module: nn.Module, name: str, value: object) -> Callable[[], None]:
-    """Give the module an attribute of its own in place of its class's. Returns a function that undoes it."""
+    """Give the module an attribute of its own in place of the attribute of its class. Returns a function that undoes
+    this."""
     module.__dict__[name] = value
 
     def remove() -> None:

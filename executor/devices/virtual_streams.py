@@ -94,10 +94,10 @@ class _Stream:
 
 
 class VirtualStreams(VirtualBackend):
-    """See the module. Arguments as for VirtualBackend, and:
+    """An accelerator in host memory whose copies happen later. Arguments as for VirtualBackend, and:
 
-    delays: seconds that the stream of a queue waits before each piece of work, asked each time; for compute, the delay
-        of its events.
+    delays(queue): called before each piece of work; returns the seconds that the queue's stream waits. For compute, the
+        delay of its events.
     poison: whether memory that is taken holds NaN, so that a read before the copy shows.
     """
 

@@ -10,9 +10,9 @@ of a copy): with gloo every rank sums the whole tensor in place, twice the bytes
 [Note: bounded waits] The thread waits for gloo's collectives itself, in short intervals, so that the wait ends when a
 rank is known to be gone. NCCL's collectives are only issued, in the order of the current stream. A thread that waits
 for that stream (also the user's `loss.item()`) waits inside the driver, for ever if a rank never comes. So another
-thread watches the last issued collective (`_Deadline`). When a rank is gone, or nothing has come back for timeout_s, it
-first fails the run and then aborts the communicator. The kernels end, every wait in the driver returns, and their
-results are not used, because the run has failed.
+thread watches the last issued collective (`_Deadline`). When a rank is gone, or nothing has come back for timeout_s,
+this other thread first fails the run and then aborts the communicator. The kernels end, every wait in the driver
+returns, and their results are not used, because the run has failed.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Ranks:
         self.wire.abort()
 
     def check(self, waited_s: float = 0.0) -> None:
-        """Raise RankLost if a rank is gone, or has ended its run while this one waits for it."""
+        """Raise RankLost if a rank is gone, or has ended its run while this rank waits for it."""
         lost = self.life.lost or self._broken
         if lost is not None:
             raise lost

@@ -132,7 +132,7 @@ class BlockPart:
 
     @property
     def before_block(self) -> bool:
-        """Whether this is glue, before a block."""
+        """Whether the part is glue."""
         return self.name.startswith(_BEFORE)
 
     def backward(self) -> None:
@@ -176,8 +176,8 @@ class BlockCalls(Protocol):
 
 
 class Borders:
-    """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. Because they stay, the
-    order of hooks never changes, and a model that collects tensors of its blocks by hooks always collects the same
+    """Hooks on a model's blocks, in place until `close()`, that act only inside `recording`. Because the hooks stay,
+    their order never changes, and a model that collects tensors of its blocks by hooks always collects the same
     tensors."""
 
     def __init__(self, model: nn.Module, blocks: dict[str, nn.Module]) -> None:

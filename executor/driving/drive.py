@@ -80,8 +80,8 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the gradients before clipping; None without clipping. With several micro-batches it is known
-        only when the first update begins, so reading it waits for the updates."""
+        """Global norm of the gradients before clipping; None without clipping. With several micro-batches the norm is
+        known only when the first update begins, so reading it waits for the updates."""
         return self._norm if self._ask is None else self._ask()
 
 
@@ -134,7 +134,7 @@ class Driver:
         self._looked = False
 
     def step(self, micro_batches: Sequence[Any], loss: Loss, order: str | None) -> StepResult:
-        """Run one iteration in that order; None: in the plan's."""
+        """Run one iteration. `order` None: in the plan's order."""
         s = self.session
         begun_s = time.perf_counter()
         order = self._check(micro_batches, order)

@@ -6,7 +6,7 @@ backward part by part (`borders.py`). So each block runs for all micro-batches, 
 added as the usual loop adds them.
 
 A gradient that comes in several parts of a tape (tied weights, a block that is called twice) waits in its parameter
-until the micro-batch's last part of it; it is set aside while other micro-batches run.
+until the micro-batch's last part of the gradient has come. The gradient is set aside while other micro-batches run.
 
 Off the plan, the first unfinished micro-batch runs to its end, then the next.
 """

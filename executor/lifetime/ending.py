@@ -81,7 +81,7 @@ class Ending:
         return error
 
     def tell_ranks(self, error: BaseException | None) -> None:
-        """Tell the other ranks that this one's run is over.
+        """Tell the other ranks that this rank's run is over.
 
         error: the error that ends the run, where it is known.
         """

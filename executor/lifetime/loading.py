@@ -44,7 +44,7 @@ def load_parameters(host: Host, source: ValueSource | None = None) -> None:
     chunks' working lists. Takes the memory of all payloads that the plan has resident between two iterations. Call
     before the queues start.
 
-    source: where the values come from instead.
+    source: provides values in place of the model.
     """
     plan, arena, contents = host.plan, host.arena, host.contents
     present = sorted(plan.initial)
@@ -81,8 +81,8 @@ def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Te
 
 def unload_parameters(host: Host, home: torch.device, source: ValueSource | None = None) -> None:
     """Undo `load_parameters`, also if it stopped halfway. Parameters that have moved into a chunk become plain again,
-    on `home`, with their former values; parameters whose values `source` has had none. Only on one rank and before the
-    first step."""
+    on `home`, with their former values. Parameters whose values are in `source` are left as they are. Only on one rank
+    and before the first step."""
     for tensor, chunk in host.timetable.chunk_of.items():
         parameter = host.reader.parameters[tensor]
         if not isinstance(parameter, ChunkParameter):

@@ -61,7 +61,7 @@ MOST_PLANS = 3  # new plans in a row; a tide that grows with each iteration come
 class TideReport:
     """One iteration's tide beside its plan's.
 
-    moment, name, module: the moment at which the difference rises most on its way to the largest one.
+    moment, name, module: the moment at which the difference rises most, on the way to its largest value.
     planned_bytes, measured_bytes: non-model bytes of that moment.
     most_bytes: the largest difference of any moment; negative if none is above the plan and some are below.
     above, below: number of moments that differ by more than `tolerance_bytes`.
@@ -153,10 +153,10 @@ class Host(StandingHost, LoopHost, Protocol):
 
 
 class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
-    """Counts from `begin` on, until an iteration has run on plan.
+    """Counts live bytes operator by operator, from `begin` on until an iteration has run on plan.
 
-    report: the last comparison, None before it.
-    refused: makes the error that the next forward raises.
+    report: the last comparison; None before the first.
+    refused: function that makes the error that the next forward raises.
     """
 
     def __init__(self, session: Host) -> None:
@@ -247,8 +247,8 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         self.reset_peak()
 
     def end_iteration(self) -> None:
-        """End the count of an iteration on plan, before anything of the next begins. Raises DoesNotFit if no plan fits
-        its tide, PlanError if several ranks cannot continue."""
+        """End the count of an iteration on plan, before the next iteration begins. Raises DoesNotFit if no plan fits
+        the measured tide, PlanError if several ranks cannot continue."""
         s = self._session
         if self._done:
             return

@@ -139,8 +139,8 @@ class TideWatch:
 class PeakMeter:
     """Adds up payload bytes and the measured tide through the iteration.
 
-    peak: most of both together.
-    payload_peak: most of the payloads alone.
+    peak: most bytes of payloads and tide together.
+    payload_peak: most bytes of payloads alone.
     """
 
     def __init__(self, peaks: Sequence[int], payload: int) -> None:

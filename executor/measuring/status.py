@@ -53,7 +53,7 @@ class Status:
     iterations: number of finished iterations.
     on_plan: whether the last iteration ran as the plan says.
     iteration_s: wall time of the last iteration, including the loop's time between two iterations.
-    tokens_per_s: the plan's tokens (rows) per iteration over that time.
+    tokens_per_s: the plan's tokens (rows) per iteration over `iteration_s`.
     gpu_bytes: payloads and the plan's non-model bytes now.
     gpu_peak_bytes: most of these at once in the iteration; before the first iteration, by now.
     host_bytes: payloads now.

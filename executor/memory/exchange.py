@@ -57,7 +57,7 @@ class Exchange:
         self.summed_norms: dict[int, torch.Tensor] = {}
 
     def gather(self, chunk: int, list_name: str) -> None:
-        """Gather the other ranks' slices of the parameters ("remote"). Where nothing is sliced, gather those of a
+        """Gather the other ranks' slices of the parameters ("remote"). Where nothing is sliced, gather the slices of a
         gradient's sum."""
         state, wire = self.chunks[chunk], self._to_others(chunk)
         issue = self.arena.backend.issue

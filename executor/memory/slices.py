@@ -7,9 +7,9 @@ parameters are views of a storage of P * S elements, which has memory only while
 ("remote", "grad_remote"). At other times the own slice lives in a storage of its own.
 
 [Note: what a slice moves through] When the others' slices get memory, the own slice is copied into the whole storage
-and its own memory is given back; when they are freed, the reverse happens. Both exist during that copy, which takes one
-slice more than the plan counts. It never takes two, because one payload changes form at a time. A plan that drops
-"param" before "remote" likewise keeps its slice of the whole storage until the second drop.
+and its own memory is given back; when they are freed, the reverse happens. Both exist during the copy, which takes one
+slice more than the plan counts. The copies never take two slices more, because one payload changes form at a time. A
+plan that drops "param" before "remote" likewise keeps its slice of the whole storage until the second drop.
 `GpuPayloads.peak_transient_bytes` measures these bytes.
 
 [Note: slices on streams] No edge of a plan orders a gather and a write-back of the same chunk: both read the own slice,

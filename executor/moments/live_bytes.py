@@ -45,8 +45,8 @@ def _attention_backward_flops(
 
 
 def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Returns the flops of routed experts: rows (2-d by 3-d) or columns (3-d by 2-d) belong to one group; of 2-d by 2-d
-    the inner extent does."""
+    """Returns the flops of routed experts: rows (2-d by 3-d) or columns (3-d by 2-d) belong to one group; in 2-d by 2-d
+    the inner extent belongs to one group."""
     if a.dim() == 2:
         rows, inner, columns = a.shape[0], a.shape[1], b.shape[-1]
         return int(2 * rows * inner * columns)
@@ -127,9 +127,9 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     buffers: count from the start.
     on_param_read(index): called before each operator that takes parameter `index`.
     costs: also add up flops and the bytes that operators read and write.
-    current: bytes alive now.
-    peak: most since `reset_peak()`.
-    flops, bytes_read, bytes_written, products: since the caller last emptied them.
+    current: live bytes now.
+    peak: most live bytes since `reset_peak()`.
+    flops, bytes_read, bytes_written, products: counted since the caller last emptied them.
     last_op: the latest operator.
     kernels: operators seen whose name contains attention or softmax.
     """
@@ -239,8 +239,8 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return traits
 
     def _see_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
-        """Handle the inputs of an operator: report reads of parameters, and count storages that were made earlier from
-        here on."""
+        """Handle the inputs of an operator: report reads of parameters, and begin to count storages that were made
+        earlier."""
         live, ours = self._live, self._ours
         for tensor in inputs:
             storage = tensor.untyped_storage()

@@ -63,7 +63,7 @@ def describe_parameters(
 
 def working_dtype(tensors: Collection[Tensor]) -> str:
     """Returns the dtype with the most trainable bytes (the most bytes if no tensor is trainable). Raises ModelError if
-    there is none."""
+    there is no tensor."""
     sizes: Counter[str] = Counter()
     trainable = any(not t.frozen for t in tensors)
     for t in tensors:

@@ -55,7 +55,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         self.bind()
 
     def bind(self) -> None:
-        """Take over the session's new plan: its parameters have new storages."""
+        """Take over the session's new plan, under which parameters have new storages."""
         self._ours.clear()
         self._keep.clear()
         s = self._session

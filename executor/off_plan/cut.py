@@ -76,7 +76,7 @@ class PlanCut:
             host.queues.resume()
 
     def start_over(self) -> None:
-        """Drop the iteration's gradients and begin it anew. It must not have made any update."""
+        """Drop the iteration's gradients and begin the iteration anew. The iteration must not have made any update."""
         host = self.host
         self.shares.forget()
         self.return_to()

@@ -1,4 +1,5 @@
-"""Gradients off the plan: where the gradients of such an iteration go, and how they come back for its update."""
+"""Gradients off the plan: where the gradients of an iteration off the plan go, and how they come back for the
+update."""
 
 from __future__ import annotations
 

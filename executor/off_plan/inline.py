@@ -125,7 +125,7 @@ class Inline:
         return self.host.arena.has(row.place, row.chunk, row.list)
 
     def _fill(self, row: Resident, fill: Callable[[], object]) -> None:
-        """Do work that no step expresses: take the list's memory if it has none, then fill it."""
+        """Call `fill` to fill a list, which first gets memory if it has none. For work that no step expresses."""
         arena = self.host.arena
         new: set[tuple[Place, str]] = set()
         if not self._has(row):

@@ -359,9 +359,9 @@ class Ladder(Sequence[Rung]):
         )
 
     def _available(self) -> int:
-        """Returns the bytes that a new plan may count on: the accelerator's bytes. If those would change nothing and
-        the tide is not counted, fragments or a tide above the plan's took the memory; then the result is an eighth less
-        than before, or less by the requested bytes if those are more."""
+        """Returns the bytes that a new plan may count on: at most the present budget and the accelerator's bytes. If
+        the accelerator has the present budget and the tide is not counted, fragments or a tide above the plan's took
+        the memory. Then the result is the budget less an eighth, or less the requested bytes if these are more."""
         s = self.session
         budget = s.plan.gpu_budget_bytes
         limit = s.backend.available_gpu_bytes()

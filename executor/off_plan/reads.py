@@ -171,8 +171,8 @@ class Reads:
 
 
 def _adoption(session: Host, parameter: nn.Parameter, value: torch.Tensor) -> Callable[[], bool]:
-    """Returns what makes `value`, a copy of the parameter, its value: only where the session ends with that, or has
-    ended since with the same value. Returns whether it did."""
+    """Returns a function that makes `value`, a copy of the parameter, the parameter's value, if this ends the session,
+    or if the session has ended since with the same value. The function returns whether it did so."""
     keeper = weakref.ref(session)
 
     def adopt() -> bool:

@@ -101,7 +101,7 @@ class RoomMaker:
         return sorted(victims, key=lambda chunk: (-host.timetable.until_use(chunk, position), chunk))
 
     def _drop(self, chunk: int) -> None:
-        """Drop the working list of a chunk from the gpu. Of a chunk that cannot leave, drop only the other ranks'
+        """Drop the working list of a chunk from the gpu. If the list cannot leave, drop only the other ranks'
         slices."""
         if self.host.arena.has(GPU, chunk, "remote"):
             self.inline.perform(self.inline.drop(GPU, chunk, "remote"))

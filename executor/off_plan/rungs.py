@@ -31,7 +31,7 @@ class Rung:
 
     moment: index and name of the open moment (-1: between two iterations).
     what, asked_bytes: the step or operator that requested memory, and the requested bytes.
-    payload_bytes, other_bytes: bytes of chunks and of everything else on the accelerator then.
+    payload_bytes, other_bytes: bytes of chunks, and all other bytes, on the accelerator at that time.
     limit_bytes: bytes of the accelerator, None where it does not say.
     done: the reaction, in words.
     """

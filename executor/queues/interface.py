@@ -227,7 +227,7 @@ class Timing(Protocol):
         *,
         wait: bool = True,
     ) -> tuple[Sequence[StepLog], Sequence[IterationLog], Sequence[ByteChange]]:
-        """Returns the logs with the times at which work happened; they were written when it was issued.
+        """Returns the logs with the times at which work happened. The logs were written when the work was issued.
 
         wait: whether to wait for work that has not happened yet; otherwise its entries keep the times of issue.
         """

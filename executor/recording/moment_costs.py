@@ -1,12 +1,13 @@
 """The cost of a moment of training beside its products: bandwidth of its operators, and a constant per moment.
 
 [Note: seconds of a moment] seconds = constant + flops / rate of a product that large + bytes / bandwidth. The bytes are
-those that its operators read and write, as a capture counts them, and those of the engine's work on an arriving
-gradient (copy and norm: three times its bytes). Operators run one after another, so the terms add up. Rates of products
-are measured alone (`compute.matmul_rates`). Bandwidth and constant are fitted to moments that the engine recorded of a
-small reference model, because caches and the allocator treat operators differently inside a training step than alone.
+those that the moment's operators read and write, as a capture counts them, and those of the engine's work on an
+arriving gradient (copy and norm: three times the gradient's bytes). Operators run one after another, so the terms add
+up. Rates of products are measured alone (`compute.matmul_rates`). Bandwidth and constant are fitted to moments that the
+engine recorded of a small reference model, because caches and the allocator treat operators differently inside a
+training step than alone.
 
-The engine's own part of the constant (waits between threads, bookkeeping) is not in a recorded moment. It is the
+The engine's own part of the constant (waits between threads, bookkeeping) is not in a recorded moment. This part is the
 difference between the engine and plain torch on a model of many layers too small to compute anything.
 """
 

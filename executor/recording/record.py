@@ -133,7 +133,7 @@ def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _counted(session: Session, iteration: Callable[[], None]) -> MomentRecorder:
     """Run one iteration in which every operator is counted. If some gradient fires more than once per micro-batch, run
-    it twice: only then is it known which firing is the last."""
+    the iteration twice, because the last firing is known only after the first run."""
     firings: dict[int, int] = {}
     while True:
         recorder = _count_once(session, iteration, firings)

@@ -1,6 +1,6 @@
 """Keeping a job: where and how often it saves checkpoints, and where a later run continues its data.
 
-It is between `TrainingJob.run` and `optimizer.save`: it knows jobs, neither chunks nor file formats.
+Lies between `TrainingJob.run` and `optimizer.save`: knows jobs, neither chunks nor file formats.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ T = TypeVar("T")
 
 
 def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
-    """Run `action` on every rank. Returns its result once all have done it. An error on one rank ends it on all: on
-    that rank with its own error, on the others with an error that names the rank. OSError becomes CheckpointError."""
+    """Run `action` on every rank. Returns the result once all ranks are done. An error on one rank raises on all: its
+    own error on that rank, an error that names the rank on the others. OSError becomes CheckpointError."""
     error: PstarError | None = None
     result: Any = None
     try:

@@ -14,7 +14,8 @@ __all__ = ["generator_states", "set_generators"]
 
 
 def generator_states() -> dict[str, torch.Tensor]:
-    """Returns name of each generator -> its state, uint8. numpy's is the global one, which data loaders use."""
+    """Returns name of each generator -> its state, uint8. numpy's generator is the global one, which data loaders
+    use."""
     kind, keys, *rest = numpy.random.get_state()
     found = {
         "torch": torch.get_rng_state(),

@@ -171,9 +171,9 @@ class TensorFile:
     def pieces(
         self, descriptor: int, name: str, buffer: torch.Tensor, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields elements [start, stop) of a tensor, flattened, as (number of the first, tensor in the file's dtype).
-        Each tensor is a view of `buffer` (uint8) and valid until the next. Raises WeightsError where the bytes end
-        early."""
+        """Yields elements [start, stop) of a tensor, flattened, as (number of the tensor's first element, tensor in the
+        file's dtype). Each yielded tensor is a view of `buffer` (uint8) and valid until the next is yielded. Raises
+        WeightsError where the bytes end early."""
         entry = self.entries[name]
         if entry.dtype is None:
             raise WeightsError(f"{self.path}: tensor {name!r} is in {entry.code}, which this version cannot read")

@@ -52,7 +52,7 @@ class AtWork:
         self.depth -= 1  # not in a `finally`: a block interrupted before this line stays open, and `outermost` finds it
 
     def note(self, error: BaseException) -> None:
-        """Note the exception that leaves a block."""
+        """Note an exception that leaves a block: an interruption sets `torn`."""
         if not isinstance(error, Exception):
             self.torn = True
 

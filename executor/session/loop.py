@@ -162,7 +162,7 @@ class Loop:
         return State.INTERRUPTED if host.at_work.torn else host.cursor.state
 
     def refuse_while_updating(self, what: str) -> None:
-        """Raise ContractError where `what` would see some parameters updated and others not."""
+        """Raise ContractError where the act `what` would read some parameters before and others after their update."""
         if self.host.updates.running:
             raise refused(Refusal.UPDATING, ActFacts(self.host, what=what))
 
@@ -217,7 +217,8 @@ class Loop:
         )
 
     def _undisturbed(self) -> bool:
-        """Returns whether the session works as it was made, and only the plan's rows need events."""
+        """Returns whether only the plan's rows need events: a module runs, and nothing else (an interruption, a lack of
+        memory, a warm-up, a counter) has to hear of them."""
         host = self.host
         at_work, reader = host.at_work, host.reader
         return (

@@ -46,8 +46,8 @@ class Timetable:
         trainable: tensors that get an update.
         tied: trainable tensors whose gradient may come in several parts: others are tied to them, or their module is
             called more than once.
-        due: moment -> tensors whose gradient is final in it.
-        early: moment -> tensors whose gradient arrives in it and again later in the micro-batch.
+        due: moment -> tensors whose gradient is final in that moment.
+        early: moment -> tensors whose gradient arrives in that moment and again later in the micro-batch.
         goes_to: (chunk, micro-batch) -> list that takes gradients of the chunk.
         sums: steps of the net queue after which sums of gradients over the ranks are whole.
         first_complete: moment in which the first chunk has all its gradients.
