@@ -95,7 +95,7 @@ def test_more_ranks_than_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", "1B", "--seq", "128", "--batch", "8", "--machine", "v100-32x8", "--policy", "patrickstar"]
     assert main(["compare", *argv, "--chunk", "1GB"]) == 3
     said = capsys.readouterr()
-    assert "8 ranks but 3 chunks of 1.00 GB" in said.out and "take smaller ones" in said.out
+    assert "8 ranks but 3 chunks of 1.00 GB" in said.out and "take smaller chunks" in said.out
     assert said.err.count("\n") == 1
 
 

@@ -24,7 +24,7 @@ def test_help_says_what_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["-o", "{folder}/none/my.toml"], "there is no folder"),
         (["-o", "{folder}"], "is a folder; name a file"),
-        (["-o", "{folder}/my.json"], "a machine file's name ends in .toml"),
+        (["-o", "{folder}/my.json"], "the name of a machine file must end in .toml"),
         ([], "-o/--output"),
         (["-o", "{folder}/my.toml", "--device", "tpu"], "'tpu'"),
     ],
