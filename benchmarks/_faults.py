@@ -237,8 +237,8 @@ def infinite_gradient() -> str:
 
 @contextlib.contextmanager
 def file_size_limit(size_bytes: int) -> Iterator[None]:
-    """Inside this context, no file of this process may grow beyond the limit: a write across it is short, the next one
-    fails. This acts like a full disk. (Python ignores the signal, so that the write fails.)"""
+    """Inside this context, no file of this process may grow beyond the limit: a write across the limit is cut short,
+    and the next write fails. This acts like a full disk. (Python ignores the signal, so that the write fails.)"""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -322,8 +322,8 @@ _LOST_RANKS = Path(__file__).resolve().parent.parent / "tests" / "executor" / "d
 
 
 def lost_rank() -> str:
-    """Check that the other processes end with a message, in bounded time, if one dies. The test that kills it is
-    run."""
+    """Check that the other processes end with a message, in bounded time, if one dies. Runs the test that kills a
+    process."""
     argv = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(_LOST_RANKS), "-k", "end_soon"]
     done = subprocess.run(argv, cwd=_LOST_RANKS.parents[3], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:]

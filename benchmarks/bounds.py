@@ -39,7 +39,7 @@ OPTIONS = (
     "static_partition:sums=on", "tide:capacity=peak,prefetch=1", "zero_infinity:overlap=off", "stronghold:window=1",
     "zero3_offload:params=cpu", "deep_optimizer_states:every=1",
 )  # fmt: skip
-"""What is asked for every tiny instance beside all policies without options."""
+"""Policies that plan every tiny instance, beside all policies without options."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

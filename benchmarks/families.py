@@ -1,4 +1,4 @@
-"""Twice the GPUs of one family, the same batch per GPU: by which factor do the tokens grow?
+"""The factor by which tokens per second grow with twice the GPUs of one family, at the same batch per GPU.
 
 The pairs are machines of the catalog with the same card and a peer link within one node, one with twice as many GPUs as
 the other; a node of the catalog also counts with fewer of its GPUs. Policy all_on_gpu, bf16 (forced on V100), sequence

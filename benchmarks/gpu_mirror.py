@@ -2,8 +2,7 @@
 
 It runs in an environment like such a machine's (benchmarks/mirror.txt: Python 3.12, torch 2.11, no simpy). Every gpu
 script has to end at "no CUDA device" with its own status. Every gpu test has to be collected and skipped only because
-there is no device. The suite's CPU part has to pass (--tests: the part of it that these name). Results: gpu_mirror.json
-in --out.
+there is no device. The suite's CPU part has to pass (--tests names a part of it). Results: gpu_mirror.json in --out.
 """
 
 from __future__ import annotations

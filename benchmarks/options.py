@@ -1,9 +1,9 @@
 """`optimal` against every shipped policy at every point of a grid of options.
 
-The grid: a policy as it is, each other value of each of its options alone, and where it may stream states each of them
-with streams=on. Of an option that is a number: NUMBERS, or half and twice a large default. Jobs: small and large
-batches, one and several micro-batches, eager and behind the barrier, on one GPU with the constants of machines/, in
-orders that a loop of the user's own can follow.
+The grid has each policy as it is, and with each other value of each of its options alone. If the policy may stream
+states, the grid has each of these with streams=on, too. The values of a numeric option are NUMBERS, or half and twice a
+large default. The jobs have small and large batches, one and several micro-batches, eager and behind the barrier, on
+one GPU with the constants of machines/, in orders that a loop of the user's own can follow.
 
 Prints the points that are faster than `optimal` by more than 0.01 %; writes results/options.json with a row per point.
 Exit 1 if a policy without options is faster.

@@ -18,10 +18,10 @@ LOSS = 0.01
 bf16 rounds by 2**-9, a forward has some thirty roundings one after the other, and a loss is a mean over many tokens."""
 PATH = 0.5
 """Largest distance of the parameters from those of the script's own autocast run, as a share of the way that the run
-has come from its initial values. Fixed before the first run: AdamW divides each gradient by its own size, so where
-rounding turns the sign of a small gradient the whole update of that element differs; of 3 % of all elements that is
-sqrt(0.03 * 4) = 0.35 of the way. Weights are compared as the runs have them, ours in 16 bits: of a run of two or three
-steps the rounding alone is as large as the way."""
+has come from its initial values. Fixed before the first run: AdamW divides each gradient by its own size, so the whole
+update of an element differs where rounding turns the sign of a small gradient. If this happens to 3 % of all elements,
+the distance is sqrt(0.03 * 4) = 0.35 of the way. Weights are compared as the runs have them, ours in 16 bits. In a run
+of two or three steps the rounding alone is as large as the way."""
 MEMORY = {
     "trainer_bf16": "1.3MB",
     "trl_sft": "7.4MB",

@@ -270,7 +270,7 @@ def of_sums() -> dict[str, Job]:
 
 
 def of_few_chunks() -> dict[str, Job]:
-    """Several micro-batches of few chunks, so that an attempt with smaller chunks takes much effort."""
+    """Returns jobs of several micro-batches of few chunks, so that an attempt with smaller chunks takes much effort."""
     return {
         f"{model}, rtx4090, {batch} x {times}, {word}": (gpt(model, batch, times), ps.machine("rtx4090"), settings)
         for model in ("llama-3-8b", "qwen2.5-7b")

@@ -578,7 +578,7 @@ def _require_alone(trainer: Any) -> None:
     if trainer.args.n_gpu > 1:
         raise ContractError(
             f"the Trainer has {trainer.args.n_gpu} GPUs in one process (nn.DataParallel); start one process per GPU "
-            "with torchrun or accelerate launch, or show it one GPU (CUDA_VISIBLE_DEVICES=0)"
+            "with torchrun or accelerate launch, or leave one GPU visible (CUDA_VISIBLE_DEVICES=0)"
         )
 
 

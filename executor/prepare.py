@@ -245,8 +245,8 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
         raise PlanError("the queues have been stopped with an earlier run; give new ones (queues.renew() makes them)")
     if hasattr(backend, "record") and isinstance(queues, ThreadQueues) and not isinstance(queues, StreamQueues):
         raise PlanError(
-            f"queues={type(queues).__name__} on {backend.name}: when a step ends there its copy is only issued, "
-            "and these queues would not wait for the copy; leave queues out, or give StreamQueues"
+            f"queues={type(queues).__name__} on {backend.name}: they do not wait for copies, which this device "
+            "only issues in a step; leave queues out, or give StreamQueues"
         )
     return queues
 

@@ -75,7 +75,7 @@ def number(
 ) -> float:
     """Returns a finite number above `above`. Numbers whose sums or quotients could overflow are refused.
 
-    also: whether `above` itself is accepted, too.
+    also: whether `above` itself is accepted.
     """
     want = f"a finite number {'of at least' if also else 'above'} {above:g}"
     found = real(value)

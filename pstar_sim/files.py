@@ -1,8 +1,8 @@
 """Atomic writing of files: these functions write every kind of file. Knows no format.
 
-[Note: what is written over] A regular file is replaced and keeps its permissions; a missing file is made. Of a symbolic
-link, the file that it leads to is replaced. Folders, devices, pipes and sockets are refused, /dev/stdout among them: a
-file that is replaced as a whole cannot be sent through them.
+[Note: what is written over] A regular file is replaced and keeps its permissions; a missing file is made. For a
+symbolic link, the file to which the link leads is replaced. Folders, devices, pipes and sockets are refused,
+/dev/stdout among them: a file that is replaced as a whole cannot be sent through them.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def check_writable(path: Path, *, error: type[PstarError] = PstarError) -> Path:
 def replaced_atomically(path: Path, *, error: type[PstarError] = PstarError) -> Iterator[Path]:
     """Yields a new file beside `path`. The new file replaces `path` at the end, and is removed if anything is raised.
 
-    Raises `error`, naming `path`, where it cannot be written ([Note: what is written over]): its folder is missing or
-    closed to this process, or the disk is full.
+    Raises `error`, naming `path`, where `path` cannot be written ([Note: what is written over]): its folder is missing
+    or closed to this process, or the disk is full.
     """
     temporary: Path | None = None
     try:

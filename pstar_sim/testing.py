@@ -61,7 +61,7 @@ def chain_workload(
     its tensors; every gradient arrives in the layer's BWD moment.
 
     flops: flops of one FWD or RECOMPUTE moment (BWD twice that, the optimizer step none).
-    forward_s: seconds of the same, as measured; the workload then counts as recorded (on "virtual").
+    forward_s: measured seconds of one FWD or RECOMPUTE moment; the workload then counts as recorded (on "virtual").
     tide_bytes: non-model peak of every moment, or one figure per moment of one micro-batch and a last one for the
         optimizer step (2 layers + 1 figures, with checkpointing 3 layers + 1).
 
@@ -154,9 +154,9 @@ def round_machine(
 ) -> Machine:
     """Returns a machine on which a chain with 2**20 bf16 parameters per layer has round seconds.
 
-    A copy of such a layer (2 MiB) takes 2 s either way, and its Adam 1 s on the CPU as well as on the GPU. DRAM and
-    compute are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole number of
-    seconds.
+    A copy of such a layer (2 MiB) takes 2 s either way. Its Adam update takes 1 s on the CPU as well as on the GPU.
+    DRAM and compute are fast enough not to count. With forward_s=1.0 in `chain_workload`, every duration is a whole
+    number of seconds.
 
     gpu_memory_bytes: per GPU, all of it usable.
     host_memory_bytes, dram_bytes_per_s, adam_params_per_s: figures of the node.
@@ -448,9 +448,9 @@ def _step(*, start_bytes: int, peak_bytes: int, end_bytes: int, duration_s: floa
 
 
 def random_machine(rng: random.Random, workload: Workload) -> Machine:
-    """Returns one GPU and a host around the needs of the workload. GPU memory is from less than the worst moment needs
-    to room for everything, mostly in between. The host is sometimes too small. The rates let each resource bind in
-    turn."""
+    """Returns a machine of one GPU whose sizes are near the needs of the workload. GPU memory ranges from too little
+    for the worst moment to enough for all data. Host memory is sometimes too small. The rates vary, so that each
+    resource binds in some machines."""
     width = DTYPE_BYTES[workload.dtype]
     share = rng.choice((0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0)) * rng.uniform(0.8, 1.2)
     gpu_bytes = workload.peak_non_model_bytes + int(share * workload.params * width)

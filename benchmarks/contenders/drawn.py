@@ -1,6 +1,6 @@
 """Random weights without the minutes that a CPU takes to draw billions of them: one buffer is drawn, and every weight
-is a piece of the buffer with another begin. For measurements of time and bytes; a model that is to learn is initialised
-by its own code."""
+is a piece of the buffer at an offset of its own. For measurements of time and bytes; a model that is to learn is
+initialised by its own code."""
 
 from __future__ import annotations
 

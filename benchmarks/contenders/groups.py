@@ -45,7 +45,7 @@ TABLES = (
     ),
 )
 """On a CPU: ours with everything resident, beside peers that offload all the same; and ours where model data leave,
-each peer beside the one of ours that keeps about as much on the accelerator."""
+each peer beside the contender of ours that keeps about as much on the accelerator."""
 
 ON_A_CARD = (
     Table(name="on a card", contenders=("ours", "ours_eager", "plain", *_PEERS), references=("ours", "plain")),
@@ -92,9 +92,9 @@ def merged(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def ratios(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Returns step of ours over that of each other contender, "ours / plain" and so on, from the groups in which both
-    ran. "medians" is the ratio of the medians over all rounds. "rounds" is the median over the rounds of the ratio of
-    one round, which is not affected by noise that both saw."""
+    """Returns the step seconds of our contender over those of each other contender, "ours / plain" and so on, from the
+    groups in which both ran. "medians" is the ratio of the medians over all rounds. "rounds" is the median over the
+    rounds of the ratio of one round, which is not affected by noise that both saw."""
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for group in groups:
         times = {name: result.get("times_s", []) for name, result in group.items()}

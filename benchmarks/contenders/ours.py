@@ -43,8 +43,8 @@ def workload_of(task: Task) -> Workload:
 def machine_of(task: Task, workload: Workload, settings: Mapping[str, Any]) -> Machine:
     """Returns the machine to plan for. On CUDA it is the task's machine file, or this machine by the catalog, within
     the caps. On a CPU it is the virtual accelerator, large enough for everything (or the task's cap). If the settings
-    give the share of the model data that `stays`, it has room for this share beside the peak of the rest; with 0 it is
-    the smallest on which the policy can train.
+    give the share of the model data that `stays`, the accelerator has room for this share beside the peak of the rest;
+    with 0 it is the smallest accelerator on which the policy can train.
     """
     if task.device == "cuda":
         return load_machine(task.machine or "here", gpu_memory=task.gpu_cap_bytes, host_memory=task.host_cap_bytes)

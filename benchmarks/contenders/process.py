@@ -26,7 +26,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 class Failed(Exception):
     """A contender's message, or how its process died.
 
-    lasting: whether it would fail again (not if its time was up).
+    lasting: whether the contender would fail again (not if its time was up).
     """
 
     def __init__(self, why: str, *, lasting: bool = True) -> None:
@@ -39,7 +39,7 @@ class Process:
 
     interpreter: the Python that runs it.
     log: file for its output.
-    most_host_bytes: it is killed when it holds more.
+    most_host_bytes: the process is killed when it holds more.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Process:
         self._output.close()
 
     def abort(self) -> None:
-        """End it by SIGABRT, on which faulthandler writes the stacks of all threads."""
+        """End the process by SIGABRT, on which faulthandler writes the stacks of all threads."""
         self._process.send_signal(signal.SIGABRT)
         try:
             self._process.wait(timeout=10)

@@ -33,8 +33,8 @@ WARM_UP, TIMED = 2, 3
 
 
 def payload_peaks(begun_bytes: int, changes: Iterable[ByteChange], moments: int) -> list[int]:
-    """Returns the most payload bytes on the gpu in each moment: those at the iteration's begin, and every change since,
-    which names its moment. A moment without a change holds the bytes that the one before left."""
+    """Returns the most payload bytes on the gpu in each moment, from the bytes at the iteration's begin and the changes
+    since. Each change names its moment. A moment without a change holds the bytes that the moment before left."""
     held, at, peaks = begun_bytes, 0, [begun_bytes] * moments
     for change in changes:
         if change.place is not Place.GPU or change.category == "non-model":

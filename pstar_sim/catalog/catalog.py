@@ -50,7 +50,8 @@ from pstar_sim.units import GB
 __all__ = ["Catalog", "load_catalog", "with_nodes"]
 
 VERSION = 1
-"""Of a user's file; `version` at its head says another one, and a file of the first edition has none."""
+"""Newest version of a user's file. The key `version` at the head of a file gives the file's version; files of the first
+edition lack the key."""
 TERA = 1e12
 
 _DTYPES = ("fp32", "fp16", "bf16")

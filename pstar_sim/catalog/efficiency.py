@@ -2,12 +2,12 @@
 assumed parameters.
 
 [Note: the efficiency model] Every GPU, link and host of the catalog is timed by one formula (cost.py); machines differ
-in data. A figure that an entry gives is used. A figure that it leaves out is derived here: matrix rates are matmul x
-peak (16 bit: the plateau of the card's generation); bandwidth of the GPU's memory is hbm x peak; beginnings and ends of
-a moment's kernels take launch_us; CPU Adam runs at the lower of the rate that the DRAM feeds (adam_dram x peak / 28
-bytes per parameter) and the rate that the cores compute; copies of memory that is not pinned run at pageable_gb_per_s.
-The parameters are the same for all machines: none depends on a model, a system or a node. `pstar validate` shows the
-errors of predictions that rest on them.
+in data. A figure that an entry gives is used. A figure that the entry leaves out is derived here: matrix rates are
+matmul x peak (16 bit: the plateau of the card's generation); bandwidth of the GPU's memory is hbm x peak; beginnings
+and ends of a moment's kernels take launch_us; CPU Adam runs at the lower of the rate that the DRAM feeds (adam_dram x
+peak / 28 bytes per parameter) and the rate that the cores compute; copies of memory that is not pinned run at
+pageable_gb_per_s. The parameters are the same for all machines: none depends on a model, a system or a node. `pstar
+validate` shows the errors of predictions that rest on them.
 """
 
 from __future__ import annotations

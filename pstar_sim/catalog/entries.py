@@ -259,7 +259,7 @@ TABLES: dict[str, type[Table]] = {
     "frameworks": FrameworkEntry,
     "machines": MachineEntry,
 }
-"""Table of a catalog file -> what its entries are."""
+"""Table of a catalog file -> type of its entries."""
 
 _E = TypeVar("_E", bound=Table, covariant=True)
 

@@ -102,7 +102,7 @@ class ModelEntry:
     qk_norm: whether each head's query and key are normed; llama family only.
     post_norms: whether norms also follow attention and feed-forward layers; llama family only.
     sinks: whether each head has a learned sink; llama family only.
-    own_head_dim: width of a head where it is not hidden / heads, else 0.
+    own_head_dim: width of a head if that is not hidden / heads; else 0.
     window: tokens that a layer with a sliding window sees; 0 without a window.
     full_every: every full_every-th layer sees all tokens in spite of the window; 0 if none does.
     experts: experts in place of feed-forward layers; None for a model without experts.

@@ -29,7 +29,7 @@ from pstar_sim.units import format_bytes
 __all__ = ["ADAM_BYTES_PER_PARAM", "override", "override_paths", "override_rows", "parse_settings"]
 
 ADAM_BYTES_PER_PARAM = 28
-"""DRAM traffic for which `Host.adam_params_per_s` is quoted (cost.py, hosts.toml)."""
+"""Bytes of DRAM traffic per parameter for which `Host.adam_params_per_s` is quoted (cost.py, hosts.toml)."""
 
 Value = str | int | float | bool
 _RATES = (1e5, 2e13)

@@ -15,7 +15,8 @@ from pstar_sim.schema.reading import read_table
 __all__ = ["Price", "load_prices"]
 
 VERSION = 1
-"""Of a user's file of prices; `version` at its head says another one, and a file of the first edition has none."""
+"""Newest version of a user's file of prices. The key `version` at the head of a file gives the file's version; files of
+the first edition lack the key."""
 
 
 class OwnPrice(Table, frozen=True, kw_only=True):
@@ -58,7 +59,7 @@ class Price:
 def load_prices(user_file: str | Path | None = None) -> dict[str, Price]:
     """Returns the price by machine. Raises CatalogError for an entry that is wrong.
 
-    user_file: entries [MACHINE] usd_per_hour = ... that come before the shipped entries; only that field is needed.
+    user_file: entries [MACHINE] usd_per_hour = ... that replace the shipped entries; other fields are optional.
     """
     text = (files("pstar_sim.catalog") / "prices.toml").read_text(encoding="utf-8")
     prices = {

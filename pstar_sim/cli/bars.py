@@ -34,8 +34,8 @@ def bar(first: str, *, quiet: bool, alike: bool = False) -> Iterator[Callable[[s
 
 
 def parts(time: type[ProgressColumn]) -> tuple[ProgressColumn, ...]:
-    """Returns the columns of a bar's line. On a narrow terminal the description folds. rich cuts columns that may not
-    fold, figures too, only where there is no room for the rest (32 columns for thousands of parts)."""
+    """Returns the columns of a bar's line. On a narrow terminal the description folds. The figures do not fold; rich
+    cuts them only on a terminal without room for them (32 columns for thousands of parts)."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.table import Column
 

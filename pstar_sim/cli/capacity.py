@@ -150,7 +150,7 @@ def max_model(
 def _say_limits(answer: Limits, asked: AskedFlags, *, smallest: str, machine: str) -> int:
     """Print the largest sizes. Returns the exit status.
 
-    smallest: the size that does not fit where no policy has a size, in words.
+    smallest: the smallest size in words, for the note that not even this size fits.
     """
     from pstar_sim.report.capacity_tables import limits_text
 

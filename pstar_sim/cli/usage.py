@@ -1,5 +1,5 @@
-"""Usage of commands in this project's words, in place of click's below typer. Checks the flags, reports a mistake in
-one line that names the thing, the value and what would do, and prints help in sections."""
+"""Usage of commands in this project's words, in place of the words of click, on which typer is built. Checks the flags,
+reports a mistake in one line that names the thing, the value and what would do, and prints help in sections."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Configuration:
     dtype, batch_per_gpu, micro_batches, clip, checkpointing, optimizer: facts of the job; None where the file leaves
         the fact to the script.
     train_batch: sequences per iteration on all GPUs; None where the file does not say.
-    pinned: whether gradients and states that lie on the host for the copies are page-locked.
+    pinned: whether gradients and states on the host are page-locked.
     pinned_params: the same for parameters.
     details: other values that decide how the framework allocates, by name.
     left_open: options of the policy that the file leaves to the script, which sets them by the model's hidden size.

@@ -494,7 +494,7 @@ _OWN = (
 
 def express(plan: Plan) -> Expressed:
     """Returns the configuration nearest to a plan. If the plan's policy stands for DeepSpeed, the configuration has the
-    policy's options. Otherwise it keeps model data where the plan keeps most of them.
+    policy's options. Otherwise the configuration keeps model data where the plan keeps most of them.
     """
     w, settings = plan.workload, plan.settings
     base, options, cannot = _nearest(plan)

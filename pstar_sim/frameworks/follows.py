@@ -75,8 +75,9 @@ class Follows:
         return self._with_own_buffers(plan, machine, need.held_bytes, more_bytes)
 
     def _with_own_buffers(self, plan: Plan, machine: Machine, held_bytes: int, gpu_bytes: int) -> Plan:
-        """Returns the plan on the machine that the user asks about. Its GPU buffer is gpu_bytes; its host buffer is so
-        large that buffer and lists take held_bytes. Raises DoesNotFit if the lists, or held_bytes, exceed the host.
+        """Returns the plan on the machine that the user asks about. The plan's GPU buffer is gpu_bytes; its host buffer
+        is so large that buffer and lists together take held_bytes. Raises DoesNotFit if the lists, or held_bytes,
+        exceed the host.
         """
         kept = tuple(b for b in plan.buffers if b[1] is not Place.HOST or b[0] == STASHES)
         gone = {name for name, *_ in plan.buffers} - {name for name, *_ in kept}

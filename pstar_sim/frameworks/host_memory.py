@@ -45,7 +45,7 @@ class Allocation:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that the host gives for it: [Note: pinned blocks]."""
+        """Bytes that the allocation takes of the host: [Note: pinned blocks]."""
         return sum(map(_power_of_two, self.sizes)) if self.pinned else self.asked_bytes
 
 

@@ -31,7 +31,8 @@ Count = Annotated[int, least(1)]
 class KeyEffect(Enum):
     """What a key does to a prediction.
 
-    USED: the prediction depends on it. NONE: it has no effect on memory and time. NOT_MODELLED: it may have one.
+    USED: the prediction depends on the key. NONE: the key has no effect on memory and time. NOT_MODELLED: the key may
+        have an effect, which is not predicted.
     """
 
     USED = auto()
@@ -109,7 +110,7 @@ class Reading:
         return None if value == AUTO else value
 
     def usual(self, name: str, usual: Any) -> Any:
-        """Returns the value; `usual` where the file says nothing or leaves it to the script."""
+        """Returns the value of a key; `usual` where the file lacks the key or leaves it to the script."""
         value = self.known(name)
         return usual if value is None else value
 

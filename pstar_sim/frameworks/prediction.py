@@ -41,7 +41,7 @@ class ConfigurationPrediction:
     gpu_needed_bytes: the most bytes on the GPU, or, if the GPU lacks memory, the bytes that are needed. None if the
         host lacks memory.
     iteration_s: simulated seconds per iteration; None if the configuration does not fit.
-    tokens_per_s: the same in tokens.
+    tokens_per_s: simulated tokens per second; None if the configuration does not fit.
     error: as in `Fit`, for the policy.
     trust: as in `Fit`, for the policy.
     plan: the policy's plan; None if the configuration does not fit.

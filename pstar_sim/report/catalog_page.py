@@ -1,9 +1,9 @@
 """The catalog as pages: every figure of every entry, and whether it is measured, fitted, from a datasheet or assumed.
 
 [Note: how a figure is known] A figure in an entry's `calibrated` table was measured. Sizes, peaks and line rates come
-from a datasheet. Shares of them that are reached, latencies and reserved memory are assumed, and so is every figure of
-an entry whose source calls it an estimate or a placeholder. Figures fitted to published runs are in files of their own
-(efficiency.toml, frameworks.toml, generations.toml), which say how each figure is known.
+from a datasheet. Shares of peaks that a machine reaches, latencies and reserved memory are assumed, and so is every
+figure of an entry whose source calls it an estimate or a placeholder. Figures fitted to published runs are in files of
+their own (efficiency.toml, frameworks.toml, generations.toml), which say how each figure is known.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def catalog_page(table: str) -> str:
 
 
 def known_figures(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
-    """Returns the figures of each entry of a table: (figure, its value, how it is known, its source). How: one of
-    `machine.KNOWN`, by [Note: how a figure is known]."""
+    """Returns the figures of each entry of a table: (figure, its value, how it is known, its source). How a figure is
+    known is one of `machine.KNOWN`, by [Note: how a figure is known]."""
     if table == "generations":
         return {
             name: [(figure, _text(getattr(g, figure)), known, _cell(g.source)) for figure, known in g.known.items()]

@@ -1,6 +1,6 @@
 """The reference page of each file format, made from the types by which its files are read.
 
-The field of a type defines the values of its key, its meaning and its default. The unit follows from the key's name. A
+The field of a type defines the values, the meaning and the default of a key. The unit follows from the key's name. A
 page of the documentation that says `<!-- format: NAME -->` gets `format_page(NAME)` there.
 """
 

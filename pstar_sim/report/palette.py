@@ -44,7 +44,7 @@ BINDS = {
     "net": YELLOW,
     "nvme": WINE,
 }
-"""What binds -> colour."""
+"""Resource that binds -> colour."""
 
 QUEUE_NAMES = {
     Queue.COMPUTE: "compute",
@@ -66,7 +66,7 @@ WAITS = {
     "dram": YELLOW,
     "compute": GREY,
 }
-"""What is waited for -> colour: that of the steps that are waited for."""
+"""Cause of a wait -> colour of the steps that cause such waits."""
 
 POLICIES = {
     "all_on_gpu": "#777777",

@@ -85,8 +85,8 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
     """Draw the seconds per iteration along the axis `x` of a sweep, one line per policy and the lower bound dashed.
     Returns the axes.
 
-    A policy's line begins where it fits. Sizes as texts ("48GB") are drawn in GB. Raises PstarError for an axis that is
-    not in the frame, and for a frame in which another axis varies, too.
+    A policy's line begins where the policy fits. Sizes as texts ("48GB") are drawn in GB. Raises PstarError for an axis
+    that is not in the frame, and for a frame in which another axis varies, too.
     """
     frame = _over(frame, [x])
     ax = _axes(ax, (8.0, 4.2))

@@ -34,10 +34,10 @@ __all__ = [
 ]
 
 BINDS_NAMES = {"adam": "CPU Adam", "dram": "host DRAM", "net": "collectives", "nvme": "disks"}
-"""What binds, where a table has little room for it; what has no name here is called as in a plan."""
+"""Resource that binds -> short name for a table. A resource that is missing here has the name that plans use."""
 
 BINDS_WORDS = BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the host"}
-"""What binds, on a page."""
+"""Resource that binds -> name on a page."""
 
 
 class TableAnswer(Protocol):

@@ -129,7 +129,7 @@ class _Strip:
     """Strips above the capacity line that name phases, each tall enough for its letters.
 
     start: where the first strip begins, in the unit of the y axis.
-    height: of each strip.
+    height: height of each strip.
     end: end of the y axis.
     """
 
@@ -204,8 +204,8 @@ def tide_figure(
     """Returns a whole figure without pyplot: a row for every timeline, a column for every x of `xs`, one legend below.
     Save it with `.savefig(file)`.
 
-    measured: a run of the first timeline. By moment it is drawn over the prediction; by time the figure has a row for
-        prediction and run each, on one axis of time. `xs` is ignored then.
+    measured: a run of the first timeline. By moment the run is drawn over the prediction; by time the figure has a row
+        for the prediction and a row for the run, on one axis of time. `xs` is ignored then.
     """
     from matplotlib.figure import Figure
 

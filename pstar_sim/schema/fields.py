@@ -140,7 +140,8 @@ def fields_of(table: type[Struct]) -> dict[str, Field]:
 
 
 def split(kind: Any) -> tuple[Any, tuple[Any, ...], tuple[Meta, ...]]:
-    """Returns (base type, its arguments, the bounds and words declared with it). For "X or nothing", those of X."""
+    """Returns (base type, its arguments, the bounds and words declared with it). For "X or nothing", the result is that
+    for X."""
     metas: tuple[Meta, ...] = ()
     while True:
         if typing.get_origin(kind) is Annotated:

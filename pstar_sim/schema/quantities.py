@@ -17,7 +17,7 @@ _WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.
 class Quantity:
     """A kind of figure.
 
-    what: its name, for messages.
+    what: name of the kind, for messages.
     example: a value as users write it.
     units: unit in lower case -> its value in SI units.
     words: a word instead of a number -> its value.

@@ -255,7 +255,7 @@ def _with_ratio(machine: Machine, ratio: float) -> Machine:
 _VM_POLICIES = {"Megatron-LM": "all_on_gpu", "ZeRO-Offload": "zero_offload", "ZeRO-Infinity CPU": "zero_infinity"}
 _VM_WINDOW = re.compile(r"STRONGHOLD(?: w(\d+))?")
 _VM_LAYERS = (16, 24, 32, 48, 64, 78, 100)
-"""Layers of the models that were tried on it (0.9 B to 5.1 B parameters)."""
+"""Numbers of layers of the models that were tried on STRONGHOLD's machine (0.9 B to 5.1 B parameters)."""
 
 
 def _vm_policy(system: str) -> str:

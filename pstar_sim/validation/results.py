@@ -351,7 +351,7 @@ def validate(
 
 
 _Job = tuple[tuple[PublishedRow, ...], Experiment]
-"""The rows of one published run, and what replays it."""
+"""The rows of one published run, and the experiment that replays it."""
 
 
 def _on_machine(

@@ -165,7 +165,7 @@ FILES: Mapping[str, tuple[tuple[str, ...], Callable[[str, int, _Raw], PublishedR
     "fsdp_steps.csv": (_FSDP_COLUMNS, _fsdp_step),
     "single_gpu_steps.csv": (_EAGER_COLUMNS, _eager_step),
 }
-"""File -> (its columns, what makes a row of a line), in the order in which rows are shown."""
+"""File -> (its columns, function that makes a row of a line), in the order in which rows are shown."""
 
 
 def read_rows(file: str, text: str, kind: str = "measurements.csv") -> tuple[PublishedRow, ...]:

@@ -43,8 +43,8 @@ REPORTED_BYTES = {
 class Experiment:
     """One published run (rows that differ in the metric only) as a job.
 
-    batches: sequences per rank and micro-batch; if several are given, the one with the most tokens per second counts.
-    sizes: models to try, ascending, for a row that gives the largest trainable model; otherwise one.
+    batches: sequences per rank and micro-batch; if several are given, the batch with the most tokens per second counts.
+    sizes: models to try, ascending, for a row that gives the largest trainable model; otherwise one model.
     loop_s: seconds per micro-batch outside the three phases.
     other_host_bytes: bytes in use on the node beside the plans of its ranks.
     host_bytes_per_param: host memory that the system really takes, where that is more than its plan takes.

@@ -109,4 +109,4 @@ WHOLE_STEPS: Mapping[str, Callable[[tuple[PublishedRow, ...], Efficiency], Exper
     "*(MosaicML)": _fsdp,
     "*(NeuSight)": _eager,
 }
-"""Hardware as published, as a pattern of a shell -> what makes the experiment of a run."""
+"""Hardware as published, as a shell pattern -> function that makes the experiment of a run."""

@@ -111,7 +111,8 @@ def random_job(rng: random.Random) -> tuple[Workload, Machine, Settings]:
     scarce = rng.choice(("compute", "h2d", "d2h", "adam", "dram", "room", "link"))
 
     def rate(name: str, work: float) -> float:
-        """Work per second, so that the work takes this part of the computing."""
+        """Returns a rate at which the work takes a random multiple of the compute seconds: above 1 for the scarce
+        resource."""
         part = 10 ** rng.uniform(0.2, 1.1) if name == scarce else 10 ** rng.uniform(-1.2, 0.0)
         return work / (compute_s * part)
 

@@ -65,7 +65,7 @@ class Chart:
     """A figure, with its legend and notes.
 
     figure: "data" and "layout" of a Plotly figure; colours as in [Note: colours of the theme].
-    legend: name of each drawn thing -> its colour.
+    legend: name of each drawn element -> its colour.
     notes: one line per kind of elements that were joined.
     """
 

@@ -36,7 +36,7 @@ _CATEGORIES = {**CATEGORY_NAMES, "non-model": "the tide"}
 class Subject:
     """One column of a report.
 
-    title: its name, different from the other subjects' names.
+    title: name of the subject, different from the other subjects' names.
     timeline: times of its steps, predicted or measured.
     examined: result of examining its plan; None for a run, whose plan is another subject's.
     """
@@ -252,7 +252,8 @@ def _job(plan: Plan) -> str:
 
 
 def _work(plan: Plan) -> tuple[str, int, int]:
-    """Returns what an iteration does: seconds of plans are compared where this is equal, on whatever machine."""
+    """Returns the work of an iteration. Seconds of plans are compared if their work is equal, also on different
+    machines."""
     return plan.workload.model, plan.workload.params, plan.workload.tokens * len(plan.machine.ranks)
 
 

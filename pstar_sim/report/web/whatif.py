@@ -33,7 +33,7 @@ _NAMES = {"seq": "tokens per sequence", "micro_batches": "micro-batches"}
 def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, prices: str | None = None) -> str:
     """Returns the page of these points as HTML.
 
-    points: rows of results files; of two rows for the same point the later one counts.
+    points: rows of results files; if two rows are for the same point, the later row counts.
     axes: the axes of the points; on an axis that a point lacks, the point has the unchanged figure.
     prices: a file of prices that come before the shipped prices.
 
