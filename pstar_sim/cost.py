@@ -227,7 +227,11 @@ class UpdateAdds:
         for i, lists in folded_lists(plan).items():
             step = plan.steps[i]
             assert step.chunk is not None
-            adds[i] = self.of_update(step.kind, step.chunk, lists)
+            add = self.of_update(step.kind, step.chunk, lists)
+            if step.part is not None:
+                size = self._cost.layout.part_bytes(step.chunk, step.part, add.dram_bytes)
+                add = Add(add.seconds * size / add.dram_bytes, size)
+            adds[i] = add
         return adds
 
     def of_update(self, kind: Kind, chunk: int, lists: int = 1) -> Add:
@@ -496,6 +500,8 @@ class CostModel:
         _, seconds = _WORK[kind]
         if step.chunk is None:
             raise PlanError(f"step {step.id}: {kind} needs a chunk")
+        if step.part is not None:
+            return step.bytes / self.adam_bytes_per_s
         return seconds(self, step.chunk)
 
     def duty(self, step: Step) -> float:

@@ -33,6 +33,9 @@ class ChunkState:
     ahead: lists that are newer on the gpu than on the host: updated states, and sums to which gradients were added.
     whole: whether the gpu has the other ranks' slices of the working list as well.
     gradients: see [Note: where a gradient is].
+    updated: elements at the front of the lists on the host that an update in parts has updated so far; 0 without one.
+    update_in_parts: that update, until its last part.
+    arrived: elements at the front of the working list on the gpu that a copy in parts has brought so far.
     adding, updating, hollow: see [Note: between two lines].
     """
 
@@ -43,6 +46,9 @@ class ChunkState:
     updating: bool = False
     hollow: set[tuple[Place, str]] = field(default_factory=set)
     gradients: dict[tuple[Place, str], set[int]] = field(default_factory=dict)
+    updated: int = 0
+    update_in_parts: object = None
+    arrived: int = 0
 
     def where(self, place: Place, list_name: str) -> set[int]:
         return self.gradients.setdefault((place, list_name), set())

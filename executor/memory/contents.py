@@ -19,7 +19,7 @@ from executor.memory.slots import Slots
 from executor.memory.update import Norms, Update, Updating
 from executor.memory.values import Changed, ParameterValues
 from pstar_sim.core.effects import OTHERS
-from pstar_sim.core.step import UPDATES, Kind, Place, Queue, Step
+from pstar_sim.core.step import UPDATES, Kind, Part, Place, Queue, Step
 from pstar_sim.errors import PlanError
 
 __all__ = ["Contents"]
@@ -83,9 +83,16 @@ class Contents:
         kind = step.kind
         assert step.chunk is not None
         if kind is Kind.FETCH:
-            self.fetch(step.chunk, self._list(step), in_fp32=self._in_fp32(step))
+            if step.part is None:
+                self.fetch(step.chunk, self._list(step), in_fp32=self._in_fp32(step))
+            else:
+                self.fetch_part(step.chunk, step.part)
         elif kind is Kind.WRITEBACK:
-            self.write_back(step.chunk, self._list(step), in_fp32=self._in_fp32(step))
+            if step.part is None:
+                self.write_back(step.chunk, self._list(step), in_fp32=self._in_fp32(step))
+            else:
+                elements = self.layout.part_range(step.chunk, step.part)
+                self.write_back_part(step.chunk, self._list(step), elements)
         elif kind is Kind.ALLOC:
             assert step.place is not None
             name = self._list(step)
@@ -107,7 +114,10 @@ class Contents:
             if update is None:
                 raise PlanError(f"step {step.id}: {kind.value} of chunk {step.chunk} came before optimizer.step()")
             place = HOST if kind is Kind.CPU_ADAM else GPU
-            self.adam(step.chunk, place, update, norms)
+            if step.part is None:
+                self.adam(step.chunk, place, update, norms)
+            else:
+                self.adam_part(step.chunk, self.layout.part_range(step.chunk, step.part), update, norms)
 
     def finish(self, step: Step) -> None:
         """Free the memory that the step frees at its end."""
@@ -156,6 +166,32 @@ class Contents:
             state.current.add(GPU)
             self._changed(chunk)
 
+    def fetch_part(self, chunk: int, part: Part) -> None:
+        """Copy a part of an updated working list from the host to the gpu. The part has to be updated already, the
+        others need not be. After the last part the list on the gpu is current."""
+        state, (first, end) = self.chunks[chunk], self.layout.part_range(chunk, part)
+        if not self.arena.has(HOST, chunk, "param") or (HOST not in state.current and state.updated < end):
+            raise PlanError(f"fetch of part {part} of chunk {chunk}: the host's copy does not hold current parameters")
+        if state.where(GPU, "param"):
+            raise PlanError(f"fetch of part {part} of chunk {chunk} would overwrite gradients on the gpu")
+        if part.number and GPU in state.current:
+            return  # an evaluation has brought the whole list meanwhile
+        if part.number == 0:
+            state.hollow.add((GPU, "param"))
+            state.arrived = 0
+        if first != state.arrived:
+            raise PlanError(f"fetch of part {part} of chunk {chunk}: the parts before it are not on the gpu")
+        with self.arena.payloads.steady(chunk):
+            self._copy(self.arena.gpu(chunk, "param")[first:end], self.arena.host(chunk, "param")[first:end], Queue.H2D)
+            self.arena.backend.fence(Queue.H2D)
+        state.arrived = end
+        if part.last:
+            self.arena.copied(HOST, GPU, chunk, "param")
+            state.whole = False
+            state.hollow.discard((GPU, "param"))
+            state.current.add(GPU)
+            self._changed(chunk)
+
     def _require_fetchable(self, chunk: int, list_name: str) -> None:
         state = self.chunks[chunk]
         if not self.arena.has(HOST, chunk, list_name):
@@ -186,10 +222,37 @@ class Contents:
             raise PlanError(f"write-back of {list_name} of chunk {chunk} would overwrite gradients on the host")
         if list_name == "param" and leaving:
             state.current.discard(HOST)
+        self._copy_down(chunk, list_name, (0, self.layout.slice_numel(chunk)), in_fp32=in_fp32)
+        self._now_on_host(chunk, list_name)
+
+    def write_back_part(self, chunk: int, list_name: str, elements: tuple[int, int]) -> None:
+        """Copy a part of a list of gradients from the gpu to the host. The gradients belong to the host after the last
+        part.
+
+        elements: first element, and the element behind the last.
+        """
+        if not self.arena.has(GPU, chunk, list_name):
+            raise PlanError(f"write-back of {list_name} of chunk {chunk}: the gpu does not hold it")
+        state = self.chunks[chunk]
+        if state.where(HOST, list_name):
+            raise PlanError(f"write-back of {list_name} of chunk {chunk} would overwrite gradients on the host")
+        if list_name == "param":
+            state.current.discard(HOST)
+        self._copy_down(chunk, list_name, elements)
+        if elements[1] == self.layout.slice_numel(chunk):
+            self._now_on_host(chunk, list_name)
+
+    def _copy_down(self, chunk: int, list_name: str, elements: tuple[int, int], *, in_fp32: bool = False) -> None:
+        arena, (first, end) = self.arena, elements
         with arena.payloads.steady(chunk):
             copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
-            copy(arena.host(chunk, list_name), arena.gpu(chunk, list_name), Queue.D2H)
+            copy(arena.host(chunk, list_name)[first:end], arena.gpu(chunk, list_name)[first:end], Queue.D2H)
             arena.backend.fence(Queue.D2H)
+
+    def _now_on_host(self, chunk: int, list_name: str) -> None:
+        """Note that the host has a list as it is on the gpu. Gradients in it belong to the host from now on."""
+        arena, state = self.arena, self.chunks[chunk]
+        leaving, there = state.where(GPU, list_name), state.where(HOST, list_name)
         arena.copied(GPU, HOST, chunk, list_name)
         there.update(leaving)
         if list_name == "param":
@@ -208,6 +271,27 @@ class Contents:
             update.coefficient(norms)  # folds the gradients of all chunks before any update
         with self.arena.payloads.steady(chunk):
             self._updating.adam(chunk, place, update, norms)
+
+    def adam_part(self, chunk: int, elements: tuple[int, int], update: Update, norms: Norms) -> None:
+        """Update a part of a chunk on the host: see `Updating.adam_part`."""
+        if self.exchange.wire is not None and not update.skip:
+            update.coefficient(norms)
+        with self.arena.payloads.steady(chunk):
+            self._updating.adam_part(chunk, elements, update, norms)
+
+    def end_parts(self) -> None:
+        """Leave nothing in parts, for code that works on whole lists: end the updates that have begun, and give up the
+        lists of which only parts have come to the gpu. Only while the queues are paused, and if they do not go on with
+        the iteration."""
+        for chunk, state in enumerate(self.chunks):
+            update, end = state.update_in_parts, self.layout.slice_numel(chunk)
+            if isinstance(update, Update):
+                for list_name in ("param", "grad32"):
+                    if state.where(GPU, list_name):
+                        self.write_back_part(chunk, list_name, (state.updated, end))
+                self.adam_part(chunk, (state.updated, end), update, tuple)
+            if (GPU, "param") in state.hollow:
+                self.free_hollow(chunk)
 
     def release(self, place: Place, chunk: int, list_name: str) -> None:
         """Give the payload's memory back. Raises PlanError if its contents have no other copy."""

@@ -134,6 +134,28 @@ class ChunkGradients:
         state.adding = False
         return "grad32"
 
+    def fold_part(self, chunk: int, first: int, end: int) -> tuple[str, set[int]]:
+        """Returns the list that holds all gradients of elements `first` to `end` of the chunk on the host, after
+        folding the last gradients into grad32 there, and the tensors of the chunk that have a gradient. Gradients that
+        still count as on the gpu are on the host as far as these elements go."""
+        state = self.chunks[chunk]
+        marks = {
+            name: set(state.where(GPU, name)) | set(state.where(HOST, name)) for name in ("param", "grad", "grad32")
+        }
+        filled = [name for name, mine in marks.items() if mine]
+        if len(filled) < 2:
+            return (filled[0], marks[filled[0]]) if filled else ("param", set())
+        total = self.arena.host(chunk, "grad32")
+        for name in ("grad", "param"):
+            for tensor in marks[name]:
+                slot = self.slots.parts[tensor]
+                a, b = max(slot.offset, first), min(slot.offset + slot.numel, end)
+                if a < b and tensor in marks["grad32"]:
+                    total[a:b].add_(self.arena.host(chunk, name)[a:b])
+                elif a < b:
+                    total[a:b].copy_(self.arena.host(chunk, name)[a:b])
+        return "grad32", set().union(*marks.values())
+
     def add_on_host(self, chunk: int, list_name: str | None) -> None:
         """Add the gradients of `list_name` on the host (grad, or param in place) to grad32 on the host."""
         state = self.chunks[chunk]

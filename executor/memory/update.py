@@ -152,12 +152,59 @@ class Updating:
         self.arena.rewritten(place, chunk, "param")
         self.values.changed(chunk)
 
-    def _require_all_here(self, chunk: int, place: Place) -> None:
+    def adam_part(self, chunk: int, elements: tuple[int, int], update: Update, norms: Norms) -> None:
+        """Update some elements of the chunk on the host. Their gradients are there; those of other elements may still
+        be on their way, so that the chunk's gradients count as on the gpu until all have arrived. The update counts
+        once all elements are updated. Elements without a gradient keep their values.
+
+        elements: first element, and the element behind the last; the elements before them are updated already.
+        """
+        arena, state, row = self.arena, self.chunks[chunk], self.arena.layout.chunks[chunk]
+        first, end = elements
+        ends = end == arena.layout.slice_numel(chunk)
+        if first != state.updated:
+            raise PlanError(f"Adam of elements {first} to {end} of chunk {chunk}: {state.updated} are updated so far")
+        if first == 0 or ends:
+            self._require_all_here(chunk, HOST, arriving=not ends)
+        master, mine = arena.at(HOST, chunk, "param32"), set[int]()
+        state.updating, state.update_in_parts = True, update
+        if not update.skip:
+            source, mine = self.gradients.fold_part(chunk, first, end)
+            mine = mine - update.unused
+            parts = [(s.tensor, self.slots.parts[s.tensor]) for s in row.slots]
+            spans = [(t, max(p.offset, first), min(p.offset + p.numel, end)) for t, p in parts]
+            runs = ranges_of((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b)
+            if runs:
+                adamw(
+                    runs,
+                    param=master,
+                    grad=arena.at(HOST, chunk, source),
+                    momentum=arena.at(HOST, chunk, "momentum"),
+                    variance=arena.at(HOST, chunk, "variance"),
+                    hyper=update.hyper[row.group],
+                    scale=update.coefficient_on(master.device, norms),
+                    scratch=self._scratch[HOST],
+                )
+        arena.at(HOST, chunk, "param")[first:end].copy_(master[first:end])
+        state.updated = end
+        if ends:
+            for tensor in mine:
+                self.steps_taken[tensor] += 1
+            for marks in state.gradients.values():
+                marks.clear()
+            state.current = {HOST}
+            state.whole = False
+            state.updated, state.update_in_parts = 0, None
+            arena.rewritten(HOST, chunk, "param")
+            self.values.changed(chunk)
+        state.updating = False
+
+    def _require_all_here(self, chunk: int, place: Place, *, arriving: bool = False) -> None:
         for list_name in ("param", *self.arena.layout.state_lists):
             if not self.arena.has(place, chunk, list_name):
                 raise PlanError(f"Adam of chunk {chunk} on the {place.value}: {list_name} is not there")
         gradients = self.chunks[chunk].gradients
-        elsewhere = [key for key, mine in gradients.items() if mine and key[0] is not place]
+        elsewhere = [] if arriving else [key for key, mine in gradients.items() if mine and key[0] is not place]
         if elsewhere:
             where = ", ".join(f"{name} on the {spot.value}" for spot, name in elsewhere)
             raise PlanError(f"Adam of chunk {chunk} on the {place.value}: gradients are still in {where}")

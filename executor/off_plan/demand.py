@@ -161,6 +161,7 @@ class Demand:
         self.moment = s.cursor.moment
         s.following.forget_open_step()
         with torch.no_grad():
+            s.contents.end_parts()
             self._gradients.leave_gpu()
             self._states.send_streams_home()
         s.reader.set_open(False)
@@ -206,6 +207,8 @@ class Demand:
             s.queues.settle(s.iteration - 1)
             s.queues.pause()
             s.following.forget_open_step()
+            with torch.no_grad():
+                s.contents.end_parts()
             s.cursor.off_plan = True
         self._cut.start_over()
 

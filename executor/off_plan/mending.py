@@ -63,6 +63,7 @@ class Mending:
         host.queues.settle(host.iteration - 1)
         host.queues.pause()
         self._refuse_half_an_update()
+        host.contents.end_parts()
         host.following.forget_open_step()
         host.arena.mend()
         for chunk in range(len(host.plan.layout.chunks)):

@@ -4,7 +4,7 @@ gradients, or per moment."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 from pstar_sim.bounds.rank_facts import NetFacts, own_params
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import Layout
+from pstar_sim.core.step import Part
 from pstar_sim.cost import CostModel
 from pstar_sim.policy.kit.facts import facts_of
+from pstar_sim.policy.passes.parts import parts_of
 from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = ["NAMES", "Array", "Bound", "BoundFacts", "Turn", "rate_with_latency"]
@@ -122,8 +124,22 @@ class BoundFacts:
         self.down_s: Array = np.array([cost.transfer_s(size, "d2h") for size in payload], dtype=float)
         self.up_s: Array = np.array([cost.transfer_s(size, "h2d") for size in payload], dtype=float)
         self.adam_s: Array = np.array([cost.cpu_adam_s(c) for c in job.trained], dtype=float)
+        self._parts(layout, payload)
         self.least_w, self.most_w = min(width, default=0), max(width, default=0)
         self._adds()
+
+    def _parts(self, layout: Layout, payload: Sequence[int]) -> None:
+        """Set the least seconds of a part of each copy and of each CPU Adam. An operation in one piece is one part."""
+        cost, parts = self.cost, parts_of(layout)
+        count = [parts.get(c, 1) for c in self.job.trained]
+        share = [
+            min(layout.part_bytes(c, Part(k, n), size) for k in range(n)) / size if n > 1 else 1.0
+            for c, n, size in zip(self.job.trained, count, payload)
+        ]
+        least = [int(size * part) for size, part in zip(payload, share)]
+        self.part_down_s: Array = np.array([cost.transfer_s(size, "d2h") for size in least], dtype=float)
+        self.part_up_s: Array = np.array([cost.transfer_s(size, "h2d") for size in least], dtype=float)
+        self.part_adam_s: Array = self.adam_s * np.array(share, dtype=float)
 
     def _adds(self) -> None:
         """Set the least seconds per parameter of adds on the GPU: over all micro-batches, and over all but the last."""

@@ -16,6 +16,8 @@ gpu budget, n_t the tide, K_t the payload bytes that moment t reads, and R the p
   window, and a copy up after the last.
 - d2h, h2d windows: the same with the copies as the serial resource: span_j + (bytes(J_j) - w x) / rate + the shortest
   Adam + the shortest copy in the other direction.
+- parts: a large chunk may be updated in as many parts as `policy.passes.parts.parts_of` says. The shortest part then
+  counts as the shortest copy or Adam of that chunk. A plan with more parts is outside of the bound.
 - barrier (if no Adam may start before the optimizer step): T >= span from f_j to the end of the iteration + (params(f_i
   <= f_j) - x) / R + the shortest copy up; likewise with the copies up as the serial resource.
 - d2h bytes: (E - x) w over the link's rate: each gradient goes down at least once.

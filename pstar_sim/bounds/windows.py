@@ -20,7 +20,8 @@ class Windows:
 
     span_s: seconds of the iteration outside of the window.
     params, bytes: parameters and bytes of all chunks of J_j.
-    down_s, up_s, adam_s: seconds of the shortest copy down, copy up and CPU Adam of any chunk of J_j.
+    down_s, up_s, adam_s: seconds of the shortest copy down, copy up and CPU Adam of any chunk of J_j, or of the
+        shortest part where the chunk is updated in parts (`parts_of`).
     reduce_s, gather_s: seconds of the shortest last sum over the ranks, and of the shortest gather, of any chunk of
         J_j.
     net_s: seconds of the last sums and the gathers of all chunks of J_j, one after the other.
@@ -99,7 +100,7 @@ def _windows(
     net = facts.net
     down_s, up_s, adam_s, reduce_s, gather_s = (
         inside.least(seconds[members])
-        for seconds in (facts.down_s, facts.up_s, facts.adam_s, net.reduce_s, net.gather_s)
+        for seconds in (facts.part_down_s, facts.part_up_s, facts.part_adam_s, net.reduce_s, net.gather_s)
     )
     collectives_s = net.gather_s if behind_barrier else net.reduce_s + net.gather_s
     return Windows(

@@ -147,7 +147,8 @@ def folded_lists(plan: Plan) -> dict[int, int]:
 
     All gradients of a chunk are added up when it is updated. Each micro-batch has one gradient. A cpu_add adds a
     gradient to the sum on the host, and a sum on the gpu takes each gradient as it arrives. The update adds all other
-    gradients. On a sliced layout, updates on the gpu are left out, as are other adds on the gpu.
+    gradients. On a sliced layout, updates on the gpu are left out, as are other adds on the gpu. A part of an update
+    makes its part of each add.
     """
     if plan.workload.micro_batches == 1:
         return {}

@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pstar_sim.core.step import Part
 from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
 from pstar_sim.workload.workload import DTYPE_BYTES, UseKind, Workload
 
 __all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near", "sum_bytes_of"]
 
+PART_ALIGN = 64  # elements
 ALIGN = 16  # elements: 64 bytes in fp32, the alignment of vectorised kernels and copy engines
 # docs/results/search-constants.md says what each of these constants buys. Plans of small models with smaller chunks are
 # a little faster in the cost model, which ignores the executor's cost of a further step.
@@ -177,6 +179,18 @@ class Layout:
         frozen = ("param", "remote") if self.ranks > 1 else ("param",)
         known = ", ".join(frozen if self.chunks[chunk].frozen else self.lists)
         raise PlanError(f"{kind} {chunk} has no list {list_name!r}; it has {known}")
+
+    def part_range(self, chunk: int, part: Part) -> tuple[int, int]:
+        """Elements (first, end) of one part of every list of a chunk, of one rank's slice. Parts begin at multiples of
+        `PART_ALIGN`."""
+        numel = self.slice_numel(chunk)
+        first, end = (numel * n // part.of // PART_ALIGN * PART_ALIGN for n in (part.number, part.number + 1))
+        return first, numel if part.last else end
+
+    def part_bytes(self, chunk: int, part: Part, size_bytes: int) -> int:
+        """The share of a part in bytes that are spread evenly over the elements of a chunk."""
+        (first, end), numel = self.part_range(chunk, part), self.slice_numel(chunk)
+        return size_bytes * end // numel - size_bytes * first // numel
 
     def list_bytes(self, list_name: str) -> tuple[int | None, ...]:
         """Returns the bytes of a list of each chunk; None for a chunk without this list."""

@@ -211,7 +211,7 @@ class Moves:
         """
         moments, compute = len(self.plan.workload.moments), Kind.COMPUTE
         patterns = self._moments()
-        alike: dict[tuple[Kind, str | None, Place | None, bool], int] = {}
+        alike: dict[tuple[Kind, str | None, Place | None, bool, bool], int] = {}
         number: list[int] = []
         chunk: list[int] = []
         for step in self.plan.steps:
@@ -221,7 +221,7 @@ class Moves:
                 number.append(step.moment)
                 chunk.append(0)
                 continue
-            key = (step.kind, step.list, step.place, step.chunk is None)
+            key = (step.kind, step.list, step.place, step.chunk is None, step.completes)
             n = alike.get(key)
             if n is None:
                 n = alike[key] = moments + len(alike)
@@ -281,7 +281,8 @@ class Moves:
         ]
 
     def _pattern(self, step: Step) -> tuple[_Pattern, _Pattern]:
-        """Returns the entries of the start and of the end of such a step, for the payloads of its chunk."""
+        """Returns the entries of the start and of the end of such a step, for the payloads of its chunk. A part that is
+        not the last leaves no category: [Note: parts of a step] in step.py."""
         begins: _Pattern = []
         ends: _Pattern = []
         if step.kind in (Kind.STASH_OUT, Kind.STASH_IN):  # a stash's bytes are in the tide and in a buffer
@@ -292,13 +293,13 @@ class Moves:
         if step.kind in UPDATES:
             place = _HOST if EFFECTS[step.kind].reads is Place.HOST else _GPU
             begins += [(NEED, name, place, 0) for name in ("param", *self.plan.layout.state_lists)]
-            ends.append((BECOME, "param", place, _PARAM))
+            ends += [(BECOME, "param", place, _PARAM)] if step.completes else []
         begins += [(NEED, r.list, PLACES.index(r.place), 0) for r in reads(step)]
         if taken is not None:
             resident, lenient = taken
             name, place = resident.list, PLACES.index(resident.place)
             begins.append((TAKE_ABSENT if lenient else TAKE, name, place, 0))
-            if step.kind in _LIST_COPIES:
+            if step.kind in _LIST_COPIES and step.completes:
                 ends += [(READ, *begins[0][1:]), (COPY, name, place, 0)]
             elif step.kind is Kind.GATHER:
                 ends.append((BECOME, name, place, _PARAM))

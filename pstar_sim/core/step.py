@@ -29,6 +29,12 @@ The tide: before moment m the gpu holds peak(m-1) of non-model bytes, in moment 
 peak(m-1)) is taken when m starts, a fall is freed when m-1 ends. The moment before the first is the last moment of the
 previous iteration.
 
+[Note: parts of a step] The CPU may update a large chunk in parts. A part covers the elements `Layout.part_range` of
+every list of the chunk. Three kinds may be parts: the write-back of the last gradient, cpu_adam, and the fetch of the
+updated working list. Parts of one operation run in order on their queue. The first part takes memory, the last part
+frees it. After the last part the list is there as a whole: a copied list has its contents, an updated list its update.
+`bytes` of a part are those of its elements.
+
 Lists: "param" (working list; the gradient overwrites it in place in the last micro-batch), the optimizer's state lists
 ("param32", "momentum", "variance"), "grad" (a gradient on its way out, working dtype), "grad32" (gradients accumulated
 over micro-batches; on the gpu for chunks whose Adam runs there), "remote" and "grad_remote" (see above). "grad32" has 4
@@ -42,6 +48,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from pstar_sim.errors import PlanError
 from pstar_sim.python310 import StrEnum
@@ -55,6 +62,7 @@ __all__ = [
     "UPDATES",
     "Effect",
     "Kind",
+    "Part",
     "Place",
     "Queue",
     "Ref",
@@ -195,6 +203,20 @@ class Ref:
         return f"{self.id}@-{self.back}" if self.back else str(self.id)
 
 
+class Part(NamedTuple):
+    """Part `number` (from 0) of an operation in `of` parts: [Note: parts of a step]."""
+
+    number: int
+    of: int
+
+    @property
+    def last(self) -> bool:
+        return self.number + 1 == self.of
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One action.
@@ -208,6 +230,7 @@ class Step:
     after: steps that have to end first.
     via: None for a copy of pinned memory, which is asynchronous; "pageable" for host memory that is not pinned.
     stash: index into the workload's stashes.
+    part: which part of the operation the step is; None for all of it ([Note: parts of a step]).
     """
 
     id: int
@@ -221,18 +244,24 @@ class Step:
     after: tuple[Ref, ...] = ()
     via: str | None = None
     stash: int | None = None
+    part: Part | None = None
+
+    @property
+    def completes(self) -> bool:
+        """Whether the step is all of its operation, or the last part."""
+        return self.part is None or self.part.last
 
     def waiting_for(self, after: tuple[Ref, ...]) -> Step:
         """Returns the same step, but waiting for `after`."""
         return step_with(
             self.id, self.queue, self.kind, self.bytes, self.chunk, self.list, self.place, self.moment, after, self.via,
-            self.stash,
+            self.stash, self.part,
         )  # fmt: skip
 
 
 (
     _set_id, _set_queue, _set_kind, _set_bytes, _set_chunk, _set_list, _set_place, _set_moment, _set_after, _set_via,
-    _set_stash,
+    _set_stash, _set_part,
 ) = (getattr(Step, field.name).__set__ for field in fields(Step))  # fmt: skip
 
 
@@ -248,6 +277,7 @@ def step_with(
     after: tuple[Ref, ...],
     via: str | None,
     stash: int | None,
+    part: Part | None = None,
 ) -> Step:
     """Returns `Step` with these fields, in less than half of the time. The constructor of a frozen dataclass looks each
     field up by its name, and plans have hundreds of thousands of steps."""
@@ -263,11 +293,12 @@ def step_with(
     _set_after(step, after)
     _set_via(step, via)
     _set_stash(step, stash)
+    _set_part(step, part)
     return step
 
 
 PAGEABLE = "pageable"
-_FIELDS = ("chunk", "list", "stash", "place", "moment", "bytes", "via", "after")
+_FIELDS = ("chunk", "list", "stash", "place", "moment", "part", "bytes", "via", "after")
 
 
 def to_text(step: Step) -> str:
@@ -321,6 +352,12 @@ def from_text(line: str) -> Step:
             raise bad(seen["place"], f"is not a place ({', '.join(Place)})") from None
     if seen.get("via") not in (None, PAGEABLE):
         raise bad(seen["via"], f"is not a way to copy ({PAGEABLE})")
+    part: Part | None = None
+    if "part" in seen:
+        number, _, of = seen["part"].partition("/")
+        part = Part(natural(seen["part"], number), natural(seen["part"], of))
+        if part.number >= part.of or part.of < 2:
+            raise bad(seen["part"], 'is not a part such as "0/8", the first of eight')
     refs: list[Ref] = []
     for text in seen["after"].split(",") if "after" in seen else ():
         match = _REF.fullmatch(text)
@@ -339,4 +376,5 @@ def from_text(line: str) -> Step:
         tuple(refs),
         seen.get("via"),
         natural("stash", seen["stash"]) if "stash" in seen else None,
+        part,
     )

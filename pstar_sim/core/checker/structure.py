@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pstar_sim.core.checker.order import legal_order
+from pstar_sim.core.checker.parts import check_part, check_parts
 from pstar_sim.core.checker.stash_trips import check_stash_step
 from pstar_sim.core.checker.unrolled import OTHERS, label
 from pstar_sim.core.plan import Plan, Resident
@@ -59,6 +60,7 @@ def check_structure(plan: Plan) -> list[int]:
             )
     if len(clock) > len(w.moments):
         raise PlanError(f"the compute queue has {len(clock)} moments; the workload has {len(w.moments)}")
+    check_parts(plan)
     _check_updates(plan)
     return legal_order(steps, position)
 
@@ -77,6 +79,7 @@ def _check_step(plan: Plan, step: Step) -> None:
         raise PlanError(f"{label(step)} has moment={step.moment}; the workload has {moments}, from 0")
     if step.kind not in _OF_NO_CHUNK:
         _check_chunk(plan, step)
+    check_part(plan, step)
     _CHECKS[step.kind](plan, step)
 
 
@@ -113,8 +116,10 @@ def _check_copy(plan: Plan, step: Step) -> None:
     if step.list in OTHERS:
         raise PlanError(f"{label(step)}: the slices of other ranks are gathered, reduced and dropped, not copied")
     assert step.chunk is not None
+    if step.part is not None:
+        payload = plan.layout.part_bytes(step.chunk, step.part, payload)
     in_fp32 = plan.layout.slice_numel(step.chunk) * 4
-    _check_bytes(step, payload, *([in_fp32] if step.kind in (Kind.FETCH, Kind.WRITEBACK) else []))
+    _check_bytes(step, payload, *([in_fp32] if step.kind in (Kind.FETCH, Kind.WRITEBACK) and step.part is None else []))
 
 
 def _check_room(plan: Plan, step: Step) -> None:
@@ -146,9 +151,13 @@ def _check_update(plan: Plan, step: Step) -> None:
         each = w.optimizer.dram_bytes_per_param
         if step.list is not None:
             raise PlanError(f"{label(step)} has list={step.list}; an update works on all lists of its chunk")
-    if step.bytes != params * each:
+    traffic = params * each
+    if step.part is not None:
+        traffic = plan.layout.part_bytes(step.chunk, step.part, traffic)
+    if step.bytes != traffic:
+        share = "" if step.part is None else f"part {step.part} of "
         raise PlanError(
-            f"{label(step)} has bytes={step.bytes}; bytes= must be its memory traffic, {params * each} ({params} "
+            f"{label(step)} has bytes={step.bytes}; bytes= must be its memory traffic, {traffic} ({share}{params} "
             f"parameters, {each} bytes each)"
         )
 
@@ -197,7 +206,8 @@ def _check_updates(plan: Plan) -> None:
         if step.kind not in (Kind.CPU_ADAM, Kind.GPU_ADAM):
             continue
         assert step.chunk is not None
-        if step.chunk in done:
+        other = done.get(step.chunk)
+        if other is not None and (step.part is None or other.part is None):
             raise PlanError(f"{label(step)} updates a chunk that {label(done[step.chunk])} updates already")
         if step.chunk not in trained:
             raise PlanError(f"{label(step)} updates a chunk that gets no gradient")

@@ -23,6 +23,8 @@ def label(step: Step) -> str:
         words.append(f"stash {step.stash}")
     if step.list is not None:
         words.append(step.list)
+    if step.part is not None:
+        words.append(f"part {step.part}")
     if step.kind is Kind.COMPUTE:
         words = [f"moment {step.moment}"]
     return f"step {step.id} ({' '.join(words)})"

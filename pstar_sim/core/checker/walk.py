@@ -4,7 +4,7 @@ core/effects.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pstar_sim.core.checker.unrolled import OTHERS, Unrolled, label
@@ -23,17 +23,23 @@ class _Content:
     marks: (micro-batch, tensor) of each gradient in the list. In the working list these tensors are no longer
         parameters.
     summed: the part of these gradients that is the sum over all ranks: "no", "slice" or "yes".
+    filling: number of parts that a copy in parts has brought so far; None once all parts are there.
+    updating: number of parts that an update in parts has updated so far; None if no update is under way.
     """
 
     version: int
     marks: set[tuple[int, int]] = field(default_factory=set)
     summed: str = "no"
+    filling: int | None = None
+    updating: int | None = None
 
     def copy(self) -> _Content:
         return _Content(self.version, set(self.marks), self.summed)
 
 
 _Key = tuple[int, str, Place]
+_Piece = tuple[_Key, int]
+"""A list, and the number of the part of it."""
 _FROM_TO = {
     Kind.FETCH: (Place.HOST, Place.GPU),
     Kind.WRITEBACK: (Place.GPU, Place.HOST),
@@ -74,8 +80,8 @@ class Walk:
         self.initial = frozenset(self.content)
         self.ranks = len(plan.machine.ranks)
         self.sliced = layout.ranks > 1
-        self.last_change: dict[_Key, int] = {}
-        self.looks: dict[_Key, dict[int, int]] = {}
+        self.last_change: dict[_Piece, int] = {}
+        self.looks: dict[_Piece, dict[int, int]] = {}
         self.takes: dict[int, tuple[Place, int]] = {}
         self.frees: dict[int, tuple[Place, int]] = {}
 
@@ -91,6 +97,7 @@ class Walk:
             self.finals[m].append(t)
             self.expected.setdefault(layout.chunk_of[t], set()).add((u, t))
             self.due.setdefault((layout.chunk_of[t], u), set()).add((u, t))
+        self.parts = {s.chunk: s.part.of for s in plan.steps if s.part is not None and s.chunk is not None}
         self.sums = self._sums()
         self.target = self._targets()
         peaks = [m.peak_bytes for m in w.moments]
@@ -207,19 +214,36 @@ class Walk:
 
     # races
 
+    def _pieces(self, s: int, key: _Key) -> Iterable[_Piece]:
+        """What an instance touches of a list: all of it, or its part. Lists of chunks updated in parts are looked at
+        part by part."""
+        count = self.parts.get(key[0])
+        if count is None:
+            return ((key, 0),)
+        part = self.program.step(s).part
+        return ((key, n) for n in (range(count) if part is None else (part.number,)))
+
     def _look(self, s: int, key: _Key) -> None:
-        change = self.last_change.get(key)
-        if change is not None and change != s and not self.program.precedes(change, s):
-            self._race(change, s, key)
-        self.looks.setdefault(key, {})[self.program.queue_of[s % self.program.count]] = s
+        for piece in self._pieces(s, key):
+            self._look_at(s, piece)
 
     def _change(self, s: int, key: _Key) -> None:
+        for piece in self._pieces(s, key):
+            self._change_of(s, piece)
+
+    def _look_at(self, s: int, key: _Piece) -> None:
         change = self.last_change.get(key)
         if change is not None and change != s and not self.program.precedes(change, s):
-            self._race(change, s, key)
+            self._race(change, s, key[0])
+        self.looks.setdefault(key, {})[self.program.queue_of[s % self.program.count]] = s
+
+    def _change_of(self, s: int, key: _Piece) -> None:
+        change = self.last_change.get(key)
+        if change is not None and change != s and not self.program.precedes(change, s):
+            self._race(change, s, key[0])
         for look in self.looks.pop(key, {}).values():
             if look != s and not self.program.precedes(look, s):
-                self._race(look, s, key)
+                self._race(look, s, key[0])
         self.last_change[key] = s
 
     def _race(self, first: int, then: int, key: _Key) -> None:
@@ -254,7 +278,19 @@ class Walk:
         if key not in self.content:
             what = "" if tensor is None else f"{self._name(tensor)} in "
             raise PlanError(f"{label(step)} {why} {what}{_key_name(key)}, which is not there")
-        return self.content[key]
+        content = self.content[key]
+        if content is not None:
+            self._check_whole(step, why, key, content)
+        return content
+
+    def _check_whole(self, step: Step, why: str, key: _Key, content: _Content) -> None:
+        """Check that what a step reads of a list is there: all of it, or its part."""
+        wanted = self.parts.get(key[0], 1) if step.part is None else step.part.number + 1
+        for verb, count in (("arrived", content.filling), ("been updated", content.updating)):
+            own = verb == "been updated" and step.kind is Kind.CPU_ADAM
+            if count is not None and count < wanted - own:
+                some = f"only {count} of {self.parts[key[0]]} parts have {verb}"
+                raise PlanError(f"{label(step)} {why} {_key_name(key)}, of which {some}")
 
     def _name(self, tensor: int) -> str:
         return f"tensor {self.plan.workload.tensors[tensor].name!r}"
@@ -363,7 +399,21 @@ class Walk:
             self._change(s, target)
         else:
             self._take(s, target)
-        self.content[target] = content.copy()
+        arrived = content.copy() if content.updating is None else _Content(content.version + 1)
+        if step.part is not None and step.part.number:
+            self._continue(step, target, arrived)
+            return
+        arrived.filling = None if step.part is None else 1
+        self.content[target] = arrived
+
+    def _continue(self, step: Step, target: _Key, arrived: _Content) -> None:
+        """A part joins the parts before it. Check that it copies what they copied."""
+        held = self.content[target]
+        assert step.part is not None
+        same = held is not None and (held.version, held.marks) == (arrived.version, arrived.marks)
+        if held is None or not same or held.filling != step.part.number:
+            raise PlanError(f"{label(step)} copies something else into {_key_name(target)} than the part before it did")
+        held.filling = None if step.part.last else step.part.number + 1
 
     def _gather(self, s: int, k: int, step: Step) -> None:
         """Gather the parameters of the other ranks (sliced layout), or the other slices of a gradient's sum (replicated
@@ -475,7 +525,7 @@ class Walk:
             content = self._present(step, key, "needs")
             if content is None or content.version != k:
                 raise PlanError(f"{label(step)} needs {_key_name(key)} as the last update left it, but it is not")
-            content.version = k + 1
+            self._updated(step, content)
         found = self._gradients(s, k, step, place)
         self._check_norm(k, step, place, found)
         missing = self.expected[chunk] - found
@@ -485,7 +535,15 @@ class Walk:
                 f"{label(step)} does not find the gradient of {self._name(t)} of micro-batch {u} on the {place.value}:"
                 f" it was not written back (or not added) before; {len(missing)} of {len(self.expected[chunk])} missing"
             )
-        self.content[chunk, "param", place] = _Content(k + 1)
+        if step.completes:
+            self.content[chunk, "param", place] = _Content(k + 1)
+        elif (working := self.content[chunk, "param", place]) is not None:
+            self._updated(step, working)
+
+    def _updated(self, step: Step, content: _Content) -> None:
+        """A list is updated, or a part of it."""
+        content.updating = None if step.part is None or step.part.last else step.part.number + 1
+        content.version += step.completes
 
     def _gradients(self, s: int, k: int, step: Step, place: Place) -> set[tuple[int, int]]:
         """Returns the marks of the gradients of this iteration that an update finds at its place."""

@@ -17,6 +17,7 @@ from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt, burden_of
 from pstar_sim.policy.family.course import Knobs
+from pstar_sim.policy.family.pace import faster_in_parts
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of, pin_facts
 from pstar_sim.policy.family.residency import gaps_of
 from pstar_sim.policy.kit.iteration_order import in_order
@@ -173,7 +174,11 @@ class Asynchronous:
         return made
 
     def _emit(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> Plan:
-        return chosen.plan(self._choices(chosen, attempts, most, bound_s))
+        plan, seconds = faster_in_parts(chosen.plan(self._choices(chosen, attempts, most, bound_s)))
+        if "parts" not in plan.choices:
+            return plan
+        assert seconds is not None
+        return replace(plan, predictions={**plan.predictions, "policy_iteration_s": seconds})
 
     def _choices(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> dict[str, object]:
         g = self.job

@@ -6,12 +6,15 @@ plans of any policy by the figure that the simulator will find.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pstar_sim.core.follow import follow
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.program import Program
 from pstar_sim.cost import CostModel, cost_of
+from pstar_sim.policy.passes.parts import in_parts
 
-__all__ = ["period_s"]
+__all__ = ["faster_in_parts", "period_s"]
 
 
 def period_s(plan: Plan, cost: CostModel | None = None) -> float:
@@ -19,3 +22,18 @@ def period_s(plan: Plan, cost: CostModel | None = None) -> float:
     deadlocks."""
     cost = cost or cost_of(plan.workload, plan.machine, plan.layout)
     return follow(Program.of(plan), cost.step_costs(plan), cost.rates()).iteration_s
+
+
+def faster_in_parts(plan: Plan) -> tuple[Plan, float | None]:
+    """Returns the plan with the updates of large chunks in parts (passes/parts.py) if it is faster so, and its seconds
+    per iteration; (the plan, None) if it has no such chunk."""
+    parted = in_parts(plan)
+    if parted is plan:
+        return plan, None
+    whole_s, parted_s = period_s(plan), period_s(parted)
+    if parted_s >= whole_s:
+        return plan, whole_s
+    counts = {s.chunk: s.part.of for s in parted.steps if s.part is not None}
+    names = [plan.workload.tensors[plan.layout.chunks[c].slots[0].tensor].name for c in counts if c is not None]
+    words = ", ".join(f"{name} in {count}" for name, count in zip(names, counts.values()))
+    return replace(parted, choices={**plan.choices, "parts": words}), parted_s

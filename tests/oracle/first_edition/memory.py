@@ -197,7 +197,9 @@ class Memory:
         c = step.chunk
         needs = tuple(self._resident(r) for r in reads(step))
         if kind in _COPIES:
-            effect.needs, effect.copied = needs, (needs[0], effect.take)
+            effect.needs = needs
+            if step.completes:
+                effect.copied = (needs[0], effect.take)
         elif kind in (Kind.GATHER, Kind.REDUCE_SCATTER):
             effect.needs = needs
             if kind is Kind.GATHER and step.list in OTHERS:
@@ -206,7 +208,8 @@ class Memory:
             place = Place.HOST if kind is Kind.CPU_ADAM else Place.GPU
             lists = ("param", *self.plan.layout.state_lists)
             effect.needs = tuple(self._payload(c, name, place) for name in lists)
-            effect.becomes = ((effect.needs[0], _PARAM),)
+            if step.completes:
+                effect.becomes = ((effect.needs[0], _PARAM),)
         return effect
 
     def _overwritten_in_place(self) -> dict[int, list[int]]:

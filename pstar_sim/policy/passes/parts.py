@@ -1,0 +1,104 @@
+"""Parts: the CPU update of a chunk that is much larger than the others, in parts ([Note: parts of a step] in
+core/step.py). Otherwise its gradient goes down, Adam runs and its parameters come up one after the other; in parts the
+three overlap. The pass works on a finished plan and changes no order: the parts take the place of their step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pstar_sim.core.layout import Layout
+from pstar_sim.core.plan import Plan, Resident
+from pstar_sim.core.step import Kind, Part, Place, Ref, Step, step_with
+from pstar_sim.policy.passes.edges import without_implied
+from pstar_sim.units import MIB
+
+__all__ = ["in_parts", "parts_of"]
+
+# A chunk LARGE times as large as the median chunk is updated in parts of about the median chunk's size, at most
+# MOST_PARTS of them. A smaller part than LEAST_BYTES of the working list costs more than it hides.
+LARGE, MOST_PARTS, LEAST_BYTES = 2.0, 8, 16 * MIB
+
+
+def parts_of(layout: Layout) -> dict[int, int]:
+    """Returns large chunk -> number of parts of its update on the CPU. Chunks updated in one piece are left out."""
+    sizes = {c.index: layout.payload_bytes(c.index, "param") for c in layout.chunks if not (c.small or c.frozen)}
+    usual = sorted(sizes.values())[len(sizes) // 2] if sizes else 0
+    large = {c: size for c, size in sizes.items() if size >= LARGE * usual}
+    counts = {c: min(MOST_PARTS, round(size / usual), size // LEAST_BYTES) for c, size in large.items()}
+    return {c: count for c, count in counts.items() if count > 1}
+
+
+def in_parts(plan: Plan, counts: Mapping[int, int] | None = None) -> Plan:
+    """Returns the plan with the updates of large chunks in parts. counts: chunk -> number of parts; None: `parts_of`.
+    A chunk whose gradient does not go down once, or whose parameters do not come up, keeps its steps."""
+    counts = parts_of(plan.layout) if counts is None else counts
+    chains = [chain for c, count in counts.items() if (chain := _chain(plan, c, count)) is not None]
+    if not chains:
+        return plan
+    return replace(plan, steps=without_implied(_split(plan.steps, plan.layout, chains), {}))
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """The steps of one update, by id.
+
+    down: write-back of the complete gradient.
+    up: fetch of the updated working list.
+    """
+
+    count: int
+    down: int
+    adam: int
+    up: int
+
+
+def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
+    mine = [step for step in plan.steps if step.chunk == chunk and step.via is None]
+    adam = next((step for step in mine if step.kind is Kind.CPU_ADAM), None)
+    at_home = all(Resident(chunk, name, Place.HOST) in plan.initial for name in ("param", *plan.layout.state_lists))
+    if adam is None or not at_home:
+        return None
+    down = [s for s in mine if s.kind is Kind.WRITEBACK and s.list in ("param", "grad32") and s.moment == adam.moment]
+    up = [s for s in mine if s.kind is Kind.FETCH and s.list == "param"]
+    whole = all(s.bytes == plan.layout.payload_bytes(chunk, s.list or "") for s in (*down, *up))
+    if len(down) != 1 or not up or not whole:
+        return None
+    if (up[0].moment or 0) >= (adam.moment or 0) or Ref(adam.id) in up[0].after:
+        return None  # the parameters come up behind the update of the same iteration
+    return _Chain(count, down[0].id, adam.id, up[0].id)
+
+
+def _split(steps: Sequence[Step], layout: Layout, chains: Sequence[_Chain]) -> list[Step]:
+    """Returns the steps with each step of a chain replaced by its parts."""
+    chain_of = {step: chain for chain in chains for step in (chain.down, chain.adam, chain.up)}
+    first: dict[int, int] = {}  # old id -> id of its first part
+    total = 0
+    for step in steps:
+        first[step.id] = total
+        total += chain_of[step.id].count if step.id in chain_of else 1
+    last = {i: n + (chain_of[i].count - 1 if i in chain_of else 0) for i, n in first.items()}
+    out: list[Step] = []
+    for step in steps:
+        after = tuple(Ref(last[ref.id], ref.back) for ref in step.after)
+        chain = chain_of.get(step.id)
+        if chain is None:
+            out.append(_numbered(step, len(out), step.bytes, after, None))
+            continue
+        before = {chain.adam: (chain.down, 0), chain.up: (chain.adam, 1)}.get(step.id)
+        for n in range(chain.count):
+            part = Part(n, chain.count)
+            waits = after if n == 0 else ()
+            if before is not None:
+                waits = (*(r for r in waits if r.id != last[before[0]]), Ref(first[before[0]] + n, before[1]))
+            assert step.chunk is not None
+            size = layout.part_bytes(step.chunk, part, step.bytes)
+            out.append(_numbered(step, len(out), size, waits, part))
+    return out
+
+
+def _numbered(step: Step, number: int, size_bytes: int, after: tuple[Ref, ...], part: Part | None) -> Step:
+    return step_with(
+        number, step.queue, step.kind, size_bytes, step.chunk, step.list, step.place, step.moment, after, step.via,
+        step.stash, part,
+    )  # fmt: skip
