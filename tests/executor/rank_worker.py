@@ -39,6 +39,7 @@ from pstar_sim.policy.family.course import Knobs
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
+from pstar_sim.policy.passes.parts import in_parts
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.workload.mixing import block_names, offload_blocks
@@ -108,7 +109,12 @@ def plan_of(case: dict[str, Any]) -> Plan:
     w = repeat_micro_batch(w, case.get("micro_batches", 1))
     if "spill" in case:
         return summed_plan(w, settings_of(case), case["ranks"], spill=case["spill"])
-    return tight_plan(case["policy"], w, settings_of(case), case["ranks"], case.get("sequences"))
+    plan = tight_plan(case["policy"], w, settings_of(case), case["ranks"], case.get("sequences"))
+    if "parts" not in case:
+        return plan
+    parted = in_parts(plan, {c.index: case["parts"] for c in plan.layout.chunks})
+    assert len(parted.steps) > len(plan.steps)
+    return replace(parted, predictions={})
 
 
 def plans_of(cases: list[dict[str, Any]]) -> list[Plan]:

@@ -13,11 +13,12 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Ref
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, PlanError
+from pstar_sim.policy.passes.parts import in_parts
 from pstar_sim.policy.registry import built_in
 from pstar_sim.sim.play import Jitter, play
 from pstar_sim.testing import random_jitter, random_machine, random_ranks, random_settings, random_workload
 
-__all__ = ["both_refuse", "compare", "deadlocked", "differences", "jitter_of", "plans"]
+__all__ = ["both_refuse", "compare", "deadlocked", "differences", "jitter_of", "parted", "plans"]
 
 SAME = 1e-9
 SLOWDOWNS = ("compute_while_adam", "adam_while_compute", "adam_while_h2d", "h2d_while_d2h", "d2h_while_h2d")
@@ -39,6 +40,12 @@ def plans(seed: str) -> Iterator[tuple[int, Plan]]:
             yield number, policy(workload, machine, random_settings(rng))
         except (DoesNotFit, CannotPlan):
             continue
+
+
+def parted(number: int, plan: Plan) -> Plan:
+    """Returns the plan with the updates of random chunks in a random number of parts."""
+    rng = random.Random(number)
+    return in_parts(plan, {c.index: rng.choice((2, 3, 5)) for c in plan.layout.chunks if rng.random() < 0.8})
 
 
 def jitter_of(number: int, plan: Plan) -> Jitter:

@@ -71,6 +71,10 @@ CASES += [
         }
         for ranks, spill, setting in ((3, False, "eager"), (2, True, "clip"))
     ),
+    *(  # each rank updates its slices in parts
+        {"name": f"parts-{setting}", "ranks": ranks, "policy": "tide", "parts": 3, **SETTINGS[setting]}
+        for ranks, setting in ((2, "eager"), (3, "accumulated"))
+    ),
     {"name": "experts-sums", "ranks": 2, "spill": False, "model": "experts", "steps": 3, **SETTINGS["accumulated"]},
     {"name": "an empty batch", "ranks": 2, "policy": "tide", "sequences": [2, 0], "clip": 0.05},
     {"name": "evaluated", "ranks": 2, "policy": "zero3_resident", "evaluate": True},
