@@ -313,6 +313,14 @@ def to_text(step: Step) -> str:
 
 
 _REF = re.compile(r"(\d+)(?:@-(1))?")
+_PART = re.compile(r"(\d+)/(\d+)", re.ASCII)
+
+
+def _part(text: str) -> Part | None:
+    """Returns the part that the text names; None if it names none."""
+    match = _PART.fullmatch(text)
+    part = Part(int(match[1]), int(match[2])) if match else None
+    return part if part is not None and part.number < part.of >= 2 else None
 
 
 def from_text(line: str) -> Step:
@@ -352,12 +360,9 @@ def from_text(line: str) -> Step:
             raise bad(seen["place"], f"is not a place ({', '.join(Place)})") from None
     if seen.get("via") not in (None, PAGEABLE):
         raise bad(seen["via"], f"is not a way to copy ({PAGEABLE})")
-    part: Part | None = None
-    if "part" in seen:
-        number, _, of = seen["part"].partition("/")
-        part = Part(natural(seen["part"], number), natural(seen["part"], of))
-        if part.number >= part.of or part.of < 2:
-            raise bad(seen["part"], 'is not a part such as "0/8", the first of eight')
+    part = _part(seen["part"]) if "part" in seen else None
+    if "part" in seen and part is None:
+        raise bad(seen["part"], 'is not a part such as "0/8", the first of eight')
     refs: list[Ref] = []
     for text in seen["after"].split(",") if "after" in seen else ():
         match = _REF.fullmatch(text)

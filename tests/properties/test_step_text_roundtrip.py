@@ -4,10 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pstar_sim.core.plan import steps_from_text, steps_to_text
-from pstar_sim.core.step import Kind, Place, Queue, Ref, Step, from_text, to_text
+from pstar_sim.core.step import Kind, Part, Place, Queue, Ref, Step, from_text, to_text
 
 naturals = st.integers(min_value=0, max_value=2**50)
 refs = st.builds(Ref, naturals, st.sampled_from([0, 1]))
+parts = st.integers(min_value=2, max_value=2**20).flatmap(
+    lambda of: st.builds(Part, st.integers(min_value=0, max_value=of - 1), st.just(of))
+)
 steps = st.builds(
     Step,
     id=naturals,
@@ -19,6 +22,7 @@ steps = st.builds(
     place=st.none() | st.sampled_from(Place),
     moment=st.none() | naturals,
     after=st.lists(refs, max_size=5).map(tuple),
+    part=st.none() | parts,
 )
 
 

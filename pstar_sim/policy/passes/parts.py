@@ -54,19 +54,29 @@ class _Chain:
 
 
 def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
-    mine = [step for step in plan.steps if step.chunk == chunk and step.via is None]
+    """Returns the chunk's update in `count` parts; None if the update keeps its steps."""
+    mine = [step for step in plan.steps if step.chunk == chunk]
     adam = next((step for step in mine if step.kind is Kind.CPU_ADAM), None)
-    at_home = all(Resident(chunk, name, Place.HOST) in plan.initial for name in ("param", *plan.layout.state_lists))
-    if adam is None or not at_home:
+    if adam is None or not _at_home(plan, chunk):
         return None
     down = [s for s in mine if s.kind is Kind.WRITEBACK and s.list in ("param", "grad32") and s.moment == adam.moment]
     up = [s for s in mine if s.kind is Kind.FETCH and s.list == "param"]
-    whole = all(s.bytes == plan.layout.payload_bytes(chunk, s.list or "") for s in (*down, *up))
-    if len(down) != 1 or not up or not whole:
+    if len(down) != 1 or not up or not all(_plain(plan.layout, step) for step in (down[0], up[0])):
         return None
     if (up[0].moment or 0) >= (adam.moment or 0) or Ref(adam.id) in up[0].after:
         return None  # the parameters come up behind the update of the same iteration
     return _Chain(count, down[0].id, adam.id, up[0].id)
+
+
+def _at_home(plan: Plan, chunk: int) -> bool:
+    """Returns whether the host always holds the working list and the states."""
+    return all(Resident(chunk, name, Place.HOST) in plan.initial for name in ("param", *plan.layout.state_lists))
+
+
+def _plain(layout: Layout, step: Step) -> bool:
+    """Returns whether a copy moves the payload as it is, in pinned memory."""
+    assert step.chunk is not None and step.list is not None
+    return step.via is None and step.bytes == layout.payload_bytes(step.chunk, step.list)
 
 
 def _split(steps: Sequence[Step], layout: Layout, chains: Sequence[_Chain]) -> list[Step]:
