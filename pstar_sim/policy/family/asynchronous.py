@@ -174,11 +174,8 @@ class Asynchronous:
         return made
 
     def _emit(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> Plan:
-        plan, seconds = faster_in_parts(chosen.plan(self._choices(chosen, attempts, most, bound_s)))
-        if "parts" not in plan.choices:
-            return plan
-        assert seconds is not None
-        return replace(plan, predictions={**plan.predictions, "policy_iteration_s": seconds})
+        plan = chosen.plan(self._choices(chosen, attempts, most, bound_s))
+        return faster_in_parts(plan, chosen.iteration_s)[0]
 
     def _choices(self, chosen: Attempt, attempts: Sequence[Attempt], most: int, bound_s: float) -> dict[str, object]:
         g = self.job

@@ -24,16 +24,14 @@ def period_s(plan: Plan, cost: CostModel | None = None) -> float:
     return follow(Program.of(plan), cost.step_costs(plan), cost.rates()).iteration_s
 
 
-def faster_in_parts(plan: Plan) -> tuple[Plan, float | None]:
-    """Returns the plan with the updates of large chunks in parts (passes/parts.py) if it is faster so, and its seconds
-    per iteration; (the plan, None) if it has no such chunk."""
+def faster_in_parts(plan: Plan, seconds: float) -> tuple[Plan, float]:
+    """Returns the plan with the updates of large chunks in parts (passes/parts.py), and its seconds per iteration. If
+    this is not faster, returns the plan and its seconds as given."""
     parted = in_parts(plan)
-    if parted is plan:
-        return plan, None
-    whole_s, parted_s = period_s(plan), period_s(parted)
-    if parted_s >= whole_s:
-        return plan, whole_s
+    if parted is plan or (parted_s := period_s(parted)) >= seconds:
+        return plan, seconds
     counts = {s.chunk: s.part.of for s in parted.steps if s.part is not None}
     names = [plan.workload.tensors[plan.layout.chunks[c].slots[0].tensor].name for c in counts if c is not None]
     words = ", ".join(f"{name} in {count}" for name, count in zip(names, counts.values()))
-    return replace(parted, choices={**plan.choices, "parts": words}), parted_s
+    predictions = {**plan.predictions, "policy_iteration_s": parted_s}
+    return replace(parted, choices={**plan.choices, "parts": words}, predictions=predictions), parted_s

@@ -96,8 +96,9 @@ def own_plans(
     over.run()
     search = over.best()
     for attempt in search.fastest:  # followed, because the seconds of `choose` are a prediction
-        plan, seconds = faster_in_parts(attempt.plan(_choices(search, attempt, over)))
-        yield SearchResult(seconds or period_s(plan), name, plan, search.alone_s)
+        whole = attempt.plan(_choices(search, attempt, over))
+        plan, seconds = faster_in_parts(whole, period_s(whole))
+        yield SearchResult(seconds, name, plan, search.alone_s)
 
 
 class _Sizes:
