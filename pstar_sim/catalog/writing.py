@@ -25,34 +25,25 @@ def machine_toml(machine: Machine, *, checked: date) -> str:
     """
     if machine.mixed:
         raise CatalogError(f"machine {machine.name!r} has ranks that differ; write its file by hand")
+    whole = _whole(machine, _per_root(machine))
+    name = f"machines.{_key(machine.name)}"
+    tables = [table for part in _parts(machine) for table in part.tables(checked)]
+    tables.append((name, {**whole, "source": "written by pstar", "checked": checked}))
+    if machine.slowdowns:
+        tables.append((f"{name}.slowdowns", dict(machine.slowdowns)))
+    texts = [f"machine = {json.dumps(machine.name)}", *(_table(name, values) for name, values in tables)]
+    return "\n\n".join(texts) + "\n"
+
+
+def _per_root(machine: Machine) -> int | None:
+    """Returns the number of GPUs on one PCIe switch; None without a switch. Raises CatalogError for switches of
+    different widths."""
     local = machine.local_ranks
     roots = [r.root for r in machine.ranks[:local]]
-    per_root = next((i for i, root in enumerate(roots) if root != roots[0]), local) if roots[0] is not None else None
-    if roots != [None if per_root is None else i // per_root for i in range(local)]:
+    width = next((i for i, root in enumerate(roots) if root != roots[0]), local) if roots[0] is not None else None
+    if roots != [None if width is None else i // width for i in range(local)]:
         raise CatalogError(f"machine {machine.name!r} has PCIe switches of different widths; write its file by hand")
-    whole_host = replace(machine.host, memory_bytes=machine.pool_bytes or machine.host.memory_bytes)
-    made = [_gpu_part(machine.gpu), _link_part(machine.link), _host_part(whole_host)]
-    if machine.peer is not None:
-        made.append(_fabric_part(machine.peer, "gpu-gpu"))
-    if machine.network is not None:
-        made.append(_fabric_part(machine.network, "node-node"))
-    if machine.nvme is not None:
-        made.append(_disks_part(machine.nvme))
-    if machine.framework is not None:
-        made.append(_framework_part(machine.framework))
-    name = f"machines.{_key(machine.name)}"
-    parts = [f"machine = {json.dumps(machine.name)}"]
-    for part in made:
-        origin = {"source": part.source, "checked": checked}
-        parts.append(_table(part.name, {**part.values, **origin}))
-        if part.products:
-            parts.append(_table(f"{part.name}.products", {**part.products, **origin}))
-        if part.measured:
-            parts.append(_table(f"{part.name}.calibrated", {**part.calibrated, **origin}))
-    parts.append(_table(name, {**_whole(machine, per_root), "source": "written by pstar", "checked": checked}))
-    if machine.slowdowns:
-        parts.append(_table(f"{name}.slowdowns", dict(machine.slowdowns)))
-    return "\n\n".join(parts) + "\n"
+    return width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +60,13 @@ class _Part:
     source: str
     calibrated: dict[str, object]
     products: dict[str, object] = field(default_factory=dict)
+
+    def tables(self, checked: date) -> list[tuple[str, dict[str, object]]]:
+        """Returns the part's tables: (name, fields)."""
+        origin = {"source": self.source, "checked": checked}
+        rows = [("", self.values, True), (".products", self.products, bool(self.products))]
+        rows.append((".calibrated", self.calibrated, self.measured))
+        return [(f"{self.name}{below}", {**fields, **origin}) for below, fields, written in rows if written]
 
 
 def _gpu_part(gpu: Gpu) -> _Part:
@@ -185,34 +183,51 @@ def _disks_part(disks: Nvme) -> _Part:
     )
 
 
+def _parts(machine: Machine) -> list[_Part]:
+    """Returns the parts of the machine, in the order of the file."""
+    host = replace(machine.host, memory_bytes=machine.pool_bytes or machine.host.memory_bytes)
+    parts = [
+        _gpu_part(machine.gpu),
+        _link_part(machine.link),
+        _host_part(host),
+    ]
+    for fabric, connects in ((machine.peer, "gpu-gpu"), (machine.network, "node-node")):
+        if fabric is not None:
+            parts.append(_fabric_part(fabric, connects))
+    if machine.nvme is not None:
+        parts.append(_disks_part(machine.nvme))
+    if machine.framework is not None:
+        parts.append(_framework_part(machine.framework))
+    return parts
+
+
 def _whole(machine: Machine, per_root: int | None) -> dict[str, object]:
     """Returns the machine's own table, which names its parts.
 
     per_root: GPUs on one PCIe switch, None without a switch.
     """
-    gpu, link, host = machine.gpu.name, machine.link.name, machine.host.name
-    whole: dict[str, object] = {"gpu": gpu, "gpus": machine.local_ranks, "link": link, "host": host}
-    if machine.notes:
-        whole["notes"] = machine.notes
-    if per_root is not None:
-        whole["gpus_per_root"] = per_root
-        if machine.root_bytes_per_s is not None:
-            whole["root_gb_per_s"] = machine.root_bytes_per_s / GB
-    if machine.price_usd_per_hour is not None:
-        whole["price_usd_per_hour"] = machine.price_usd_per_hour / machine.nodes
-    if machine.unified:
-        whole["unified"] = True
-    if machine.nodes > 1:
-        whole["nodes"] = machine.nodes
-    if machine.peer is not None:
-        whole["peer_link"] = machine.peer.name
-    if machine.network is not None:
-        whole["network"] = machine.network.name
-    if machine.nvme is not None:
-        whole["disks"] = machine.nvme.name
-    if machine.framework is not None:
-        whole["framework"] = machine.framework.name
-    return whole
+    price, root = machine.price_usd_per_hour, machine.root_bytes_per_s
+    fields: dict[str, object] = {
+        "gpu": machine.gpu.name,
+        "gpus": machine.local_ranks,
+        "link": machine.link.name,
+        "host": machine.host.name,
+        "notes": machine.notes or None,
+        "gpus_per_root": per_root,
+        "root_gb_per_s": None if per_root is None or root is None else root / GB,
+        "price_usd_per_hour": None if price is None else price / machine.nodes,
+        "unified": machine.unified or None,
+        "nodes": machine.nodes if machine.nodes > 1 else None,
+        "peer_link": _name(machine.peer),
+        "network": _name(machine.network),
+        "disks": _name(machine.nvme),
+        "framework": _name(machine.framework),
+    }
+    return {field: value for field, value in fields.items() if value is not None}
+
+
+def _name(part: Fabric | Nvme | Framework | None) -> str | None:
+    return None if part is None else part.name
 
 
 def save_machine(machine: Machine, path: str | Path) -> None:
