@@ -190,6 +190,12 @@ class Driver:
         s = self.session
         s.loop.require_running()
         w = s.plan.workload
+        if w.micro_batches > 1 and w.boundaries_on_host and not w.layer_major:
+            raise ContractError(
+                f"session.step: the plan of {s.plan.policy} has the inputs of blocks on the host and runs "
+                f"{w.micro_batches} micro-batches one after the other; that runs with one micro-batch only; give "
+                "checkpoints=gpu, or make a plan layer by layer (tide:order=relay-host)"
+            )
         planned_order = "relay" if w.relayed else "depth-first"
         order = planned_order if order is None else order
         if not isinstance(order, str) or order not in ORDERS:

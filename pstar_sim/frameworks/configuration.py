@@ -64,14 +64,19 @@ class Configuration:
 
     def for_model(self, workload: Workload) -> Configuration:
         """Returns the configuration with its open options set as the HF Trainer sets them for this model: DeepSpeed's
-        buckets follow the hidden size.
+        buckets follow the hidden size. A model that does not recompute has no checkpoints that could be on the host.
         """
-        if not self.left_open:
+        options = self.options
+        none_kept = options.get("checkpoints") == "host" and not workload.checkpointing
+        if not self.left_open and not none_kept:
             return self
         hidden = _hidden_size(workload)
         sizes = {"bucket": hidden**2, "prefetch": int(0.9 * hidden**2)}
-        options = self.options
-        changed = {name: sizes[name] for name in self.left_open if name in sizes and name in options and hidden}
+        changed: dict[str, object] = {
+            name: sizes[name] for name in self.left_open if name in sizes and name in options and hidden
+        }
+        if none_kept:
+            changed["checkpoints"] = "gpu"
         return replace(self, policy=spec(self.base, {**options, **changed}))
 
 

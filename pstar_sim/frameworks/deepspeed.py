@@ -90,6 +90,7 @@ KEYS = (
         also=(f"{_ZERO}.prefetch_bucket_size",),
     ),
     used("optimizer.type", "optimizer", str),
+    used("activation_checkpointing.cpu_checkpointing", "checkpoints_on_host", bool, False),
     unmodelled(f"{_ZERO}.overlap_comm", "gradients are taken to be reduced beside the backward pass", off=True),
     unmodelled(f"{_ZERO}.contiguous_gradients", "gradients are taken to pass through one bucket", off=True),
     unmodelled(f"{_ZERO}.reduce_scatter", "gradients are taken to be reduce-scattered", off=True),
@@ -115,7 +116,6 @@ KEYS = (
     unmodelled(f"{_ZERO}.mics_hierarchical_params_gather", "slices are taken to be spread over all ranks"),
     unmodelled(f"{_ZERO}.parameter_alignment", "padding between parameters is not counted"),
     unmodelled("activation_checkpointing.partition_activations", PARALLELISM),
-    unmodelled("activation_checkpointing.cpu_checkpointing", "kept activations are taken to stay on the GPU"),
     unmodelled("activation_checkpointing.contiguous_memory_optimization", "its buffer is not counted"),
     unmodelled("aio.*", "disks are taken to run at the machine's rate", off=None),
     unmodelled("amp.*", "amp is not modelled; bf16 and fp16 are"),
@@ -297,6 +297,7 @@ def _policy(found: Reading, stage: int, states: str, params: str) -> str:
         return spec("zero_infinity", {**options, "params": "nvme" if params == "nvme" else "cpu", "states": states})
     pinned = found.usual("pinned", True)
     how = {"flush": "async" if pinned else "blocking", "pinned": pinned, "params": "cpu" if params == "cpu" else "gpu"}
+    how["checkpoints"] = "host" if found["checkpoints_on_host"] is True else "gpu"
     return spec("zero3_offload", {**options, **how, "ratio": float(found.usual("ratio", 1.0))})
 
 
@@ -312,6 +313,8 @@ def _notes(found: Reading, stage: int, states: str, params: str) -> list[str]:
     """Returns notes on combinations of keys that are not modelled, and on defaults that depend on DeepSpeed's
     version."""
     zero3, zero12 = stage == 3, stage in (1, 2)
+    on_host = found["checkpoints_on_host"] is True
+    offloaded3 = zero3 and states == "cpu" and params != "nvme"
     disks, offloads = "nvme" in (states, params), (states, params) != ("none", "none")
     said = {
         "offloading has no effect with stage 0": stage == 0 and offloads,
@@ -330,6 +333,11 @@ def _notes(found: Reading, stage: int, states: str, params: str) -> list[str]:
         "offload_optimizer.ratio needs stage 3; DeepSpeed refuses it": zero12 and found["ratio"] not in (1.0, AUTO),
         "gradient_clipping is not in the file: DeepSpeed clips at 1.0 since version 0.19, not before": (
             "clip" not in found.named
+        ),
+        "not modelled: activation_checkpointing.cpu_checkpointing without stage 3 and the optimizer on the CPU; kept "
+        "activations are taken to stay on the GPU": on_host and not offloaded3,
+        "cpu_checkpointing is DeepSpeed's own checkpointing; models that recompute by PyTorch's ignore it": (
+            on_host and offloaded3
         ),
         "not modelled: 16-bit master weights; predicted with fp32 masters, which take more memory": (
             True in (found["bf16_masters"], found["fp16_masters"])
@@ -375,6 +383,8 @@ def values_of(configuration: Configuration) -> dict[str, object]:
             values[f"{what}_path"] = _NVME_PATH
     if detail["states"] == "nvme":
         values |= {"read_ahead": True, "write_behind": True}
+    if options.get("checkpoints") == "host":
+        values["checkpoints_on_host"] = True
     values |= {name: detail[name] for name in detail if name.startswith(("states_", "params_"))}
     for name in (*_SIZES, "ratio"):
         if name in options:

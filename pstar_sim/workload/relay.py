@@ -31,7 +31,7 @@ from pstar_sim.errors import TraceError
 from pstar_sim.workload.mixing import BlockRun, block_runs, shifted, without_stashed
 from pstar_sim.workload.workload import Moment, Stash, Use, Workload, odd_micro_batch
 
-__all__ = ["STASH_PLACES", "parts_of", "relay"]
+__all__ = ["STASH_PLACES", "boundaries_on_host", "parts_of", "relay"]
 
 STASH_PLACES = ("gpu", "host")
 """Places where the boundary stash may be."""
@@ -49,9 +49,37 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
     blocks, or whose micro-batches do not all have the same moments. With the stash on the host, also raises TraceError
     for a workload that keeps its activations.
     """
-    instance("workload", workload, Workload, "a Workload", error=TraceError)
     if stash not in STASH_PLACES:
         raise TraceError(f"relay: stash is {stash!r}; it is one of {', '.join(STASH_PLACES)}")
+    _check(workload, stash)
+    bodies = _bodies(workload)
+    parts = _parts(workload, bodies[0])
+    cells = [[body[m] for m in part] for _, _, part in parts for body in bodies]
+    order = [m for cell in cells for m in cell]
+    moments = [*_levelled(workload, cells), workload.moments[-1]]
+    moments[-1] = _step(workload, moments)
+    position = {m: n for n, m in enumerate(order)}
+    moved = [Use(moment=position[use.moment], tensor=use.tensor, kind=use.kind) for use in workload.uses]
+    uses = sorted(moved, key=attrgetter("moment", "tensor", "kind"))
+    made = replace(workload, moments=tuple(moments), uses=tuple(uses))
+    return made if stash == "gpu" else _with_stashes(made, _stashes(workload, parts, cells, workload.micro_batches))
+
+
+def boundaries_on_host(workload: Workload) -> Workload:
+    """Returns the workload in its own order, with the boundary stash of each micro-batch on the host. Raises TraceError
+    as `relay` with the stash on the host."""
+    _check(workload, "host")
+    made: list[Stash] = []
+    for u, body in enumerate(_bodies(workload)):
+        parts = _parts(workload, body)
+        own = _stashes(workload, parts, [list(moments) for _, _, moments in parts], 1)
+        made += (replace(stash, micro_batch=u) for stash in own)
+    return _with_stashes(workload, made)
+
+
+def _check(workload: Workload, stash: str) -> None:
+    """Raise TraceError for a workload that cannot have another order, or its boundary stash at this place."""
+    instance("workload", workload, Workload, "a Workload", error=TraceError)
     if workload.layer_major or workload.stashes:
         why = (
             "is layer-major already"
@@ -64,17 +92,6 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
             f"workload {workload.model!r} keeps its activations; boundaries on the host need a workload that "
             "recomputes them (checkpointing)"
         )
-    bodies = _bodies(workload)
-    parts = _parts(workload, bodies[0])
-    cells = [[body[m] for m in part] for _, _, part in parts for body in bodies]
-    order = [m for cell in cells for m in cell]
-    moments = [*_levelled(workload, cells), workload.moments[-1]]
-    moments[-1] = _step(workload, moments)
-    position = {m: n for n, m in enumerate(order)}
-    moved = [Use(moment=position[use.moment], tensor=use.tensor, kind=use.kind) for use in workload.uses]
-    uses = sorted(moved, key=attrgetter("moment", "tensor", "kind"))
-    made = replace(workload, moments=tuple(moments), uses=tuple(uses))
-    return made if stash == "gpu" else _stashed(made, workload, parts, cells)
 
 
 def parts_of(workload: Workload) -> list[tuple[int, int]]:
@@ -143,10 +160,15 @@ def _step(w: Workload, moments: Sequence[Moment]) -> Moment:
     return shifted(w.moments[-1], moments[-2].end_bytes - w.moments[-2].end_bytes)
 
 
-def _stashed(made: Workload, source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequence[int]]) -> Workload:
-    """Returns the layer-major workload `made` of `source`, with the boundary stash on the host."""
-    count = source.micro_batches
-    first = list(accumulate((len(cell) for cell in cells), initial=0))  # moment of each cell
+def _with_stashes(made: Workload, stashes: Sequence[Stash]) -> Workload:
+    """Returns the workload `made` without the bytes of the stashes that are on the host."""
+    return replace(made, moments=without_stashed(made, stashes), stashes=tuple(stashes)) if stashes else made
+
+
+def _stashes(source: Workload, parts: Sequence[BlockRun], cells: Sequence[Sequence[int]], count: int) -> list[Stash]:
+    """Returns the boundary stashes of `count` micro-batches of the depth-first workload `source`, which run `cells`
+    without a pause."""
+    first = list(accumulate((len(cell) for cell in cells), initial=cells[0][0]))  # moment of each cell
     backward = _backward_parts(parts)
     blocks = [(n, block) for n, (block, forward, _) in enumerate(parts) if forward and block in backward]
     names = [block for _, block in blocks]
@@ -170,7 +192,7 @@ def _stashed(made: Workload, source: Workload, parts: Sequence[BlockRun], cells:
     for k, (n, block) in enumerate(blocks):
         held = returned if k == 0 else 0
         stashes += _stashes_of(block, [mine[k] for mine in sizes], first, n * count, backward[block] * count, held)
-    return replace(made, moments=without_stashed(made, stashes), stashes=tuple(stashes)) if stashes else made
+    return stashes
 
 
 def _boundary_bytes(w: Workload, begin: int, ahead: Sequence[Sequence[int]], back: Sequence[int]) -> list[int]:

@@ -56,6 +56,23 @@ def test_a_configuration_is_a_policy_and_what_is_written_of_it_is_read_again(zer
     assert deepspeed.read(json.loads(deepspeed.write(found)), "again.json") == found
 
 
+def test_checkpoints_on_the_host_are_the_policys_where_the_model_recomputes() -> None:
+    content = {
+        "activation_checkpointing": {"cpu_checkpointing": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": CPU},
+    }
+    found = deepspeed.read(content, "ds.json")
+    assert found.policy == "zero3_offload:flush=async,checkpoints=host"
+    assert any("models that recompute by PyTorch's ignore it" in note for note in found.notes)
+    assert deepspeed.read(json.loads(deepspeed.write(found)), "again.json").policy == found.policy
+    recomputes, keeps = (chain_workload(4, MIB, checkpointing=on, micro_batches=2) for on in (True, False))
+    assert found.for_model(recomputes).policy == found.policy
+    assert found.for_model(keeps).policy == "zero3_offload:flush=async"
+    resident = deepspeed.read({**content, "zero_optimization": {"stage": 3}}, "ds.json")
+    assert resident.policy == "zero3_resident"
+    assert any("cpu_checkpointing without stage 3" in note for note in resident.notes)
+
+
 def test_what_a_file_leaves_to_the_script_is_not_said() -> None:
     auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
     zero = {"stage": 3, "offload_optimizer": CPU, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}

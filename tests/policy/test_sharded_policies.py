@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.checker.check import check_plan
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import PAGEABLE, Kind, Place, Queue, Step
 from pstar_sim.core.timeline import Timeline
@@ -225,10 +226,24 @@ def test_checkpoints_on_the_host_are_blocking_copies_of_unpinned_memory() -> Non
     assert play(on_host).iteration_s == pytest.approx(play(on_gpu).iteration_s + copies_s, rel=1e-3)
     tide = [[m.peak_bytes for m in plan.workload.moments] for plan in (on_gpu, on_host)]
     assert all(b <= a for a, b in zip(*tide)) and sum(tide[0]) - sum(tide[1]) > 50 * out[0].bytes
-    with pytest.raises(CannotPlan, match="checkpoints=host is for one micro-batch, not 2; checkpoints=gpu is for any"):
-        planned("zero3_offload:checkpoints=host", here, preset("gpt2", batch=1, seq=64, micro_batches=2))
     with pytest.raises(CannotPlan, match="keeps its activations"):
         planned("zero3_offload:checkpoints=host", here, preset("gpt2", batch=1, seq=64, checkpointing=False))
+
+
+def test_checkpoints_of_each_micro_batch_go_to_the_host() -> None:
+    """Two micro-batches one after the other copy twice as much, and the host holds those of one at a time."""
+    here = machine(
+        h2d_bytes_per_s=64 * MIB, d2h_bytes_per_s=64 * MIB, gpu_memory_bytes=8 * GB, host_memory_bytes=8 * GB
+    )
+    one, two = (preset("gpt2", batch=1, seq=64, checkpointing=True, micro_batches=n) for n in (1, 2))
+    on_gpu, on_host = (planned(f"zero3_offload:checkpoints={place}", here, two) for place in ("gpu", "host"))
+    alone = planned("zero3_offload:checkpoints=host", here, one)
+    out = of(on_host, Kind.STASH_OUT)
+    assert [s.bytes for s in out] == [64 * 768 * 2] * 22
+    assert not on_host.workload.layer_major and on_host.workload.stash_room == alone.workload.stash_room
+    copies_s = 2 * sum(s.bytes for s in out) / MIB
+    assert play(on_host).iteration_s == pytest.approx(play(on_gpu).iteration_s + copies_s, rel=1e-3)
+    check_plan(on_host, two)
 
 
 def test_two_buckets_at_most_are_under_way() -> None:

@@ -9,7 +9,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.presets import variant
-from pstar_sim.workload.relay import relay
+from pstar_sim.workload.relay import boundaries_on_host, relay
 from pstar_sim.workload.workload import Moment, Workload, activations_text
 
 __all__ = ["check_budgets", "check_machine", "check_workload_of"]
@@ -65,7 +65,10 @@ def _as_planned(plan: Plan, workload: Workload) -> Workload:
     in the plan's dtype if the preset names none, and in the order of the plan, which the policy may have chosen."""
     mine = plan.workload
     if mine.relayed and not (workload.layer_major or workload.stashes):
-        workload = relay(workload, stash="host" if mine.boundaries_on_host else "gpu")
+        if mine.layer_major:
+            workload = relay(workload, stash="host" if mine.boundaries_on_host else "gpu")
+        else:
+            workload = boundaries_on_host(workload)
     dtype = mine.dtype if workload.dtype_open else workload.dtype
     share = max(rank.batch_share for rank in plan.machine.ranks)
     whole = len(plan.machine.ranks) > 1 and round(workload.batch * share, 6) == mine.batch

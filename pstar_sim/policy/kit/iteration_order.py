@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 from pstar_sim.errors import CannotPlan, TraceError
-from pstar_sim.workload.relay import relay
+from pstar_sim.workload.relay import boundaries_on_host, relay
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["ORDERS", "in_order", "order_of"]
+__all__ = ["ON_HOST", "ORDERS", "in_order", "order_of"]
 
 ORDERS = ("depth-first", "relay", "relay-host")
 """Micro-batch by micro-batch; block by block; block by block with the boundary stash on the host."""
+
+
+ON_HOST = "depth-first-host"
+"""Micro-batch by micro-batch, with the boundary stash on the host. Only policies that stand for another system plan
+in this order: session.step runs it for one micro-batch."""
+
+_MAKERS: Mapping[str, Callable[[Workload], Workload]] = {
+    "relay": relay,
+    "relay-host": partial(relay, stash="host"),
+    ON_HOST: boundaries_on_host,
+}
 
 
 def order_of(workload: Workload) -> str:
@@ -33,7 +47,7 @@ def in_order(name: str, workload: Workload, order: str) -> Workload:
     if isinstance(known, Workload):
         return known
     try:
-        made = relay(workload, stash="host" if order == "relay-host" else "gpu")
+        made = _MAKERS[order](workload)
     except TraceError as reason:
         raise CannotPlan(f"{name}: {reason}") from reason
     if made.moments == workload.moments:

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import PAGEABLE, Place
-from pstar_sim.errors import CannotPlan
-from pstar_sim.policy.kit.iteration_order import in_order
+from pstar_sim.policy.kit.iteration_order import ON_HOST, in_order
 from pstar_sim.policy.kit.options import Option, one_of, share, switch, whole_number
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded import (
@@ -63,9 +62,7 @@ OPTIONS = {
     "ratio": Option(share(), "share of the optimizer that is on the CPU; the rest stays on the GPU", 1.0),
     "flush": Option(one_of("blocking", "async"), "how the last gradients go to the host", "blocking"),
     "params": Option(one_of("gpu", "cpu"), "where parameters live between uses", "gpu"),
-    "checkpoints": Option(
-        one_of(*STASH_PLACES), "place of the inputs of blocks that recompute; host: for one micro-batch", "gpu"
-    ),
+    "checkpoints": Option(one_of(*STASH_PLACES), "place of the inputs of blocks that recompute", "gpu"),
     "pinned": Option(switch(), "updated parameters go up from pinned memory", True),
     **TRACED_OPTIONS,
 }
@@ -94,7 +91,7 @@ def zero3_offload(
     """
     stash_via = None
     if checkpoints == "host":
-        workload = _with_host_checkpoints(workload)
+        workload = in_order("zero3_offload", workload, ON_HOST)  # with to("cpu"), a copy that blocks
         stash_via = None if machine.link.pageable_bytes_per_s is None else PAGEABLE
     b = Builder("zero3_offload", workload, machine, settings, stash_via=stash_via)
     choice = Offloading(
@@ -131,18 +128,6 @@ def zero3_offload(
         else f"after the barrier, {len(o.groups)} sub-groups one after the other"
     )
     return b.plan(predict=True)
-
-
-def _with_host_checkpoints(workload: Workload) -> Workload:
-    """Returns the workload with the inputs of its blocks on the host (`cpu_checkpointing`). DeepSpeed copies each with
-    `to("cpu")`, which blocks. Raises CannotPlan for several micro-batches and for a workload that does not
-    recompute."""
-    if workload.micro_batches > 1:
-        raise CannotPlan(
-            f"zero3_offload: checkpoints=host is for one micro-batch, not {workload.micro_batches}; checkpoints=gpu is "
-            "for any number"
-        )
-    return in_order("zero3_offload", workload, "relay-host")
 
 
 def _optimizer_step(o: Offloaded, *, pinned: bool) -> None:
