@@ -12,25 +12,27 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
 import torch
 
-from executor.calibration import compute, copies, disk, host, together, wire
+from executor.calibration import compute, copies, disk, host, shapes, together, wire
 from executor.calibration.bench import Bench, Effort
 from executor.calibration.measured_device import Device, VirtualDevice, open_device
 from executor.recording import moment_costs
-from pstar_sim.catalog.curves import Curve, best_rate, rate_at
-from pstar_sim.catalog.here import read_cores, read_memory
+from pstar_sim.catalog.curves import Curve, best_rate
+from pstar_sim.catalog.here import read_cores, read_memory, read_numa
 from pstar_sim.catalog.loader import load_catalog, load_machine
-from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.machine import Fabric, Framework, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.catalog.writing import machine_toml
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import CatalogError, PlanError
 from pstar_sim.files import check_writable, write_atomically
 from pstar_sim.units import GB, format_bytes
+from pstar_sim.workload.workload import DTYPE_BYTES
 
 __all__ = ["Findings", "calibrate", "machine_of", "measure", "write_machine"]
 
@@ -46,14 +48,20 @@ class Findings:
 
     skipped: figures that were not measured, each with its reason.
     matmul: dtype -> curve of flops/s over the flops of a product.
+    products: rates of products by shape; None: not measured.
+    python_s, wait_s: seconds of a moment's Python, and seconds that the engine adds to a moment.
     constant_s, operator_bytes_per_s: the terms of [Note: seconds of a moment].
     adam: curve of parameters/s over threads.
-    network: (backend, bytes/s, latency in s).
+    network: (backend, curve of bytes/s over the bytes of a collective, latency in s).
+    numa: numbers of NUMA nodes: (those of the cores that this process may use, those of the machine); None: not known.
     disks: (read, write, bytes of the disk).
     taken_by_others: share of the processor time that other programs had meanwhile.
     """
 
     matmul: dict[str, Curve] = field(default_factory=dict)
+    products: ProductShape | None = None
+    python_s: float = 0.0
+    wait_s: float = 0.0
     memory_bytes_per_s: float = 0.0
     constant_s: float = 0.0
     operator_bytes_per_s: float = 0.0
@@ -62,7 +70,8 @@ class Findings:
     pageable_bytes_per_s: float | None = None
     adam: Curve = ()
     dram_bytes_per_s: float = 0.0
-    network: tuple[str, float, float] | None = None
+    network: tuple[str, Curve, float] | None = None
+    numa: tuple[int, int] | None = None
     disks: tuple[float, float, int] | None = None
     slowdowns: dict[str, float] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
@@ -121,18 +130,22 @@ def measure(
     cores: number of cores that this process may use.
     folder: a folder on the disk to measure.
     """
-    found = Findings()
+    found = Findings(numa=read_numa(Path("/")))
     bench = Bench(effort)
     threads = host.thread_counts(cores)
 
     def products() -> None:
         found.matmul = compute.matmul_rates(device, bench)
 
+    def products_by_shape() -> None:
+        found.products = _products(device, bench, found)
+
     def memory() -> None:
         found.memory_bytes_per_s = compute.memory_rate(device, bench)
 
     def training() -> None:
-        found.constant_s, found.operator_bytes_per_s = _moments(device, bench, found)
+        found.python_s = moment_costs.python_s(device, bench)
+        found.constant_s, found.operator_bytes_per_s, found.wait_s = _moments(device, bench, found)
 
     def to_device() -> None:
         found.h2d = copies.copy_rates(device, bench, Queue.H2D)
@@ -170,6 +183,7 @@ def measure(
 
     parts: list[tuple[str, Callable[[], None]]] = [
         ("products by size and dtype", products),
+        ("products by shape", products_by_shape),
         ("device memory", memory),
         ("moments of training", training),
         ("copies to the device", to_device),
@@ -188,25 +202,45 @@ def measure(
     return found
 
 
-def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, float]:
-    """Returns the figures `constant_s` and `operator_bytes_per_s` of `Findings`."""
+def _products(device: Device, bench: Bench, found: Findings) -> ProductShape:
+    """Returns the rates of products by shape, with the share of attention."""
+    dtype = next(dtype for dtype in shapes.TIMED_DTYPE[device.kind] if dtype in found.matmul)
+    flops_per_s = best_rate(found.matmul[dtype])
+    sms, tile = device.multiprocessors
+    shape = shapes.fit_products(
+        shapes.product_seconds(device, bench, dtype),
+        flops_per_s=flops_per_s,
+        itemsize=DTYPE_BYTES[dtype],
+        sms=sms,
+        tile=tile,
+    )
+    return replace(shape, flash=shapes.attention_share(device, bench, dtype, flops_per_s))
+
+
+def _moments(device: Device, bench: Bench, found: Findings) -> tuple[float, float, float]:
+    """Returns (seconds of a moment besides products and bytes, bytes/s of its operators, seconds that the engine adds
+    to it)."""
     if device.kind != "virtual":
         # Operators alone, and about three kernels so small that only their launch takes time.
         _, rate = max(compute.memory_rates(device, bench))
-        smallest, flops_per_s = min(found.matmul["fp32"])
+        assert found.products is not None
         found.skipped.append("moments of training: timed on the virtual accelerator only; operators timed alone")
-        return 3 * smallest / flops_per_s, rate
+        return 3 * found.products.kernel_s, rate, 0.0
     machine = load_machine("virtual", gpu_memory="1GB", host_memory="3GB")
-    curve = found.matmul["fp32"]
+    gpu = replace(
+        machine.gpu,
+        flops_per_s={dtype: best_rate(curve) for dtype, curve in found.matmul.items()},
+        matmul_tables=found.matmul,
+        products=found.products,
+    )
+    machine = replace(machine, ranks=(replace(machine.ranks[0], gpu=gpu),))
     samples = moment_costs.recorded_samples(machine)
     try:
-        constant_s, bytes_per_s = moment_costs.fit(
-            samples, lambda flops: flops / rate_at(curve, flops) if flops else 0.0
-        )
+        constant_s, bytes_per_s = moment_costs.fit(samples)
     except ValueError as error:
         found.skipped.append(f"moments of training: {error}; operators timed alone")
         constant_s, bytes_per_s = 0.0, max(compute.memory_rates(device, bench))[1]
-    return constant_s + moment_costs.engine_overhead_s(device, bench, machine), bytes_per_s
+    return constant_s, bytes_per_s, moment_costs.engine_overhead_s(device, bench, machine)
 
 
 def _slowdowns(device: Device, bench: Bench) -> dict[str, float]:
@@ -273,6 +307,7 @@ def machine_of(
         duplex=True,  # the cost of both directions at once is among the slow-downs
         measured=True,
         source=origin,
+        known="measured",
         pageable_bytes_per_s=found.pageable_bytes_per_s,
         h2d_table=found.h2d,
         d2h_table=found.d2h,
@@ -285,19 +320,22 @@ def machine_of(
         cores=cores,
         adam_params_per_s=adam,
         measured=True,
-        source=f"{origin}; Adam on {used} thread{'s' if used > 1 else ''} as the executor runs it",
+        source=f"{origin}; Adam on {used} thread{'s' if used > 1 else ''} as the executor runs it{_bound(found.numa)}",
+        known="measured",
         adam_table=found.adam,
         dram_measured=True,
     )
     peer = nvme = None
     if found.network is not None:
-        backend, rate, latency_s = found.network
+        backend, curve, latency_s = found.network
         peer = Fabric(
             name=f"{name}-{backend}",
-            bytes_per_s=rate,
+            bytes_per_s=best_rate(curve),
             latency_s=latency_s,
             measured=True,
             source=f"{origin}; {backend}",
+            known="measured",
+            table=curve,
         )
     if found.disks is not None:
         read, write, size = found.disks
@@ -318,6 +356,23 @@ def machine_of(
         peer=peer,
         nvme=nvme,
         slowdowns=found.slowdowns,
+        framework=Framework(
+            name=f"{name}-python",
+            python_s=found.python_s,
+            wait_s=found.wait_s,
+            source=f"{origin}; wait: what the engine adds to plain torch",
+            known="measured",
+        ),
+    )
+
+
+def _bound(numa: tuple[int, int] | None) -> str:
+    """Returns words for the NUMA nodes that the host's figures belong to. numa: as in `Findings`."""
+    if numa is None or numa[1] == 1:
+        return ""
+    mine, nodes = numa
+    return (
+        f"; process bound to one of {nodes} NUMA nodes" if mine == 1 else f"; process on {mine} of {nodes} NUMA nodes"
     )
 
 
@@ -343,6 +398,8 @@ def _gpu(found: Findings, device: Device, available: int, origin: str, notes: li
         measured=True,
         source=origin,
         launch_s=found.constant_s,
+        known="measured",
+        products=found.products,
         matmul_tables=found.matmul,
         operator_bytes_per_s=found.operator_bytes_per_s,
     )

@@ -54,6 +54,7 @@ class Device(Protocol):
     count: number of such devices.
     dtypes: working dtypes in which the device multiplies.
     adam_threads: CPU threads that the executor gives to Adam beside the device.
+    multiprocessors: number of streaming multiprocessors, and (rows, columns) of the tile that each computes at a time.
     """
 
     kind: str
@@ -63,6 +64,7 @@ class Device(Protocol):
     dtypes: tuple[str, ...]
     backend: Copies
     adam_threads: int
+    multiprocessors: tuple[int, tuple[int, int]]
 
     def timed(self, action: Callable[[], object], queue: Queue = Queue.COMPUTE) -> float:
         """Run the action to its end on `queue` and return its seconds."""
@@ -105,6 +107,7 @@ class VirtualDevice:
     dtypes: tuple[str, ...] = ("fp32", "bf16")
     count = 1
     adam_threads = 1
+    multiprocessors = 1, (1, 1)
 
     def __init__(
         self,
@@ -208,6 +211,9 @@ class CudaCopies:
         return self._copied.by_direction
 
 
+_TILE = (128, 256)  # of large products of 16-bit tensors, as in generations.toml
+
+
 class CudaDevice:
     """A CUDA device. fp32 products use torch's current precision setting (no TF32 unless it was allowed)."""
 
@@ -223,6 +229,7 @@ class CudaDevice:
         self.count = names.count(self.title)
         self.dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16") if torch.cuda.is_bf16_supported() else ("fp32", "fp16")
         self.adam_threads = torch.get_num_threads()
+        self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count, _TILE
         self._cuda = CudaCopies(self.device)
         self.backend: Copies = self._cuda
 

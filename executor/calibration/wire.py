@@ -2,8 +2,8 @@
 
 Each rank is a process of its own (`python -m executor.calibration.wire RANK FILE BACKEND`). The processes meet through
 a file that both know; the first process prints seconds by size as JSON. An all-gather between two ranks sends each
-rank's part once. Therefore bytes of the part over seconds is the rate at which a rank sends, and at the same time
-receives.
+rank's part once. Therefore bytes of the part over the seconds beyond the latency is the rate at which a rank sends, and
+at the same time receives.
 """
 
 from __future__ import annotations
@@ -17,23 +17,29 @@ import tempfile
 import time
 from pathlib import Path
 
+from pstar_sim.catalog.curves import Curve
+
 __all__ = ["collective_rates", "from_seconds"]
 
-_SIZES = (4 << 10, 1 << 20, 8 << 20)
+_SIZES = (4 << 10, 256 << 10, 1 << 20, 8 << 20, 32 << 20)
 _REPEATS = 5
 _TIMEOUT_S = 60.0
 
 
-def from_seconds(seconds: dict[int, float]) -> tuple[float, float]:
-    """Returns (bytes/s that a rank sends, latency in s) from all-gather seconds by bytes of a rank's part. The latency
-    is the seconds of the smallest part. The rate is the bytes of the largest part over its seconds beyond the
-    latency."""
-    small, large = min(seconds), max(seconds)
-    return (large - small) / max(seconds[large] - seconds[small], 1e-9), seconds[small]
+def from_seconds(seconds: dict[int, float]) -> tuple[Curve, float]:
+    """Returns (curve of bytes/s that a rank sends over the bytes of both parts together, latency in s) from all-gather
+    seconds by bytes of a rank's part. The latency is the seconds of the smallest part. A rate is that of the bytes
+    beyond the smallest part, over the seconds beyond the latency. A part that takes no longer than the smallest has no
+    rate and is left out, but for the largest."""
+    small, *others = sorted(seconds)
+    rates = [(2.0 * size, (size - small) / max(seconds[size] - seconds[small], 1e-9)) for size in others]
+    measurable = [(size, rate) for size, rate in rates[:-1] if seconds[int(size) // 2] > seconds[small]]
+    return (*measurable, rates[-1]), seconds[small]
 
 
-def collective_rates(*, timeout_s: float = _TIMEOUT_S) -> tuple[str, float, float] | str:
-    """Returns (backend, bytes/s that a rank sends, latency in s), or the reason why there are none."""
+def collective_rates(*, timeout_s: float = _TIMEOUT_S) -> tuple[str, Curve, float] | str:
+    """Returns (backend, curve of bytes/s that a rank sends over the bytes of a collective, latency in s), or the reason
+    why there are none."""
     import torch
     import torch.distributed
 

@@ -1,14 +1,14 @@
 """The cost of a moment of training beside its products: bandwidth of its operators, and a constant per moment.
 
-[Note: seconds of a moment] seconds = constant + flops / rate of a product that large + bytes / bandwidth. The bytes are
-those that the moment's operators read and write, as a capture counts them, and those of the engine's work on an
-arriving gradient (copy and norm: three times the gradient's bytes). Operators run one after another, so the terms add
-up. Rates of products are measured alone (`compute.matmul_rates`). Bandwidth and constant are fitted to moments that the
-engine recorded of a small reference model, because caches and the allocator treat operators differently inside a
-training step than alone.
+[Note: seconds of a moment] seconds = constant + products by shape + other flops / rate + other bytes / bandwidth, as
+the cost model says it (cost.py). The bytes are those that its operators read and write, as a capture counts them, and
+those of the engine's work on an arriving gradient (copy and norm: three times its bytes). Products and attention are
+measured alone (`executor/calibration/shapes.py`). Bandwidth and constant are fitted to moments that the engine
+recorded of a small reference model, because caches and the allocator treat operators differently inside a training step
+than alone.
 
-The engine's own part of the constant (waits between threads, bookkeeping) is not in a recorded moment. This part is the
-difference between the engine and plain torch on a model of many layers too small to compute anything.
+The engine's own part of a moment (waits between threads, bookkeeping) is not in a recorded moment. It is the difference
+between the engine and plain torch on a model of many layers too small to compute anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 
 import torch
@@ -29,33 +29,40 @@ from executor.calibration.measured_device import Device
 from executor.prepare import prepare
 from executor.recording.record import record
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
-from pstar_sim.cost import gradient_traffic_bytes
+from pstar_sim.cost import CostModel
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.workload.workload import Workload
 
-__all__ = ["Sample", "engine_overhead_s", "fit", "recorded_samples"]
+__all__ = ["Sample", "engine_overhead_s", "fit", "python_s", "recorded_samples", "samples_of"]
+
+_NO_TIME = 1e18  # bytes/s at which bytes take no time
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One recorded moment: its flops, the bytes that it moves, its seconds."""
+    """One recorded moment.
 
-    flops: float
+    flops_s: seconds of its products and other flops.
+    size_bytes: bytes that its other operators move.
+    seconds: its recorded seconds.
+    """
+
+    flops_s: float
     size_bytes: float
     seconds: float
 
 
-def fit(samples: Sequence[Sample], product_s: Callable[[float], float]) -> tuple[float, float]:
+def fit(samples: Sequence[Sample]) -> tuple[float, float]:
     """Returns (constant in s, bandwidth in bytes/s) of [Note: seconds of a moment], by least squares of relative
     errors. The constant is at least 0.
-
-    product_s: seconds of a product, by its flops.
 
     Raises ValueError where the samples do not determine the bandwidth (fewer than two, all of one size, or no time left
     for bytes).
     """
     # Weights are 1/seconds: minimise the sum of (constant a + slope b - 1 - rest c)**2, with a, b and c over seconds.
-    rows = [(1 / s.seconds, s.size_bytes / s.seconds, 1 - product_s(s.flops) / s.seconds) for s in samples]
+    rows = [(1 / s.seconds, s.size_bytes / s.seconds, 1 - s.flops_s / s.seconds) for s in samples]
     aa, ab, bb = sum(a * a for a, _, _ in rows), sum(a * b for a, b, _ in rows), sum(b * b for _, b, _ in rows)
     ac, bc = sum(a * c for a, _, c in rows), sum(b * c for _, b, c in rows)
     determinant = aa * bb - ab * ab
@@ -108,6 +115,23 @@ REFERENCE = (512, 3, 4096)
 BATCHES = ((2, 32), (2, 128))
 
 
+def samples_of(workload: Workload, machine: Machine) -> list[Sample]:
+    """Returns the moments of a recorded workload that have operators.
+
+    machine: a machine with the measured rates of products; its bandwidth and its constant are not used.
+    """
+    layout = build_layout(workload)
+
+    def moments_s(bytes_per_s: float) -> Sequence[float]:
+        gpu = replace(machine.gpu, launch_s=0.0, operator_bytes_per_s=bytes_per_s)
+        ranks = (replace(machine.ranks[0], gpu=gpu),)
+        return CostModel(workload, replace(machine, name="not the recorded one", ranks=ranks), layout).moments_s
+
+    # Seconds are linear in the bytes, so two bandwidths tell flops and bytes apart.
+    rows = zip(workload.moments, moments_s(_NO_TIME), moments_s(1.0))
+    return [Sample(flops_s, with_bytes_s - flops_s, m.duration_s) for m, flops_s, with_bytes_s in rows if m.duration_s]
+
+
 def recorded_samples(
     machine: Machine,
     *,
@@ -118,6 +142,7 @@ def recorded_samples(
     """Returns the moments of the reference model (width, blocks, words), as the engine records them at each (batch,
     sequence).
 
+    machine: as for `samples_of`; the executor runs on it.
     clock: CPU seconds of the compute thread.
     """
     torch.manual_seed(0)
@@ -135,11 +160,7 @@ def recorded_samples(
             timed=5,
             clock=clock,
         )
-        samples += [
-            Sample(m.flops, m.bytes_read + m.bytes_written + gradient_traffic_bytes(w, i), m.duration_s)
-            for i, m in enumerate(w.moments)
-            if m.duration_s
-        ]
+        samples += samples_of(w, machine)
     return samples
 
 
@@ -154,6 +175,17 @@ class _Tiny(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layers(x).square().mean()
         return out
+
+
+def python_s(device: Device, bench: Bench) -> float:
+    """Returns the seconds of Python and of torch's dispatcher in one moment: those of a training step in plain torch of
+    a model too small to compute anything, over its moments."""
+    model = _Tiny().to(device.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    step = _loop(model, optimizer, repeat(torch.ones(_ROWS, _WIDTH, device=device.device)))
+    with device.using():
+        seconds = bench.medians({"step": step}, device.timed)
+    return seconds["step"] / (2 * _LAYERS)
 
 
 def engine_overhead_s(

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from pstar_sim.catalog.machine import Gpu, Host, Link, Machine, Rank
 from pstar_sim.errors import CatalogError
 from pstar_sim.units import GB, MIB, format_bytes
 
-__all__ = ["nvidia_smi", "read_cores", "read_memory", "this_machine"]
+__all__ = ["nvidia_smi", "read_cores", "read_memory", "read_numa", "this_machine"]
 
 _QUERY = "name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max"
 
@@ -170,6 +170,28 @@ def read_cores(root: Path) -> int:
         if quota and period and int(quota[0]) > 0:
             quotas.append(int(quota[0]) / int(period[0]))
     return max(1, math.ceil(min(quotas)))
+
+
+def read_numa(root: Path, cores: Collection[int] | None = None) -> tuple[int, int] | None:
+    """Returns (number of NUMA nodes whose cores this process may use, number of NUMA nodes of the machine). Returns
+    None where the system does not say.
+
+    cores: numbers of the cores that this process may use; None: its affinity.
+    """
+    if cores is None:
+        if not hasattr(os, "sched_getaffinity"):
+            return None
+        cores = os.sched_getaffinity(0)
+    lists = [_words(path) for path in sorted(root.glob("sys/devices/system/node/node[0-9]*/cpulist"))]
+    nodes = [_numbers(words[0]) for words in lists if words]  # a node without cores has memory only
+    mine = sum(1 for node in nodes if node & set(cores))
+    return (mine, len(nodes)) if mine else None
+
+
+def _numbers(ranges: str) -> set[int]:
+    """Returns the numbers of a list such as "0-3,8"."""
+    pairs = [part.partition("-") for part in ranges.split(",")]
+    return {n for low, _, high in pairs for n in range(int(low), int(high or low) + 1)}
 
 
 def _groups(root: Path, controller: str) -> Sequence[Path]:

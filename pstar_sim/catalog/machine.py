@@ -437,7 +437,7 @@ class Machine:
         if self.nvme is not None:
             found["disk"] = "calibrated" if self.nvme.measured else "datasheet"
         if self.framework is not None:
-            found["framework"] = self.framework.known
+            found["framework"] = _worst([(self.framework.known == "measured", self.framework.known)])
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -72,8 +73,15 @@ def _rows(machine: Machine) -> list[tuple[str, str, str]]:
     rows.append(("device memory", _gb(gpu.hbm_bytes_per_s), ""))
     if gpu.operator_bytes_per_s is not None:
         rows.append(("operators of a moment", _gb(gpu.operator_bytes_per_s), ""))
+    if gpu.products is not None:
+        shape = gpu.products
+        rows.append(("products by shape", _gb(shape.bytes_per_s), f"{shape.kernel_s * 1e6:.1f} us a kernel"))
+        rows.append(("attention", f"{shape.flash:.0%} of the rate of large products", ""))
     if gpu.launch_s is not None:
-        rows.append(("every moment", f"{gpu.launch_s * 1e6:.1f} us", ""))
+        rows.append(("kernels of every moment", f"{gpu.launch_s * 1e6:.1f} us", ""))
+    if machine.framework is not None:
+        rows.append(("Python of a moment", f"{machine.framework.python_s * 1e6:.1f} us", ""))
+        rows.append(("the engine adds to a moment", f"{machine.framework.wait_s * 1e6:.1f} us", ""))
     rows.append(("host to device", _gb(link.h2d_bytes_per_s), _span(link.h2d_table, GB)))
     rows.append(("device to host", _gb(link.d2h_bytes_per_s), _span(link.d2h_table, GB)))
     if link.pageable_bytes_per_s is not None:
@@ -85,7 +93,8 @@ def _rows(machine: Machine) -> list[tuple[str, str, str]]:
         rows.append(("disk, read", _gb(machine.nvme.read_bytes_per_s), ""))
         rows.append(("disk, write", _gb(machine.nvme.write_bytes_per_s), ""))
     if machine.peer is not None:
-        rows.append((f"collectives ({machine.peer.name})", _gb(machine.peer.bytes_per_s), ""))
+        rates = _span(machine.peer.table, GB)
+        rows.append((f"collectives ({machine.peer.name})", _gb(machine.peer.bytes_per_s), rates))
     rows += [
         (name.replace("_", " "), f"{factor:.2f} times as long", "")
         for name, factor in sorted(machine.slowdowns.items())
@@ -111,7 +120,10 @@ def _facts(machine: Machine, path: str, skipped: list[str]) -> dict[str, object]
         "matmul_tables": {dtype: list(curve) for dtype, curve in gpu.matmul_tables.items()},
         "memory_bytes_per_s": gpu.hbm_bytes_per_s,
         "operator_bytes_per_s": gpu.operator_bytes_per_s,
+        "products": None if gpu.products is None else asdict(gpu.products),
         "moment_s": gpu.launch_s,
+        "python_s": None if machine.framework is None else machine.framework.python_s,
+        "wait_s": None if machine.framework is None else machine.framework.wait_s,
         "h2d_bytes_per_s": link.h2d_bytes_per_s,
         "d2h_bytes_per_s": link.d2h_bytes_per_s,
         "h2d_table": list(link.h2d_table),
@@ -123,6 +135,7 @@ def _facts(machine: Machine, path: str, skipped: list[str]) -> dict[str, object]
         "disk_read_bytes_per_s": None if machine.nvme is None else machine.nvme.read_bytes_per_s,
         "disk_write_bytes_per_s": None if machine.nvme is None else machine.nvme.write_bytes_per_s,
         "collectives_bytes_per_s": None if machine.peer is None else machine.peer.bytes_per_s,
+        "collectives_table": [] if machine.peer is None else list(machine.peer.table),
         "slowdowns": dict(machine.slowdowns),
         "not_measured": skipped,
     }

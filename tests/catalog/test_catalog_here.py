@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pstar_sim.catalog.efficiency import fitted
-from pstar_sim.catalog.here import read_cores, read_memory, this_machine
+from pstar_sim.catalog.here import read_cores, read_memory, read_numa, this_machine
 from pstar_sim.catalog.loader import load_catalog, load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import CatalogError
@@ -129,3 +129,13 @@ def test_the_real_machine() -> None:
     assert m.host.memory_bytes == 64 * GB
     assert m.host.cores >= 1
     assert m.gpu_budget_bytes > 0
+
+
+def test_numa_nodes_of_the_cores_that_the_process_may_use(tmp_path: Path) -> None:
+    for node, cores in ((0, "0-3,8"), (1, "4-7"), (2, "")):  # the third has memory only
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+    assert read_numa(tmp_path, {1, 8}) == (1, 2)
+    assert read_numa(tmp_path, {3, 4}) == (2, 2)
+    assert read_numa(tmp_path / "none", {0}) is None

@@ -3,19 +3,22 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from executor import calibrate as calibration
-from executor.calibration import compute, copies, disk, host, together, wire
+from executor.calibration import compute, copies, disk, host, shapes, together, wire
 from executor.calibration.bench import Bench, Effort
 from executor.calibration.measured_device import CudaDevice, VirtualDevice, open_device
 from executor.recording import moment_costs
 from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import CatalogError, PlanError
@@ -153,6 +156,35 @@ def test_device_memory_counts_a_copys_bytes_twice() -> None:
     assert compute.memory_rate(device, bench()) == pytest.approx(2 * (4 << 20) / 1e-3)
 
 
+def test_a_layer_has_three_products() -> None:
+    device = VirtualDevice(clock=Ticks(1e-3), wall_clock=Ticks())
+    found = shapes.product_seconds(device, bench(), "fp32", [(4, 16, 32)])
+    assert found == {product: pytest.approx(1e-3) for product in ((1, 4, 16, 32), (1, 4, 32, 16), (1, 16, 4, 32))}
+
+
+@pytest.mark.parametrize("sms", [1, 100])
+def test_products_by_shape_are_found_again(sms: int) -> None:
+    own = ProductShape(
+        sms=sms, tile=(128, 256), wave_loss=0.6 if sms > 1 else 0.0, depth=90.0, bytes_per_s=3e10, kernel_s=4e-5
+    )
+    layers = [(m, k, n) for m in (64, 1000, 5000) for k, n in ((300, 500), (1500, 4000), (4000, 1500))]
+    rows = [(1, *layer) for m, k, n in layers for layer in ((m, k, n), (m, n, k), (k, m, n))]
+    seconds = {row: own.seconds(row, 1e12, 4 * sum(a * b for a, b in zip(row[1:], (*row[2:], row[1])))) for row in rows}
+    found = shapes.fit_products(seconds, flops_per_s=1e12, itemsize=4, sms=sms, tile=(128, 256))
+    for row, took_s in seconds.items():
+        moved = 4 * sum(a * b for a, b in zip(row[1:], (*row[2:], row[1])))
+        assert found.seconds(row, 1e12, moved) == pytest.approx(took_s, rel=0.03)
+    assert found.bytes_per_s == pytest.approx(3e10, rel=0.15) and found.kernel_s == pytest.approx(4e-5, rel=0.15)
+
+
+def test_attention_is_a_share_of_the_rate_of_large_products() -> None:
+    # Batch 2, 8 heads, 256 x 256 scores, width 64: two products forward and five backward, in the second of a look.
+    flops = 7 * 2 * 2 * 8 * 256 * 256 * 64
+    device = VirtualDevice(clock=Ticks(1.0), wall_clock=Ticks())
+    assert shapes.attention_share(device, bench(), "fp32", 2 * flops) == pytest.approx(0.5)
+    assert shapes.attention_share(device, bench(), "fp32", flops / 2) == 1.0
+
+
 # -- copies -----------------------------------------------------------------------------------------------------------
 
 
@@ -260,10 +292,12 @@ def test_a_disk_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_collectives_from_seconds() -> None:
-    # 4 KiB take half a millisecond; 1 GB more takes a second more.
-    rate, latency_s = wire.from_seconds({4096: 0.0005, 4096 + 10**9: 1.0005})
-    assert rate == pytest.approx(1e9)
+    # 4 KiB take half a millisecond; 1 GB more takes a second more, and 1 MB more two milliseconds more.
+    curve, latency_s = wire.from_seconds({4096: 0.0005, 4096 + 10**6: 0.0025, 4096 + 10**9: 1.0005})
+    assert curve == ((2 * 4096 + 2e6, pytest.approx(5e8)), (2 * 4096 + 2e9, pytest.approx(1e9)))
     assert latency_s == 0.0005
+    # A part that takes no longer than the smallest says nothing about a rate.
+    assert wire.from_seconds({4096: 0.1, 8192: 0.1, 4096 + 10**9: 1.1})[0] == ((2 * 4096 + 2e9, pytest.approx(1e9)),)
 
 
 @pytest.mark.slow
@@ -271,9 +305,9 @@ def test_two_processes_gather_for_real() -> None:
     answer = wire.collective_rates()
     if isinstance(answer, str):
         pytest.skip(answer)  # a machine too busy for two processes that wait for each other
-    backend, rate, latency_s = answer
+    backend, curve, latency_s = answer
     assert backend in ("gloo", "nccl")
-    assert rate > 1e5
+    assert all(rate > 1e5 for _, rate in curve) and curve[-1][0] == 64 << 20
     assert 0 < latency_s < 10
 
 
@@ -287,12 +321,9 @@ def test_collectives_that_do_not_answer_are_skipped_with_the_reason() -> None:
 
 
 def test_the_fit_finds_constant_and_bandwidth_again() -> None:
-    def product_s(flops: float) -> float:
-        return flops / 100e9
-
     rows = [(0.0, 1e6), (1e9, 1e6), (5e8, 4e7), (0.0, 2e7), (2e8, 0.0)]
-    samples = [moment_costs.Sample(f, b, 8e-5 + f / 100e9 + b / 15e9) for f, b in rows]
-    constant_s, bytes_per_s = moment_costs.fit(samples, product_s)
+    samples = [moment_costs.Sample(f / 100e9, b, 8e-5 + f / 100e9 + b / 15e9) for f, b in rows]
+    constant_s, bytes_per_s = moment_costs.fit(samples)
     assert constant_s == pytest.approx(8e-5)
     assert bytes_per_s == pytest.approx(15e9)
 
@@ -302,7 +333,7 @@ def test_a_negative_constant_is_none() -> None:
         moment_costs.Sample(0, 1e6, 1e-4),
         moment_costs.Sample(0, 2e6, 3e-4),
     ]  # a line through them starts below zero
-    constant_s, bytes_per_s = moment_costs.fit(samples, lambda flops: 0.0)
+    constant_s, bytes_per_s = moment_costs.fit(samples)
     assert constant_s == 0
     # least squares of relative errors of seconds = bytes / B: slope (0.01 + 2/3 * 0.01) * 1e-6...
     ratios = [s.size_bytes / s.seconds for s in samples]
@@ -311,10 +342,33 @@ def test_a_negative_constant_is_none() -> None:
 
 def test_samples_that_say_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="different sizes"):
-        moment_costs.fit([moment_costs.Sample(0, 1e6, 1e-3), moment_costs.Sample(0, 1e6, 1e-3)], lambda flops: 0.0)
-    slow = [moment_costs.Sample(1e9, 1e6, 1e-3), moment_costs.Sample(1e9, 5e6, 1e-3)]
+        moment_costs.fit([moment_costs.Sample(0, 1e6, 1e-3), moment_costs.Sample(0, 1e6, 1e-3)])
+    slow = [moment_costs.Sample(1.0, 1e6, 1e-3), moment_costs.Sample(1.0, 5e6, 1e-3)]
     with pytest.raises(ValueError, match="no time for bytes"):
-        moment_costs.fit(slow, lambda flops: 1.0)
+        moment_costs.fit(slow)
+
+
+def test_products_of_a_recorded_moment_are_not_among_its_bytes() -> None:
+    """A moment of 3 ms: its product takes 1 ms by shape, and 2 MB are left beside the product's own bytes."""
+    w = chain_workload(1, 1024, dtype="fp32")
+    product = (1, 100, 100, 100)  # 2e6 flops, 120,000 bytes
+    first = replace(
+        w.moments[0],
+        flops=2 * 10**6,
+        bytes_read=2 * 10**6 + 120_000,
+        bytes_written=0,
+        products=(product,),
+        duration_s=3e-3,
+    )
+    w = replace(w, moments=(first, *w.moments[1:]), recorded_on="virtual")
+    shape = ProductShape(sms=1, tile=(1, 1), wave_loss=0.0, depth=0.0, bytes_per_s=1e18, kernel_s=9e-4)
+    base = load_machine("virtual")
+    gpu = replace(base.gpu, flops_per_s={"fp32": 2e10}, products=shape)
+    machine = replace(base, ranks=(replace(base.ranks[0], gpu=gpu),))
+    sample = moment_costs.samples_of(w, machine)[0]
+    assert sample.flops_s == pytest.approx(1e-3)
+    assert sample.size_bytes == pytest.approx(2e6)
+    assert sample.seconds == 3e-3
 
 
 # -- things that run at once ------------------------------------------------------------------------------------------
@@ -359,7 +413,12 @@ def test_what_a_watched_action_raises_is_raised() -> None:
 
 # -- the machine ------------------------------------------------------------------------------------------------------
 
+SHAPE = ProductShape(sms=1, tile=(1, 1), wave_loss=0.0, depth=20.0, bytes_per_s=9e9, kernel_s=5e-6, flash=0.5)
 FOUND = calibration.Findings(
+    products=SHAPE,
+    python_s=2e-5,
+    wait_s=3e-5,
+    numa=(1, 2),
     matmul={"fp32": ((1e6, 50e9), (1e9, 100e9), (1e10, 90e9))},
     memory_bytes_per_s=20e9,
     constant_s=1e-4,
@@ -368,7 +427,7 @@ FOUND = calibration.Findings(
     d2h=((1e6, 4e9), (1e8, 8e9)),
     adam=((1.0, 1e9), (2.0, 1.9e9)),
     dram_bytes_per_s=25e9,
-    network=("gloo", 3e8, 5e-4),
+    network=("gloo", ((2e6, 2e8), (2e7, 3e8)), 5e-4),
     disks=(2e9, 1e9, 10**11),
     slowdowns={"compute_while_adam": 1.2},
     skipped=["pinned against pageable: never pinned"],
@@ -391,6 +450,8 @@ def test_the_machine_has_what_was_found() -> None:
     assert m.host.adam_params_per_s == 1e9  # one thread, as the executor runs it
     assert m.confidence == "calibrated"
     assert set(m.confidence_by_input.values()) == {"calibrated"}
+    assert m.framework is not None and (m.framework.python_s, m.framework.wait_s) == (2e-5, 3e-5)
+    assert m.host.source.endswith("process bound to one of 2 NUMA nodes")
     assert "other programs had 30% of the processor time" in m.notes
 
 
@@ -403,6 +464,13 @@ def test_the_file_says_what_it_is_and_comes_back(tmp_path: Path) -> None:
     assert "# pinned against pageable: never pinned" in text
     back = load_machine(file)
     assert back.slowdowns == {"compute_while_adam": 1.2}
+    assert back.gpu.products is not None and back.gpu.products.flash == 0.5
+    assert back.gpu.products.seconds((1, 64, 64, 64), 1e11, 1e5) == pytest.approx(
+        SHAPE.seconds((1, 64, 64, 64), 1e11, 1e5)
+    )
+    assert back.framework is not None and back.framework.wait_s == pytest.approx(3e-5)
+    assert back.peer is not None and back.peer.table == (pytest.approx((2e6, 2e8)), pytest.approx((2e7, 3e8)))
+    assert set(back.confidence_by_input.values()) == {"calibrated"}
     assert back.gpu.matmul_tables["fp32"][1] == pytest.approx((1e9, 100e9))
 
 
@@ -471,6 +539,7 @@ def test_cuda_seconds_come_from_events_and_a_plan_for_a_cap_leaves_the_room_that
         "device_count": lambda: 2,
         "is_bf16_supported": lambda: True,
         "mem_get_info": lambda device: (70 * 10**9, 80 * 10**9),
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
         "memory_reserved": lambda device: 10**9,
         "memory_allocated": lambda device: 0,
         "synchronize": lambda device: said.append("wait for everything"),
@@ -483,6 +552,7 @@ def test_cuda_seconds_come_from_events_and_a_plan_for_a_cap_leaves_the_room_that
     device = open_device("auto")
     assert isinstance(device, CudaDevice)
     assert device.dtypes == ("fp32", "bf16", "fp16")
+    assert device.multiprocessors == (132, (128, 256))
     # 9 GB are not torch's: more than the least that is kept; the allocator's fragments come on top.
     monkeypatch.setattr("executor.devices.headroom._multiply", lambda device: said.append("product"))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
@@ -518,7 +588,7 @@ def test_a_short_calibration_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = calibration.measure(
         device, effort, cores=2, folder=tmp_path, on_part=lambda name, number, of: parts.append(name)
     )
-    assert len(parts) == 11
+    assert len(parts) == 12
     file = tmp_path / "my.toml"
     calibration.write_machine(calibration.machine_of(found, device, name="my", cores=2), found, file)
     assert [p.name for p in tmp_path.iterdir()] == ["my.toml"]
