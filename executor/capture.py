@@ -187,7 +187,7 @@ def capture_module(
     if attention is not None and kernel not in (attention, "none"):
         raise ModelError(
             f"{name}: attention={attention!r} was asked for but the model ran {kernel!r}; "
-            "does it call torch's scaled_dot_product_attention?"
+            "the kernel is chosen in calls of torch's scaled_dot_product_attention"
         )
     shape = next((tuple(t.shape) for t in tensors_of(example_batch) if t.dim()), ())
     if batch is None:

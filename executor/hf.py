@@ -531,8 +531,8 @@ def _require_states(checkpoint: str | Path, asked: str) -> None:
     """
     if not is_checkpoint(find_checkpoint(Path(checkpoint) / FOLDER)):
         raise CheckpointError(
-            f"{asked}: {checkpoint} has no whole folder {FOLDER!r}; give one that an offloaded or connected Trainer "
-            "saved (not with save_only_model)"
+            f"{asked}: {checkpoint} has no whole folder {FOLDER!r}; give a checkpoint that an offloaded or "
+            "connected Trainer saved (not with save_only_model)"
         )
 
 

@@ -137,7 +137,9 @@ class OffloadStrategy(SingleDeviceStrategy):
         module: Any = self.lightning_module
         devices = trainer._accelerator_connector._devices_flag  # as given: Lightning itself ignores it
         if devices not in ("auto", 1, "1") and not (isinstance(devices, list) and len(devices) == 1):
-            raise ContractError(f"OffloadStrategy runs one process on one device, not Trainer(devices={devices!r})")
+            raise ContractError(
+                f"OffloadStrategy runs one process on one device; give devices=1 in place of {devices!r}"
+            )
         if len(self.optimizers) != 1 or not module.automatic_optimization:
             raise ContractError(
                 f"OffloadStrategy: {len(self.optimizers)} optimizers, automatic_optimization="

@@ -242,7 +242,7 @@ def _queues_on(backend: Backend, queues: Queues | str, *, watchdog_s: float) -> 
     if isinstance(queues, str):
         raise PlanError(f"queues={queues!r} is not known; use 'threads' or a queues object such as SerialQueues")
     if isinstance(queues, ThreadQueues) and queues.stopped:
-        raise PlanError("the queues have been stopped with an earlier run; give new ones (queues.renew() makes them)")
+        raise PlanError("the queues have been stopped with an earlier run; give new queues (queues.renew() makes them)")
     if hasattr(backend, "record") and isinstance(queues, ThreadQueues) and not isinstance(queues, StreamQueues):
         raise PlanError(
             f"queues={type(queues).__name__} on {backend.name}: they do not wait for copies, which this device "

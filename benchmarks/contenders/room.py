@@ -68,8 +68,8 @@ def largest_by_trial(
     layer_bytes: float,
     most_trials: int = 6,
 ) -> tuple[int, int | None, list[tuple[int, int | None]]]:
-    """Find the most layers whose peak stays within the cap. Returns (most layers that ran and fit, fewest that ran and
-    did not, every trial as (layers, peak bytes or None where it died)). 0 layers: none fits.
+    """Find the most layers whose peak stays within the cap. Returns (most layers that ran and fit, fewest layers that
+    ran and did not fit, every trial as (layers, peak bytes or None where it died)). 0 layers: none fits.
 
     trial: layers -> peak in bytes, None where it died.
     small_layers, small_bytes: a known run, within the cap or above it.

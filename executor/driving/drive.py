@@ -186,7 +186,7 @@ class Driver:
             before.restore()
 
     def _check(self, micro_batches: Sequence[Any], order: str | None) -> str:
-        """Check that the iteration can begin now. Returns its order."""
+        """Check that the iteration can begin now. Returns the iteration's order."""
         s = self.session
         s.loop.require_running()
         w = s.plan.workload
@@ -348,7 +348,7 @@ def _asking(session: Host, update: Update, iteration: int) -> Callable[[], float
 
 def _not_this_one(module: nn.Module, args: Any) -> None:
     raise ContractError(
-        "session.step: loss(model, batch) has to call the model that it is given, not the prepared one by another name"
+        "session.step: loss(model, batch) has to call its argument, not the prepared model by another name"
     )
 
 

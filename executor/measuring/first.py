@@ -311,7 +311,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
     def _replan(self) -> None:
         s = self._session
         if self._plans == MOST_PLANS:
-            self._say(f"no further plan after {self._plans}: the tide grows with every iteration")
+            self._say(f"no further plan after {self._plans} new plans: the tide grows with every iteration")
             self.end()
             return
         self._plans += 1

@@ -47,7 +47,9 @@ class ByteText:
             if size >= _READ_AT_MOST_BYTES:
                 break
         if size < 2:
-            raise ModelError(f"text folder {str(folder)!r} holds no text ({', '.join(_SUFFIXES)})")
+            raise ModelError(
+                f"text folder {str(folder)!r} holds no text; give a folder with files {', '.join(_SUFFIXES)}"
+            )
         return cls(folder, torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8))
 
     @property
@@ -62,7 +64,8 @@ class ByteText:
         """
         if len(self.bytes) <= sequence:
             raise ModelError(
-                f"text in {str(self.folder)!r} is {len(self.bytes)} bytes, shorter than one sequence of {sequence}"
+                f"text in {str(self.folder)!r} is {len(self.bytes)} bytes, shorter than one sequence of {sequence}; "
+                "give a folder with more text"
             )
         draw = torch.Generator().manual_seed(seed)
         span = torch.arange(sequence)

@@ -63,7 +63,7 @@ def find_checkpoint(folder: str | Path) -> Path:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Returns the manifest of a checkpoint. Raises CheckpointError if the folder has no usable manifest."""
     if not folder.is_dir():
-        raise CheckpointError(f"checkpoint {str(folder)!r} is not a folder; give one that optimizer.save wrote")
+        raise CheckpointError(f"checkpoint {str(folder)!r} is not a folder; give a folder that optimizer.save wrote")
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(

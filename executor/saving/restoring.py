@@ -150,12 +150,12 @@ def _open(folder: Path) -> _SoundCheckpoint:
         if not file.is_file():
             raise CheckpointError(
                 f"checkpoint {folder} is partial: {name} is missing ({len(manifest['files'])} files belong to it); "
-                "copy it whole, or give another one"
+                "copy it whole, or give another checkpoint"
             )
         if file.stat().st_size != size:
             raise CheckpointError(
                 f"checkpoint {folder} is damaged: {name} has {file.stat().st_size} bytes, {size} were written; copy it "
-                "again, or give another one"
+                "again, or give another checkpoint"
             )
         if name.startswith("optimizer"):
             _index(opened, _sound(file))
@@ -188,13 +188,13 @@ def _check_model(opened: _SoundCheckpoint, session: Session) -> None:
     if only_there or only_here:
         parts = [f"only the checkpoint has {some(only_there)}"] if only_there else []
         parts += [f"only the model has {some(only_here)}"] if only_here else []
-        raise CheckpointError(f"{where}: {'; '.join(parts)}; build the model it was saved from")
+        raise CheckpointError(f"{where}: {'; '.join(parts)}; build the model that was saved")
     for name, row in mine.items():
         for what in ("shape", "frozen", "tied_to"):
             if row[what] != theirs[name][what]:
                 raise CheckpointError(
                     f"{where}: {what} of {name!r} is {theirs[name][what]} in the checkpoint and {row[what]} in the "
-                    "model; build the model as it was when it was saved"
+                    "model; build the model that was saved"
                 )
 
 
@@ -227,7 +227,7 @@ def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
         if reached != t.numel:
             raise CheckpointError(
                 f"checkpoint {opened.folder} is damaged: {list_name} of {t.name!r} is not there from the first to the "
-                f"last of its {t.numel} elements; give another one"
+                f"last of its {t.numel} elements; give another checkpoint"
             )
 
 

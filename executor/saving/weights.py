@@ -185,7 +185,7 @@ class Weights:
         if folder.is_file():
             return {folder: None}
         if not folder.is_dir():
-            raise WeightsError(f"weights {str(folder)!r} is not a folder; give one that holds {SINGLE}, or {INDEX}")
+            raise WeightsError(f"weights {str(folder)!r} is not a folder; give a folder with {SINGLE}, or {INDEX}")
         if (folder / SINGLE).exists():
             return {folder / SINGLE: None}
         if not (folder / INDEX).exists():

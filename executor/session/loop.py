@@ -402,8 +402,8 @@ class Loop:
                 self.mend()
 
     def mend(self) -> None:
-        """After an interruption, drop the iteration or finish the optimizer step in which it came. Raises the error
-        that ends the run if neither is possible."""
+        """After an interruption, drop the interrupted iteration or finish the interrupted optimizer step. Raises the
+        error that ends the run if neither is possible."""
         host = self.host
         with host.at_work, unseen(), torch.no_grad():
             host.following.in_parts = host.following.keeps_tied = self._standing = False

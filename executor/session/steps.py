@@ -60,7 +60,7 @@ class Steps:
 
     Attributes:
         logs: the last iterations.
-        span_log: their steps, in the order in which they ended.
+        span_log: steps of these iterations, in the order in which the steps ended.
         moved: bytes copied by each iteration.
         first_s: time from which the plan's first iteration may begin.
     """

@@ -95,7 +95,7 @@ def _only_machine(file: str) -> Machine:
         what = (
             f"defines {len(catalog.own)} machines ({', '.join(catalog.own)})" if catalog.own else "defines no machine"
         )
-        raise CatalogError(f"{file}: {what}; say which one is meant with machine = NAME at its head")
+        raise CatalogError(f"{file}: {what}; choose a machine with machine = NAME at the head of the file")
     return catalog.machine(catalog.own[0])
 
 

@@ -1,4 +1,4 @@
-"""Shapes of known models, from models.toml. Knows how many parameters a shape has, not its computation."""
+"""Shapes of known models, from models.toml. Knows the number of parameters of a shape, not its computation."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def learning_rate(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number; write one such as 3e-4") from None
+        raise typer.BadParameter(f"{text!r} is not a number; write a number such as 3e-4") from None
     if not 0 <= value < float("inf"):
         raise typer.BadParameter(f"must be at least 0 and finite, not {text}; write a rate such as 3e-4")
     return value

@@ -56,7 +56,7 @@ GlobalBatch = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
-    """What is planned: a job on a machine."""
+    """The question that a planning command answers: a job on a machine."""
 
     job: WorkloadFlags
     on: MachineFlags

@@ -33,7 +33,7 @@ def load_configuration(path: str) -> Configuration:
     except OSError as error:
         raise PstarError(f"{path}: cannot be read: {error.strerror}") from None
     if not text.strip():
-        raise PstarError(f"{path}: is empty")
+        raise PstarError(f"{path}: is empty; give a configuration")
     read = _ENDINGS[ending].read
     assert read is not None
     return read(_content(path, ending, text), path)

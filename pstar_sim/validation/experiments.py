@@ -156,7 +156,7 @@ def _dos(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     match = _DOS_BATCH.fullmatch(row.batch)
     if match is None:
-        raise CatalogError(f"{row.where}: batch is {row.batch!r}, not such as gbs16 mbs4")
+        raise CatalogError(f"{row.where}: batch {row.batch!r} is not a batch such as gbs16 mbs4")
     whole, each = map(int, match.groups())
     if row.hardware.startswith("Polaris"):
         bound = row.source.endswith(_BOUND)

@@ -39,7 +39,7 @@ def _fsdp(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     row = run[0]
     match = _MPT_BATCH.fullmatch(row.batch)
     if match is None:
-        raise CatalogError(f"{row.where}: batch is {row.batch!r}, not such as gbs16 mbs4")
+        raise CatalogError(f"{row.where}: batch {row.batch!r} is not a batch such as gbs16 mbs4")
     whole, each = map(int, match.groups())
     machine = published_machine("a100-80x8" if "A100" in row.hardware else "h100-80x8", efficiency, "pytorch")
     return Experiment(

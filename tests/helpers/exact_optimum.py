@@ -309,7 +309,7 @@ class _Graph:
         return self._fitting(np.concatenate(made, axis=1))
 
     def _may_run(self, x: _States, i: int, way: Way) -> _Mask:
-        """Returns in which states the next moment is one of this layer and may start."""
+        """Returns a mask of the states in which the next moment is one of this layer and may start."""
         m = x[_MOMENT]
         p, pending, w, s, _ = x[self.row(i, 0) : self.row(i + 1, 0)]
         ready = (self.layer[m] == i) & (p != _HOST) & (pending == 0)
@@ -335,7 +335,7 @@ class _Graph:
         return ready & self._norm_is_there(x)
 
     def _norm_is_there(self, x: _States) -> _Mask:
-        """Returns in which states all adds and copies down of sums are done, with clipping and several
+        """Returns a mask of the states in which all adds and copies down of sums are done, with clipping and several
         micro-batches."""
         there = np.ones(x.shape[1], dtype=bool)
         if not self.t.clip or self.t.micro_batches == 1:
@@ -353,8 +353,8 @@ class _Graph:
         return there
 
     def _norm_is_taken(self, x: _States, i: int) -> _Mask:
-        """Returns in which states an Adam of the iteration whose gradients wait in chunk i has started, with
-        clipping."""
+        """Returns a mask of the states in which an Adam of the iteration whose gradients wait in chunk i has started,
+        with clipping."""
         taken = np.zeros(x.shape[1], dtype=bool)
         if not self.t.clip or self.t.micro_batches == 1:
             return taken
@@ -459,14 +459,14 @@ class _Graph:
         return adds
 
     def _busy(self, x: _States, i: int) -> _Mask:
-        """Returns in which states a copy or an add of the chunk is running."""
+        """Returns a mask of the states in which a copy or an add of the chunk is running."""
         busy = self._adds(x, i)
         for which in _LISTS:
             busy |= self._copied(x, i, which)
         return busy
 
     def _all_own(self, x: _States, i: int) -> _Mask:
-        """Returns in which states all gradients that have lists of their own have come."""
+        """Returns a mask of the states in which all gradients that have lists of their own have come."""
         came: _Mask = (x[_MOMENT] > self.own_last[i]) | (x[self.row(i, _PENDING)] == 1)
         return came
 
@@ -578,7 +578,7 @@ class _Graph:
 
 
 def _on_gpu(s: _States) -> _Mask:
-    """Returns in which states a sum that is made on the GPU is there."""
+    """Returns a mask of the states in which a sum that is made on the GPU is there."""
     there: _Mask = (s == _S_GPU) | (s == _S_BOTH)
     return there
 

@@ -189,7 +189,7 @@ def test_queues_that_were_stopped_are_refused_in_words(kit: Any) -> None:
     model, plan = model_and_plan(kit, torch.float32)
     queues = executor.ThreadQueues(watchdog_s=3)
     executor.prepare(model, plan, executor.AdamW(), queues=queues)[1].session.close()
-    with pytest.raises(PlanError, match="the queues have been stopped with an earlier run; give new ones"):
+    with pytest.raises(PlanError, match="the queues have been stopped with an earlier run; give new queues"):
         executor.prepare(model, plan, executor.AdamW(), queues=queues)
     assert is_plain(model)
     executor.prepare(model, plan, executor.AdamW(), queues=queues.renew())[1].session.close()

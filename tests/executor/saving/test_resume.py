@@ -304,7 +304,7 @@ def test_what_the_command_line_refuses(job: Any, tmp_path: Path, capsys: pytest.
         (("--save-every", "2"), "--save-every 2 needs a folder: add --save FOLDER"),
         (("--save", ck), "the folder holds a checkpoint, of iteration 2, that would be lost"),
         (("--resume", ck, "--steps", "2"), "2 steps are done and --steps 2 asks for no more"),
-        (("--resume", str(tmp_path / "no")), "is not a folder; give one that optimizer.save wrote"),
+        (("--resume", str(tmp_path / "no")), "is not a folder; give a folder that optimizer.save wrote"),
     ):
         status, error = run_cli(capsys, *run, *flags)
         assert status == 2 and message in error and "\n" not in error, error

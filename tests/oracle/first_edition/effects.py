@@ -38,8 +38,8 @@ def category_of(list_name: str) -> str:
 
 
 def takes(step: Step) -> tuple[Resident, bool] | None:
-    """Returns the resident that a step takes at its start and whether it takes it only if absent; None if it takes
-    none. The tide's rise of a compute step is in `tide_moves`."""
+    """Returns (the resident that a step takes at its start, whether the step takes only an absent resident). Returns
+    None if the step takes none. The tide's rise of a compute step is in `tide_moves`."""
     kind = step.kind
     if kind is Kind.FETCH:
         return _resident(step, Place.GPU), True
@@ -59,8 +59,8 @@ def takes(step: Step) -> tuple[Resident, bool] | None:
 
 
 def frees(step: Step) -> tuple[Resident, bool] | None:
-    """Returns the resident that a step frees at its end and whether it frees it only if present; None if it frees
-    none."""
+    """Returns (the resident that a step frees at its end, whether the step frees only a present resident). Returns None
+    if the step frees none."""
     kind = step.kind
     if kind is Kind.DROP:
         return _resident(step, Place.GPU), False
