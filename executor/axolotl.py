@@ -59,5 +59,5 @@ class OffloadPlugin(_of("axolotl.integrations.base", "BasePlugin")):  # type: ig
         )
 
     def create_optimizer(self, cfg: Any, trainer: Any) -> None:
-        """Returns None: axolotl makes its own optimizer. The plan takes over its parameter groups and their
-        settings."""
+        """Returns None: axolotl makes its own optimizer. The plan takes over the parameter groups of this optimizer and
+        their settings."""

@@ -598,7 +598,8 @@ def _tokens(
     longest = getattr(text, "max_position_embeddings", None)
     if longest is not None and 0 < longest < sequence and not _rotary(text):
         raise ModelError(
-            f"{spec}: a sequence of {sequence} tokens is longer than the model's {longest} positions; give at most {longest}"
+            f"{spec}: a sequence of {sequence} tokens is longer than the model's {longest} positions; "
+            f"give at most {longest}"
         )
     tokens = torch.randint(0, vocabulary, (batch, sequence), device=device)
     labels = torch.randint(0, _classes(config), (batch,), device=device) if per_sequence else tokens.clone()

@@ -1,7 +1,7 @@
 """Arguments of the public functions: each value of a wrong kind gets one clear error.
 
-Each function returns the given value, numbers as Python's own. It raises PstarError naming the argument, the value and
-what would do. Sizes and rates given as words ("8GB", "2GB/s") are read here too. Knows no workload and no machine.
+Each function returns the given value (a number as Python's own type), or raises PstarError with the argument, the value
+and what would do. Sizes and rates given as words ("8GB", "2GB/s") are read here too. Knows no workload and no machine.
 """
 
 from __future__ import annotations

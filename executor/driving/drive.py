@@ -348,7 +348,7 @@ def _asking(session: Host, update: Update, iteration: int) -> Callable[[], float
 
 def _not_this_one(module: nn.Module, args: Any) -> None:
     raise ContractError(
-        "session.step: loss(model, batch) has to call its argument, not the prepared model by another name"
+        "session.step: loss(model, batch) has to call the model that it is given, not another reference to it"
     )
 
 

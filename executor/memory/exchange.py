@@ -140,5 +140,5 @@ class Exchange:
 
     def _to_others(self, chunk: int) -> SliceWire:
         if self.wire is None:
-            raise PlanError(f"chunk {chunk} has to be exchanged with other ranks, and this run has only one")
+            raise PlanError(f"chunk {chunk} has to be exchanged with other ranks, and this run has only one rank")
         return self.wire

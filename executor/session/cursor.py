@@ -105,7 +105,7 @@ class Fact(_Word):
     EXPECTED = "expected"
     """The plan has the event next, or further on where this rank has nothing to compute before it."""
     FITS = "fits"
-    """The event begins no micro-batch, or one whose batch may run on plan."""
+    """The event begins no micro-batch, or it begins a micro-batch whose batch may run on plan."""
     OUTSTANDING = "outstanding"
     """A gradient that the plan counts on has not come."""
     OF_EVALUATION = "of_evaluation"

@@ -1,7 +1,7 @@
 """`pstar ...`: the command line, and the one place that joins pstar_sim and executor (both imported only when needed).
 
 `app.app` declares the commands. A user's mistake is one line on stderr and exit status 2. "It does not fit" is an
-answer with exit status 3. Ctrl-C is one line and 130. JSON is the only output on stdout.
+answer with exit status 3. Ctrl-C is one line on stderr and exit status 130. JSON is the only output on stdout.
 """
 
 from __future__ import annotations
