@@ -575,6 +575,15 @@ def families() -> str:
     return "\n".join(lines)
 
 
+def overlap() -> str:
+    """A row per job: the most that the traffic of copies and collectives in GPU memory costs."""
+    lines = ["| machine | sequences | policy | copies, at most | collectives, at most |", "|---|---:|---|---:|---:|"]
+    for r in result("overlap")["rows"]:
+        cells = [f"{100 * r[name]:.1f} %" for name in ("most_of_copies", "most_of_collectives")]
+        lines.append(f"| {r['machine']} | {r['batch']} | {r['policy']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _change(part: float, digits: int = 2) -> str:
     """A relative change with its sign; nothing where it rounds to 0."""
     text = f"{100 * part:+.{digits}f} %"
@@ -592,6 +601,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
 } | {
     "demo-taken": lambda: link("demo"),
     "families-taken": lambda: link("families"),
+    "overlap-taken": lambda: link("overlap"),
     "fit-taken": lambda: link("fit_efficiency"),
     "search-constants-taken": lambda: link("search_constants"),
     "sums-taken": sums_taken,
@@ -612,6 +622,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "gaps-above": above_goal,
     "gemm": gemm,
     "gemm-figures": gemm_figures,
+    "overlap": overlap,
     "peers": peers_resident,
     "peers-away": peers_away,
     "search-constants": search_constants,

@@ -57,6 +57,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "options": PLANNED,
     "oracle": (*PLANNED, "tests/oracle/**"),
     "overhead": EXECUTED,
+    "overlap": PLANNED,
     "patrickstar_node": PLANNED,
     "peers*": (*EXECUTED, "benchmarks/contenders/**"),
     "planning_speed": PLANNED,
