@@ -178,7 +178,7 @@ def _plans(wanted: int, seed: int) -> Mapping[str, object]:
 
 
 def _spread(ratios: Sequence[float]) -> Mapping[str, float]:
-    """Returns number, least, median, mean and largest."""
+    """Returns the number of ratios, and their least, median, mean and largest value."""
     if not ratios:
         return {"count": 0}
     figures = {"least": min(ratios), "median": median(ratios), "mean": mean(ratios), "largest": max(ratios)}

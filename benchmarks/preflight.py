@@ -1,4 +1,5 @@
-"""What a machine with a GPU has for the `make gpu-...` commands, which use its own interpreter and install nothing.
+"""The packages that a machine with a GPU has for the `make gpu-...` commands. The commands use the machine's own
+interpreter and install nothing.
 
 python benchmarks/preflight.py         prints the packages that are there and those that are missing, with the effect
 """

@@ -266,8 +266,8 @@ def offload(
     """
     if not hasattr(trainer, "create_optimizer"):
         raise ContractError(
-            f"executor.hf.offload: {type(trainer).__name__} is not a transformers.Trainer; give one, or use "
-            "executor.offload for a loop of your own"
+            f"executor.hf.offload: {type(trainer).__name__} is not a transformers.Trainer; give a Trainer, or "
+            "use executor.offload for a loop of your own"
         )
     request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
     return _put_under(trainer, request)
@@ -288,7 +288,7 @@ def trainers_offloaded(request: Request, on_end: Callable[[Session], None]) -> I
     Yields a list of references to the sessions, which end with the context. transformers need not be imported yet:
     environment variables that a script sets before the import (`os.environ["HF_HOME"]`) take effect.
 
-    request: what the trainers are planned for.
+    request: memory, machine and policy of the plans.
     on_end: called with the session of each training that has come to its end.
     """
     begun: list[weakref.ref[Session]] = []
@@ -388,7 +388,7 @@ class OffloadTrainerMixin:
     """Makes a class of Trainers train by a plan for this machine: `class Mine(OffloadTrainerMixin, SFTTrainer)`. The
     mixin must be the first base.
 
-    offload_request: what to plan for; a class may have its own.
+    offload_request: memory, machine and policy of the plan; a class may have its own.
     """
 
     offload_request: Request = Request()

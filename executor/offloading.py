@@ -51,7 +51,7 @@ log = logging.getLogger("executor")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a run is planned for, and on which device it runs.
+    """The memory, machine and policy for which a run is planned, and the device of the run.
 
     gpu_memory: accelerator memory that each process may use, "24GB" or bytes; None: all free memory.
     device: "virtual", "cuda" or "cuda:N"; None: "cuda" where torch has a CUDA device, else "virtual".

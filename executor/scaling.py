@@ -191,7 +191,8 @@ def guard_boundary(
 
 
 def _bounded(value: Any, factor: Callable[[], float], made: dict[int, torch.Tensor]) -> Any:
-    """Returns `value` with a boundary at each tensor that has a gradient; the same object where there is none."""
+    """Returns `value` with a boundary at each tensor that has a gradient; the same object if no tensor has a
+    gradient."""
 
     def bounded(tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())):

@@ -6,8 +6,8 @@ bytes for the stash are used up. The plan's `stash_out` copies them to the host;
 frees the gpu's memory. `stash_in` copies them back into memory that was taken before, and autograd gets views of this
 memory.
 
-In a relay with boundaries on the host, a stash is what a block's forward leaves behind: the inputs from which the block
-recomputes (`ForwardSaves`). The stashes of all micro-batches are then on the host together.
+In a relay with boundaries on the host, a stash holds the inputs of a block's forward, from which the block recomputes
+(`ForwardSaves`). The stashes of all micro-batches are then on the host together.
 
 [Note: who lets go] Memory is taken and freed in the user's thread only, where the tide says so: freed when moment
 `gone` begins, taken when moment `back` begins. The queues' threads only copy. Where a copy is only issued (streams),

@@ -250,7 +250,8 @@ class Contents:
             arena.backend.fence(Queue.D2H)
 
     def _now_on_host(self, chunk: int, list_name: str) -> None:
-        """Note that the host has a list as it is on the gpu. Gradients in it belong to the host from now on."""
+        """Note that the host has the same content of a list as the gpu. Gradients in the list belong to the host from
+        now on."""
         arena, state = self.arena, self.chunks[chunk]
         leaving, there = state.where(GPU, list_name), state.where(HOST, list_name)
         arena.copied(GPU, HOST, chunk, list_name)

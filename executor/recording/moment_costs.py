@@ -178,8 +178,8 @@ class _Tiny(nn.Module):
 
 
 def python_s(device: Device, bench: Bench) -> float:
-    """Returns the seconds of Python and of torch's dispatcher in one moment: those of a training step in plain torch of
-    a model too small to compute anything, over its moments."""
+    """Returns the seconds of Python and of torch's dispatcher per moment: a training step in plain torch, of a model
+    too small to compute anything, divided by the number of its moments."""
     model = _Tiny().to(device.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step = _loop(model, optimizer, repeat(torch.ones(_ROWS, _WIDTH, device=device.device)))

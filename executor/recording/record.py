@@ -2,9 +2,9 @@
 
 A warm-up is the engine's on-demand mode under a plan without steps. The first iteration counts every operator (live
 bytes, reads and gradients) and fetches each chunk when an operator is about to read it. The following iterations are
-timed and count nothing. By then the reads of each moment are known, so its chunks are fetched before it begins, and the
-time of the fetches is left out. The model and torch's random numbers stay unchanged: gradients are dropped, nothing is
-updated.
+timed and count nothing. By then the reads of each moment are known, so the chunks of a moment are fetched before the
+moment begins, and the time of the fetches is left out. The model and torch's random numbers stay unchanged: gradients
+are dropped, nothing is updated.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Fact(_Word):
     BEGINS = "begins"
     """The act begins a module's forward that no other module's forward called, or is a call."""
     SWITCHED = "switched"
-    """Requires_grad of a parameter is not what it was at `prepare`."""
+    """Requires_grad of a parameter has changed since `prepare`."""
     OUTSIDE = "outside"
     """Under loss scaling, the event begins a module's forward outside a forward of the prepared model."""
     ALONE = "alone"
@@ -279,7 +279,7 @@ ACTS: Mapping[tuple[str, Phase], Act] = MappingProxyType(
     {(kind, phase): act for kind, act in _KINDS.items() for phase in Phase}
     | {("begin", phase): Act.FORWARD if phase is Phase.FWD else Act.RECOMPUTE for phase in Phase}
 )
-"""(kind of an event of the clock, phase of the moment it opens) -> what the event is."""
+"""(kind of an event of the clock, phase of the moment that the event opens) -> the act of the loop."""
 
 
 def answer(state: State, act: Act, facts: FactSource) -> Answer:

@@ -327,8 +327,8 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
     whole(f"machine {machine.name!r}: nodes", nodes, most=MOST_NODES_OF_A_MACHINE, error=CatalogError)
     if nodes > 1 and machine.network is None:
         raise CatalogError(
-            f"machine {machine.name!r}: nodes = {nodes} but it has no network; a machine file gives one with "
-            'network = NAME, where NAME is a link with connects = "node-node"'
+            f"machine {machine.name!r}: nodes = {nodes} but it has no network; a machine file gives a "
+            'network with network = NAME, where NAME is a link with connects = "node-node"'
         )
     node = machine.ranks[: machine.local_ranks]
     ranks = tuple(replace(r, batch_share=r.batch_share * machine.nodes / nodes) for r in node) * nodes

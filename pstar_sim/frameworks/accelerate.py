@@ -161,8 +161,9 @@ def _details(found: Reading, details: dict[str, object]) -> tuple[tuple[str, obj
 
 
 def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
-    """Returns whether parameters are given up after forward, and notes on what is not modelled. accelerate reads this
-    from the sharding strategy (a word or its number) with FSDP 1, and from fsdp_reshard_after_forward with FSDP 2.
+    """Returns whether parameters are given up after forward, and notes on settings that are not modelled. accelerate
+    reads this from the sharding strategy (a word or its number) with FSDP 1, and from fsdp_reshard_after_forward with
+    FSDP 2.
     """
     one = found.usual("version", 1) == 1
     notes = []

@@ -29,7 +29,7 @@ Count = Annotated[int, least(1)]
 
 
 class KeyEffect(Enum):
-    """What a key does to a prediction.
+    """The effect of a key on a prediction.
 
     USED: the prediction depends on the key. NONE: the key has no effect on memory and time. NOT_MODELLED: the key may
         have an effect, which is not predicted.
@@ -45,7 +45,7 @@ class Key:
     """A key of a framework's configuration.
 
     path: dotted; a path that ends with ".*" stands for every key below it.
-    effect: what the key does to a prediction.
+    effect: the effect of the key on a prediction.
     name: name of its value, for a key that is used.
     kind: type of its value, None for any type.
     default: the framework's default; for a key that is not modelled, the value at which it has no effect.

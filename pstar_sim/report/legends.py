@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["Handles", "shared_legend"]
 
 Handles = dict[str, Any]
-"""Name in a legend -> what is drawn for it."""
+"""Name in a legend -> the drawn element with this name."""
 
 
 def shared_legend(ax: Axes, handles: Mapping[str, Any], kind: str, in_order: Callable[[Handles], list[str]]) -> None:
