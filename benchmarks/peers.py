@@ -254,8 +254,8 @@ class Run:
         )
 
     def try_alone(self, task: Task, what: str) -> dict[str, Any] | None:
-        """Returns a step or two of a contender alone, each task once. Returns None, and the contender is skipped, where
-        there is no time or, by arithmetic, no memory for it."""
+        """Returns the results of a step or two of a contender alone. Each task runs once. Returns None, and the
+        contender is skipped, where there is no time or, by arithmetic, no memory for it."""
         steps = 1 if len(self.args.micro) == 1 else 2
         key = f"alone {steps} {task.key}"
         least_bytes = least_host_bytes(task, self.params_of(task.model))

@@ -1,7 +1,8 @@
 """A training job by name: builds the model, records its warm-up, runs a plan, runs the same steps in plain PyTorch.
 
-It is the part of `pstar run`, the demo and the benchmarks between loading a plan and printing a table. The loop itself
-is `training.py`, the run is `prepare`'s; this file adds the checks before and a clean end in every case.
+`pstar run`, the demo and the benchmarks use this file between loading a plan and printing a table. The loop itself is
+in `training.py`, and `prepare` puts the model under the plan. This file adds the checks before a run and a clean end in
+every case.
 """
 
 from __future__ import annotations

@@ -44,8 +44,9 @@ TABLES = (
         beside={"zero3": "ours_away", "zero3_twinflow": "ours_away", "fsdp2": "ours_away"},
     ),
 )
-"""On a CPU: ours with everything resident, beside peers that offload all the same; and ours where model data leave,
-each peer beside the contender of ours that keeps about as much on the accelerator."""
+"""The tables on a CPU. In the first, our contenders keep everything resident, beside peers that offload all the same.
+In the second, our contenders offload model data; each peer is compared with the contender of ours that keeps about as
+much on the accelerator."""
 
 ON_A_CARD = (
     Table(name="on a card", contenders=("ours", "ours_eager", "plain", *_PEERS), references=("ours", "plain")),

@@ -79,7 +79,7 @@ def _of_layer(device: Device, layer: Layer, dtype: torch.dtype) -> dict[Product,
 def fit_products(
     seconds: dict[Product, float], *, flops_per_s: float, itemsize: int, sms: int, tile: tuple[int, int]
 ) -> ProductShape:
-    """Returns the figures by which products take nearest to these seconds.
+    """Returns the figures whose predicted seconds of products are nearest to the measured `seconds`.
 
     flops_per_s: rate of large products.
     itemsize: bytes of an element.

@@ -24,7 +24,7 @@ def unrecorded() -> contextlib.AbstractContextManager[object]:
 
 
 modes_standing: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Dispatch modes on this thread's stack: without any, `unseen` has nothing to do."""
+"""Returns the number of dispatch modes on this thread's stack. If it is 0, `unseen` has nothing to do."""
 
 
 def unseen() -> contextlib.AbstractContextManager[object]:

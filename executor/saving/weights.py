@@ -180,7 +180,7 @@ class Weights:
         return frozenset(self._sources)
 
     def _files(self) -> dict[Path, list[str] | None]:
-        """Returns file -> the tensors that it holds by the index (None: all that it holds)."""
+        """Returns file -> the tensors that the index names for the file (None: all tensors of the file)."""
         folder = self.folder
         if folder.is_file():
             return {folder: None}

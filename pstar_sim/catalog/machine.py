@@ -286,8 +286,8 @@ class Rank:
     gpu: its GPU.
     link: its link to the host.
     batch_share: its share of the batch; the shares of all ranks add up to 1, and 0 is an empty batch.
-    root: number of the PCIe switch in its node that its link is attached to; None if the link has a root port of its
-        own.
+    root: number, within the node, of the PCIe switch to which the link is attached; None if the link has a root port of
+        its own.
     """
 
     gpu: Gpu

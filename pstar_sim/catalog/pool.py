@@ -29,7 +29,7 @@ def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given
         if machine.host.memory_bytes > left:
             raise CatalogError(
                 f"{machine.name} has one memory of {format_bytes(pool_bytes)} for GPU and host; {format_bytes(taken)} "
-                f"for the GPU and {format_bytes(machine.host.memory_bytes)} for the host are more than that"
+                f"for the GPU and {format_bytes(machine.host.memory_bytes)} for the host are more than that; give less"
             )
         return machine
     if host_given:

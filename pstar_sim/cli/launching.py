@@ -146,7 +146,7 @@ def _print_own(error: Exception, script: Path) -> None:
 
 
 class _Report:
-    """Prints the plan of a run before it, and the results after it.
+    """Prints the plan before a run, and the results after the run.
 
     quiet: whether nothing is printed.
     """

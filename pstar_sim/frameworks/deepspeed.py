@@ -490,7 +490,7 @@ def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 MEMORY = MemoryRules(allocations=_allocations, start_bytes=_start_bytes, gpu_beyond_bytes=_gpu_beyond_bytes)
-"""How DeepSpeed allocates."""
+"""Rules by which DeepSpeed allocates."""
 
 _OWN = (
     "all_on_gpu",

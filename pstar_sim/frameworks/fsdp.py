@@ -87,7 +87,7 @@ def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 MEMORY = MemoryRules(allocations=_allocations, start_bytes=_start_bytes)
-"""How FSDP allocates, under each of its names."""
+"""Rules by which FSDP allocates, under each of its names."""
 
 
 def express_as(

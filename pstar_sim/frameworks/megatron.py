@@ -125,4 +125,4 @@ def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -
 
 
 MEMORY = MemoryRules(allocations=_allocations, start_bytes=_start_bytes, gpu_beyond_bytes=_gpu_beyond_bytes)
-"""How Megatron-LM allocates."""
+"""Rules by which Megatron-LM allocates."""

@@ -58,7 +58,7 @@ _Mask = NDArray[np.bool_]
 
 
 class Way(NamedTuple):
-    """How a chunk is updated.
+    """The place of a chunk's update, and the place where its gradients add up.
 
     on_gpu: whether Adam runs on the GPU.
     summed: whether the chunk's gradients add up in one list on the GPU.

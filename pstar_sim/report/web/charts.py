@@ -366,7 +366,7 @@ def _most(bar: _Bar) -> tuple[str, str]:
 
 
 def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
-    """Returns the bars. Neighbours share a bar as long as it stays shorter than shortest_s."""
+    """Returns the bars, with neighbours joined into a bar as long as the joined bar stays shorter than shortest_s."""
     drawn: list[_Bar] = []
     for bar in bars:
         if drawn and bar.end_s - drawn[-1].start_s <= shortest_s:
