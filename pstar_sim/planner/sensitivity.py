@@ -33,6 +33,7 @@ from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, compare
 from pstar_sim.planner.limits import Written, max_model
+from pstar_sim.planner.trust import error_of_change, error_of_ratio, trust
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
@@ -81,7 +82,10 @@ class PartEffect:
     part: the part; None for the machine as it is.
     policy: the fastest policy that fits.
     iteration_s: seconds per iteration of the fastest policy that fits; None if none fits.
+    expected_error: one standard deviation of iteration_s, as a share of it (`Row` of compare.py).
+    trust: the basis of expected_error.
     change: relative change of the time per token (-0.05: 5 % faster).
+    change_error: one standard deviation of `change` (trust.py, [Note: error of a change]).
     how: origin of iteration_s ([Note: better is not worse]).
     planned_s: seconds of the fastest plan made for the larger machine, if iteration_s is another time.
     layers, params: layers and parameters of the largest model of the family, found by largest_policy.
@@ -99,6 +103,9 @@ class PartEffect:
     largest_policy: str | None
     how: str = PLANNED
     planned_s: float | None = None
+    expected_error: float | None = None
+    trust: str | None = None
+    change_error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -255,6 +262,8 @@ class _Asked:
             params=None if deepest is None else deepest.params,
             more_layers=None,
             largest_policy=None if deepest is None else deepest.policy,
+            expected_error=None if best is None else best.expected_error,
+            trust=None if best is None else best.trust,
         )
         if best is None:
             return effect, None, tuple(str(row.reason) for row in found.rows)
@@ -272,13 +281,17 @@ class _Asked:
             if seconds is None or kept_s < seconds * (1 - ROUNDING):
                 how = REPLAYED if replayed_s <= now.iteration_s else AS_NOW
                 policy, seconds, planned_s = now.policy, kept_s, seconds
+        change, belief = self._change(seconds, where, now), None if policy is None else trust(where, policy)
         return PartEffect(
             part=part,
             policy=policy,
             iteration_s=seconds,
-            change=self._change(seconds, where, now),
+            change=change,
             how=how,
             planned_s=planned_s,
+            expected_error=None if belief is None else belief.error,
+            trust=None if belief is None else belief.label,
+            change_error=_change_error(part, change, now.expected_error, None if belief is None else belief.error),
             **self._larger(where, now),
         )
 
@@ -330,6 +343,14 @@ class _Asked:
         )
         best = max(limits.rows, key=lambda row: row.value)
         return _Deepest(layers=best.value, params=best.params, policy=best.policy)
+
+
+def _change_error(part: str, change: float | None, *errors: float | None) -> float | None:
+    """Returns the bar of a change of time. errors: bars of both times."""
+    known = [error for error in errors if error is not None]
+    if change is None or len(known) < len(errors):
+        return None
+    return error_of_ratio(1 + change, *known) if part == "one more GPU" else error_of_change(change, *known)
 
 
 def _known_parts(parts: Iterable[str]) -> list[str]:

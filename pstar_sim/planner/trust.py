@@ -12,6 +12,9 @@ class exceed those of all other classes. The answer then says that no measuremen
 [Note: error of a change] Two times of one model and one machine share most of their errors, which cancel in their
 ratio. The remaining error is that of the seconds by which the two times differ. These seconds are predicted like all
 others, so their bar is that of both times. The bar does not hold if the model is wrong about the term that binds.
+If nothing cancels, the bar is that of a ratio of independent times. It is the smaller bar where one time is less than
+half of the other, and holds there. It is also the bar of times of different numbers of GPUs, which share less: each GPU
+has another job and new copies.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from pstar_sim.units import format_error
 
 __all__ = [
     "ANY", "ANY_CLASS", "FEWEST_ROWS", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "class_name", "class_of",
-    "error_of_change", "expected_error", "trust",
+    "error_of_change", "error_of_ratio", "expected_error", "trust",
 ]  # fmt: skip
 
 FILE = files("pstar_sim.catalog") / "expected_errors.json"
@@ -83,7 +86,12 @@ def error_of_change(change: float, *errors: float) -> float:
     change: (time after - time before) / time before.
     errors: bars of both times.
     """
-    return abs(change) * math.hypot(*errors)
+    return min(abs(change) * math.hypot(*errors), error_of_ratio(1 + change, *errors))
+
+
+def error_of_ratio(ratio: float, *errors: float) -> float:
+    """Returns the bar of a ratio of times of which no errors cancel: [Note: error of a change]. errors: as above."""
+    return ratio * math.hypot(*errors)
 
 
 def class_of(machine: Machine) -> str:

@@ -9,7 +9,7 @@ from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
-from pstar_sim.report.tables import batch_words, format_size, trust_lines
+from pstar_sim.report.tables import batch_words, format_barred, format_size, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import format_bytes, format_error, format_s
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
@@ -335,13 +335,15 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
         each = ", change a token" if row.part == "one more GPU" else ""
         rows.append(_effect_cells(f"{row.part}{each}", row))
     lines.append(table_text(columns, rows, width=width).rstrip())
+    known = dict.fromkeys((r.policy, r.trust) for r in (answer.now, *answer.rows) if r.policy is not None)
+    times = trust_lines(list(known))
     tried = f"tried: {', '.join(answer.policies)}"
     if "optimal" not in answer.policies:
         tried += "; optimal, which may be faster, was left out for speed: --policy optimal asks for it"
     kept = [_kept_text(row, answer.now) for row in answer.rows]
     hint = "`pstar fits` with the same flags says what would do"
     short = [*answer.short, hint] if answer.short else []
-    lines += _notes([tried, *(text for text in kept if text), *short], width)
+    lines += _notes([*times, tried, *(text for text in kept if text), *short], width)
     return "\n".join(lines) + "\n"
 
 
@@ -370,7 +372,7 @@ def _effect_cells(name: str, row: PartEffect) -> tuple[str, ...]:
     return (
         name,
         "does not fit" if row.iteration_s is None else format_s(row.iteration_s),
-        "" if row.change is None else f"{row.change * 100:+.1f} %",
+        "" if row.change is None else format_barred(row.change, row.change_error),
         row.policy or "",
         _params(row.params),
         "" if row.layers is None else str(row.layers),

@@ -23,6 +23,7 @@ __all__ = [
     "batch_words",
     "cells",
     "comparison_text",
+    "format_barred",
     "format_change",
     "format_params",
     "format_percent",
@@ -135,17 +136,22 @@ def format_size(size_bytes: float | None) -> str:
 
 
 def format_change(change: float, *errors: float | None) -> str:
-    """Returns a change of time, as a share, with its bar: "-2.1 ± 0.4 %". Below 1 % both have two digits after the
-    point.
+    """Returns a change of time, as a share, with its bar, in the form of `format_barred`.
 
     errors: bars of both times, None where one is not known.
     """
+    known = [error for error in errors if error is not None]
+    return format_barred(change, error_of_change(change, *known) if len(known) == len(errors) else None)
+
+
+def format_barred(change: float, bar: float | None) -> str:
+    """Returns a change and its bar, both as shares: "-2.1 ± 0.4 %", with "?" for a bar of None. Below 1 % both have two
+    digits after the point."""
     if abs(change) < 5e-5:
         return "no change"
     digits = 2 if abs(change) < 0.00995 else 1
-    known = [error for error in errors if error is not None]
-    bar = f"{error_of_change(change, *known) * 100:.{digits}f}" if len(known) == len(errors) else "?"
-    return f"{change * 100:+.{digits}f} ± {bar} %"
+    words = "?" if bar is None else f"{bar * 100:.{digits}f}"
+    return f"{change * 100:+.{digits}f} ± {words} %"
 
 
 def format_percent(share: float) -> str:

@@ -219,6 +219,13 @@ def test_a_tenth_more_by_hand() -> None:
     assert rows["host RAM"].more_layers == 0
     assert answer.now.layers is not None and rows["GPU memory"].more_layers is not None
     assert rows["GPU memory"].more_layers >= answer.now.layers // 12
+    speed = rows["GPU speed"]
+    error = speed.expected_error
+    assert error is not None and error == answer.now.expected_error and speed.change is not None
+    assert speed.change_error == pytest.approx(-speed.change * error * 2**0.5)
+    assert f"{speed.change * 100:+.1f} ± {speed.change_error * 100:.1f} %" in repr(answer)
+    assert rows["host RAM"].change_error == 0 and "no change" in repr(answer)
+    assert f"times: {answer.now.trust}"[:12] in repr(answer)
     assert "GPU memory" in repr(answer)
     assert "tried: all_on_gpu; optimal, which may be faster, was left out for speed" in repr(answer)
     assert len(answer.to_frame()) == 5
@@ -233,6 +240,9 @@ def test_one_more_gpu_takes_its_share_of_the_tokens() -> None:
     assert row.iteration_s >= answer.now.iteration_s
     assert row.change == pytest.approx(row.iteration_s / 2 / answer.now.iteration_s - 1)
     assert -0.5 <= row.change < 0
+    errors = answer.now.expected_error, row.expected_error
+    assert errors[0] is not None and errors[1] is not None
+    assert row.change_error == pytest.approx((1 + row.change) * (errors[0] ** 2 + errors[1] ** 2) ** 0.5)
     assert "one more GPU, change a token" in repr(answer)
 
 

@@ -160,6 +160,23 @@ def test_plans_of_one_name_are_told_apart(folder: Path) -> None:
         assert [one.title for one in told_apart([subject] * 2, files)] == titles
 
 
+def test_machines_that_differ_are_told_apart_and_traffic_of_disks_is_shown(tmp_path: Path) -> None:
+    """Both plans are for "rtxpro6000", one with less host memory: without its size the seconds look comparable."""
+    w = chain_workload(4, 64 * MIB, flops=2 * 64 * MIB * 4096, tide_bytes=TIDE)
+    disk = "zero_infinity:states=nvme,params=nvme"
+    for policy, host, file in ((disk, "60GB", "disk"), ("zero_offload", "120GB", "host")):
+        where = ps.machine("rtxpro6000", host_memory=host)
+        ps.compare(w, where, policies=[policy], chunk_bytes=128 * MIB)[policy].save(tmp_path / f"{file}.json")
+    out = tmp_path / "both.html"
+    assert main(["report", str(tmp_path / "disk.json"), str(tmp_path / "host.json"), "-o", str(out), "--quiet"]) == 0
+    head = re.findall(r'<p class="soft">(.*?)</p>', out.read_text(encoding="utf-8"))[:2]
+    assert all("of GPU and" in line for line in head) and head[0].split(" with ")[1] != head[1].split(" with ")[1]
+    moved = play(load_plan(tmp_path / "disk.json")).moved_bytes
+    for way, name in (("nvme_read", "read from disk"), ("nvme_write", "written to disk")):
+        assert moved[way] > 0
+        assert re.search(rf"{name}.*?{re.escape(format_bytes(moved[way]))}", out.read_text(encoding="utf-8"), re.DOTALL)
+
+
 def test_both_plans_share_their_axes(folder: Path) -> None:
     figures = values(folder / "two.html")["figures"]
     for kind in ("tide {} time", "tide {} moment", "lanes {}", "chunks {}"):

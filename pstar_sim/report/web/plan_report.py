@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.effects import category_of, tide_at_cut
 from pstar_sim.core.figures import own_shares
 from pstar_sim.core.plan import Plan
@@ -95,9 +96,13 @@ class _Page:
         return "\n".join(part() for part in parts)
 
     def _head(self) -> str:
-        jobs = dict.fromkeys(_job(subject.plan) for subject in self.subjects)
-        if len(jobs) > 1:
-            jobs = {f"{subject.title}: {_job(subject.plan)}": None for subject in self.subjects}
+        said = [_job(subject.plan) for subject in self.subjects]
+        rooms = [_budgets(subject.plan.machine) for subject in self.subjects]
+        if len(set(rooms)) > 1:
+            said = [f"{job} with {room}" for job, room in zip(said, rooms)]
+        if len(set(said)) > 1:
+            said = [f"{subject.title}: {job}" for subject, job in zip(self.subjects, said)]
+        jobs = dict.fromkeys(said)
         soft = "".join(f'<p class="soft">{escape(job)}</p>' for job in jobs)
         theme = '<button data-theme-button aria-label="change between light and dark">dark</button>'
         return (
@@ -251,6 +256,12 @@ def _job(plan: Plan) -> str:
     return f"{w.model}, {format_params(w.params)} parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
 
 
+def _budgets(machine: Machine) -> str:
+    return (
+        f"{format_bytes(machine.gpu_budget_bytes)} of GPU and {format_bytes(machine.host_budget_bytes)} of host memory"
+    )
+
+
 def _work(plan: Plan) -> tuple[str, int, int]:
     """Returns the work of an iteration. Seconds of plans are compared if their work is equal, also on different
     machines."""
@@ -289,7 +300,7 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
             yield f"{name} peak", format_bytes(peak)
         if budget:
             yield f"{name} capacity", format_bytes(budget)
-    for way, name in (("h2d", "host to GPU"), ("d2h", "GPU to host")):
+    for way, name in _ways(timeline):
         yield name, format_bytes(timeline.moved_bytes.get(way, 0))
     yield "compute waits", format_s(sum(timeline.stall_s.values()))
     for cause, stall_s in sorted(timeline.stall_s.items(), key=lambda item: -item[1]):
@@ -299,6 +310,15 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
         yield "seconds", "of the slowest rank, without the ranks' own shares of the batch"
 
 
+def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:
+    """Yields the ways of copies that a table shows: key and name. Those of disks only if something moves there."""
+    yield "h2d", "host to GPU"
+    yield "d2h", "GPU to host"
+    for way, name in (("nvme_read", "read from disk"), ("nvme_write", "written to disk")):
+        if timeline.moved_bytes.get(way, 0):
+            yield way, name
+
+
 def _differences(predicted: Subject, measured: Subject) -> Iterator[Figure]:
     a, b = predicted.timeline, measured.timeline
     yield Figure("iteration", "s", a.iteration_s, b.iteration_s)
@@ -306,7 +326,7 @@ def _differences(predicted: Subject, measured: Subject) -> Iterator[Figure]:
     for place, name in _PLACES.items():
         if place in a.peak_bytes and place in b.peak_bytes:
             yield Figure(f"{name} peak", "B", a.peak_bytes[place], b.peak_bytes[place])
-    for way, name in (("h2d", "host to GPU"), ("d2h", "GPU to host")):
+    for way, name in _ways(a):
         yield Figure(name, "B", a.moved_bytes.get(way, 0), b.moved_bytes.get(way, 0))
     yield Figure("compute waits", "s", sum(a.stall_s.values()), sum(b.stall_s.values()))
 

@@ -171,7 +171,7 @@ function more() {
 function change(share, errors) {
   if (Math.abs(share) < 5e-5) return "no change";
   const percent = (value) => (100 * value).toFixed(Math.abs(share) < 0.00995 ? 2 : 1);
-  const bar = errors.includes(null) ? "?" : percent(Math.abs(share) * Math.hypot(...errors));
+  const bar = errors.includes(null) ? "?" : percent(Math.min(Math.abs(share), 1 + share) * Math.hypot(...errors));
   return `${share > 0 ? "+" : ""}${percent(share)} ± ${bar} %`;
 }
 
