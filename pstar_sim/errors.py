@@ -82,8 +82,8 @@ class CheckpointError(PstarError):
 
 
 class Interrupted(PstarError):
-    """A run was interrupted (Ctrl-C) in the middle of an update, so that some of its values are from before the update
-    and some from after it."""
+    """A run was interrupted (Ctrl-C) in the middle of an update, so that some values are from before the update and
+    some from after the update."""
 
 
 class OutOfMemory(PstarError):

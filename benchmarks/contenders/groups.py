@@ -54,8 +54,8 @@ ON_A_CARD = (
 
 
 def tables_of(contenders: Sequence[str], device: str) -> list[Table]:
-    """Returns the tables that have more than peers to show. If there is none, returns the first table, with the
-    peers."""
+    """Returns the tables in which one of the requested contenders is ours or plain PyTorch, not a peer. If there is no
+    such table, returns the first one."""
     tables = ON_A_CARD if device == "cuda" else TABLES
     return [table for table in tables if (set(table.contenders) - set(_PEERS)) & set(contenders)] or [tables[0]]
 

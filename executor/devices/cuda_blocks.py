@@ -374,7 +374,7 @@ class Blocks:
 
     @contextlib.contextmanager
     def _routed(self, pooled: bool) -> Iterator[None]:
-        """Inside this context, allocations come from the pool: [Note: torch versions]."""
+        """Inside this context, allocations come from the pool if `pooled`: [Note: torch versions]."""
         if not pooled:
             yield
             return

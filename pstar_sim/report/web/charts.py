@@ -224,8 +224,8 @@ def _thinned(curves: Curves) -> tuple[Curves, str]:
 
 
 def _phases(timeline: Timeline, x: str, top: float, right: float) -> Figure:
-    """Returns a strip above the capacity with the names of phases that have room for a name. Each name carries its
-    stretch's share of the width; by this share a narrow screen leaves out more names."""
+    """Returns a strip above the capacity with the names of phases that have room for a name. Each name carries the
+    share of the width that its stretch takes. A narrow screen leaves out the names with small shares."""
     bands = phase_bands(timeline, x=x)
     shapes, names = [], []
     for band in bands:
