@@ -60,7 +60,7 @@ UNEXPLAINED = (
     "the VM's CPU Adam: a quarter of what its cores should do; its rate is fitted",
     "STRONGHOLD: a layer outside the window takes up to 90 ms more than computing it; five copies in a row take 84",
     "GPU memory of the H100 node: its monitor shows 10 GiB more than is held, perhaps the allocator's cache",
-    "Polaris, two nodes: iterations are predicted 14 to 21 % too short; the runs had another NCCL than the tests",
+    "Polaris, two nodes: iterations are predicted 11 to 18 % too short; the runs had another NCCL than the tests",
 )
 
 OTHER_HOST_BYTES = 20 * GIB
