@@ -139,7 +139,7 @@ class Gate:
             self._streams.synchronize(oldest.event)
 
     def abandon(self) -> None:
-        """Free all memory given back without asking its events: the streams are gone."""
+        """Free all memory that was given back, without waiting for its events. Call this once the streams are gone."""
         with self._lock:
             for key in list(self._pending):
                 self._free(key)

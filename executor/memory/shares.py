@@ -106,7 +106,8 @@ class Shares:
                 state.adding = False
 
     def kept_to_param(self, tensor: int, place: Place) -> None:
-        """Put a kept gradient into the working list at the place. The list's parameters are not read any more."""
+        """Copy a kept gradient over its parameter in the working list at the place. The parameter is not needed any
+        more: the update that follows writes it anew."""
         contents = self.contents
         mine = contents.chunks[contents.slots.chunk_of(tensor)].where(place, "param")
         target = contents.slots.at(place, tensor, "param")

@@ -1,6 +1,6 @@
-"""States: optimizer states that leave the gpu off the plan, and where a chunk is updated.
+"""States: decides where a chunk is updated off the plan, and drops its optimizer states from the gpu.
 
-An update runs beside the chunk's states: on the gpu where they are pinned there, else on the host.
+A chunk is updated where its states are: on the gpu if they are pinned there, else on the host.
 """
 
 from __future__ import annotations

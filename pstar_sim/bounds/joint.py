@@ -413,7 +413,7 @@ class _JointProgram:
             self.terms.append(("adam", (job.total - self.s) * job.per_param_s + adds_s))
 
     def _windows(self) -> None:
-        """Add the terms of windows, eager and behind a barrier, and of border windows."""
+        """Add the terms of all windows: those of eager updates, those behind a barrier, and border windows."""
         inside = {"s": self.s, "kept": self.kept}
         if len(self.spilt):  # in parameters: an add counts as its share of an add and Adam
             inside["s, sums"] = self.s + self.cpu_sum * (self.job.add_s / (self.job.add_s + self.job.per_param_s))

@@ -21,11 +21,11 @@ gpu budget, n_t the tide, K_t the payload bytes that moment t reads, and R the p
 - barrier (if no Adam may start before the optimizer step): T >= span from f_j to the end of the iteration + (params(f_i
   <= f_j) - x) / R + the shortest copy up; likewise with the copies up as the serial resource.
 - d2h bytes: (E - x) w over the link's rate: each gradient goes down at least once.
-- h2d bytes: (E - x) w, because each updated parameter comes up once, and copies at the turns. Take moments m_1 < m_2 <
-  ..., the turns of the iteration: FWD to BWD of every micro-batch, and BWD to FWD between two micro-batches. Let S_k be
-  the bytes that are read up to m_k and again in (m_k, m_k+1]. At most C - n - (v + w) x unpinned bytes are resident
-  during m_k. The rest, S_k + v x - (C - n), is copied up after m_k. These copies are not those of the first kind, which
-  begin after the chunk's gradient is final and before its first read.
+- h2d bytes: (E - x) w, because each updated parameter comes up once; plus the copies at the turns. Take moments m_1 <
+  m_2 < ..., the turns of the iteration: FWD to BWD of every micro-batch, and BWD to FWD between two micro-batches. Let
+  S_k be the bytes that are read up to m_k and again in (m_k, m_k+1]. At most C - n - (v + w) x unpinned bytes are
+  resident during m_k. The rest, S_k + v x - (C - n), is copied up after m_k. These copies are not those of the first
+  kind, which begin after the chunk's gradient is final and before its first read.
 - stashes: under any plan each stash goes down once and comes up once per iteration, on the same two queues, in addition
   to all of the above. A stash is not a chunk, and the tide does not count it while it is away. So its seconds in each
   direction are added to d2h bytes, h2d bytes and link, and its bytes twice to dram. They are not added to windows,

@@ -98,7 +98,7 @@ class Gpu:
         for dtype, rate in self.flops_per_s.items():
             number(f"{where}: flops_per_s[{dtype!r}]", rate, error=CatalogError)
         if self.products is not None and self.launch_s is None:
-            raise CatalogError(f"{where}: products need launch_s, because their figures are those of kernels")
+            raise CatalogError(f"{where}: products need launch_s: their figures are times of kernels without launches")
         _check_known(where, self.known)
         if self.usable_bytes > self.memory_bytes:
             raise CatalogError(

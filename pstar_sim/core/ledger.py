@@ -217,7 +217,7 @@ class Moves:
         for step in self.plan.steps:
             if step.kind is compute:
                 if step.moment is None or not 0 <= step.moment < moments:
-                    raise PlanError(f"step {step.id}: a compute step needs moment=, below {moments}")
+                    raise PlanError(f"step {step.id}: a compute step needs moment=, from 0 to {moments - 1}")
                 number.append(step.moment)
                 chunk.append(0)
                 continue

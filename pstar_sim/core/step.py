@@ -359,7 +359,7 @@ def from_text(line: str) -> Step:
         except ValueError:
             raise bad(seen["place"], f"is not a place ({', '.join(Place)})") from None
     if seen.get("via") not in (None, PAGEABLE):
-        raise bad(seen["via"], f"is not a way to copy ({PAGEABLE})")
+        raise bad(seen["via"], f"is not a way to copy; via= takes {PAGEABLE!r} alone")
     part = _part(seen["part"]) if "part" in seen else None
     if "part" in seen and part is None:
         raise bad(seen["part"], 'is not a part such as "0/8", the first of eight')

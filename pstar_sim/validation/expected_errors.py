@@ -94,7 +94,7 @@ def binomial_interval(rows: int) -> tuple[int, int]:
 def write_errors(validation: Validation, path: Path = ERRORS_FILE) -> None:
     """Keep the errors of a whole validation. Raises PstarError for the validation of a part of the rows."""
     if sum(validation.counts.values()) != len(published_rows()):
-        raise PstarError("the errors of a part of the rows are not kept: leave out --system and --machine")
+        raise PstarError("errors are written only after a validation of all rows: leave out --system and --machine")
     write_atomically(path, json.dumps(errors_by_class(validation.results), indent=2) + "\n")
 
 

@@ -418,7 +418,7 @@ def test_a_compute_step_of_no_moment_is_refused(moment: int) -> None:
     h = Hand(1)
     h.on_gpu(0)
     h.compute(moment)
-    with pytest.raises(PlanError, match="step 0: a compute step needs moment=, below 3"):
+    with pytest.raises(PlanError, match="step 0: a compute step needs moment=, from 0 to 2"):
         play(h.plan())
 
 

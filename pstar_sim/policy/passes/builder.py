@@ -367,8 +367,8 @@ class Builder:
         return rows, shortest
 
     def _check_one_by_one(self, free: Iterable[int], shortest: _Short) -> None:
-        """Raise DoesNotFit if the residents exceed the room of GPU or host, or else for the step that lacks most room.
-        free: bytes that the residents leave free on GPU and host."""
+        """Raise DoesNotFit if the residents exceed the room of GPU or host. If they do not, raise it for the step that
+        lacks most room, if any step does. free: bytes that the residents leave free on GPU and host."""
         for place, left in zip((Place.GPU, Place.HOST), free):
             if left < 0:
                 raise self._no_room(place, -left, "everything resident between iterations")

@@ -251,7 +251,7 @@ class _Page:
 
 def _job(plan: Plan) -> str:
     w, m = plan.workload, plan.machine
-    batch = f"batch {w.batch}{' per GPU' if len(m.ranks) > 1 else ''}"
+    batch = f"batch {w.batch}{f' on each of {len(m.ranks)} GPUs' if len(m.ranks) > 1 else ''}"
     batch += f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
     return f"{w.model}, {format_params(w.params)} parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
 
