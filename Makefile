@@ -53,11 +53,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python -m pstar_sim demo --out demo-out
 
-# One thread each for torch: two workers with two threads apiece would fight for two cores. A file is one worker's, so that
-# what it makes once is made once; long files come first (tests/conftest.py). Bytecode is kept, whatever the environment
-# says: a test's process would compile the package anew.
+# One thread each for torch: workers with two threads apiece would fight for two cores. Three workers: tests that wait for
+# processes and threads leave a fifth of two cores idle. A file is one worker's, so that what it makes once is made once;
+# long files come first (tests/conftest.py). Bytecode is kept, whatever the environment says: a test's process would
+# compile the package anew.
 test: install
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: install
 	$(BIN)/ruff format --check .
