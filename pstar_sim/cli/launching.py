@@ -219,7 +219,8 @@ class _Report:
             },
         )
         say(figures_text(rows, width=terminal_width()))
-        tell(f"{status.iterations} steps, the last of them measured; {_deviations(status)}")
+        steps = "1 step" if status.iterations == 1 else f"{status.iterations} steps"
+        tell(f"{steps}, measured: the last that ran on plan; {_deviations(status)}")
         if status.tide is not None:
             tell(str(status.tide))
 
@@ -231,4 +232,4 @@ def _millions(params: int) -> str:
 def _deviations(status: Any) -> str:
     if not status.deviations:
         return "all on plan"
-    return f"{status.deviations} times off plan or with another shape, last: {status.last_deviation}"
+    return f"{status.deviations} times a step left the plan or a batch had another shape, last: {status.last_deviation}"

@@ -136,7 +136,7 @@ def read(content: object, file: str) -> Configuration:
         framework=ACCELERATE,
         policy=fsdp_policy(offload=found.usual("offload", False), reshard=reshard),
         dtype=_dtype(found),
-        checkpointing=True if found.usual("checkpointing", False) else None,
+        checkpointing=found.known("checkpointing") if "checkpointing" in found.named else None,
         details=_details(found, {"type": kind, "version": version, "loads_once": found.usual("loads_once", False)}),
         notes=tuple(notes),
         without_effect=found.without_effect,
@@ -230,7 +230,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
         "reshard": reshard if two else None,
         "strategy": None if two else ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
         "loads_once": detail["loads_once"],
-        "checkpointing": bool(c.checkpointing),
+        "checkpointing": c.checkpointing,
         "wrap": "TRANSFORMER_BASED_WRAP",
     }
 

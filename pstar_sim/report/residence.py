@@ -26,6 +26,7 @@ __all__ = ["AWAY", "CONTENTS", "Residence", "residence"]
 CONTENTS = ("not on the GPU", "parameters", "gradients", "optimizer states")
 """Kinds of data that a chunk can have on the GPU. A chunk that has several counts as the last of them in this order."""
 AWAY, PARAM, GRAD, STATES = range(len(CONTENTS))
+LEAST_PART = 1e-6  # part of a bin below which a spell on the GPU is rounding of seconds
 _OF_CATEGORY = {"param": PARAM, "grad": GRAD, "states": STATES}
 
 Ints = NDArray[np.int64]
@@ -38,7 +39,8 @@ class Residence:
     edges_s: n + 1 edges of the bins, seconds from the start of the steady iteration.
     first_chunks: first chunk of each row of `contents`; a row ends before the next row's first chunk.
     chunks: number of chunks.
-    contents: rows x n indices into CONTENTS: the kind of data that most of the row's bytes have for most of the bin.
+    contents: rows x n indices into CONTENTS, with n bins: the kind of most of the row's bytes. A chunk that was on the
+        GPU for a part of a bin counts there as the kind that it had for the longest time.
     """
 
     edges_s: NDArray[np.float64]
@@ -60,14 +62,17 @@ def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 96
     first = tuple(range(0, count, per_row))
     weight = np.array([plan.layout.payload_bytes(c, "param") for c in range(count)], np.float64)
     edges = np.linspace(0.0, timeline.iteration_s, bins + 1)
-    held = np.zeros((len(first), len(CONTENTS), bins))
+    votes = np.zeros((len(first), len(CONTENTS), bins))
+    columns = np.arange(bins)
     for chunk, spells in _spells(plan, timeline).items():
+        held_s = np.zeros((len(CONTENTS), bins))
         for begin_s, end_s, content in spells:
             low, high = max(begin_s, 0.0), min(end_s, timeline.iteration_s)
             if high > low:
-                covered = np.clip(np.minimum(edges[1:], high) - np.maximum(edges[:-1], low), 0.0, None)
-                held[chunk // per_row, content] += covered * weight[chunk]
-    return Residence(edges_s=edges, first_chunks=first, chunks=count, contents=held.argmax(axis=1))
+                held_s[content] += np.clip(np.minimum(edges[1:], high) - np.maximum(edges[:-1], low), 0.0, None)
+        held_s[AWAY] = LEAST_PART * (edges[1] - edges[0])  # a chunk that was there for any longer is shown
+        votes[chunk // per_row, held_s.argmax(axis=0), columns] += weight[chunk]
+    return Residence(edges_s=edges, first_chunks=first, chunks=count, contents=votes.argmax(axis=1))
 
 
 def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float, int]]]:

@@ -201,7 +201,7 @@ def test_a_users_calibration_goes_over_the_catalogs(tmp_path: Path) -> None:
 def test_a_file_with_several_machines_says_which(tmp_path: Path) -> None:
     two = '[machines.a]\ngpu = "a10"\ngpus = 1\nlink = "pcie4-x16"\nhost = "cloud-ddr4-64gb"\n'
     two += two.replace("machines.a", "machines.b").replace('"a10"', '"l4"')
-    with pytest.raises(CatalogError, match=r"defines 2 machines \(a, b\); say which one"):
+    with pytest.raises(CatalogError, match=r"defines 2 machines \(a, b\); choose a machine with machine = NAME"):
         load_machine(write(tmp_path, two))
     assert load_machine(write(tmp_path, 'machine = "b"\n' + two)).gpu.name == "l4"
     assert load_machine("a", user_file=write(tmp_path, two)).gpu.name == "a10"

@@ -80,6 +80,19 @@ def test_a_configuration_is_a_policy_and_the_real_package_loads_what_is_written(
     assert plugin.activation_checkpointing
 
 
+@pytest.mark.parametrize(("line", "checkpointing"), [("true", True), ("false", False), (None, None)])
+def test_a_file_that_names_recomputation_decides_it(
+    line: str | None, checkpointing: bool | None, tmp_path: Path
+) -> None:
+    """A file without the key leaves recomputation to the model's preset."""
+    key = "" if line is None else f", fsdp_activation_checkpointing: {line}"
+    found = read(f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2{key}}}")
+    assert found.checkpointing is checkpointing
+    path = tmp_path / "again.yaml"
+    path.write_text(accelerate.write(found))
+    assert load_configuration(str(path)).checkpointing is checkpointing
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -257,7 +257,7 @@ def test_kept_errors_are_those_of_a_run_of_today(tmp_path: Path) -> None:
         assert kept["v100 node"][policy] == pytest.approx(values, abs=0.002)
     tested = v.errors(use="tested")
     assert tested is not None and tested.rows == v.counts["tested"] == 34 and v.counts["fitted"] == 0
-    with pytest.raises(PstarError, match="of a part of the rows are not kept"):
+    with pytest.raises(PstarError, match="only after a validation of all rows"):
         write_errors(v, tmp_path / "errors.json")
     frame = v.to_frame()
     assert len(frame) == 34 and {"published", "predicted", "error", "use"} <= set(frame.columns)

@@ -416,7 +416,7 @@ def residence_chart(found: Residence, *, right_s: float) -> Chart:
     }
     per_row = max(b - a for a, b in zip(found.first_chunks, ends))
     bin_s = float(found.edges_s[1] - found.edges_s[0])
-    note = f"a column is {format_s(bin_s)} and shows what was there for most of it"
+    note = f"a column is {format_s(bin_s)}; a chunk that was there for a part of it is shown"
     if per_row > 1:
         note = f"{found.chunks} chunks in rows of {per_row}, each in the colour of most of its bytes; {note}"
     shown = layout(

@@ -111,7 +111,7 @@ class ClipsItself(Net):
     [
         (ClipsItself, {"gradient_clip_val": None}, r"clip_gradients\(gradient_clip_val=0.1, .*give the Trainer"),
         (Net, {"gradient_clip_algorithm": "value"}, "clipped by their norm"),
-        (Net, {"devices": 2}, r"one device, not Trainer\(devices=2\)"),
+        (Net, {"devices": 2}, "one device; give devices=1 in place of 2"),
     ],
 )
 def test_what_a_plan_does_not_do_is_refused(
