@@ -150,6 +150,9 @@ CHANGES: tuple[Change, ...] = (
     *instead("tide", "core.layout.SMALL_BYTES", 0, 16 * MIB),
     *instead("tide", "core.layout.SMALL_PART", 40, 10**9),
     *instead("tide", "core.layout.MOST_SMALL", 1.0),
+    *instead("vocabulary", "policy.passes.parts.LARGE", 1.5, 4.0, none=1e9),
+    *instead("vocabulary", "policy.passes.parts.MOST_PARTS", 4, 16),
+    *instead("vocabulary", "policy.passes.parts.LEAST_BYTES", 4 * MIB, 64 * MIB),
     *instead("karma", "policy.systems.karma.INTERLEAVES", none_interleaved=((0.0, 0),),
              all_or_none=((0.0, 0), (1.0, 0)), every_other=(*karma.INTERLEAVES[:-1:2], karma.INTERLEAVES[-1]),
              without_the_last=karma.INTERLEAVES[:-1]),
@@ -164,6 +167,7 @@ SEARCHES = ("policy/family", "policy/kit", "policy/passes", "policy/systems/karm
             "core/choose.py", "bounds", "planner/variants.py", "planner/ways.py")  # fmt: skip
 OTHER_NUMBERS = {
     "ALIGN": "alignment of tensors",
+    "PART_ALIGN": "alignment of parts of a chunk",
     "ROUNDING": "rounding of seconds",
     "TOLERANCE": "agreement of seconds",
     "SHOWN": "the first micro-batch, one for those that are alike, the last three",
@@ -299,6 +303,16 @@ def of_tide() -> dict[str, Job]:
     }  # fmt: skip
 
 
+def of_vocabulary() -> dict[str, Job]:
+    """Returns jobs of which a vocabulary matrix, a chunk much larger than the others, is updated on the CPU."""
+    return {
+        f"{model}, {machine}, {word}": (gpt(model, 1), ps.machine(machine), settings)
+        for model in ("llama-3-8b", "qwen2.5-7b")
+        for machine in ("a100-80", "h100-80", "rtx4090")
+        for word, settings in (("eager", EAGER), ("barrier", BARRIER))
+    }
+
+
 def of_ranks() -> dict[str, Job]:
     """Returns jobs for eight GPUs, with chunks in slices."""
     return {"llama-3-70b, h100-80x8, eager": (gpt("llama-3-70b", 4), ps.machine("h100-80x8"), EAGER)}
@@ -393,6 +407,7 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
     "net of tide": (partial(of_net, "tide", "static_partition"), lambda job: by_policy(*job)),
     "few chunks": (of_few_chunks, lambda job: own(job, POINT)),
     "tide": (of_tide, lambda job: by_policy(tide, job)),
+    "vocabulary": (of_vocabulary, lambda job: by_policy(tide, job)),
     "stronghold": (of_stronghold, lambda job: by_policy(stronghold, job)),
     "karma": (of_karma, of_ways),
     "variants": (of_variants, of_race),
