@@ -84,7 +84,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def share_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Read the groups of another optimizer over the same parameters from now on. A scheduler that was made with
-        that optimizer writes to these groups, and is told of each step."""
+        that optimizer writes to these groups, and sees that steps were taken."""
         for mine, theirs in zip(self.param_groups, optimizer.param_groups):
             theirs.update({key: value for key, value in mine.items() if key not in theirs})
         self.param_groups = optimizer.param_groups

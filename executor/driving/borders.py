@@ -192,7 +192,7 @@ class Borders:
     def recording(self, saves: BlockCalls | None = None) -> Iterator[BlockTape]:
         """Inside this context, calls of the blocks are cut at both ends. Yields the tape.
 
-        saves: is told of each call.
+        saves: object to notify of each call.
         """
         self._recorded.tape = tape = BlockTape(saves)
         try:

@@ -5,8 +5,9 @@ thread of its own (`forwards.py`) and is suspended before an event that is not t
 backward part by part (`borders.py`). So each block runs for all micro-batches, always in one order, and gradients are
 added as the usual loop adds them.
 
-A gradient that comes in several parts of a tape (tied weights, a block that is called twice) waits in its parameter
-until the micro-batch's last part of the gradient has come. The gradient is set aside while other micro-batches run.
+Several parts of a backward may add to the gradient of one parameter (tied weights, a block that is called twice). The
+sum stays in the parameter's `grad` until the micro-batch's last part has added to it. While other micro-batches run,
+the sum is kept outside of the parameter.
 
 Off the plan, the first unfinished micro-batch runs to its end, then the next.
 """

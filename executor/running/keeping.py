@@ -84,7 +84,7 @@ class Keeping:
     def begin(self, *, steps: int, data: dict[str, Any], empty: bool) -> JobPosition:
         """Returns the position at which the job begins. Raises as `check` does, before anything is built.
 
-        data: name of the stream of data; if the checkpoint's stream has another name, the data begins anew.
+        data: values that identify the stream of data. If the checkpoint has other values, the data begins anew.
         """
         stored = self.check(steps)
         if stored is None:

@@ -39,7 +39,11 @@ one, and the last three."""
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """The points, from `first` to `last`, of the micro-batch that stands for `times` alike micro-batches."""
+    """A micro-batch that represents several identical ones.
+
+    first, last: its first and last point.
+    times: number of micro-batches that it represents, itself included.
+    """
 
     first: int
     last: int

@@ -106,8 +106,8 @@ _TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
 
 
 def read(content: object, file: str) -> Configuration:
-    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys`, and for a distributed type
-    or strategy that is not known.
+    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys` does, and for a distributed
+    type or strategy that is not known.
     """
     found = read_keys(KEYS, content, file, "an accelerate configuration")
     kind = str(found["type"]).upper()

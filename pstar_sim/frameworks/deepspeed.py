@@ -211,7 +211,7 @@ _NVME_PATH = "/local_nvme"
 
 
 def read(content: object, file: str) -> Configuration:
-    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys`, and for values that
+    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys` does, and for values that
     exclude each other.
     """
     found = read_keys(KEYS, content, file, "a DeepSpeed configuration")

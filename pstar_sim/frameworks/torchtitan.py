@@ -69,7 +69,7 @@ _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 def read(content: object, file: str) -> Configuration:
-    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys`."""
+    """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys` does."""
     found = read_keys(KEYS, content, file, "a torchtitan configuration")
     notes = list(found.notes)
     if found["recompute"] in ("selective", "memory_budget"):

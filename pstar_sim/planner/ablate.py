@@ -2,9 +2,10 @@
 
 [Note: the ladder] The ladder begins at a published system, by default `patrickstar` (copies, updates and computing wait
 for each other). The next line is the point of the asynchronous policies (policy/kit/points.py) that is most like the
-system (`Capabilities.near`), or the plainest point: its queues run independently, and it has none of the ideas. Then
-one coordinate after the other takes its better values, down to the policy asked about. The gain of a line depends on
-the lines above it. `without` asks the reverse question: it takes one idea out of the policy asked about.
+system (`Capabilities.near`). A system without such a point gets the plainest point, which has none of the ideas. At
+either point the queues run independently. Then one coordinate after the other takes its better values, down to the
+policy asked about. The gain of a line depends on the lines above it. `without` asks the reverse question: it takes one
+idea out of the policy asked about.
 
 If the setting itself makes Adam wait for all gradients, the barrier is not a choice and has no line. Otherwise the
 ladder first drops the barrier and then lets Adam begin early. The line that drops the barrier may gain nothing by

@@ -25,8 +25,8 @@ def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
 
 
 def claims_more(said: Mapping[str, str], sources: Mapping[str, str]) -> bool:
-    """Returns whether `said` calls an input better known than `sources` does, or by a word that does not exist. Inputs
-    that only one of the two names do not count."""
+    """Returns whether `said` gives an input a better source than `sources` does, or a source that is not in ORDER.
+    Ignores inputs that are in only one of the two mappings."""
     return any(
         word not in ORDER or ORDER.index(word) < ORDER.index(sources[name])
         for name, word in said.items()

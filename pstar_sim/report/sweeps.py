@@ -111,7 +111,7 @@ def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None
     """Draw what binds (`bound_by`) over two axes of a sweep of one policy, as coloured fields; "no" where the job does
     not fit.
 
-    Raises PstarError as `plot_times`, and for more than one policy.
+    Raises PstarError as `plot_times` does, and for more than one policy.
     """
     table = _table(frame, x, y, "bound_by")
     cells: list[list[Any]] = table.to_numpy(object).tolist()

@@ -71,7 +71,7 @@ class Experiment:
     optimizer: str = "adamw"
 
     def workload(self, batch: int, size: ModelEntry | None = None) -> Workload:
-        """Returns one rank's share of the job. Raises ModelError as `workload_of`."""
+        """Returns one rank's share of the job. Raises ModelError as `workload_of` does."""
         return workload_of(
             size or self.sizes[0],
             batch=batch,

@@ -284,7 +284,8 @@ class Walk:
         return content
 
     def _check_whole(self, step: Step, why: str, key: _Key, content: _Content) -> None:
-        """Check that what a step reads of a list is there: all of it, or its part."""
+        """Check that the data that the step reads is complete: its part of the list, or the whole list if the step has
+        no part."""
         wanted = self.parts.get(key[0], 1) if step.part is None else step.part.number + 1
         for verb, count in (("arrived", content.filling), ("been updated", content.updating)):
             own = verb == "been updated" and step.kind is Kind.CPU_ADAM
@@ -407,12 +408,13 @@ class Walk:
         self.content[target] = arrived
 
     def _continue(self, step: Step, target: _Key, arrived: _Content) -> None:
-        """A part joins the parts before it. Check that it copies what they copied."""
+        """Add a part to the parts that were copied before it. Raises PlanError if it is not the next part, or if the
+        contents differ."""
         held = self.content[target]
         assert step.part is not None
         same = held is not None and (held.version, held.marks) == (arrived.version, arrived.marks)
         if held is None or not same or held.filling != step.part.number:
-            raise PlanError(f"{label(step)} copies something else into {_key_name(target)} than the part before it did")
+            raise PlanError(f"{label(step)} does not continue the copy of the part before it into {_key_name(target)}")
         held.filling = None if step.part.last else step.part.number + 1
 
     def _gather(self, s: int, k: int, step: Step) -> None:

@@ -25,8 +25,8 @@ def draft_of(schedule: Schedule) -> Draft:
     """Returns the rows of one iteration and their edges, in an order in which the rows could run one after the other.
 
     The order of the passes is the order of their rows on the compute queue, and decides between equal deadlines. A last
-    gradient goes down once it is summed, so Collectives comes before Gradients. WorkingLists closes behind Updates,
-    because the first fetches wait for CPU Adam.
+    gradient goes down once it is summed, so Collectives comes before Gradients. `WorkingLists.close` is called after
+    `UpdateRows.close`, because first fetches wait for CPU Adam.
     """
     rows = DraftRows(schedule)
     floors = Floors(rows)
