@@ -19,7 +19,7 @@ from executor.memory.slots import Slots
 from executor.memory.update import Norms, Update, Updating
 from executor.memory.values import Changed, ParameterValues
 from pstar_sim.core.effects import OTHERS
-from pstar_sim.core.step import UPDATES, Kind, Part, Place, Queue, Step
+from pstar_sim.core.step import UPDATES, Kind, Place, Queue, Step
 from pstar_sim.errors import PlanError
 
 __all__ = ["Contents"]
@@ -80,44 +80,37 @@ class Contents:
         update: the update of the step's iteration; Adam steps need it.
         norms: see `Update.coefficient`.
         """
-        kind = step.kind
-        assert step.chunk is not None
+        kind, chunk = step.kind, step.chunk
+        assert chunk is not None
+        elements = None if step.part is None else self.layout.part_range(chunk, step.part)
         if kind is Kind.FETCH:
-            if step.part is None:
-                self.fetch(step.chunk, self._list(step), in_fp32=self._in_fp32(step))
-            else:
-                self.fetch_part(step.chunk, step.part)
+            self.fetch(chunk, self._list(step), elements, in_fp32=self._in_fp32(step))
         elif kind is Kind.WRITEBACK:
-            if step.part is None:
-                self.write_back(step.chunk, self._list(step), in_fp32=self._in_fp32(step))
-            else:
-                elements = self.layout.part_range(step.chunk, step.part)
-                self.write_back_part(step.chunk, self._list(step), elements)
+            self.write_back(chunk, self._list(step), elements, in_fp32=self._in_fp32(step))
         elif kind is Kind.ALLOC:
-            assert step.place is not None
-            name = self._list(step)
-            payload = self.arena.at(step.place, step.chunk, name)
-            if name in OTHERS:
-                payload = self.arena.payloads.whole(step.chunk, OTHERS[name])
-            if step.place is GPU:
-                with self.arena.payloads.steady(step.chunk):
-                    self.arena.backend.zero(payload)
-            else:
-                payload.zero_()
+            self._zero(step)
         elif kind is Kind.GATHER:
-            self.exchange.gather(step.chunk, self._list(step))
+            self.exchange.gather(chunk, self._list(step))
         elif kind is Kind.REDUCE_SCATTER:
-            self.exchange.reduce_scatter(step.chunk, self._list(step))
+            self.exchange.reduce_scatter(chunk, self._list(step))
         elif kind is Kind.CPU_ADD:
-            self.gradients.add_on_host(step.chunk, step.list)
+            self.gradients.add_on_host(chunk, step.list)
         elif kind in UPDATES:
             if update is None:
-                raise PlanError(f"step {step.id}: {kind.value} of chunk {step.chunk} came before optimizer.step()")
-            place = HOST if kind is Kind.CPU_ADAM else GPU
-            if step.part is None:
-                self.adam(step.chunk, place, update, norms)
-            else:
-                self.adam_part(step.chunk, self.layout.part_range(step.chunk, step.part), update, norms)
+                raise PlanError(f"step {step.id}: {kind.value} of chunk {chunk} came before optimizer.step()")
+            self.adam(chunk, HOST if kind is Kind.CPU_ADAM else GPU, update, norms, elements)
+
+    def _zero(self, step: Step) -> None:
+        assert step.place is not None and step.chunk is not None
+        name = self._list(step)
+        payload = self.arena.at(step.place, step.chunk, name)
+        if name in OTHERS:
+            payload = self.arena.payloads.whole(step.chunk, OTHERS[name])
+        if step.place is GPU:
+            with self.arena.payloads.steady(step.chunk):
+                self.arena.backend.zero(payload)
+        else:
+            payload.zero_()
 
     def finish(self, step: Step) -> None:
         """Free the memory that the step frees at its end."""
@@ -139,25 +132,79 @@ class Contents:
         return step.list
 
     def _in_fp32(self, step: Step) -> bool:
-        """Returns whether a list of 2 bytes per parameter crosses the link as fp32, as in some published systems."""
+        """Returns whether a list of 2 bytes per parameter crosses the link as fp32, as in some published systems. Parts
+        do not."""
         assert step.chunk is not None
-        return step.bytes != self.layout.payload_bytes(step.chunk, self._list(step))
+        return step.part is None and step.bytes != self.layout.payload_bytes(step.chunk, self._list(step))
 
-    def fetch(self, chunk: int, list_name: str, *, in_fp32: bool = False) -> None:
-        """Copy a list from the host to the gpu.
+    def fetch(
+        self, chunk: int, list_name: str, elements: tuple[int, int] | None = None, *, in_fp32: bool = False
+    ) -> None:
+        """Copy a list from the host to the gpu, or a part of an updated working list. The part has to be updated
+        already, the parts after it need not be. After the last part the list on the gpu is current.
 
+        elements: first element of the part, and the element behind its last; None: the whole list.
         in_fp32: whether parameters cross the link as fp32 and are cast afterwards.
         """
-        self._require_fetchable(chunk, list_name)
+        self._require_fetchable(chunk, list_name, elements)
+        if elements is not None and not self._begin_part(chunk, list_name, elements):
+            return
+        first, end = elements or (0, self.layout.slice_numel(chunk))
+        with self.arena.payloads.steady(chunk):
+            self._copy_up(chunk, list_name, (first, end), in_fp32=in_fp32)
+        if elements is not None:
+            self.chunks[chunk].arrived = end
+        if end == self.layout.slice_numel(chunk):
+            self._now_on_gpu(chunk, list_name)
+
+    def _require_fetchable(self, chunk: int, list_name: str, elements: tuple[int, int] | None) -> None:
+        state = self.chunks[chunk]
+        what = f"chunk {chunk}" if list_name == "param" else f"{list_name} of chunk {chunk}"
+        if elements is not None:
+            what = f"elements {elements[0]} to {elements[1]} of {what}"
+        if not self.arena.has(HOST, chunk, list_name):
+            raise PlanError(f"fetch of {list_name} of chunk {chunk}: the host does not hold it")
+        stale = state.updated < elements[1] if elements is not None else not state.where(HOST, "param")
+        if list_name == "param" and HOST not in state.current and stale:
+            raise PlanError(f"fetch of {what}: the host's copy does not hold current parameters")
+        if state.where(GPU, list_name):
+            raise PlanError(f"fetch of {what} would overwrite gradients on the gpu")
+
+    def _begin_part(self, chunk: int, list_name: str, elements: tuple[int, int]) -> bool:
+        """Returns whether the gpu still needs the part."""
+        state, (first, end) = self.chunks[chunk], elements
+        if first and GPU in state.current:
+            return False  # an evaluation has brought the whole list meanwhile
+        if first == 0:
+            state.hollow.add((GPU, list_name))
+            state.arrived = 0
+        if first != state.arrived:
+            raise PlanError(
+                f"fetch of elements {first} to {end} of chunk {chunk}: {state.arrived} are on the gpu so far"
+            )
+        return True
+
+    def _copy_up(self, chunk: int, list_name: str, elements: tuple[int, int], *, in_fp32: bool) -> None:
+        arena, (first, end) = self.arena, elements
+        target = arena.gpu(chunk, list_name)[first:end]
+        if in_fp32:
+            values = list_name == "param" and not self.chunks[chunk].where(HOST, "param")
+            source = arena.host(chunk, "param32" if values and arena.has(HOST, chunk, "param32") else list_name)
+            arena.backend.copy_in_fp32(target, source[first:end], Queue.H2D)
+        else:
+            self._copy(target, arena.host(chunk, list_name)[first:end], Queue.H2D)
+        arena.backend.fence(Queue.H2D)
+
+    def _now_on_gpu(self, chunk: int, list_name: str) -> None:
+        """Note that the gpu has the same content of a list as the host. Gradients in the list belong to the gpu from
+        now on, for their update there; the values cannot be read."""
         state = self.chunks[chunk]
         waiting = state.where(HOST, list_name)
-        gradients_up = bool(waiting)  # for their update on the gpu; the arriving values cannot be read
-        with self.arena.payloads.steady(chunk):
-            self._copy_up(chunk, list_name, in_fp32=in_fp32, from_masters=list_name == "param" and not gradients_up)
         self.arena.copied(HOST, GPU, chunk, list_name)
+        state.hollow.discard((GPU, list_name))
         if list_name == "param":
             state.whole = False  # as far as is known
-        if gradients_up:
+        if waiting:
             state.where(GPU, list_name).update(waiting)
             if list_name == "param":
                 state.current.discard(HOST)  # the slots of the host's list keep the gradients that were fetched
@@ -166,88 +213,28 @@ class Contents:
             state.current.add(GPU)
             self._changed(chunk)
 
-    def fetch_part(self, chunk: int, part: Part) -> None:
-        """Copy a part of an updated working list from the host to the gpu. The part has to be updated already, the
-        others need not be. After the last part the list on the gpu is current."""
-        state, (first, end) = self.chunks[chunk], self.layout.part_range(chunk, part)
-        if not self.arena.has(HOST, chunk, "param") or (HOST not in state.current and state.updated < end):
-            raise PlanError(f"fetch of part {part} of chunk {chunk}: the host's copy does not hold current parameters")
-        if state.where(GPU, "param"):
-            raise PlanError(f"fetch of part {part} of chunk {chunk} would overwrite gradients on the gpu")
-        if part.number and GPU in state.current:
-            return  # an evaluation has brought the whole list meanwhile
-        if part.number == 0:
-            state.hollow.add((GPU, "param"))
-            state.arrived = 0
-        if first != state.arrived:
-            raise PlanError(f"fetch of part {part} of chunk {chunk}: the parts before it are not on the gpu")
-        with self.arena.payloads.steady(chunk):
-            self._copy(self.arena.gpu(chunk, "param")[first:end], self.arena.host(chunk, "param")[first:end], Queue.H2D)
-            self.arena.backend.fence(Queue.H2D)
-        state.arrived = end
-        if part.last:
-            self.arena.copied(HOST, GPU, chunk, "param")
-            state.whole = False
-            state.hollow.discard((GPU, "param"))
-            state.current.add(GPU)
-            self._changed(chunk)
+    def write_back(
+        self, chunk: int, list_name: str, elements: tuple[int, int] | None = None, *, in_fp32: bool = False
+    ) -> None:
+        """Copy a list from the gpu to the host, or a part of a list of gradients. Gradients in the list belong to the
+        host after the last part.
 
-    def _require_fetchable(self, chunk: int, list_name: str) -> None:
-        state = self.chunks[chunk]
-        if not self.arena.has(HOST, chunk, list_name):
-            raise PlanError(f"fetch of {list_name} of chunk {chunk}: the host does not hold it")
-        if list_name == "param" and not state.where(HOST, "param") and HOST not in state.current:
-            raise PlanError(f"fetch of chunk {chunk}: the host's copy does not hold current parameters")
-        if state.where(GPU, list_name):
-            what = f"chunk {chunk}" if list_name == "param" else f"{list_name} of chunk {chunk}"
-            raise PlanError(f"fetch of {what} would overwrite gradients on the gpu")
-
-    def _copy_up(self, chunk: int, list_name: str, *, in_fp32: bool, from_masters: bool) -> None:
-        arena = self.arena
-        if in_fp32:
-            masters = from_masters and arena.has(HOST, chunk, "param32")
-            source = arena.host(chunk, "param32" if masters else list_name)
-            arena.backend.copy_in_fp32(arena.gpu(chunk, list_name), source, Queue.H2D)
-        else:
-            self._copy(arena.gpu(chunk, list_name), arena.host(chunk, list_name), Queue.H2D)
-        arena.backend.fence(Queue.H2D)
-
-    def write_back(self, chunk: int, list_name: str, *, in_fp32: bool = False) -> None:
-        """Copy a list from the gpu to the host. Gradients in the list belong to the host from now on."""
+        elements: first element of the part, and the element behind its last; None: the whole list.
+        """
         arena, state = self.arena, self.chunks[chunk]
         if not arena.has(GPU, chunk, list_name):
             raise PlanError(f"write-back of {list_name} of chunk {chunk}: the gpu does not hold it")
-        leaving, there = state.where(GPU, list_name), state.where(HOST, list_name)
-        if there:
-            raise PlanError(f"write-back of {list_name} of chunk {chunk} would overwrite gradients on the host")
-        if list_name == "param" and leaving:
-            state.current.discard(HOST)
-        self._copy_down(chunk, list_name, (0, self.layout.slice_numel(chunk)), in_fp32=in_fp32)
-        self._now_on_host(chunk, list_name)
-
-    def write_back_part(self, chunk: int, list_name: str, elements: tuple[int, int]) -> None:
-        """Copy a part of a list of gradients from the gpu to the host. The gradients belong to the host after the last
-        part.
-
-        elements: first element, and the element behind the last.
-        """
-        if not self.arena.has(GPU, chunk, list_name):
-            raise PlanError(f"write-back of {list_name} of chunk {chunk}: the gpu does not hold it")
-        state = self.chunks[chunk]
         if state.where(HOST, list_name):
             raise PlanError(f"write-back of {list_name} of chunk {chunk} would overwrite gradients on the host")
-        if list_name == "param":
+        if list_name == "param" and state.where(GPU, "param"):
             state.current.discard(HOST)
-        self._copy_down(chunk, list_name, elements)
-        if elements[1] == self.layout.slice_numel(chunk):
-            self._now_on_host(chunk, list_name)
-
-    def _copy_down(self, chunk: int, list_name: str, elements: tuple[int, int], *, in_fp32: bool = False) -> None:
-        arena, (first, end) = self.arena, elements
+        first, end = elements or (0, self.layout.slice_numel(chunk))
         with arena.payloads.steady(chunk):
             copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
             copy(arena.host(chunk, list_name)[first:end], arena.gpu(chunk, list_name)[first:end], Queue.D2H)
             arena.backend.fence(Queue.D2H)
+        if end == self.layout.slice_numel(chunk):
+            self._now_on_host(chunk, list_name)
 
     def _now_on_host(self, chunk: int, list_name: str) -> None:
         """Note that the host has the same content of a list as the gpu. Gradients in the list belong to the host from
@@ -266,19 +253,14 @@ class Contents:
         state.ahead.discard(list_name)
         leaving.clear()
 
-    def adam(self, chunk: int, place: Place, update: Update, norms: Norms) -> None:
-        """Run one Adam update of a chunk: see `Updating.adam`."""
+    def adam(
+        self, chunk: int, place: Place, update: Update, norms: Norms, elements: tuple[int, int] | None = None
+    ) -> None:
+        """Run one Adam update of a chunk, or of a part of it: see `Updating.adam`."""
         if self.exchange.wire is not None and not update.skip:
             update.coefficient(norms)  # folds the gradients of all chunks before any update
         with self.arena.payloads.steady(chunk):
-            self._updating.adam(chunk, place, update, norms)
-
-    def adam_part(self, chunk: int, elements: tuple[int, int], update: Update, norms: Norms) -> None:
-        """Update a part of a chunk on the host: see `Updating.adam_part`."""
-        if self.exchange.wire is not None and not update.skip:
-            update.coefficient(norms)
-        with self.arena.payloads.steady(chunk):
-            self._updating.adam_part(chunk, elements, update, norms)
+            self._updating.adam(chunk, place, update, norms, elements)
 
     def end_parts(self) -> None:
         """Leave nothing in parts, for code that works on whole lists: end the updates that have begun, and give up the
@@ -289,8 +271,8 @@ class Contents:
             if isinstance(update, Update):
                 for list_name in ("param", "grad32"):
                     if state.where(GPU, list_name):
-                        self.write_back_part(chunk, list_name, (state.updated, end))
-                self.adam_part(chunk, (state.updated, end), update, tuple)
+                        self.write_back(chunk, list_name, (state.updated, end))
+                self.adam(chunk, HOST, update, tuple, (state.updated, end))
             if (GPU, "param") in state.hollow:
                 self.free_hollow(chunk)
 

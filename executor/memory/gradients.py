@@ -6,7 +6,7 @@ See [Note: where a gradient is] in chunk_state.py. `shares.py` moves one tensor'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -20,6 +20,7 @@ from pstar_sim.errors import PlanError
 __all__ = ["ChunkGradients"]
 
 GPU, HOST = Place.GPU, Place.HOST
+GRADIENT_LISTS = ("param", "grad", "grad32")
 
 
 class ChunkGradients:
@@ -111,50 +112,49 @@ class ChunkGradients:
         """Returns the list that holds all gradients of the chunk at the place, after folding the last gradient into
         grad32. Returns None without any gradient."""
         state = self.chunks[chunk]
-        filled = [name for name in ("param", "grad", "grad32") if state.where(place, name)]
-        if not filled:
-            return None
-        if len(filled) == 1:
-            return filled[0]
-        sums = state.where(place, "grad32")
+        mine = {name: state.where(place, name) for name in GRADIENT_LISTS}
+        filled = [name for name in GRADIENT_LISTS if mine[name]]
+        if len(filled) < 2:
+            return filled[0] if filled else None
         state.adding = True
         if place is GPU:
             state.ahead.add("grad32")
-        for name in ("grad", "param"):
-            for tensor in state.where(place, name):
-                target = self.slots.at(place, tensor, "grad32")
-                if tensor in sums:
-                    target.add_(self.slots.at(place, tensor, name))
-                else:
-                    target.copy_(self.slots.at(place, tensor, name))
-            sums.update(state.where(place, name))
-            if name == "param":
-                state.current.discard(place)  # its slots keep spent gradients
-            state.where(place, name).clear()
+        self._add_up(chunk, place, mine, (0, self.arena.layout.slice_numel(chunk)))
+        state.current.discard(place)  # slots of the working list keep spent gradients
+        mine["grad"].clear()
+        mine["param"].clear()
         state.adding = False
         return "grad32"
 
-    def fold_part(self, chunk: int, first: int, end: int) -> tuple[str, set[int]]:
-        """Returns the list that holds all gradients of elements `first` to `end` of the chunk on the host, after
-        folding the last gradients into grad32 there, and the tensors of the chunk that have a gradient. Gradients that
-        still count as on the gpu are on the host as far as these elements go."""
+    def fold_part(self, chunk: int, elements: tuple[int, int]) -> tuple[str | None, set[int]]:
+        """Returns the list that holds all gradients of some elements of the chunk on the host, after folding the last
+        gradients into grad32 there, and the tensors of the chunk that have a gradient. Returns None without any
+        gradient. Gradients that still count as on the gpu are on the host as far as these elements go.
+
+        elements: first element, and the element behind the last.
+        """
         state = self.chunks[chunk]
-        marks = {
-            name: set(state.where(GPU, name)) | set(state.where(HOST, name)) for name in ("param", "grad", "grad32")
-        }
-        filled = [name for name, mine in marks.items() if mine]
+        mine = {name: state.where(GPU, name) | state.where(HOST, name) for name in GRADIENT_LISTS}
+        filled = [name for name in GRADIENT_LISTS if mine[name]]
         if len(filled) < 2:
-            return (filled[0], marks[filled[0]]) if filled else ("param", set())
-        total = self.arena.host(chunk, "grad32")
+            return (filled[0], mine[filled[0]]) if filled else (None, set())
+        self._add_up(chunk, HOST, mine, elements)
+        return "grad32", mine["grad32"]
+
+    def _add_up(self, chunk: int, place: Place, mine: Mapping[str, set[int]], elements: tuple[int, int]) -> None:
+        """Add some elements of grad and param to grad32.
+
+        mine: list -> tensors with a gradient in the list. Those of grad32 become all of them.
+        """
+        sums, total, (first, end) = mine["grad32"], self.arena.at(place, chunk, "grad32"), elements
         for name in ("grad", "param"):
-            for tensor in marks[name]:
+            for tensor in mine[name]:
                 slot = self.slots.parts[tensor]
                 a, b = max(slot.offset, first), min(slot.offset + slot.numel, end)
-                if a < b and tensor in marks["grad32"]:
-                    total[a:b].add_(self.arena.host(chunk, name)[a:b])
-                elif a < b:
-                    total[a:b].copy_(self.arena.host(chunk, name)[a:b])
-        return "grad32", set().union(*marks.values())
+                if a < b:
+                    add = total[a:b].add_ if tensor in sums else total[a:b].copy_
+                    add(self.arena.at(place, chunk, name)[a:b])
+            sums.update(mine[name])
 
     def add_on_host(self, chunk: int, list_name: str | None) -> None:
         """Add the gradients of `list_name` on the host (grad, or param in place) to grad32 on the host."""

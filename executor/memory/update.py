@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,9 +132,24 @@ class Updating:
         on_host = arena.backend.device.type == "cpu"
         self._scratch = {HOST: Scratch(), GPU: Scratch(BLOCK if on_host else min(GPU_BLOCK, longest))}
 
-    def adam(self, chunk: int, place: Place, update: Update, norms: Norms) -> None:
-        """Run one AdamW update of every parameter of the chunk that has a gradient. The working list at the place
-        becomes current. Raises PlanError where a list or a gradient of the chunk is elsewhere."""
+    def adam(
+        self, chunk: int, place: Place, update: Update, norms: Norms, elements: tuple[int, int] | None = None
+    ) -> None:
+        """Run one AdamW update of every parameter of the chunk that has a gradient, or of a part of the chunk. The
+        working list at the place becomes current. Raises PlanError where a list or a gradient of the chunk is
+        elsewhere.
+
+        elements: first element of a part, which is updated on the host, and the element behind its last; None: all.
+        """
+        if elements is None:
+            self._adam(chunk, place, update, norms)
+        else:
+            self._adam_part(chunk, elements, update, norms)
+        if self.chunks[chunk].update_in_parts is None:
+            self.arena.rewritten(place, chunk, "param")
+            self.values.changed(chunk)
+
+    def _adam(self, chunk: int, place: Place, update: Update, norms: Norms) -> None:
         state = self.chunks[chunk]
         self._require_all_here(chunk, place)
         if update.skip:
@@ -149,18 +164,31 @@ class Updating:
             self._update(chunk, place, source, update, norms)
         elif place not in state.current:
             self.values.rewrite(place, chunk)
-        self.arena.rewritten(place, chunk, "param")
-        self.values.changed(chunk)
 
-    def adam_part(self, chunk: int, elements: tuple[int, int], update: Update, norms: Norms) -> None:
+    def _update(self, chunk: int, place: Place, source: str, update: Update, norms: Norms) -> None:
+        """Update the chunk.
+
+        source: the list that holds all gradients of the chunk.
+        """
+        state, mine = self.chunks[chunk], self.chunks[chunk].where(place, source)
+        scale = update.coefficient_on(self.arena.at(place, chunk, "param32").device, norms)
+        state.updating = True
+        self._adamw(chunk, place, source, mine, (0, self.arena.layout.slice_numel(chunk)), update, scale)
+        self._count(mine)
+        state.current = set()
+        mine.clear()
+        self.arena.at(place, chunk, "param").copy_(self.arena.at(place, chunk, "param32"))
+        state.current = {place}
+        state.whole = False
+        if place is GPU:
+            state.ahead = set(self.arena.layout.state_lists)
+        state.updating = False
+
+    def _adam_part(self, chunk: int, elements: tuple[int, int], update: Update, norms: Norms) -> None:
         """Update some elements of the chunk on the host. Their gradients are there; those of other elements may still
         be on their way, so that the chunk's gradients count as on the gpu until all have arrived. The update counts
-        once all elements are updated. Elements without a gradient keep their values.
-
-        elements: first element, and the element behind the last; the elements before them are updated already.
-        """
-        arena, state, row = self.arena, self.chunks[chunk], self.arena.layout.chunks[chunk]
-        first, end = elements
+        once all elements are updated. Elements without a gradient keep their values."""
+        arena, state, (first, end) = self.arena, self.chunks[chunk], elements
         ends = end == arena.layout.slice_numel(chunk)
         if first != state.updated:
             raise PlanError(f"Adam of elements {first} to {end} of chunk {chunk}: {state.updated} are updated so far")
@@ -169,35 +197,55 @@ class Updating:
         master, mine = arena.at(HOST, chunk, "param32"), set[int]()
         state.updating, state.update_in_parts = True, update
         if not update.skip:
-            source, mine = self.gradients.fold_part(chunk, first, end)
-            mine = mine - update.unused
-            parts = [(s.tensor, self.slots.parts[s.tensor]) for s in row.slots]
-            spans = [(t, max(p.offset, first), min(p.offset + p.numel, end)) for t, p in parts]
-            runs = ranges_of((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b)
-            if runs:
-                adamw(
-                    runs,
-                    param=master,
-                    grad=arena.at(HOST, chunk, source),
-                    momentum=arena.at(HOST, chunk, "momentum"),
-                    variance=arena.at(HOST, chunk, "variance"),
-                    hyper=update.hyper[row.group],
-                    scale=update.coefficient_on(master.device, norms),
-                    scratch=self._scratch[HOST],
-                )
+            source, mine = self.gradients.fold_part(chunk, elements)
+            mine -= update.unused
+            if source is not None and mine:
+                scale = update.coefficient_on(master.device, norms)
+                self._adamw(chunk, HOST, source, mine, elements, update, scale)
         arena.at(HOST, chunk, "param")[first:end].copy_(master[first:end])
         state.updated = end
         if ends:
-            for tensor in mine:
-                self.steps_taken[tensor] += 1
+            self._count(mine)
             for marks in state.gradients.values():
                 marks.clear()
             state.current = {HOST}
             state.whole = False
             state.updated, state.update_in_parts = 0, None
-            arena.rewritten(HOST, chunk, "param")
-            self.values.changed(chunk)
         state.updating = False
+
+    def _adamw(
+        self,
+        chunk: int,
+        place: Place,
+        source: str,
+        mine: Set[int],
+        elements: tuple[int, int],
+        update: Update,
+        scale: torch.Tensor | None,
+    ) -> None:
+        """Run AdamW on some elements of the master copy.
+
+        source: the list of the gradients.
+        mine: tensors that have a gradient. Elements of other tensors keep their values.
+        elements: first element, and the element behind the last.
+        """
+        arena, row, (first, end) = self.arena, self.arena.layout.chunks[chunk], elements
+        parts = [(s.tensor, self.slots.parts[s.tensor]) for s in row.slots]
+        spans = [(t, max(p.offset, first), min(p.offset + p.numel, end)) for t, p in parts]
+        adamw(
+            ranges_of((a, b - a, self.steps_taken[t] if t in mine else None) for t, a, b in spans if a < b),
+            param=arena.at(place, chunk, "param32"),
+            grad=arena.at(place, chunk, source),
+            momentum=arena.at(place, chunk, "momentum"),
+            variance=arena.at(place, chunk, "variance"),
+            hyper=update.hyper[row.group],
+            scale=scale,
+            scratch=self._scratch[place],
+        )
+
+    def _count(self, tensors: Set[int]) -> None:
+        for tensor in tensors:
+            self.steps_taken[tensor] += 1
 
     def _require_all_here(self, chunk: int, place: Place, *, arriving: bool = False) -> None:
         for list_name in ("param", *self.arena.layout.state_lists):
@@ -213,36 +261,3 @@ class Updating:
         state.current.discard(place)  # its slot may hold a gradient
         for mine in state.gradients.values():
             mine.clear()
-
-    def _update(self, chunk: int, place: Place, source: str, update: Update, norms: Norms) -> None:
-        """Update the chunk.
-
-        source: the list that holds all gradients of the chunk.
-        """
-        arena, state, row = self.arena, self.chunks[chunk], self.arena.layout.chunks[chunk]
-        master = arena.at(place, chunk, "param32")
-        scale = update.coefficient_on(master.device, norms)
-        mine = state.where(place, source)
-        parts = [(s.tensor, self.slots.parts[s.tensor]) for s in row.slots]
-        runs = ranges_of((p.offset, p.numel, self.steps_taken[t] if t in mine else None) for t, p in parts if p.numel)
-        state.updating = True
-        adamw(
-            runs,
-            param=master,
-            grad=arena.at(place, chunk, source),
-            momentum=arena.at(place, chunk, "momentum"),
-            variance=arena.at(place, chunk, "variance"),
-            hyper=update.hyper[row.group],
-            scale=scale,
-            scratch=self._scratch[place],
-        )
-        for tensor in mine:
-            self.steps_taken[tensor] += 1
-        state.current = set()
-        mine.clear()
-        arena.at(place, chunk, "param").copy_(master)
-        state.current = {place}
-        state.whole = False
-        if place is GPU:
-            state.ahead = set(arena.layout.state_lists)
-        state.updating = False
