@@ -47,6 +47,7 @@ and cpu_adam, the gpu memory traffic for gpu_adam, and 0 for compute.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -69,6 +70,7 @@ __all__ = [
     "Step",
     "Touch",
     "from_text",
+    "part_counts",
     "step_with",
     "to_text",
 ]
@@ -295,6 +297,11 @@ def step_with(
     _set_stash(step, stash)
     _set_part(step, part)
     return step
+
+
+def part_counts(steps: Iterable[Step]) -> dict[int, int]:
+    """Returns chunk -> number of parts of its update, for the chunks that are updated in parts."""
+    return {s.chunk: s.part.of for s in steps if s.part is not None and s.chunk is not None}
 
 
 PAGEABLE = "pageable"

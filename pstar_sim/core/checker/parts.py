@@ -29,14 +29,14 @@ def check_part(plan: Plan, step: Step) -> None:
         raise PlanError(f"{label(step)} has part={part}; only chunks that the CPU updates are updated in parts")
 
 
-def check_parts(plan: Plan) -> dict[int, int]:
-    """Returns chunk -> number of parts of its update, for chunks that are updated in parts. Raises PlanError."""
-    counts: dict[int, Step] = {}
+def check_parts(plan: Plan) -> None:
+    """Check that each operation in parts has all its parts, and each chunk one number of them. Raises PlanError."""
+    first: dict[int, Step] = {}
     latest: dict[tuple[Kind, int, str | None], Step] = {}
     for step in plan.steps:
         if step.part is None or step.chunk is None:
             continue
-        other = counts.setdefault(step.chunk, step)
+        other = first.setdefault(step.chunk, step)
         assert other.part is not None
         if other.part.of != step.part.of:
             raise PlanError(f"{label(step)} is one of {step.part.of} parts and {label(other)} of {other.part.of}")
@@ -52,4 +52,3 @@ def check_parts(plan: Plan) -> dict[int, int]:
         if not step.completes:
             assert step.part is not None
             raise PlanError(f"{label(step)} is the last of its operation; part {step.part.number + 1} is missing")
-    return {chunk: step.part.of for chunk, step in counts.items() if step.part is not None}

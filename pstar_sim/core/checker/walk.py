@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pstar_sim.core.checker.unrolled import OTHERS, Unrolled, label
 from pstar_sim.core.plan import Plan
-from pstar_sim.core.step import Kind, Place, Step
+from pstar_sim.core.step import Kind, Place, Step, part_counts
 from pstar_sim.errors import PlanError
 
 __all__ = ["Walk"]
@@ -97,7 +97,7 @@ class Walk:
             self.finals[m].append(t)
             self.expected.setdefault(layout.chunk_of[t], set()).add((u, t))
             self.due.setdefault((layout.chunk_of[t], u), set()).add((u, t))
-        self.parts = {s.chunk: s.part.of for s in plan.steps if s.part is not None and s.chunk is not None}
+        self.parts = part_counts(plan.steps)
         self.sums = self._sums()
         self.target = self._targets()
         peaks = [m.peak_bytes for m in w.moments]

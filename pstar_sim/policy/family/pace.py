@@ -11,6 +11,7 @@ from dataclasses import replace
 from pstar_sim.core.follow import follow
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.program import Program
+from pstar_sim.core.step import part_counts
 from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.policy.passes.parts import in_parts
 
@@ -30,8 +31,8 @@ def faster_in_parts(plan: Plan, seconds: float) -> tuple[Plan, float]:
     parted = in_parts(plan)
     if parted is plan or (parted_s := period_s(parted)) >= seconds:
         return plan, seconds
-    counts = {s.chunk: s.part.of for s in parted.steps if s.part is not None}
-    names = [plan.workload.tensors[plan.layout.chunks[c].slots[0].tensor].name for c in counts if c is not None]
-    words = ", ".join(f"{name} in {count}" for name, count in zip(names, counts.values()))
+    tensors, chunks = plan.workload.tensors, plan.layout.chunks
+    counts = part_counts(parted.steps)
+    words = ", ".join(f"{tensors[chunks[c].slots[0].tensor].name} in {count}" for c, count in counts.items())
     predictions = {**plan.predictions, "policy_iteration_s": parted_s}
     return replace(parted, choices={**plan.choices, "parts": words}, predictions=predictions), parted_s
