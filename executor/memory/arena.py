@@ -18,6 +18,7 @@ import torch
 from executor.devices.adam import scratch_bytes
 from executor.devices.backend import Backend
 from executor.memory.byte_log import ByteLog
+from executor.memory.categories import Categories
 from executor.memory.payloads import GpuPayloads, HostSlabs, dtype_of
 from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.plan import Plan, Resident
@@ -37,6 +38,7 @@ class Arena:
 
     Attributes:
         log: every change of bytes.
+        categories: kind of data in each payload.
         payloads: payloads on the gpu.
         slabs: memory on the host.
     """
@@ -54,6 +56,7 @@ class Arena:
         self._ledger = Ledger(plan)
         self._lock = threading.Lock()
         self.log = ByteLog(self._ledger, self._lock, clock)
+        self.categories = Categories(plan, self._ledger, self._lock, self.log)
         self._buffer_bytes = self._ledger.used_bytes(Place.GPU)  # buffers of modules: no payloads, on the gpu for good
 
     def allocate_slabs(self) -> None:
@@ -161,28 +164,6 @@ class Arena:
             self.payloads.give(chunk, list_name)
         with self._lock:
             self.log.note(place, -self._ledger.end_release(chunk, list_name, place), chunk, list_name)
-
-    def overwritten(self, chunk: int) -> None:
-        """Note that gradients alone fill the chunk's working list on the gpu from this moment on, with the other ranks'
-        slices of it."""
-        for list_name in ("param", "remote") if self.sliced else ("param",):
-            self._turn(Place.GPU, chunk, list_name, "grad", by_moment=True)
-
-    def copied(self, source: Place, target: Place, chunk: int, list_name: str) -> None:
-        """Note that a payload has the same category as its copy in the place `source`."""
-        with self._lock:
-            category = self.log.category(source, chunk, list_name)
-        self._turn(target, chunk, list_name, category)
-
-    def rewritten(self, place: Place, chunk: int, list_name: str) -> None:
-        """Note that a working list holds parameters from now on."""
-        self._turn(place, chunk, list_name, "param")
-
-    def _turn(self, place: Place, chunk: int, list_name: str, category: str, *, by_moment: bool = False) -> None:
-        with self._lock:
-            if self._ledger.holds(chunk, list_name, place):
-                size = self.layout.payload_bytes(chunk, list_name)
-                self.log.note_turn(place, category, size, chunk, list_name, by_moment=by_moment)
 
     def mend(self) -> None:
         """Repair the arena after an interruption inside `take` or `free`; nothing may move meanwhile. The payload that

@@ -200,7 +200,7 @@ class Contents:
         now on, for their update there; the values cannot be read."""
         state = self.chunks[chunk]
         waiting = state.where(HOST, list_name)
-        self.arena.copied(HOST, GPU, chunk, list_name)
+        self.arena.categories.copied(HOST, GPU, chunk, list_name)
         state.hollow.discard((GPU, list_name))
         if list_name == "param":
             state.whole = False  # as far as is known
@@ -241,7 +241,7 @@ class Contents:
         now on."""
         arena, state = self.arena, self.chunks[chunk]
         leaving, there = state.where(GPU, list_name), state.where(HOST, list_name)
-        arena.copied(GPU, HOST, chunk, list_name)
+        arena.categories.copied(GPU, HOST, chunk, list_name)
         there.update(leaving)
         if list_name == "param":
             if GPU in state.current:

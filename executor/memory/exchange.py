@@ -70,7 +70,7 @@ class Exchange:
         with self.arena.payloads.steady(chunk):
             whole = self.arena.payloads.whole(chunk, "param")
             issue(lambda: wire.gather(whole))
-        self.arena.rewritten(GPU, chunk, list_name)
+        self.arena.categories.rewritten(GPU, chunk, list_name)
         state.whole = True
         self.values.changed(chunk)
 
@@ -87,7 +87,7 @@ class Exchange:
                 if rank != self.arena.rank:
                     backend.copy(whole[rank * size : (rank + 1) * size], row.view(whole.dtype), Queue.H2D)
             backend.fence(Queue.H2D)
-        self.arena.rewritten(GPU, chunk, "remote")
+        self.arena.categories.rewritten(GPU, chunk, "remote")
         state.whole = True
         self.values.changed(chunk)
 

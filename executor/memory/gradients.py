@@ -56,7 +56,7 @@ class ChunkGradients:
         if list_name == "param":
             self.values.changed(chunk, (tensor,))
             if len(mine) == self._most[chunk]:
-                arena.overwritten(chunk)
+                arena.categories.overwritten(chunk)
         elif list_name == "grad32":
             self.chunks[chunk].ahead.add("grad32")
 

@@ -146,7 +146,7 @@ class Updating:
         else:
             self._adam_part(chunk, elements, update, norms)
         if self.chunks[chunk].update_in_parts is None:
-            self.arena.rewritten(place, chunk, "param")
+            self.arena.categories.rewritten(place, chunk, "param")
             self.values.changed(chunk)
 
     def _adam(self, chunk: int, place: Place, update: Update, norms: Norms) -> None:

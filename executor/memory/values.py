@@ -57,7 +57,7 @@ class ParameterValues:
             target.copy_(value)
         else:
             self.arena.backend.copy(target, value, Queue.H2D if place is GPU else Queue.D2H)
-        self.arena.rewritten(place, chunk, "param")
+        self.arena.categories.rewritten(place, chunk, "param")
 
     def rewrite(self, place: Place, chunk: int) -> None:
         """Rewrite the working list at the place from the master copy, which may be at the other place. Raises PlanError
@@ -71,6 +71,6 @@ class ParameterValues:
             self.arena.backend.copy(target, arena.at(other, chunk, "param32"), Queue.H2D if place is GPU else Queue.D2H)
         else:
             raise PlanError(f"the parameters of chunk {chunk} are lost: neither place holds them")
-        arena.rewritten(place, chunk, "param")
+        arena.categories.rewritten(place, chunk, "param")
         state.current.add(place)
         self.changed(chunk)

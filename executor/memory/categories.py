@@ -1,0 +1,50 @@
+"""Categories: the kind of data that each payload holds ([Note: categories] in core/ledger.py), where it changes in
+place."""
+
+from __future__ import annotations
+
+import threading
+
+from executor.memory.byte_log import ByteLog
+from pstar_sim.core.ledger import Ledger
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Place
+
+__all__ = ["Categories"]
+
+
+class Categories:
+    """The categories of one arena's payloads. Payloads without memory have none, and changes of theirs are not noted.
+
+    lock: lock under which the ledger changes.
+    log: log of the changes.
+    """
+
+    def __init__(self, plan: Plan, ledger: Ledger, lock: threading.Lock, log: ByteLog) -> None:
+        self._layout = plan.layout
+        self._sliced = plan.layout.ranks > 1
+        self._ledger = ledger
+        self._lock = lock
+        self._log = log
+
+    def overwritten(self, chunk: int) -> None:
+        """Note that gradients alone fill the chunk's working list on the gpu from this moment on, with the other ranks'
+        slices of it."""
+        for list_name in ("param", "remote") if self._sliced else ("param",):
+            self._turn(Place.GPU, chunk, list_name, "grad", by_moment=True)
+
+    def copied(self, source: Place, target: Place, chunk: int, list_name: str) -> None:
+        """Note that a payload has the same category as its copy in the place `source`."""
+        with self._lock:
+            category = self._log.category(source, chunk, list_name)
+        self._turn(target, chunk, list_name, category)
+
+    def rewritten(self, place: Place, chunk: int, list_name: str) -> None:
+        """Note that a working list holds parameters from now on."""
+        self._turn(place, chunk, list_name, "param")
+
+    def _turn(self, place: Place, chunk: int, list_name: str, category: str, *, by_moment: bool = False) -> None:
+        with self._lock:
+            if self._ledger.holds(chunk, list_name, place):
+                size = self._layout.payload_bytes(chunk, list_name)
+                self._log.note_turn(place, category, size, chunk, list_name, by_moment=by_moment)
