@@ -121,7 +121,7 @@ def _check_train_batch(label: str, c: Configuration, filled: dict[str, Any], ran
     batch, micro_batches = filled["batch"], filled["micro_batches"] or 1
     if c.train_batch is not None and batch is not None and c.train_batch != batch * micro_batches:
         raise PstarError(
-            f"{label}: {_count(c.train_batch, 'sequence')} per iteration, but "
+            f"{label}: {c.train_batch_key} = {c.train_batch} sequences per iteration, but "
             f"{_count(batch // ranks, 'sequence')} per GPU x {_count(micro_batches, 'micro-batch')} x "
             f"{_count(ranks, 'GPU')} make {batch * micro_batches}; {c.framework} refuses it"
         )

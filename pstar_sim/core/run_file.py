@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from msgspec import Meta
+
 from pstar_sim.core.timeline import Timeline, read_values
 from pstar_sim.errors import TraceError
 from pstar_sim.files import write_atomically
-from pstar_sim.schema.fields import says
+from pstar_sim.schema.fields import Rule, says
 from pstar_sim.schema.parsing import without_head
 from pstar_sim.schema.reading import Fault
 from pstar_sim.schema.records import read_record
@@ -21,6 +23,7 @@ __all__ = ["RunTimelines", "load_run", "load_timelines"]
 FORMAT = "pstar-sim run"
 VERSION = 1
 _BOTH = ("predicted", "measured")
+_TIMELINE = Meta(extra={"rule": Rule(bool, "an object with the fields of a timeline")})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,8 +66,10 @@ def load_timelines(path: str | Path) -> dict[str, Timeline]:
 class RunFile:
     """The contents of the file besides its format and version."""
 
-    predicted: Annotated[Mapping[str, object], says("a timeline, as in a timeline's own file: what was predicted")]
-    measured: Annotated[Mapping[str, object], says("a timeline of the same steps: what was measured")]
+    predicted: Annotated[
+        Mapping[str, object], _TIMELINE, says("a timeline, as in a timeline's own file: what was predicted")
+    ]
+    measured: Annotated[Mapping[str, object], _TIMELINE, says("a timeline of the same steps: what was measured")]
 
 
 def _run(values: Mapping[str, Any], path: str | Path) -> RunTimelines:

@@ -24,6 +24,7 @@ class Configuration:
     dtype, batch_per_gpu, micro_batches, clip, checkpointing, optimizer: facts of the job; None where the file leaves
         the fact to the script.
     train_batch: sequences per iteration on all GPUs; None where the file does not say.
+    train_batch_key: key of the file that says so, for messages.
     pinned: whether gradients and states on the host are page-locked.
     pinned_params: the same for parameters.
     details: other values that decide how the framework allocates, by name.
@@ -38,6 +39,7 @@ class Configuration:
     batch_per_gpu: int | None = None
     micro_batches: int | None = None
     train_batch: int | None = None
+    train_batch_key: str = field(default="", compare=False)
     clip: bool | None = None
     checkpointing: bool | None = None
     optimizer: str | None = None

@@ -232,6 +232,7 @@ def read(content: object, file: str) -> Configuration:
         batch_per_gpu=found.known("batch_per_gpu"),
         micro_batches=_micro_batches(found),
         train_batch=found.known("train_batch"),
+        train_batch_key="train_batch_size",
         clip=None if clip is None else clip > 0,
         optimizer=optimizer,
         pinned=states == "none" or found.usual("pinned", True),

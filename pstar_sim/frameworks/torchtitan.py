@@ -80,6 +80,7 @@ def read(content: object, file: str) -> Configuration:
         dtype=_DTYPES[found["dtype"]],
         batch_per_gpu=found["batch_per_gpu"],
         train_batch=found["train_batch"] if found["train_batch"] > 0 else None,
+        train_batch_key="training.global_batch_size",
         clip=found["clip"] > 0,
         checkpointing={"full": True, "none": False}.get(found["recompute"]),
         optimizer="adamw",

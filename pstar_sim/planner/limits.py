@@ -194,6 +194,7 @@ def max_model(
     asked = asked_policies(policies)
     refuse_balance(asked, machine)
     entry = model_entry(like)
+    _check_positions(entry, seq, kernels)
     flavour = kernels_of(entry, kernels)
     shares = shares_of_batch(batch, machine)
     working = dtype or default_dtype(machine)
@@ -335,6 +336,14 @@ def _depth_row(
     small = (name for name in names if model_entry(name).params <= models.most_params(policy))
     best = next((name for name in small if ask(policy, models.of(model_entry(name))) is None), None)
     return row if best is None else replace(row, catalog_model=best, catalog_params=model_entry(best).params)
+
+
+def _check_positions(entry: ModelEntry, seq: int, kernels: str | None) -> None:
+    if entry.family == "vit" or seq <= entry.max_seq:
+        return
+    able = sorted(_known_models(seq, kernels), key=lambda name: abs(model_entry(name).params - entry.params))
+    do = f"give --like (like=) {', '.join(able[:3])} or another model with" if able else "no model of the catalog has"
+    raise PstarError(f"seq is {seq}, but models like {entry.name} have {entry.max_seq} positions; {do} {seq} positions")
 
 
 def _known_models(seq: int, kernels: str | None) -> list[str]:

@@ -57,7 +57,7 @@ def test_fits_and_compare_give_the_same_prediction(ds: Path, capsys: pytest.Capt
         (["--micro-batches", "2", "--like", "alone.json"], "--micro-batches 2, but alone.json says 1 micro-batch;"),
         (
             ["--like", "sum.json"],
-            "sum.json: 7 sequences per iteration, but 2 sequences per GPU x 1 micro-batch x 1 GPU make 2",
+            "sum.json: train_batch_size = 7 sequences per iteration, but 2 sequences per GPU x 1 micro-batch x 1 GPU",
         ),
     ],
 )
