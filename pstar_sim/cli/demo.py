@@ -28,6 +28,7 @@ GPU_MEMORY = "1.2GB"
 BANDWIDTH_BYTES_PER_S = 1.5e9
 MICRO_BATCHES = (1, 4)
 LEARNING_RATE = 1e-4
+DRAWN = ("patrickstar", "static_partition", "tide")  # each has one idea more than the one before it
 
 
 @command(commands, "pstar demo -o demo-out")
@@ -40,12 +41,12 @@ def demo(
     """Trace a GPT-2, compare policies on a machine too small for it, plan, run the plan beside plain PyTorch."""
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.cli.progress import progress
-    from pstar_sim.cli.run_report import compare_with_run, explain_run, figures_as_json, predictor
+    from pstar_sim.cli.run_report import compare_with_run, explain_run, figures_as_json, measured_words, predictor
     from pstar_sim.files import write_atomically
     from pstar_sim.planner.compare import compare
     from pstar_sim.report.run_figures import figures_text, losses_text
     from pstar_sim.report.tables import comparison_text
-    from pstar_sim.report.tide_picture import spread, tide_figure
+    from pstar_sim.report.tide_picture import tide_figure
     from pstar_sim.terminal import terminal_width
     from pstar_sim.units import format_bytes
     from pstar_sim.workload.trace import save_trace
@@ -99,13 +100,12 @@ def demo(
     tell(explain_run(plan, machine, ran))
     if ran.timeline is not None:
         ran.timeline.save(out / "timeline.json")
-    drawn = [one.timeline for one in spread(result)]
-    fitting = len(result.planned)
-    which = f"{len(drawn)} of {fitting} policies, from the slowest to the fastest: the shorter, the faster"
-    job_words = f"{MODEL}, batch {BATCH}, sequence {SEQUENCE}, {GPU_MEMORY} of GPU memory"
-    save_picture(tide_figure(drawn, xs=("time",), title=f"{job_words}; {which}"), out / "tide.png", dpi=110)
+    drawn = [result[policy].timeline for policy in DRAWN if policy in result.planned]
+    job_words = f"{MODEL}, batch {BATCH}, sequence {SEQUENCE}, {GPU_MEMORY} of GPU memory: what fills the GPU"
+    save_picture(tide_figure(drawn, xs=("time",), title=job_words), out / "tide.png", dpi=110)
     title = f"{plan.policy}, {MODEL}: a run over its prediction, moment by moment; below, both by time"
-    save_picture(tide_figure([predicted], measured=ran.timeline, title=title), out / "measured.png", dpi=110)
+    run = tide_figure([predicted], measured=ran.timeline, measured_as=measured_words(ran), title=title)
+    save_picture(run, out / "measured.png", dpi=110)
     summary = {"losses": losses, "figures": figures_as_json(rows), "deviations": list(ran.deviations)}
     write_atomically(out / "summary.json", json.dumps(summary, indent=1) + "\n")
     tell(f"\nin {out}: " + " ".join(sorted(p.name for p in out.iterdir())))

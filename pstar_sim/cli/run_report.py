@@ -17,6 +17,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.files import check_writable
 from pstar_sim.report.run_figures import Figure, figures
+from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ __all__ = [
     "explain_run",
     "figures_as_json",
     "machine_here",
+    "measured_s",
+    "measured_words",
     "others_words",
     "predicted_from",
     "predictor",
@@ -137,7 +140,25 @@ def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: Ru
         w = plan.workload
         each = " per GPU" if len(plan.machine.ranks) > 1 else ""
         title = f"{plan.policy}, {w.model}, batch {w.batch}{each}: a run over its prediction; below, both by time"
-        save_picture(tide_figure([predicted], measured=result.timeline, title=title), Path(flags.plot), dpi=150)
+        drawn = tide_figure([predicted], measured=result.timeline, measured_as=measured_words(result), title=title)
+        save_picture(drawn, Path(flags.plot), dpi=150)
+
+
+def measured_s(result: RunResult) -> float:
+    """Returns the measured seconds per iteration: the median of the steps after the first."""
+    times = [r.time_s for r in result.reports]
+    return statistics.median(times[1:] or times)
+
+
+def _counted(result: RunResult) -> str:
+    """Returns the steps of which `measured_s` is the time, in words."""
+    steps = len(result.reports)
+    return f"median of steps 2 to {steps}" if steps > 2 else "the last step" if steps == 2 else "the one step"
+
+
+def measured_words(result: RunResult) -> str:
+    """Returns the title of a picture of the measured iteration. It has the seconds that the table has."""
+    return f"measured: {format_s(measured_s(result))} per iteration ({_counted(result)}); drawn: the last step"
 
 
 def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list[Figure]:
@@ -146,8 +167,7 @@ def compare_with_run(plan: Plan, predicted: Timeline, result: RunResult) -> list
 
     "re-timed" is the same plan, simulated with the seconds that its steps took in the run (sim/retime.py).
     """
-    times = [r.time_s for r in result.reports]
-    step_s = statistics.median(times[1:] or times)
+    step_s = measured_s(result)
     wanted: dict[str, float] = {"iteration_s": predicted.iteration_s}
     found: dict[str, float] = {"iteration_s": step_s}
     if result.timeline is not None:
@@ -219,13 +239,11 @@ def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:
 
     machine: the machine for which the run was predicted.
     """
-    steps = len(result.reports)
-    counted = f"median of steps 2 to {steps}" if steps > 2 else "of the last step" if steps == 2 else "of the one step"
     lines = [
         *result.notes,
         (
-            f"iteration: {counted}; bytes: counted where they are copied or allocated, the GPU peak in one more, "
-            "untimed iteration in the predicted order"
+            f"iteration: {_counted(result)}; bytes: counted where they are copied or allocated, the GPU peak in one "
+            "more, untimed iteration in the predicted order"
         ),
         f"predicted from: {predicted_from(plan, machine)}",
     ]

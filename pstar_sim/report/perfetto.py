@@ -15,6 +15,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.report.byte_curves import steady_start_s
+from pstar_sim.report.step_names import handled
 
 __all__ = ["to_perfetto"]
 
@@ -32,7 +33,7 @@ def to_perfetto(timelines: Timeline | Sequence[Timeline], plan: Plan | None = No
     """Returns the trace as an object ready for `json.dump`. Raises PstarError where one of several timelines has no
     compute spans.
 
-    plan: the plan of the timelines. It gives moments their names, and draws flows from fetches to their uses.
+    plan: the plan of the timelines. It gives moments, lists and parts of chunks their names.
     """
     many = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     steady = [steady_start_s(t) for t in many] if len(many) > 1 else [0.0]
@@ -54,6 +55,7 @@ def _group(timeline: Timeline, plan: Plan | None, pid: int, shift_s: float) -> l
         events.append(_meta("thread_name", pid, lanes[queue], {"name": _LANES[queue]}))
         events.append(_meta("thread_sort_index", pid, lanes[queue], {"sort_index": lanes[queue]}))
     computes = {(s.iteration, s.moment): s for s in timeline.spans if s.kind is Kind.COMPUTE}
+    names = handled(plan)
     for number, span in enumerate(timeline.spans):
         if span.end_s <= span.start_s:
             continue  # bookkeeping that takes no time (drop, alloc, free): the counters show it
@@ -69,7 +71,7 @@ def _group(timeline: Timeline, plan: Plan | None, pid: int, shift_s: float) -> l
             "chunk": span.chunk,
         }
         args = {k: v for k, v in args.items() if v is not None}
-        events.append(_slice(_name(span, plan), span.kind.value, where, span.start_s, span.end_s, args))
+        events.append(_slice(_name(span, plan, names), span.kind.value, where, span.start_s, span.end_s, args))
         use = computes.get((span.iteration, span.moment)) if span.kind is Kind.FETCH else None
         if use is not None and use.start_s >= span.start_s:
             flow = {"cat": "fetch to use", "name": "fetch to use", "id": f"{pid}.{number}", "pid": pid}
@@ -106,13 +108,13 @@ def _counters(timeline: Timeline, pid: int, shift_s: float) -> list[dict[str, An
     return events
 
 
-def _name(span: Span, plan: Plan | None) -> str:
+def _name(span: Span, plan: Plan | None, names: Mapping[int, str]) -> str:
     if span.kind is Kind.COMPUTE and span.moment is not None:
         return plan.workload.moments[span.moment].name if plan is not None else f"moment {span.moment}"
     if span.kind in (Kind.STASH_OUT, Kind.STASH_IN) and span.moment is not None and plan is not None:
         module = plan.workload.moments[span.moment].module
         return f"{span.kind.value} {module}"
-    return f"{span.kind.value} chunk {span.chunk}" if span.chunk is not None else span.kind.value
+    return span.kind.value if span.chunk is None else f"{span.kind.value} {names.get(span.step, f'chunk {span.chunk}')}"
 
 
 def _slice(

@@ -1,19 +1,22 @@
 """The schedule picture: the work of every queue at every instant of an iteration.
 
 [Note: reading a schedule picture] The picture has a row per queue and a bar per step, with the number of its chunk
-where there is room. Bars of compute are moments with their numbers, in the grey of their phase. A gap is time in which
-the queue waits. The picture shows the steady iteration: steps still running from the iteration before are at the left
-edge, and steps that run on into the next iteration are cut off at the right edge.
+where there is room. With its plan, a bar that is a part of a step also says which, 3 (2/8) for chunk 3. Bars of compute
+are moments with their numbers, in the grey of their phase. A gap is time in which the queue waits. The picture shows
+the steady iteration: steps still running from the iteration before are at the left edge, and steps that run on into the
+next iteration are cut off at the right edge.
 
 Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and timelines; knows no policy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pstar_sim.arguments import instance, refused
-from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.plan import Plan
+from pstar_sim.core.step import Kind, Part, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.compare import Planned
 from pstar_sim.report.byte_curves import steady_start_s
@@ -27,16 +30,17 @@ if TYPE_CHECKING:
 __all__ = ["plot_schedule"]
 
 
-def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
+def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None, *, plan: Plan | None = None) -> Any:
     """Draw the queues of one timeline over time. Returns the axes.
 
     timeline: a timeline, or a plan of a comparison.
     ax: the axes to draw on; None makes a figure.
+    plan: the timeline's plan, which knows the parts of steps; a plan of a comparison brings its own.
 
     Raises PstarError for another value, and for a timeline without compute spans.
     """
     if isinstance(timeline, Planned):
-        timeline = timeline.timeline
+        timeline, plan = timeline.timeline, timeline.plan
     instance("timeline", timeline, Timeline, "a Timeline or a plan of a comparison")
     if ax is not None and not hasattr(ax, "broken_barh"):
         raise refused("ax", ax, "an Axes")
@@ -47,7 +51,8 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
 
         _, ax = pyplot.subplots(figsize=(11.0, 0.9 + 0.5 * len(rows)), layout="constrained")
     ax.set_xlim(0, timeline.iteration_s)
-    bars = _draw_bars(ax, timeline, shown, rows)
+    parts = {step.id: step.part for step in plan.steps if step.part is not None} if plan is not None else {}
+    bars = _draw_bars(ax, timeline, shown, rows, parts)
     ax.set_yticks(range(len(rows)), [QUEUE_NAMES[queue] for queue in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
@@ -61,9 +66,16 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None) -> Any:
 
 
 def _draw_bars(
-    ax: Any, timeline: Timeline, shown: list[tuple[Span, float, float]], rows: list[Queue]
+    ax: Any,
+    timeline: Timeline,
+    shown: list[tuple[Span, float, float]],
+    rows: list[Queue],
+    parts: Mapping[int, Part],
 ) -> dict[str, Any]:
-    """Draw a bar per span in the row of its queue. Returns one bar per name, for the legend."""
+    """Draw a bar per span in the row of its queue. Returns one bar per name, for the legend.
+
+    parts: id of a step -> its part, for the steps that are a part of one.
+    """
     found: dict[str, Any] = {}
     for span, start_s, end_s in shown:
         row = rows.index(span.queue)
@@ -73,8 +85,12 @@ def _draw_bars(
         bar = ax.barh(row, end_s - start_s, left=start_s, height=0.78, color=colour, edgecolor=edge, linewidth=0.5)
         found.setdefault(name, bar)
         number = span.moment if span.kind is Kind.COMPUTE else span.chunk
-        if number is not None and share > 0.012 * len(str(number)):
-            ax.text((start_s + end_s) / 2, row, str(number), ha="center", va="center_baseline", fontsize=7, color=ink)
+        labels = [] if number is None else [str(number)]
+        if (part := parts.get(span.step)) is not None:
+            labels.insert(0, f"{number} ({part.number + 1}/{part.of})")
+        label = next((text for text in labels if share > 0.012 * len(text)), None)
+        if label is not None:
+            ax.text((start_s + end_s) / 2, row, label, ha="center", va="center_baseline", fontsize=7, color=ink)
     return found
 
 

@@ -130,21 +130,24 @@ def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None
 def plot_map(
     table: pandas.DataFrame, x: str, y: str, ax: Axes | None = None, *, unit: str = "", most: float | None = None
 ) -> Any:
-    """Draw a table of numbers (rows: axis `y`, columns: axis `x`) as fields, darker for larger numbers, with the
-    numbers in them. Returns the axes.
+    """Draw a table of numbers (rows: axis `y`, columns: axis `x`) as fields with the numbers in them. Fields are blue
+    above 0 and orange below 0, darker the farther from 0. Returns the axes.
 
-    most: the number of the darkest field (default: the largest). Tables with the same `most` can be compared.
+    most: the number of the darkest field (default: the one farthest from 0). Tables with the same `most` can be
+        compared.
     """
     from matplotlib import colormaps
 
     ax = _axes(ax, (1.6 + 0.95 * table.shape[1], 1.2 + 0.5 * table.shape[0]))
     numbers: list[list[float]] = table.to_numpy(float).tolist()
-    top = float(most if most is not None else np.nanmax(numbers)) or 1.0
+    top = float(most if most is not None else np.nanmax(np.abs(numbers))) or 1.0
     for row in range(table.shape[0]):
         for column in range(table.shape[1]):
             value = numbers[row][column]
-            share = 0.0 if np.isnan(value) else min(1.0, max(0.0, value / top))
-            _field(ax, column, row, NOTHING if np.isnan(value) else colormaps["Blues"](0.05 + 0.75 * share))
+            share = 0.0 if np.isnan(value) else min(1.0, abs(value / top))
+            shades = colormaps["Oranges" if round(value, 1) < 0 else "Blues"]
+            low = 0.2 if round(value, 1) < 0 else 0.05  # a small loss is not the white of 0
+            _field(ax, column, row, NOTHING if np.isnan(value) else shades(low + (0.8 - low) * share))
             text = "no" if np.isnan(value) else f"{round(value, 1) + 0.0:.1f}{unit}"  # no "-0.0"
             ax.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if share > 0.8 else "black")
     _label(ax, table, x, y)

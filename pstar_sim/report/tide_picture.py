@@ -49,7 +49,7 @@ NAMES = {
     "free": "free",
 }
 _WASTE = "free, but out of reach of a static partition"
-STRIP_POINTS, LETTER_POINTS = 12, 6.3  # height of a strip of phases; width of one of its letters
+STRIP_POINTS, LETTER_POINTS = 12, 7.0  # height of a strip of phases; width of one of its letters
 TITLE_POINTS = 5.3  # width of a letter of a title
 
 
@@ -199,6 +199,7 @@ def tide_figure(
     *,
     xs: Sequence[str] = ("time", "moment"),
     measured: Timeline | None = None,
+    measured_as: str = "",
     title: str = "",
 ) -> Figure:
     """Returns a whole figure without pyplot: a row for every timeline, a column for every x of `xs`, one legend below.
@@ -206,11 +207,12 @@ def tide_figure(
 
     measured: a run of the first timeline. By moment the run is drawn over the prediction; by time the figure has a row
         for the prediction and a row for the run, on one axis of time. `xs` is ignored then.
+    measured_as: title of the row of the run (default: the seconds of the iteration that is drawn).
     """
     from matplotlib.figure import Figure
 
     if measured is not None:
-        return _measured_figure(timelines[0], measured, title)
+        return _measured_figure(timelines[0], measured, measured_as, title)
     size = (11.0 if len(xs) == 1 else 14.0, 1.6 + 2.4 * len(timelines))
     figure = Figure(figsize=size, layout="constrained")
     cells = figure.subplots(len(timelines), len(xs), sharex="col", sharey=True, squeeze=False)
@@ -225,7 +227,7 @@ def tide_figure(
     return figure
 
 
-def _measured_figure(predicted: Timeline, measured: Timeline, title: str) -> Figure:
+def _measured_figure(predicted: Timeline, measured: Timeline, measured_as: str, title: str) -> Figure:
     """Returns the figure of a run and its prediction: by moment the run over the prediction, below it both by time."""
     from matplotlib.figure import Figure
 
@@ -235,6 +237,8 @@ def _measured_figure(predicted: Timeline, measured: Timeline, title: str) -> Fig
     handles = _plot([predicted], [over], "moment", "gpu", measured)
     handles |= _plot([predicted.labelled("predicted"), run], apart, "time", "gpu", None, hatch=False)
     apart[0].set_xlabel("")
+    if measured_as:
+        apart[1].set_title(measured_as, fontsize=10.5, loc="left")
     _legend_below(figure, handles, title)
     return figure
 
@@ -273,6 +277,7 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
         handles[NAMES.get(category, category)] = ax.fill_between(xs, low, high, color=colour, linewidth=0)
         floor = floor + values
     line = capacity - curves.tide
+    ends = [curves.edges[0], curves.edges[-1]]  # a line that went on would suggest that the iteration does
     xs, tide_line = _polyline(curves, line, unit)
     handles[NAMES["non-model"]] = ax.fill_between(
         xs, tide_line, capacity / unit, color=COLOURS["non-model"], linewidth=0, alpha=0.85
@@ -286,13 +291,13 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
         handles[_WASTE] = ax.fill_between(
             xs, low, high, facecolor="none", edgecolor="#555555", hatch="////", linewidth=0, zorder=1.5
         )
-        handles["capacity of a static partition"] = ax.axhline(
-            constant / unit, color="black", linestyle=":", linewidth=1.2, zorder=3
+        (handles["capacity of a static partition"],) = ax.plot(
+            ends, [constant / unit] * 2, color="black", linestyle=":", linewidth=1.2, zorder=3
         )
     fine = len(curves.edges) > 400  # a line as wide as a moment would hide the teeth of the curve
     ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.25 if fine else 0.9, zorder=3)
-    handles["capacity (the plan's budget)"] = ax.axhline(
-        capacity / unit, color="black", linestyle="--", linewidth=1.4, zorder=4
+    (handles["capacity (the plan's budget)"],) = ax.plot(
+        ends, [capacity / unit] * 2, color="black", linestyle="--", linewidth=1.4, zorder=4
     )
     ax.set_xlim(curves.edges[0], curves.edges[-1])
     ax.set_xlabel("time in the iteration [s]" if x == "time" else "moment")
@@ -308,8 +313,8 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
 def _phases(
     timeline: Timeline, ax: Axes, x: str, strip: _Strip, named: Handles, unnamed: Handles, *, measured: bool
 ) -> None:
-    """Draw a strip above the capacity line, with the names of phases that have room for a name, and faint shading under
-    it. The strip of a measured timeline lies above the strip of its prediction and has no shading.
+    """Draw a strip above the capacity line, with the names of phases that have room for a name. The strip of a measured
+    timeline lies above the strip of its prediction.
 
     named, unnamed: get the phases that are drawn with a name, and those that are drawn without.
     """
@@ -322,8 +327,6 @@ def _phases(
     for band in bands:
         colour = PHASE_COLOURS.get(band.name, "#CCCCCC")
         drawn = ax.fill_between([band.start, band.end], low, low + strip.height, color=colour, linewidth=0, zorder=2)
-        if not measured and band.name != "FWD":
-            ax.axvspan(band.start, band.end, color="#000000", alpha=0.05, linewidth=0, zorder=0)
         room = (band.end - band.start) / (right - left) * width
         short = band.name.split(" ")[0]
         labels = [f"{short} measured"] if measured else [band.name, short]
@@ -347,12 +350,12 @@ def _overlay(
     (handles["measured tide line"],) = ax.plot(xs, line, color="#D55E00", linewidth=1.3, linestyle="--", zorder=6)
     left, right = ax.get_xlim()
     ax.set_xlim(left, max(right, float(curves.edges[-1])))
-    ax.set_title(
-        f"{predicted.label or 'plan'}: {format_s(predicted.iteration_s)} per iteration predicted, "
-        f"{format_s(measured.iteration_s)} measured",
-        fontsize=10.5,
-        loc="left",
-    )
+    name = predicted.label or "plan"
+    said = f"{name}: predicted (areas), measured (lines)"  # by moment, nothing in the picture depends on seconds
+    if x == "time":
+        predicted_s, measured_s = format_s(predicted.iteration_s), format_s(measured.iteration_s)
+        said = f"{name}: {predicted_s} per iteration predicted, {measured_s} measured"
+    ax.set_title(said, fontsize=10.5, loc="left")
 
 
 def _in_order(handles: Handles) -> list[str]:

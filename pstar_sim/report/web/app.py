@@ -233,7 +233,7 @@ def _pictures(fitting: list[Planned]) -> None:
         top = t.budget_bytes.get("gpu") or t.peak_bytes["gpu"]
         for which, chart in (
             ("tide", tide_chart(t, x="time", right=right_s, top_bytes=top)),
-            ("lanes", lanes_chart(t, right_s=right_s)),
+            ("lanes", lanes_chart(t, right_s=right_s, plan=planned.plan)),
         ):
             figure: Any = go.Figure(themed(chart.figure, kind))
             st.plotly_chart(figure, key=f"{which} {planned.policy}", theme=None, config={"displayModeBar": False})

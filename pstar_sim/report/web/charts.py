@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.explain import WAITS as WAITS_FOR
@@ -24,6 +25,7 @@ from pstar_sim.report.byte_curves import Curves, axis_unit, byte_curves, phase_b
 from pstar_sim.report.palette import CATEGORIES, PHASES, QUEUE_NAMES, STEPS
 from pstar_sim.report.palette import WAITS as WAIT_COLOURS
 from pstar_sim.report.residence import CONTENTS, Residence
+from pstar_sim.report.step_names import handled
 from pstar_sim.units import format_bytes, format_s
 
 __all__ = [
@@ -277,14 +279,15 @@ class _Bar:
         return f"{what}: {format_s(busy_s)} of {format_s(self.end_s - self.start_s)}{size}"
 
 
-def lanes_chart(timeline: Timeline, *, right_s: float) -> Chart:
+def lanes_chart(timeline: Timeline, *, right_s: float, plan: Plan | None = None) -> Chart:
     """Returns the chart of the work of every queue over the steady iteration, and of what compute waits for.
 
     right_s: right end of the x axis.
+    plan: the timeline's plan, which names lists and parts of chunks.
 
     Raises PstarError for a timeline without compute spans.
     """
-    rows = _rows(timeline)
+    rows = _rows(timeline, handled(plan))
     lanes = [lane for lane in (QUEUE_NAMES[Queue.COMPUTE], WAITS, *list(QUEUE_NAMES.values())[1:]) if lane in rows]
     shortest = timeline.iteration_s / RESOLUTION
     steps = sum(len(bars) for bars in rows.values())
@@ -310,15 +313,18 @@ def lanes_chart(timeline: Timeline, *, right_s: float) -> Chart:
     return Chart(figure={"data": data, "layout": shown}, legend=legend, notes=(note,) if note else ())
 
 
-def _rows(timeline: Timeline) -> dict[str, list[_Bar]]:
-    """Returns lane -> its bars of the steady iteration in order of time, each bar of one step or one wait."""
+def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]:
+    """Returns lane -> its bars of the steady iteration in order of time, each bar of one step or one wait.
+
+    names: id of a step -> the chunk that it handles, in words.
+    """
     origin = steady_start_s(timeline)
     rows: dict[str, list[_Bar]] = {}
     for span in sorted(timeline.spans, key=lambda s: (s.start_s, s.end_s)):
         start_s, end_s = _within(span.start_s - origin, span.end_s - origin, timeline)
         if end_s > start_s:
             name, colour = _style(timeline, span)
-            bar = _bar(start_s, end_s, name, colour, span.bytes, f"{name}{_about(span)}")
+            bar = _bar(start_s, end_s, name, colour, span.bytes, f"{name}{_about(span, names)}")
             rows.setdefault(QUEUE_NAMES[span.queue], []).append(bar)
         start_s, end_s = _within(span.ready_s - origin, span.start_s - origin, timeline)
         if span.queue is Queue.COMPUTE and span.cause and end_s > start_s:
@@ -384,10 +390,10 @@ def _style(timeline: Timeline, span: Span) -> tuple[str, str]:
     return phase, PHASES.get(phase, "#CCCCCC")
 
 
-def _about(span: Span) -> str:
+def _about(span: Span, names: Mapping[int, str]) -> str:
     if span.kind is Kind.COMPUTE and span.moment is not None:
         return f", moment {span.moment}"
-    return "" if span.chunk is None else f" of chunk {span.chunk}"
+    return "" if span.chunk is None else f" of {names.get(span.step, f'chunk {span.chunk}')}"
 
 
 # The chunks.

@@ -202,7 +202,9 @@ class _Page:
 
     def _lanes(self) -> str:
         charts = self._each(
-            "lanes", "what every queue does", lambda subject: lanes_chart(subject.timeline, right_s=self.right_s)
+            "lanes",
+            "what every queue does",
+            lambda subject: lanes_chart(subject.timeline, right_s=self.right_s, plan=subject.plan),
         )
         return (
             "<h2>What the queues do</h2><p>A gap in a lane is time in which the queue waits. The lane below compute "
