@@ -40,7 +40,8 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None, *, plan:
     Raises PstarError for another value, and for a timeline without compute spans.
     """
     if isinstance(timeline, Planned):
-        timeline, plan = timeline.timeline, timeline.plan
+        plan = timeline.plan
+        timeline = timeline.timeline
     instance("timeline", timeline, Timeline, "a Timeline or a plan of a comparison")
     if ax is not None and not hasattr(ax, "broken_barh"):
         raise refused("ax", ax, "an Axes")
