@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import overload
@@ -98,6 +98,8 @@ class Window:
     gpu_free_bytes, host_free_bytes: bytes that are free when the window opens.
     stuck: (row, place, bytes wanted, bytes free) of the step that can never start; None if there is none.
     periods_s: seconds of each iteration that was tried.
+    starts_s: op of the compute queue, in order -> seconds from the begin of the window to the op's start; empty if the
+        search gave up.
     """
 
     iteration_s: float
@@ -106,6 +108,7 @@ class Window:
     host_free_bytes: int
     stuck: tuple[int, str, int, int] | None = None
     periods_s: list[float] = field(default_factory=list)
+    starts_s: Sequence[float] = ()
 
 
 def choose(draft: Draft, *, limit_s: float = math.inf) -> Window:
@@ -137,7 +140,7 @@ class _Chooser:
 
     __slots__ = (
         "ahead", "at", "begun", "clock", "columns", "current", "draft", "ended", "gpu_free", "host_free", "lap",
-        "latest_s", "log", "over", "position", "ready", "started", "unstarted", "waits", "windows",
+        "latest_s", "log", "over", "position", "ready", "started", "starts_s", "unstarted", "waits", "windows",
     )  # fmt: skip
 
     def __init__(self, draft: Draft, limit_s: float) -> None:
@@ -147,6 +150,7 @@ class _Chooser:
         self.ahead = None if draft.room is None else _RoomAhead(draft, c)
         self.gpu_free, self.host_free = draft.gpu_free_bytes, draft.host_free_bytes
         self.log: list[int] = []
+        self.starts_s = [0.0] * len(c.compute)
         self.windows = _Windows(draft, c, self.log, limit_s)
         self.waits: list[list[int]] = []
         self.started: list[bytearray] = []
@@ -271,6 +275,7 @@ class _Chooser:
             elif self.clock.now + c.rest_s[self.at] > self.latest_s:
                 self.windows.mark(self.clock.now + c.rest_s[self.at], self.gpu_free, self.host_free)
                 return self.windows.given_up()
+            self.starts_s[self.at] = self.clock.now
             self._start(COMPUTE, i, lap)
             self.at += 1
             if self.at == len(compute):
@@ -345,12 +350,17 @@ class _Chooser:
         windows.mark(self.clock.now, self.gpu_free, self.host_free)
         outcome = windows.outcome()
         if outcome is not None:
-            return outcome
+            return self._with_starts(outcome)
         before, self.begun = self.begun, self._state()
         if self.begun and self.begun == before and (outcome := windows.repeated(self.clock)) is not None:
-            return outcome
+            return self._with_starts(outcome)
         self.latest_s = self.clock.now + max(windows.limit_s, windows.period_s) * (1 + ROUNDING)
         return None
+
+    def _with_starts(self, outcome: Window) -> Window:
+        """Returns the outcome with the starts of the latest window that was run."""
+        begin_s = self.starts_s[0]
+        return replace(outcome, starts_s=[start_s - begin_s for start_s in self.starts_s])
 
     def _state(self) -> tuple[object, ...]:
         """Returns everything that determines the order of the steps after a mark, counted from the iteration before it;

@@ -11,6 +11,7 @@ from pstar_sim.core.draft import Draft
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Queue
 from pstar_sim.policy.family.course import Course, Knobs
+from pstar_sim.policy.family.shorter import LeftOut, left_out_of
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes, Schedule
 from pstar_sim.policy.passes.lowering import draft_of
@@ -27,17 +28,20 @@ class Attempt:
     schedule: schedule of the course.
     draft: draft of the schedule.
     window: the order that `choose` found for the draft.
+    left_out: micro-batches that the job of the course leaves out ([Note: a shorter job]); None if the job is whole.
     """
 
     course: Course
     schedule: Schedule
     draft: Draft
     window: Window
+    left_out: LeftOut | None = None
 
     @property
     def fetched_bytes(self) -> int:
         """Bytes that one iteration copies to the GPU."""
-        return sum([row.charge.gpu_take for row in self.draft.rows if row.queue is Queue.H2D])
+        shown = sum([row.charge.gpu_take for row in self.draft.rows if row.queue is Queue.H2D])
+        return shown + (self.left_out.times * self.left_out.fetched_bytes if self.left_out is not None else 0)
 
     @property
     def busy_s(self) -> tuple[float, float]:
@@ -45,6 +49,9 @@ class Attempt:
         seconds = dict.fromkeys(Queue, 0.0)
         for row in self.draft.rows:
             seconds[row.queue] += row.charge.seconds
+        if self.left_out is not None:
+            for queue, work_s in self.left_out.work_s.items():
+                seconds[queue] += self.left_out.times * work_s
         return seconds[Queue.ADAM], max(seconds[Queue.H2D], seconds[Queue.D2H])
 
     @property
@@ -60,8 +67,14 @@ class Attempt:
         return len(self.course.modes.pinned)
 
     @property
+    def fits(self) -> bool:
+        """Whether every step found room, and `choose` did not give up."""
+        return self.window.stuck is None and bool(self.window.events)
+
+    @property
     def iteration_s(self) -> float:
-        return self.window.iteration_s
+        """Seconds per iteration of an attempt that fits."""
+        return self.window.iteration_s + (self.left_out.seconds(self.window) if self.left_out is not None else 0.0)
 
     def plan(self, choices: Mapping[str, object] | None = None) -> Plan:
         """Returns the plan. choices: words and figures for `Plan.choices`, which `explain` prints."""
@@ -80,12 +93,17 @@ def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt
     return attempt_course(Course(job, modes, knobs or Knobs()), like=like)
 
 
-def attempt_course(course: Course, *, limit_s: float = math.inf, like: Attempt | None = None) -> Attempt:
-    """Does the same as `attempt`, for a course that is laid out already. limit_s: see `choose`. like: an earlier
-    attempt of the same job, whose rows are used again if the new rows would be equal."""
+def attempt_course(
+    course: Course, *, limit_s: float = math.inf, like: Attempt | None = None, times_left_out: int = 0
+) -> Attempt:
+    """Does the same as `attempt`, for a course that is laid out already. limit_s: see `choose`; seconds of all
+    micro-batches. like: an earlier attempt of the same job, whose rows are used again if the new rows would be equal.
+    times_left_out: number of micro-batches that the course's job leaves out."""
     schedule = course.schedule()
     if like is not None and schedule.rows_as(like.schedule):
         draft = replace(like.draft, room=schedule.room, lead_bytes=schedule.lead_bytes)
     else:
         draft = draft_of(schedule)
-    return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s))
+    left_out = left_out_of(course.job, draft, times_left_out) if times_left_out else None
+    limit_s -= left_out.least_s if left_out is not None else 0.0
+    return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s), left_out)

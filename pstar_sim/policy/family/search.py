@@ -58,6 +58,7 @@ SPILLS = (0.0, 0.5, 0.75, 1.0)  # shares of the bytes without room between two m
 CLOSER, NEAR = 2, 9  # closer looks around the best point, and points along each axis in such a look
 # Changes of (sums on the host, sums that spill) that a descent tries.
 SUMS_TURNS = ((-1, 1), (1, -1), (-1, 0), (1, 0), (0, 1), (0, -1))
+MOST_WHOLE = 3  # attempts that are made in the whole job, if attempts are made in a shorter job
 USUAL = Knobs()  # knobs with which a search begins
 
 
@@ -113,6 +114,8 @@ class _Start(NamedTuple):
 class Search:
     """The search in one job.
 
+    job: the job.
+    shown: the job in which attempts are made: `job` itself, or the same job with fewer micro-batches.
     effort_ops: steps that the search may still schedule. Until a trial fits, the search goes on without effort.
     spent_ops: steps that the search has scheduled.
     no_room: trials without room -> the nearest trial that has room, None until it is sought.
@@ -125,8 +128,11 @@ class Search:
         choice.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, short: Job | None = None) -> None:
+        """short: the same job with fewer micro-batches, for the attempts ([Note: a shorter job] in shorter.py)."""
         self.job = job
+        self.shown = short or job
+        self._times_left_out = job.workload.micro_batches - self.shown.workload.micro_batches
         self.effort_ops = self.spent_ops = 0
         self.exhausted = False
         self.no_room: dict[Trial, Trial | None] = {}
@@ -294,15 +300,33 @@ class Search:
         except DoesNotFit as reason:
             self.reason = self.reason or reason
             return None
-        course = Course(self.job, modes, knobs)
+        course = Course(self.shown, modes, knobs)
         if course.least_room_bytes < 0:
             self._tight = True
             self.least_short_bytes = min(self.least_short_bytes or -course.least_room_bytes, -course.least_room_bytes)
             return None
         limit_s = self.here[0] * HOPELESS if self.here is not None else math.inf
-        found = attempt_course(course, limit_s=limit_s)
+        found = attempt_course(course, limit_s=limit_s, times_left_out=self._times_left_out)
         self.effort_ops -= len(found.draft.rows) * (len(found.window.periods_s) + 1)
-        return found if found.window.stuck is None and found.window.events else None
+        return found if found.fits else None
+
+    def whole(self) -> list[Attempt]:
+        """Returns the fastest attempts, made in the whole job. If the shorter job's seconds of the best trial were too
+        few, the next trials are made in the whole job, too."""
+        if not self._times_left_out:
+            return self.fastest
+        known = [((a.modes, a.knobs), a.iteration_s) for a in self.fastest]
+        known += sorted(self._seconds_of.items(), key=lambda item: item[1])
+        made: list[Attempt] = []
+        for (modes, knobs), seconds in dict(known).items():
+            least_s = min((a.iteration_s for a in made), default=math.inf)
+            if least_s <= seconds * (1 + GOOD_ENOUGH) or len(made) == MOST_WHOLE:
+                break
+            course = Course(self.job, modes, knobs)
+            found = attempt_course(course, limit_s=least_s) if course.least_room_bytes >= 0 else None
+            if found is not None and found.fits:
+                made.append(found)
+        return sorted(made, key=lambda a: a.iteration_s) or Search(self.job).run()
 
     def run(self, effort_ops: int = 0, like: Search | None = None) -> list[Attempt]:
         """Continue the search. Returns the attempts that fit and were kept; an empty list if none fits.
@@ -390,7 +414,7 @@ class Search:
         return found
 
     def _has_room(self, trial: Trial) -> bool:
-        return Course(self.job, self._modes(trial), trial.knobs).least_room_bytes >= 0
+        return Course(self.shown, self._modes(trial), trial.knobs).least_room_bytes >= 0
 
     def short(self) -> DoesNotFit:
         """Returns the error that says why nothing fits."""

@@ -21,6 +21,7 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt
 from pstar_sim.policy.family.pace import faster_in_parts, period_s
 from pstar_sim.policy.family.search import GOOD_ENOUGH, Search
+from pstar_sim.policy.family.shorter import shorter
 from pstar_sim.policy.kit.iteration_order import in_order
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
@@ -95,7 +96,7 @@ def own_plans(
     over = _Sizes(workload, machine, settings, point, name, sizes)
     over.run()
     search = over.best()
-    for attempt in search.fastest:  # followed, because the seconds of `choose` are a prediction
+    for attempt in search.whole():  # followed, because the seconds of `choose` are a prediction
         whole = attempt.plan(_choices(search, attempt, over))
         plan, seconds = faster_in_parts(whole, period_s(whole))
         yield SearchResult(seconds, name, plan, search.alone_s)
@@ -117,7 +118,8 @@ class _Sizes:
         self, workload: Workload, machine: Machine, settings: Settings, point: Point, name: str, sizes: bool
     ) -> None:
         workload = in_order(name, workload, point.order)
-        self._job = partial(Job, name, workload, machine, settings)
+        self._job = partial(Job, name, machine=machine, settings=settings)
+        self._short = shorter(workload)
         self._workload, self._machine, self._settings, self._point = workload, machine, settings, point
         self._open = sizes and settings.chunk_bytes is None
         self.usual = self._layout(settings.chunk_bytes)
@@ -162,13 +164,15 @@ class _Sizes:
         """Begin a search with this effort. Until a search fits, the effort is not bounded by the effort left."""
         if self.searches and self.left_ops <= 0:
             return
-        job = self._job(point or self._point, layout)
+        point = point or self._point
+        job = self._job(self._workload, point=point, layout=layout)
         try:
             check_gpu(job)
-        except DoesNotFit as short:
-            self._reason = self._reason or short
+        except DoesNotFit as reason:
+            self._reason = self._reason or reason
             return
-        search = Search(job)
+        short = None if self._short is None else self._job(self._short, point=point, layout=layout)
+        search = Search(job, short)
         self._go_on(search, effort_ops)
         if search.fastest:
             self.searches.append(search)

@@ -1,0 +1,96 @@
+"""Attempts of a job with many micro-batches, made in a job with fewer of them.
+
+[Note: a shorter job] All micro-batches but the first and the last do the same work with the same chunks. So an attempt
+soon gets into a steady state, in which each micro-batch takes as long as the micro-batch before. The search makes its
+attempts in a job with SHOWN micro-batches, and adds the seconds of the middle micro-batch once for each micro-batch
+that is left out. A queue with more work per micro-batch than the middle micro-batch lasts falls behind a little in each
+micro-batch, until the other queues wait for it. So each micro-batch left out counts at least the work of its busiest
+queue. Plans are made in the whole job (`Search.whole`).
+
+Where an attempt gets into a steady state, its seconds are those of the whole job to 1e-5. With few micro-batches, a
+queue may fall behind until the end of the iteration, and no other queue waits for it. The seconds are then too many.
+So jobs with fewer than FEWEST micro-batches are not shortened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pstar_sim.core.choose import Window
+from pstar_sim.core.draft import Draft
+from pstar_sim.core.step import Queue
+from pstar_sim.errors import TraceError
+from pstar_sim.policy.kit.job import Job
+from pstar_sim.workload.workload import Workload, repeat_micro_batch, single_micro_batch
+
+__all__ = ["LeftOut", "left_out_of", "shorter"]
+
+# Number of micro-batches of a shorter job. With 4, the middle micro-batch is sometimes not in the steady state yet, and
+# seconds differ by 1 to 5 %.
+SHOWN = 5
+FEWEST = 12  # fewest micro-batches of a job whose attempts are made in a shorter job
+
+
+def shorter(workload: Workload) -> Workload | None:
+    """Returns the workload with SHOWN micro-batches; None for a workload with fewer than FEWEST micro-batches, with
+    micro-batches that differ or do not run one after the other, or with stashes."""
+    if workload.micro_batches < FEWEST or workload.layer_major or workload.stashes:
+        return None
+    try:
+        return repeat_micro_batch(single_micro_batch(workload), SHOWN)
+    except TraceError:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Micro-batches that a shorter job leaves out, and the middle micro-batch, which stands for each of them.
+
+    times: number of micro-batches left out.
+    work_s: queue -> nominal seconds of its work in the middle micro-batch.
+    link_s: nominal seconds of the link in the middle micro-batch: of the busier direction, or of both directions if
+        they share the link.
+    fetched_bytes: bytes copied to the GPU in the middle micro-batch.
+    begin, end: ops of the compute queue, by their order there, with which the middle micro-batch and the micro-batch
+        after it begin.
+    """
+
+    times: int
+    work_s: Mapping[Queue, float]
+    link_s: float
+    fetched_bytes: int
+    begin: int
+    end: int
+
+    @property
+    def least_s(self) -> float:
+        """Least seconds of the micro-batches left out."""
+        return self.times * max(self.link_s, *self.work_s.values())
+
+    def seconds(self, window: Window) -> float:
+        """Returns the seconds of the micro-batches left out, from a window of the shorter job."""
+        return max(self.least_s, self.times * (window.starts_s[self.end] - window.starts_s[self.begin]))
+
+
+def left_out_of(job: Job, draft: Draft, times: int) -> LeftOut:
+    """Returns the micro-batches left out of a draft. job: the shorter job. times: number of micro-batches left out."""
+    batches = [m.micro_batch for m in job.workload.moments]
+    middle = SHOWN // 2
+    first, behind = (job.block_of[batches.index(number)] for number in (middle, middle + 1))
+    begin = end = ops = 0
+    inside = False
+    work_s, fetched_bytes = dict.fromkeys(Queue, 0.0), 0
+    for row in draft.rows:
+        if row.is_position and row.block == first:
+            begin, inside = ops, True
+        elif row.is_position and row.block == behind:
+            end = ops
+            break
+        ops += row.queue is Queue.COMPUTE and row.behind is None
+        if inside:
+            work_s[row.queue] += row.charge.seconds
+            fetched_bytes += row.charge.gpu_take if row.queue is Queue.H2D else 0
+    up_s, down_s = work_s[Queue.H2D], work_s[Queue.D2H]
+    link_s = max(up_s, down_s) if draft.rates.duplex else up_s + down_s
+    return LeftOut(times, work_s, link_s, fetched_bytes, begin, end)
