@@ -269,7 +269,7 @@ class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Products of routed experts in fp32 and fp16 have kernels, but a fake version for bf16 only; sizes and strides are
     those of torch's `_create_grouped_mm_output_tensor`. The results of BatchNorm's kernels have the memory format that
     their input suggests; the fake results have the strides of the input, so that a later operator would copy the real
-    ones only. The fake backward of BatchNorm also makes a gradient of the input that is not asked for. LayerNorm's
+    results only. The fake backward of BatchNorm also makes a gradient of the input that is not asked for. LayerNorm's
     gradient of its input is contiguous.
 
     For a tensor made of ones, or drawn from [0, 1], the range of its values is known until the tensor is written. A

@@ -131,8 +131,8 @@ def tensor_of(parameter: torch.Tensor) -> int | None:
 
 
 class ChunkParameter(nn.Parameter):
-    """A parameter whose data is a view of a chunk on the gpu. It costs nothing in torch's own calls, because it has
-    torch functions disabled like nn.Parameter. Only Python's `.grad` and `.requires_grad` come through this class.
+    """A parameter whose data is a view of a chunk on the gpu. The class costs nothing in torch's own calls, because it
+    has torch functions disabled like nn.Parameter. Only Python's `.grad` and `.requires_grad` come through this class.
 
     Attributes:
         plan_reader: the session's reader, held weakly.

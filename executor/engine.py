@@ -1,4 +1,4 @@
-"""Session: a model under a plan. It joins the parts of the executor and holds them.
+"""Session: a model under a plan. A session joins the parts of the executor and holds them.
 
 The user's thread is the compute queue; the other queues run by themselves (`queues/`). `session/loop.py` receives the
 acts of the training loop. `session/cursor.py` is the one table of acts that may come next. `session/following.py`

@@ -430,8 +430,8 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
 
 
 def config_of(m: ModelEntry) -> tuple[Any, str]:
-    """Returns the transformers configuration and class of a model shape. It has no dropout, as in pretraining. Raises
-    ModelError for a family without a class."""
+    """Returns the transformers configuration and class of a model shape. The model has no dropout, as in pretraining.
+    Raises ModelError for a family without a class."""
     transformers = _transformers()
     common: dict[str, Any] = {"tie_word_embeddings": m.tied}
     if m.family == "gpt":

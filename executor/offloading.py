@@ -1,8 +1,8 @@
 """Offloading: puts a model and its torch optimizer under a plan for this machine, in one call.
 
 `offload` is that call for a training loop of the user's own. `hf.py`, `lightning.py` and `axolotl.py` do the same for
-their trainers. They share the functions here: describe the user's AdamW, capture and plan, convert the model to the
-plan's dtype, begin the run.
+their trainers. All of them share the functions here: describe the user's AdamW, capture and plan, convert the model to
+the plan's dtype, begin the run.
 
 [Note: mixed precision] Scripts that ask for mixed precision (`bf16=True`) have a model in fp32 and cast inside every
 operator. Here every floating parameter is converted to the plan's dtype once. The fp32 values become the master copies,

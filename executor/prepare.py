@@ -1,4 +1,4 @@
-"""prepare: puts a model under a plan. It finds all errors before anything is allocated or changed."""
+"""prepare: puts a model under a plan. All errors are found before anything is allocated or changed."""
 
 from __future__ import annotations
 

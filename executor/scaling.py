@@ -6,10 +6,10 @@ finite updates nothing (no value, no moment, no step count), and the scale falls
 a row without an overflow, the scale grows.
 
 [Note: where the scale acts] The scale acts inside the model only. `guard_boundary` puts a view behind every output of
-the root module; the view's backward multiplies. It puts another view before every input with a gradient; this view's
-backward divides. A tensor hook on the output itself would be wrong: an output such as the logits is also an inner value
-of the loss beside it, and the gradient from the loss is scaled already. Gradients outside the model (of the loop's own
-tensors, of modules before the model) are plain torch's, and a model called on its own output scales once.
+the root module; the view's backward multiplies. Before every input with a gradient `guard_boundary` puts another view,
+whose backward divides. A tensor hook on the output itself would be wrong: an output such as the logits is also an inner
+value of the loss beside it, and the gradient from the loss is scaled already. Gradients outside the model (of the
+loop's own tensors, of modules before the model) are plain torch's, and a model called on its own output scales once.
 
 Knows neither chunks nor plans; `Update` (memory/update.py) carries the decision of one iteration.
 """
@@ -62,7 +62,7 @@ class LossScale:
 
 def needs_loss_scaling(tensors: Iterable[Tensor]) -> bool:
     """Returns whether gradients of a model with these parameters pass through fp16: whether some parameter is fp16,
-    frozen ones included (an adapter in fp32 on an fp16 base)."""
+    frozen parameters included (an adapter in fp32 on an fp16 base)."""
     return any(t.dtype == "fp16" for t in tensors)
 
 

@@ -1,5 +1,5 @@
-"""Workloads and machines for tests: random ones, small but varied, and ones with figures that can be worked out by
-hand. `check_policy` tries a user's policy on random jobs, with the checker and the simulator.
+"""Workloads and machines for tests: random workloads and machines, small but varied, and others with figures that can
+be worked out by hand. `check_policy` tries a user's policy on random jobs, with the checker and the simulator.
 
 For the tests of this project and of any policy. Needs neither torch nor hypothesis: all randomness comes from the
 `random.Random` that the caller passes in.

@@ -61,8 +61,8 @@ class Bench:
         """Returns the median seconds of each action (or `reduce` of its seconds). Each action is first called once
         untimed, because of caches, pages and kernels.
 
-        An action that takes longer than `longest_s` is measured once per round, and the actions after it (larger ones,
-        by convention) are left out: the curve ends there.
+        An action that takes longer than `longest_s` is measured once per round, and the actions after it (larger
+        actions, by convention) are left out: the curve ends there.
         """
         samples: dict[Key, list[float]] = {}
         left_out: set[Key] = set()

@@ -5,7 +5,7 @@ weights are not in a cache, because a pass of training reads every weight once. 
 an n x n weight and n/4 rows are n**3 / 2 flops. The sizes on the axis are flops of one product.
 
 [Note: the operators between products] The operators of a transformer block besides products: activation functions,
-norms, sums and softmax, in forward, repeated forward (checkpointing) and backward. They are timed together, against the
+norms, sums and softmax, in forward, repeated forward (checkpointing) and backward. All are timed together, against the
 bytes that they read and write as a capture counts them.
 """
 

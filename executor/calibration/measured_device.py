@@ -159,7 +159,7 @@ class VirtualDevice:
 class CudaCopies:
     """Copies over the real link: pinned slabs, one persistent stream per direction, non-blocking copies, counted.
 
-    It has only what calibration needs and runs no plan: `fence` blocks the host, and copies are ordered against nothing
+    The class serves calibration alone and runs no plan: `fence` blocks the host, and copies are ordered against nothing
     else, because their results are not read.
     """
 

@@ -1,8 +1,8 @@
 """Slow-downs of queues that run at once: every pair of queues is timed alone and side by side.
 
 [Note: slow-downs] `compute_while_adam` = 1.25 says: while a CPU Adam runs, compute takes 1.25 times as long. Cores,
-caches and DRAM cause this. None of them is modelled; the factor is measured. It holds for a partner that never pauses.
-The cost model scales the factor by the share of time in which the partner's copies move bytes.
+caches and DRAM cause this. None of them is modelled; the factor is measured. The factor holds for a partner that never
+pauses. The cost model scales the factor by the share of time in which the partner's copies move bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def watch(
 ) -> dict[str, float]:
     """Returns the seconds of one action of each kind while all of them run repeatedly, one thread per kind.
 
-    The window begins when each action has ended twice. It lasts `window_s`, or until each has ended four times.
+    The window begins when each action has ended twice. The window lasts `window_s`, or until each action has ended four
+    times.
 
     enter: called first in each thread.
     work_clock: clock for an action's seconds, read in the action's own thread.

@@ -282,8 +282,8 @@ class VirtualBackend:
         storage.resize_(0)
 
     def recount(self, payloads: Iterable[torch.Tensor]) -> None:
-        """Count the bytes of these payloads anew, after an interruption inside `take` or `give`. They must be all
-        payloads."""
+        """Count the bytes of these payloads anew, after an interruption inside `take` or `give`. The caller must pass
+        all payloads."""
         with self._lock:
             self.payload_bytes = sum(payload.untyped_storage().nbytes() for payload in payloads)
 

@@ -94,8 +94,8 @@ class CudaBackend(CudaStreams):
         self.gate = Gate(self, grow=self._blocks.grow, shrink=self._blocks.shrink)
 
     def _cap(self, limit_bytes: int) -> None:
-        """Set torch's own limit. It covers the memory that torch reserves, workspaces and fragments included. Other
-        memory on the card (this process' context, other programs) is subtracted first."""
+        """Set torch's own limit. The limit covers the memory that torch reserves, workspaces and fragments included.
+        Other memory on the card (this process' context, other programs) is subtracted first."""
         kept = self.kept
         if limit_bytes <= kept.measured_bytes:
             raise PlanError(

@@ -10,7 +10,7 @@ pool without a holder to the driver, at once or with the next `empty_cache`, and
 
 Other payloads (other sizes, and payloads that fit at low tide only) are allocated outside the pool, under a stream of
 their own, so that torch keeps them apart from the user's tensors too. Their free blocks go back to the driver when the
-tide, or another size, needs the room. That stops the device and is counted in `exchanges`. It does not happen under a
+tide, or another size, needs the room. That stops the device and is counted in `exchanges`. No exchange happens under a
 plan of uniform chunks whose payloads and highest tide fit the budget together.
 
 [Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again. A

@@ -11,9 +11,9 @@ the waiting thread or on a lock that it holds. When nothing is pending any more,
 ledger, which has allowed the take.
 
 [Note: who waits] A thread of a side queue waits on the host: it has no other work, and afterwards a block that is
-really free can be chosen. The thread that issues compute must not stop. It makes its stream wait for the oldest event
-and takes that block at once ("early"). The allocator may give the early block to any later take, so every later take
-makes its stream wait too, until the event is complete.
+really free can be chosen. The thread that issues compute must not stop. That thread makes its stream wait for the
+oldest event and takes the block at once ("early"). The allocator may give the early block to any later take, so every
+later take makes its stream wait too, until the event is complete.
 """
 
 from __future__ import annotations

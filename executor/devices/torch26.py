@@ -1,7 +1,7 @@
 """Functions that torch 2.6 to 2.8 lack.
 
-- Which hooks on saved tensors are in force in this thread. Newer versions have a function for it. For older ones the
-  two functions that push and pop such hooks are wrapped when the executor is imported, and hooks are counted per
+- Which hooks on saved tensors are in force in this thread. Newer versions have a function for it. For older releases
+  the two functions that push and pop such hooks are wrapped when the executor is imported, and hooks are counted per
   thread.
 - A CUDA memory pool for the allocations of one thread. Older versions have a pool per stream.
 - Whether the compiler watches this thread. In older versions each call of torch's function for it loses a reference to

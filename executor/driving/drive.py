@@ -1,8 +1,8 @@
 """session.step(micro_batches): an iteration in which the engine, not the loop, orders the blocks.
 
 The usual loop orders the blocks: it calls the whole model, then `loss.backward()`. Here the engine has the
-micro-batches. It runs each micro-batch's forward with borders at the blocks (`borders.py`) and then backward part by
-part, in the order that `order` names:
+micro-batches. The engine runs each micro-batch's forward with borders at the blocks (`borders.py`) and then backward
+part by part, in the order that `order` names:
 
 | order         | what runs                                                                                   |
 |---------------|---------------------------------------------------------------------------------------------|

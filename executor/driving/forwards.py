@@ -1,9 +1,9 @@
 """Forwards side by side: each runs in a thread of its own, one of them at a time.
 
 A forward is suspended where its code calls `suspend`, with all that torch keeps per thread (grad mode, autocast, hooks
-for saved tensors). It continues in `go_on`, during which the caller waits. So the threads never run together, and
-shared objects need no lock. A thread begins with the caller's modes and context variables, and ends with its forward.
-`stop` ends a forward that will not continue.
+for saved tensors). The forward continues in `go_on`, during which the caller waits. So the threads never run together,
+and shared objects need no lock. A thread begins with the caller's modes and context variables, and ends with its
+forward. `stop` ends a forward that will not continue.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Relay: the layer-major order of an iteration, as its plan has it (pstar_sim/workload/relay.py).
 
-The plan's moments decide which micro-batch runs: the one that the plan's next moment belongs to. A forward runs in a
-thread of its own (`forwards.py`) and is suspended before an event that is not the plan's next. The caller runs a
-backward part by part (`borders.py`). So each block runs for all micro-batches, always in one order, and gradients are
-added as the usual loop adds them.
+The plan's moments decide which micro-batch runs: the micro-batch of the plan's next moment. A forward runs in a thread
+of its own (`forwards.py`) and is suspended before an event that is not the plan's next. The caller runs a backward part
+by part (`borders.py`). So each block runs for all micro-batches, always in one order, and gradients are added as the
+usual loop adds them.
 
 Several parts of a backward may add to the gradient of one parameter (tied weights, a block that is called twice). The
 sum stays in the parameter's `grad` until the micro-batch's last part has added to it. While other micro-batches run,
@@ -137,8 +137,8 @@ class _Relay:
             self._waiting.remove(self._now)
 
     def _belongs(self, tape: BlockTape) -> bool:
-        """Returns whether the last part of the tape belongs to the cell that has just run. It does if it lies before
-        the block of that cell and the plan has no event for it."""
+        """Returns whether the last part of the tape belongs to the cell that has just run. The part belongs to the cell
+        if it lies before the block of that cell and the plan has no event for it."""
         if not tape.parts[-1].before_block:
             return False
         table, m = self._session.timetable, self._session.cursor.moment

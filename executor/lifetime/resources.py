@@ -1,8 +1,8 @@
 """Resources that a session takes from the process, beyond objects that Python frees by itself.
 
-They are threads, the chunks' memory, a dispatch mode, and the number of torch threads. Nothing here holds the session.
-So a session whose model and optimizer are not held any more can be collected; `let_go` then gives back the same as
-`Session.close`.
+The resources are threads, the chunks' memory, a dispatch mode, and the number of torch threads. Nothing here holds the
+session. So a session whose model and optimizer are not held any more can be collected; `let_go` then gives back the
+same as `Session.close`.
 """
 
 from __future__ import annotations
@@ -74,8 +74,9 @@ def ask_torch_threads(count: int) -> Callable[[], None]:
     """Set the number of torch's threads, which torch keeps per thread of the process. Returns a function that undoes
     the request.
 
-    The latest request counts. When the last request is undone, the number is again the one before the first. If another
-    thread undoes a request (a collection of garbage), the number stays set until this thread requests or undoes again.
+    The latest request counts. When the last request is undone, the number is again that before the first request. If
+    another thread undoes a request (a collection of garbage), the number stays set until this thread requests or undoes
+    again.
     """
     thread = threading.get_ident()
     _before.setdefault(thread, torch.get_num_threads())

@@ -1,11 +1,11 @@
 """session.status(): the state of a run in a few figures, for a progress line or a log.
 
-It is read between two iterations. It uses the existing logs, moves nothing, waits for nothing and changes nothing, and
-costs some hundred microseconds. Figures are of the last finished iteration, from the end of the compute queue's last
-step in the iteration before to the end of its last step in this one. If a copy runs across that border, its seconds
-count on the side where they lie. Its bytes count in the iteration that the copy belongs to ([Note: whose bytes]), so
-some bytes of the last finished iteration may not have been copied yet. Bytes are given for the newest iteration whose
-bytes have all been copied.
+The status is read between two iterations. Reading it uses the existing logs, moves nothing, waits for nothing and
+changes nothing, and costs some hundred microseconds. Figures are of the last finished iteration, from the end of the
+compute queue's last step in the iteration before to the end of its last step in this one. If a copy runs across that
+border, its seconds count on the side where they lie. Its bytes count in the iteration that the copy belongs to ([Note:
+whose bytes]), so some bytes of the last finished iteration may not have been copied yet. Bytes are given for the newest
+iteration whose bytes have all been copied.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class ChunkGradients:
     def _add_up(self, chunk: int, place: Place, mine: Mapping[str, set[int]], elements: tuple[int, int]) -> None:
         """Add some elements of grad and param to grad32.
 
-        mine: list -> tensors with a gradient in the list. Those of grad32 become all of them.
+        mine: list -> tensors with a gradient in the list. The tensors of grad32 become all tensors with a gradient.
         """
         sums, total, (first, end) = mine["grad32"], self.arena.at(place, chunk, "grad32"), elements
         for name in ("grad", "param"):

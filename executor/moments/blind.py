@@ -3,7 +3,7 @@
 If a fake result is smaller than the real one, a captured tide is too low. `SEEN_SMALLER` lists such operators of torch
 2.13. The storages of 578 operators' results (all of torch's own operator samples, forward and backward, and common
 modules: convolutions, recurrent layers, attention, norms, embeddings, pools, losses) were compared with their fake
-ones; all others were equal to the byte. A capture runs a listed operator once for each shape, on zeros of the same
+versions; all others were equal to the byte. A capture runs a listed operator once for each shape, on zeros of the same
 sizes, and uses the sizes of its results. Operators that are too large for that, and operators that are not torch's own
 (whose fake version their author wrote), are named in the trace's notes. `mkldnn_rnn_layer_backward` is left alone,
 although its real version has the bytes of one bias more: it would read a workspace of zeros.

@@ -1,7 +1,7 @@
 """MomentClock: module and autograd hooks turned into events; the one clock of capture and engine.
 
-[Note: the clock] Units are the modules that own a parameter directly (tied ones included) and the root. An event closes
-the current moment and opens the next one:
+[Note: the clock] Units are the modules that own a parameter directly (tied parameters included) and the root. An event
+closes the current moment and opens the next one:
 
 | event           | fires                                                     | phase of the moment it opens    |
 |-----------------|-----------------------------------------------------------|---------------------------------|
@@ -140,7 +140,7 @@ class MomentClock:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a backward has begun but not ended. It never ends if it raised an exception."""
+        """Whether a backward has begun but not ended. A backward that raised an exception never ends."""
         return self._callback_due
 
     def outside_root(self, event: ModuleEvent) -> bool:

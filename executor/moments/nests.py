@@ -38,7 +38,7 @@ def _with_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _with_items(value: Any, keys: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns a mapping, list or tuple (named ones included) with `change` applied to its tensors."""
+    """Returns a mapping, list or tuple (named tuples included) with `change` applied to its tensors."""
     items = [map_tensors(value[key], change) for key in keys]
     if all(item is value[key] for key, item in zip(keys, items)):
         return value

@@ -1,6 +1,6 @@
 """Standing: counts live storages during a session's iterations, by a dispatch mode that stays on its thread's stack.
 
-It does not hold the session, which may be dropped meanwhile.
+The mode does not hold the session, which may be dropped meanwhile.
 """
 
 from __future__ import annotations

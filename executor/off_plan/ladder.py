@@ -260,7 +260,7 @@ class Ladder(Sequence[Rung]):
             raise self._does_not_fit(error, short - freed)
 
     def ends_ranks(self, error: OutOfMemory) -> PlanError:
-        """Returns the error to raise where one of several ranks was refused memory. The other ranks are told. They wait
+        """Returns the error to raise where one of several ranks was refused memory. The other ranks get word. They wait
         for the plan's next steps, so this rank can neither leave the plan nor begin the iteration again."""
         s = self.session
         assert s.ranks is not None

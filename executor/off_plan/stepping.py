@@ -77,8 +77,8 @@ class Stepping:
         self.cut.return_to()
 
     def _take_kept_back(self) -> None:
-        """Move kept gradients into the working lists, each at the place where its chunk is updated. They overwrite
-        the parameters there, which the update writes anew."""
+        """Move kept gradients into the working lists, each at the place where its chunk is updated. The gradients
+        overwrite the parameters there, which the update writes anew."""
         shares, chunk_of = self.gradients.shares, self.host.contents.slots.chunk_of
         for t in list(shares.kept):
             self._take(chunk_of(t))

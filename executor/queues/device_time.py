@@ -1,7 +1,7 @@
 """Device times: times at which steps happened on the device, for logs that were written when the steps were issued.
 
-Each step has an event at its begin on its stream and an event at its end. They are turned into seconds once they are
-complete, between iterations, so that no thread waits for them. `apply` then moves the host's logs into the device's
+Each step has an event at its begin on its stream and an event at its end. The events are turned into seconds once they
+are complete, between iterations, so that no thread waits for them. `apply` then moves the host's logs into the device's
 time.
 """
 

@@ -159,7 +159,8 @@ class ThreadQueues(QueuesBase):
         the lock."""
 
     def _refused(self, i: int) -> None:
-        """Note that the step that arrived last got no memory. It will arrive again, or the queues jump over it."""
+        """Note that the step that arrived last got no memory. The step will arrive again, or the queues jump over
+        it."""
 
     def _depart(self, queue: Queue, i: int, iteration: int) -> None:
         """Note that a step has ended, before other threads know. Called as `_arrive`."""

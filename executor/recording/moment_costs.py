@@ -7,8 +7,8 @@ measured alone (`executor/calibration/shapes.py`). Bandwidth and constant are fi
 recorded of a small reference model, because caches and the allocator treat operators differently inside a training step
 than alone.
 
-The engine's own part of a moment (waits between threads, bookkeeping) is not in a recorded moment. It is the difference
-between the engine and plain torch on a model of many layers too small to compute anything.
+The engine's own part of a moment (waits between threads, bookkeeping) is not in a recorded moment. The engine's part is
+the difference between the engine and plain torch on a model of many layers too small to compute anything.
 """
 
 from __future__ import annotations

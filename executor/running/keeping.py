@@ -117,7 +117,8 @@ class Keeping:
         extra: Callable[[int], Any],
         on_step: Callable[[StepReport], None] | None,
     ) -> Callable[[StepReport], None]:
-        """Returns the function to call after each step. It calls `on_step`, then saves a checkpoint if one is due.
+        """Returns the function to call after each step. The function calls `on_step`, then saves a checkpoint if one is
+        due.
 
         last: number of the last step.
         extra(steps): additional values to save after this many steps.

@@ -1,4 +1,5 @@
-"""Processor time of other programs while this program ran. It distinguishes a slow machine from a wrong prediction.
+"""Processor time of other programs while this program ran. The figure distinguishes a slow machine from a wrong
+prediction.
 
 Read from /proc/stat, which counts every core of the machine, and from the times of this process. Time that a hypervisor
 gave to another machine counts as taken by others. If /proc/stat is missing or does not change (other systems than

@@ -99,8 +99,8 @@ def _is_adapter(model: nn.Module, name: str) -> bool:
 
 
 def give_memory(parameters: Sequence[nn.Parameter], arena: Arena) -> None:
-    """Turn parameters on meta into views of their chunks on the gpu. They stay the same objects, so that optimizers,
-    ties and the user's lists keep referring to them."""
+    """Turn parameters on meta into views of their chunks on the gpu. The parameters stay the same objects, so that
+    optimizers, ties and the user's lists keep referring to them."""
     for chunk in arena.layout.chunks:
         if not any(parameters[slot.tensor].is_meta for slot in chunk.slots):
             continue

@@ -213,7 +213,7 @@ class Following:
             self.host.steps.run_inline(i, self.host.iteration)
 
     def forget_open_step(self) -> None:
-        """Forget the open moment's step. It will not end by the plan, because the iteration left the plan."""
+        """Forget the open moment's step. That step will not end by the plan, because the iteration left the plan."""
         host = self.host
         if host.cursor.moment >= 0 and not host.timetable.on_demand_only:
             host.steps.forget(host.timetable.compute[host.cursor.moment])

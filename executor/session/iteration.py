@@ -44,7 +44,7 @@ class Iteration:
     update: Update | None = None
 
     def next(self, number: int, update: Update | None) -> Iteration:
-        """Returns the value for iteration `number`, which begins. It keeps the last two iterations only."""
+        """Returns the value for iteration `number`, which begins. Only the last two iterations are kept."""
         if self.before is not None:
             self.before.before = None
         return Iteration(number=number, before=self, update=update)

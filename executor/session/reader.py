@@ -80,7 +80,7 @@ class Reader:
     # -- which parameters may be read directly ------------------------------------------------------------------------
 
     def refresh(self, chunk: int, tensors: Sequence[int] | None = None) -> None:
-        """Put parameters into the class for readable or for parked ones, after the chunk's working list (or these
+        """Put parameters into the class for readable or for parked parameters, after the chunk's working list (or these
         tensors of it) became readable or ceased to be."""
         host, parameters = self.host, self.parameters
         with self._classes:

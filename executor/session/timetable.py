@@ -1,7 +1,7 @@
 """Timetable: a plan's steps and tables by moment.
 
-Compiled once per plan, before anything runs. It knows neither torch nor the course of the run: the caller says where
-the iteration stands.
+Compiled once per plan, before anything runs. The timetable knows neither torch nor the course of the run: the caller
+says where the iteration stands.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Timetable:
 
 
 def _read_often(w: Workload) -> set[int]:
-    """Returns the tensors that several moments of one micro-batch's forward read, including tied ones. Each of these
+    """Returns the tensors that several moments of one micro-batch's forward read, including tied tensors. Each of these
     moments gives a part of the gradient."""
     ahead = [reads for m, reads in zip(w.moments, w.reads) if m.micro_batch == 0 and m.phase is Phase.FWD]
     found = Counter(t for reads in ahead for t in reads)

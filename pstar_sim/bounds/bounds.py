@@ -1,10 +1,10 @@
 """Lower bound on the seconds of one steady iteration, for every legal schedule of a setting.
 
-The bound depends on workload, machine, settings and layout, and on no plan. It covers chunks of unequal size, several
-micro-batches in either order, frozen parameters, a barrier and shared DRAM. pinned.py has the closed form for schedules
-that stream no chunk (`stream=False`). joint.py adds streaming, as a small linear program. fluid.py is a finer linear
-program over time. rank_facts.py says what several ranks add. stash_bound.py has the bound of offloaded activations
-alone.
+The bound depends on workload, machine, settings and layout, and on no plan. The bound covers chunks of unequal size,
+several micro-batches in either order, frozen parameters, a barrier and shared DRAM. pinned.py has the closed form for
+schedules that stream no chunk (`stream=False`). joint.py adds streaming, as a small linear program. fluid.py is a finer
+linear program over time. rank_facts.py says what several ranks add. stash_bound.py has the bound of offloaded
+activations alone.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ points is valid, and more points give a tighter bound. Rows:
 - the life of a chunk updated on the CPU: gradient waits -> on the host -> updated on the host -> waits on the gpu ->
   read. The life of states: come -> update -> go. Stocks are cyclic. The stocks of one life add up to the chunks' bytes
   at the cut.
-- stashes: a stash goes down between the moment that makes it and the moment after which it is not counted. It comes up
-  between the moment from which it is counted again and the moment that needs it. Each direction takes its own seconds
-  of the link.
+- stashes: a stash goes down between the moment that makes it and the moment after which it is not counted. The stash
+  comes up between the moment from which it is counted again and the moment that needs it. Each direction takes its own
+  seconds of the link.
 - identity: stocks do not know whose bytes they are. Sort the chunks by first read and take the chunks up to j. Their
   copies and updates between last gradient and first read lie in one window: from the end of the earliest of their last
   gradients to the next first read of j. The flows in that window are at least the bytes of these chunks. Gaps between
@@ -32,8 +32,9 @@ With several micro-batches, a gradient goes down each time, or adds up on the gp
 gradient that goes down waits on the gpu from the moment in which it arrives until its copy. A sum on the gpu takes 4
 bytes per parameter from one backward pass to the next. After the last gradient it takes them until the update or, for
 CPU Adam, until it has gone down. A sum on the host comes up for Adam on the gpu only after its last gradient but two,
-and then it stays. The host adds a chunk's gradients between the first gradient and the chunk's next first read. It adds
-the last gradient after that gradient's moment, without clipping inside the update. These are windows as in "identity".
+and then it stays. The host adds a chunk's gradients between the first gradient and the chunk's next first read. The
+host adds the last gradient after that gradient's moment, without clipping inside the update. Both give windows as in
+"identity".
 
 Many micro-batches are alike except for the first and the last three. Then one micro-batch stands for all that are alike
 ([Note: alike micro-batches] of fluid_facts.py). The program does not grow with their number, and its points stay close
@@ -422,9 +423,9 @@ class _FluidProgram:
         self.sums_up += up.gathered(intervals % n, n)
 
     def _waiting(self, points: Index, of_chunk: Sequence[Sequence[int]]) -> None:
-        """Add rows for last gradients but one that are never added on the host. They are on the gpu at the successive
-        `points`, or go down and come up after their moments. of_chunk: the points at which each chunk's gradient
-        waits."""
+        """Add rows for last gradients but one that are never added on the host. Such gradients are on the gpu at the
+        successive `points`, or go down and come up after their moments. of_chunk: the points at which each chunk's
+        gradient waits."""
         facts = self.facts
         waits = (self.waits - self.waits_on_host) * facts.size
         self.held += self._there(points, of_chunk, waits, self.all_units).gathered(points, facts.intervals)

@@ -39,7 +39,7 @@ one, and the last three."""
 
 @dataclass(frozen=True, kw_only=True)
 class Period:
-    """A micro-batch that represents several identical ones.
+    """A micro-batch that represents several identical micro-batches.
 
     first, last: its first and last point.
     times: number of micro-batches that it represents, itself included.

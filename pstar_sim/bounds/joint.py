@@ -423,9 +423,9 @@ class _JointProgram:
                 self.terms.append((family.name, value - family.slope * inside[family.on]))
 
     def _compute_queue(self) -> None:
-        """Add terms of the compute queue. It does an iteration's updates before the first moment of the next iteration.
-        All states, and everything read from a moment on (before any gradient is final), are on the gpu at that moment
-        or come up later."""
+        """Add terms of the compute queue. The queue does an iteration's updates before the first moment of the next
+        iteration. All states, and everything read from a moment on (before any gradient is final), are on the gpu at
+        that moment or come up later."""
         job, facts = self.job, self.job.facts
         until = int(facts.final.min()) + 1
         own, _ = facts.read_from()

@@ -28,7 +28,7 @@ gpu budget, n_t the tide, K_t the payload bytes that moment t reads, and R the p
   kind, which begin after the chunk's gradient is final and before its first read.
 - stashes: under any plan each stash goes down once and comes up once per iteration, on the same two queues, in addition
   to all of the above. A stash is not a chunk, and the tide does not count it while it is away. So its seconds in each
-  direction are added to d2h bytes, h2d bytes and link, and its bytes twice to dram. They are not added to windows,
+  direction are added to d2h bytes, h2d bytes and link, and its bytes twice to dram. Stashes are not added to windows,
   because a stash may be copied outside of them.
 - link (half duplex): the bytes of both directions, one after the other.
 - dram: the copies' bytes and the traffic of CPU Adam over the host's DRAM bandwidth.

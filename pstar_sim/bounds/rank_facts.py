@@ -19,8 +19,8 @@ unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. Se
   before the shortest gather.
 - clipping: no update begins before all sums.
 
-The bound holds for every plan that the checker accepts for the layout. These are the plans of all policies that slice
-their chunks, both those that gather a chunk once (chunks in data parallelism) and those that gather it for each visit
+The bound holds for every plan that the checker accepts for the layout. All policies that slice their chunks make such
+plans: policies that gather a chunk once (chunks in data parallelism) and policies that gather a chunk for each visit
 (ZeRO-3). A layout that is not sliced (plain data parallelism) has no gathers of parameters. There each last gradient is
 summed and gathered at least once per iteration, and a rank updates whole chunks. The bound leaves out the same effects
 as the model: collectives slow down no copy.

@@ -95,7 +95,7 @@ class ModelEntry:
 
     vocab: tokens of the vocabulary; 0 for a ViT.
     params: true count, tied weights counted once.
-    max_seq: positions the model has (learned ones are parameters).
+    max_seq: positions the model has (learned positions are parameters).
     tied: whether the head is the token embedding.
     attention_bias: whether q, k and v have biases in the llama family (the others always have all biases).
     output_bias: whether attention's output projection has a bias; llama family only.

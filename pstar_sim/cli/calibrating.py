@@ -1,4 +1,5 @@
-"""`pstar calibrate`: measures the machine. It imports the executor, which needs torch, when it runs."""
+"""`pstar calibrate`: measures the machine. The command imports the executor, which needs torch, when the command
+runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of the executor, which need torch. They are imported when a command needs them."""
+"""Parts of the executor, which need torch. A part is imported when a command needs the part."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def export(
         bool, typer.Option("--json", help="what is predicted for the configurations as a list of JSON objects")
     ] = False,
 ) -> int:
-    """Write a plan for other tools: its simulated timeline, or the nearest configuration of a framework, with what the
-    framework cannot express and what is predicted for that configuration under the framework's own policy."""
+    """Write a plan for other tools: its simulated timeline, or the nearest configuration of a framework, with the parts
+    that the framework cannot express and the prediction for that configuration under the framework's own policy."""
     if measured is not None and not targets.perfetto:
         raise PstarError("--measured goes with --perfetto; `pstar run --timeline` keeps both timelines itself")
     check_apart([plan, *([measured] if measured else [])], [*targets.files.values(), *([path] if path else [])])

@@ -82,7 +82,7 @@ def learning_rate(text: str) -> float:
 
 @_value
 def new_file(text: str) -> str:
-    """Returns the name of a file that can be written. This is tried before any work is done for the file."""
+    """Returns the name of a file that can be written. The writing is tried before any work is done for the file."""
     try:
         check_writable(Path(text))
     except PstarError as error:

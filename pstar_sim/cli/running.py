@@ -1,4 +1,4 @@
-"""Commands that need torch: trace and run. They import the executor when they run, never before."""
+"""Commands that need torch: trace and run. Both import the executor when they run, never before."""
 
 from __future__ import annotations
 

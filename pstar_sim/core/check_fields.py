@@ -1,4 +1,4 @@
-"""Checks that every index and name in a plan refers to something. These checks come before a plan is read further or
+"""Checks that every index and name in a plan refers to something. The checks come before a plan is read further or
 proved."""
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ the order of the draft. Every other queue takes, among its ready steps, the step
 rows start, in the instant in which the other row ends. So it is a part of the other row while the order is chosen, and
 a row of its own only in the window.
 
-[Note: fetching ahead] Consider a fetch (or a gather, on the net queue) for the use at compute position u. It may start
-if, at every position from the running one up to u, the room that is not needed otherwise (`Draft.room`) holds its
+[Note: fetching ahead] Consider a fetch (or a gather, on the net queue) for the use at compute position u. The fetch may
+start if, at every position from the running one up to u, the room that is not needed otherwise (`Draft.room`) holds its
 bytes. A lead is added to these bytes, unless the fetch is the earliest of its queue that has not started. So memory is
 reserved when a copy starts, never before it is ready, and the last slots stay free for urgent copies. Without `room`
 (the steps have an order already), a step may take bytes before earlier steps of the draft only if these could still run

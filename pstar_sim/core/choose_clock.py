@@ -14,8 +14,8 @@ _Kept = tuple[float, float, bool, list[int], list[tuple[float, float, float, flo
 
 
 class Clock:
-    """Time, and the op that runs on each queue. Speeds depend on the ops that run. They are computed once per instant,
-    after all ops that start or end in it.
+    """Time, and the op that runs on each queue. Speeds depend on the ops that run. Speeds are computed once per
+    instant, after all ops that start or end in it.
 
     now: seconds since the cut.
     running: queue -> the op that runs on it; -1 if none does.

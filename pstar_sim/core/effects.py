@@ -116,8 +116,8 @@ def gradient_list(plan: Plan) -> dict[tuple[int, int], str]:
 
     "grad32" if that list stays on the gpu (a pinned chunk that accumulates) or if the plan allocates it there (a chunk
     whose micro-batches follow one another). "grad" in the micro-batches for which the plan allocates it (the first
-    ones, one per alloc step of the chunk), or in all if the list stays on the gpu. "param", in place, in all other
-    micro-batches; in a plan that passes the checker this is the last micro-batch only. On a sliced layout, whole
+    micro-batches, one per alloc step of the chunk), or in all if the list stays on the gpu. "param", in place, in all
+    other micro-batches; in a plan that passes the checker this is the last micro-batch only. On a sliced layout, whole
     gradients arrive in that list and in the list of the others' slices; that list is then never "grad32".
     """
     alloc, gpu = Kind.ALLOC, Place.GPU

@@ -1,7 +1,7 @@
 """The ledger: which payload is in which place, in bytes.
 
-A payload is a list of a chunk at a place. It has a number, a size and a category. There are three books, all kept by
-the table EFFECTS in core/step.py. `Moves` serves the simulator: it books a whole run of a plan, whose steps are
+A payload is a list of a chunk at a place. Each payload has a number, a size and a category. There are three books, all
+kept by the table EFFECTS in core/step.py. `Moves` serves the simulator: it books a whole run of a plan, whose steps are
 compiled once to entries about payloads. `Holdings` serves the policies: it books steps that run one after the other
 while a plan is written. `Ledger` serves the executor: it books one move at a time. The books are numbers only: no
 memory, no clock.

@@ -6,9 +6,9 @@ host DRAM together want more bytes per second than DRAM has, all of them slow do
 sum of demands. The demand of a step is its DRAM bytes over its nominal seconds, at its speed on the link. On a
 calibrated machine each step also slows the others down by measured factors (`Machine.slowdowns`): the speed of a step
 is 1 / product of the factors of the steps that run at the same time. A step that is busy for a part `duty` of its time
-(a copy over a throttled link) counts by that part. It is slowed down only if its busy part outgrows the rest. Both
-rules describe shortage of the same resources, so the lower of the two speeds holds. Speeds change only when a step that
-shares a resource begins or ends.
+(a copy over a throttled link) counts by that part. Such a step is slowed down only if its busy part outgrows the rest.
+Both rules describe shortage of the same resources, so the lower of the two speeds holds. Speeds change only when a step
+that shares a resource begins or ends.
 
 [Note: when an iteration is steady] The next iteration depends on this one only through the times at which its steps
 ended. So iteration k is steady when the time between a step's end in k-1 and its end in k is the same for every step

@@ -273,8 +273,8 @@ def _dtype(found: Reading) -> str | None:
 
 
 def _optimizer(found: Reading) -> tuple[str | None, list[str]]:
-    """Returns pstar_sim's name of the optimizer (None where the script brings its own), and notes on what is not
-    modelled."""
+    """Returns pstar_sim's name of the optimizer (None where the script brings its own), and notes on settings that are
+    not modelled."""
     if found["bf16_states"] is True:
         return "adamw-bf16-states", []
     written = found.known("optimizer")

@@ -162,7 +162,7 @@ def _parts(machine: Machine) -> list[Fraction]:
 
 def tightest(workloads: Sequence[Workload], machine: Machine) -> Workload:
     """Returns one workload that is as hard on `machine.gpu` (the weakest of each figure) as the hardest of `workloads`
-    (one per rank) is on its own GPU. This holds moment by moment: as little room, and at least as much time.
+    (one per rank) is on its own GPU. The comparison holds moment by moment: as little room, and at least as much time.
 
     Raises PstarError for workloads that are not one per rank, or not of one model and shape of iteration.
     """

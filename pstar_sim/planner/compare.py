@@ -1,8 +1,7 @@
 """Compare: several policies on one workload and one machine, each planned, simulated and compared with the lower bound.
 
 `compare` asks the question. `Comparison` is the answer, a table with the plans behind it. The module knows policies
-only as functions from a workload, a machine and settings to a plan. It does not know how the answer is shown
-(renderers.py).
+only as functions from a workload, a machine and settings to a plan. How the answer is shown is known in renderers.py.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class Row:
         any GPU.
     barrier_cost_s: seconds that the same policy would save if no Adam had to wait for all gradients; None if nothing
         makes it wait.
-    expected_error: one standard deviation of the seconds, as a share of them. It comes from published runs of this
-        class of machine, or of any class if this class has none. None for a policy that does not fit.
+    expected_error: one standard deviation of the seconds, as a share of them. The deviation comes from published runs
+        of this class of machine, or of any class if this class has none. None for a policy that does not fit.
     trust: the basis of expected_error.
     short_of: place that lacks memory, "gpu", "host" or "nvme"; None if the policy fits.
     needed_bytes, available_bytes: bytes needed and available in that place.

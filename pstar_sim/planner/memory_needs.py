@@ -5,11 +5,11 @@ if possible.
 it:
 
 - pinned rounding: payloads are carved from slabs that are powers of two (core/slabs.py, the executor's own rule);
-- start-up: the weights are loaded once per node in the working dtype. They lie in host memory beside the slabs until
-  they have been handed out to their chunks (the executor's check before a run counts the same). `loading="in-place"`
-  leaves this out: a model that is initialised chunk by chunk, as PatrickStar's is, never lies there whole;
-- the policy's own buffers on the host. They are taken when the weights have been handed out, so the larger of the two
-  counts.
+- start-up: the weights are loaded once per node in the working dtype. The weights lie in host memory beside the slabs
+  until all are in their chunks (the executor's check before a run counts the same). `loading="in-place"` leaves this
+  out: a model that is initialised chunk by chunk, as PatrickStar's is, never lies there whole;
+- the policy's own buffers on the host. These buffers are taken when the weights are in their chunks, so the larger of
+  the two counts.
 
 [Note: payloads that pass through the host] With disks most payloads only pass through the host. A place of its own for
 each payload would take as much memory as lies on the disks. So a plan that uses disks needs slabs for the payloads that
@@ -20,8 +20,9 @@ policy's own host buffers.) If a place for each payload takes less, that counts 
 for each payload, as the executor gives it.
 
 The asynchronous policies (tide, static_partition) know what they need before they plan, so their own checks are asked
-(policy/kit/job.py). They choose how many chunks they pin. If the host is short, they pin just as many chunks as the
-host has no room for. Every other policy is asked for its plan, because it has no cheaper way to say what it needs.
+(policy/kit/job.py). These policies choose the number of pinned chunks. If the host is short, the policies pin exactly
+the chunks for which the host has no room. Every other policy is asked for its plan, because it has no cheaper way to
+say what it needs.
 """
 
 from __future__ import annotations

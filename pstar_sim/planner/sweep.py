@@ -20,7 +20,7 @@ package registers:
     with joblib.parallel_config(backend="ray", n_jobs=64):
         ps.sweep("grid.toml", "results.parquet", jobs=None)
 
-Only the calling process writes files, so the workers need not share its disk. They need this package, and the files
+Only the calling process writes files, so the workers need not share its disk. Workers need this package, and the files
 that the grid names. A backend that cannot return results one by one gets a few groups at a time.
 """
 

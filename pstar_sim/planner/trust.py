@@ -2,19 +2,19 @@
 
 [Note: classes] A class is a kind of GPU (the first part of its catalog name: "v100", "a100", "h100") and the number of
 GPUs: "one GPU", "node" (several in one node) or "nodes". Its errors are those of the rows of whole iterations to which
-nothing is fitted ("tested"). They are kept in catalog/expected_errors.json, which `pstar validate --write` makes. A
-policy without published runs has the errors of its class.
+nothing is fitted ("tested"). The errors are kept in catalog/expected_errors.json, which `pstar validate --write` makes.
+A policy without published runs has the errors of its class.
 
 [Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy had at most this
 error. A class without enough rows has the bar of ANY_CLASS: that of all rows, times the factor by which the errors of a
 class exceed those of all other classes. The answer then says that no measurement is near.
 
 [Note: error of a change] Two times of one model and one machine share most of their errors, which cancel in their
-ratio. The remaining error is that of the seconds by which the two times differ. These seconds are predicted like all
-others, so their bar is that of both times. The bar does not hold if the model is wrong about the term that binds.
-If nothing cancels, the bar is that of a ratio of independent times. It is the smaller bar where one time is less than
-half of the other, and holds there. It is also the bar of times of different numbers of GPUs, which share less: each GPU
-has another job and new copies.
+ratio. The remaining error is that of the seconds by which the two times differ. The difference is predicted like all
+other seconds, so its bar is the bar of both times. The bar does not hold if the model is wrong about the term that
+binds. If nothing cancels, the bar is that of a ratio of independent times. The ratio's bar is the smaller bar where one
+time is less than half of the other, and holds there. The ratio's bar also serves times of different numbers of GPUs,
+which share less: each GPU has another job and new copies.
 """
 
 from __future__ import annotations

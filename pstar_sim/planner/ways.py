@@ -5,9 +5,10 @@ order. This suffices to compute the time of computing and stashes, and a bound f
 moments are those of all micro-batches, is made only when it is asked for.
 
 [Note: which blocks] The last blocks keep their activations, because their backward pass comes first. The first blocks
-recompute or are offloaded, because their backward pass comes last, which leaves most time. These are a quarter, half or
-three quarters of the blocks, for offloading also all but the last two. Or every second, fourth or eighth block is
-offloaded, which gives each of them the time of two, four or eight blocks on the link. Of the other blocks none, the
+recompute or are offloaded, because their backward pass comes last, which leaves most time. The numbers of first blocks
+tried are a quarter, half or three quarters of the blocks, for offloading also all but the last two. Or every second,
+fourth or eighth block is offloaded, which gives each of them the time of two, four or eight blocks on the link. Of the
+other blocks none, the
 first half or all recompute. The very first block is not offloaded: a model's forward often holds the input of that
 block (the embeddings), so that the bytes would not leave.
 

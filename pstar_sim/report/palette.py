@@ -1,5 +1,5 @@
 """Colours of every picture and page: Okabe and Ito's palette and neighbours of it, which stay distinct under every
-common colour blindness, and the names of queues beside them. The pictures say what is drawn with them."""
+common colour blindness, and the names of queues beside them. The pictures say which data each colour stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measured figures of a run beside the predicted ones: the figures, their table, and the JSON of both. Knows results
+"""Measured and predicted figures of a run side by side: the figures, their table, and the JSON of both. Knows results
 only."""
 
 from __future__ import annotations

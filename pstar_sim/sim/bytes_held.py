@@ -1,7 +1,7 @@
 """Bytes at each place over the iteration that counts, as the ledger books them.
 
-This module is kept apart from the checker on purpose. It follows one interleaving as it happened and refuses the first
-illegal change. It proves nothing about other interleavings.
+This module is kept apart from the checker on purpose. The account follows one interleaving as it happened and refuses
+the first illegal change. Nothing is proved about other interleavings.
 """
 
 from __future__ import annotations

@@ -221,8 +221,8 @@ class _Simulation:
         self.runs.append(run)
 
     def meet(self, i: int, k: int, duration: float, event: simpy.Event) -> None:
-        """Record that a rank has come to a collective. The last rank to come starts the collective on all ranks. It
-        lasts as long as on the slowest rank."""
+        """Record that a rank has come to a collective. The last rank to come starts the collective on all ranks. The
+        collective lasts as long as on the slowest rank."""
         waiting = self._waiting[i, k]
         waiting.append((event, duration))
         if len(waiting) == len(self.runs):

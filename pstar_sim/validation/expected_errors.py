@@ -25,8 +25,8 @@ _Z90 = 1.645
 
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, float]]]:
-    """Returns class -> policy (and "any policy") -> median, p90, bar and number of rows. It counts rows of whole
-    iterations to which nothing is fitted. ANY_CLASS is for classes without rows.
+    """Returns class -> policy (and "any policy") -> median, p90, bar and number of rows. Only rows of whole iterations
+    to which nothing is fitted are counted. ANY_CLASS is for classes without rows.
     """
     groups = _groups(_judged(results))
     found: dict[str, dict[str, dict[str, float]]] = {}

@@ -84,7 +84,7 @@ def runs_of(rows: Iterable[PublishedRow]) -> list[tuple[PublishedRow, ...]]:
 def experiment_of(run: tuple[PublishedRow, ...], efficiency: Efficiency | None = None) -> Experiment:
     """Returns the job of a published run in scope.
 
-    efficiency: parameters to use instead of the shipped ones (for fitting).
+    efficiency: parameters to use instead of the shipped parameters (for fitting).
 
     Raises CatalogError for a run that is not known here.
     """

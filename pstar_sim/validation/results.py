@@ -319,7 +319,7 @@ def validate(
 
     system, machine: only rows whose system or hardware (or the catalog machine of their replay) contains the text, case
         aside.
-    efficiency: parameters to use instead of the shipped ones.
+    efficiency: parameters to use instead of the shipped parameters.
     progress: called with (runs done, runs in all).
 
     Raises PstarError where no row is left.

@@ -127,7 +127,7 @@ class Tape:
 
         flops: flops in addition to those of its products.
         products: matrix products, one for each kernel.
-        read: activation bytes that it reads; None: as many as it writes. `open` counts parameters.
+        read: activation bytes that it reads; None: the number that it writes. `open` counts parameters.
         """
         self.level += out
         self._peak = max(self._peak, self.level)
@@ -139,7 +139,7 @@ class Tape:
         assert self.level >= 0, "more bytes freed than taken"
 
     def gradient(self, names: Iterable[str], *, allocated: bool = True) -> None:
-        """Make the gradients of these parameters final. They leave the GPU's non-model data at once.
+        """Make the gradients of these parameters final. Final gradients leave the GPU's non-model data at once.
 
         allocated: whether an operator has already counted their bytes.
         """

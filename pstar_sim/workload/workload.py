@@ -1,7 +1,7 @@
 """Workload: one training iteration as data, the contents of a trace file and the input of every policy.
 
 A workload has tensors (parameters), moments (the clock, with flops and the tide) and uses (the moments that read each
-parameter, and in which its gradient arrives). It knows no machine, no chunk and no torch.
+parameter, and in which its gradient arrives). A workload knows no machine, no chunk and no torch.
 """
 
 from __future__ import annotations

@@ -186,8 +186,8 @@ class Walk:
         raise PlanError(f"not a steady state: after iteration {iteration} {' and '.join(what)}")
 
     def _check_no_divergence(self, iteration: int) -> None:
-        """Check that the copies of an optimizer state agree at the cut. They may differ inside an iteration, between an
-        update and its write-back."""
+        """Check that the copies of an optimizer state agree at the cut. The copies may differ inside an iteration,
+        between an update and its write-back."""
         versions: dict[tuple[int, str], dict[Place, int]] = {}
         for (chunk, name, place), content in self.content.items():
             if name in self.states and content is not None:

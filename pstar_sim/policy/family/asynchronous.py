@@ -55,7 +55,8 @@ class _Rival:
 
 
 class Asynchronous:
-    """Plans one job with one policy. It makes one `Attempt` per number of pins and turns the best attempt into a plan.
+    """Plans one job with one policy. The class makes one `Attempt` per number of pins and turns the best attempt into a
+    plan.
 
     job: facts of the job.
     """

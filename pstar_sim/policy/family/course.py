@@ -193,8 +193,8 @@ class Course:
         self.room = [left - held for left, held in zip(self.room, held_over(kept, sizes, len(self.room)))]
 
     def _keep_whole(self) -> set[UseGap]:
-        """Returns the gaps over which the other ranks' slices stay on the GPU. They stay where room is left after this
-        rank's own slices and the gathers ahead."""
+        """Returns the gaps over which the other ranks' slices stay on the GPU. The slices stay where room is left after
+        this rank's own slices and the gathers ahead."""
         job = self.job
         if not self.needed_whole:
             return set()

@@ -258,10 +258,10 @@ def _in_turn_s(
     up_s: tuple[Array, Array, Array, Array],
     down_s: tuple[Array, Array, Array],
 ) -> Array:
-    """Returns the seconds of the work that cannot overlap. This is the sum over all micro-batches but the last, each
-    with the forward pass behind it, plus the work between the last of them and the next iteration. Without a barrier
-    this work is the last backward pass, all updates and the first forward pass. Behind a barrier the last backward pass
-    is counted by itself.
+    """Returns the seconds of the work that cannot overlap. Such work is the sum over all micro-batches but the last,
+    each with the forward pass behind it, plus the work between the last of them and the next iteration. Without a
+    barrier this work is the last backward pass, all updates and the first forward pass. Behind a barrier the last
+    backward pass is counted by itself.
 
     computed_s: seconds of the compute queue besides the moments: the adds of a micro-batch, and the updates.
     adam_s: seconds of CPU Adam.
@@ -292,8 +292,8 @@ def _most(*seconds: Array | float) -> Array:
 
 def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, beside: Array, x: Array) -> Array:
     """Returns the seconds of the copies down that have to end by the end of the next iteration's first micro-batch,
-    because the copied lists have no room beside the chunks then. These lists, copied from the last turn on, are
-    gradients and sums of chunks that CPU Adam updates, and states and parameters of streamed chunks."""
+    because the copied lists have no room beside the chunks then. The copied lists, which go down from the last turn on,
+    are gradients and sums of chunks that CPU Adam updates, and states and parameters of streamed chunks."""
     f = facts.pins
     working, states, sums = (float(np.sum(size)) for size in (f.working_bytes, facts.states_bytes, facts.sum_bytes))
     size = (cpu - summed_cpu + z) * working + summed_cpu * sums + z * states
@@ -302,7 +302,8 @@ def _last_down_s(facts: ModeFacts, cpu: Array, z: Array, summed_cpu: Array, besi
 
 def _windows(facts: ModeFacts) -> list[tuple[float, float, float]]:
     """Returns (span, CPU Adam inside if the CPU updated all chunks, copies), in seconds, of the windows that can bind.
-    These are the windows on the upper envelope of span + share * Adam, then the window of the last chunk."""
+    The windows that can bind are those on the upper envelope of span + share * Adam, then the window of the last
+    chunk."""
     f = facts.pins
     clock = np.concatenate(([0.0], np.cumsum(f.moments_s)))
     first, final = np.asarray(f.first), np.asarray(f.final)

@@ -48,8 +48,8 @@ def plan_visits(
     adam: order of CPU Adam: "after-backward", "fifo" (as gradients arrive) or "edf" (as the next forward needs
         parameters). None: the point's value ("edf").
     lists_at_once: the largest number n of separate gradient lists on the GPU at a time. A list opens only when the n-th
-        list before it has left. n must be larger than the number of lists that are filled at the same time. None: as
-        many lists as there is room for.
+        list before it has left. n must be larger than the number of lists that are filled at the same time. None: all
+        lists for which there is room.
 
     Raises CannotPlan for visits that leave out a use, or that name a chunk or moment that does not exist. Raises
     DoesNotFit if a moment's visits do not fit the GPU, or if the host has no room for the lists that live there. Fewer

@@ -1,10 +1,10 @@
 """Search: how many chunks to pin, how many to stream, and the knobs. `choose` times each trial.
 
-The search begins with the numbers that the roofline (modes.py) and the closed form for pins alone (pins.py) propose. It
-goes downhill from the best of them, changing one thing at a time. It then starts again from trials that the descent
-does not reach (another knob, other modes for the largest chunks). It ends when a plan is as good as the roofline, the
-effort is used up, or nothing is left to try. The effort is counted in scheduled steps, not in seconds, so equal
-arguments give equal plans. A search that is given more effort continues.
+The search begins with the numbers that the roofline (modes.py) and the closed form for pins alone (pins.py) propose.
+From the best of these numbers the search goes downhill, changing one thing at a time. The search then starts again from
+trials that the descent does not reach (another knob, other modes for the largest chunks). The search ends when a plan
+is as good as the roofline, the effort is used up, or nothing is left to try. The effort is counted in scheduled steps,
+not in seconds, so equal arguments give equal plans. A search that is given more effort continues.
 """
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
-"""Parts for policies: facts of a job, schedules, options, points, capabilities. They know no policy and no pass."""
+"""Parts for policies: facts of a job, schedules, options, points, capabilities. The parts know no policy and no
+pass."""

@@ -1,7 +1,7 @@
 """Job: the facts of a job from which the asynchronous policies plan.
 
 The facts are the chunks and their uses, the blocks of moments (the positions of the compute queue), and the bytes that
-each block holds besides chunks. They contain no decision.
+each block holds besides chunks. These facts contain no decision.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Job:
     several: whether there are several micro-batches.
     barrier: words for why no Adam runs before the optimizer step; None if Adam may run earlier.
     sums_on_gpu: whether the gradients of all micro-batches of every chunk add up on the GPU and go to the host once.
-        This is so in a layer-major workload, where the gradients of a chunk follow one another.
+        True for a layer-major workload, where the gradients of a chunk follow one another.
     add_last: whether a last gradient without a sum on the GPU is added to the others before the update, because
         clipping takes the norm of their sum.
     folds: whether the update of a chunk without a sum on the GPU adds the last gradient itself.

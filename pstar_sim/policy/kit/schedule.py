@@ -73,7 +73,8 @@ class Schedule:
     adam: order of CPU Adam: "after-backward", "fifo" or "edf".
     down: order of the copies to the host: "edf" or "fifo", as in `Knobs.down`.
     states_first: whether states of streamed chunks go down before parameters that stay.
-    lists_at_once: the largest number of gradient lists on the GPU at a time; None: as many as there is room for.
+    lists_at_once: the largest number of gradient lists on the GPU at a time; None: the largest number for which there
+        is room.
     """
 
     job: Job

@@ -19,8 +19,8 @@ def least_of(found: Iterable[T], *, seconds: Callable[[T], float], burden: Calla
     """Returns, of the plans that are at most AS_FAST slower than the fastest, the plan with the least burden; of equal
     plans the first.
 
-    burden: (bytes moved per iteration, bytes held), after any entries that count more than bytes. It is called only if
-        several plans are equally fast.
+    burden: (bytes moved per iteration, bytes held), after any entries that count more than bytes. `burden` is called
+        only if several plans are equally fast.
 
     Raises ValueError if `found` is empty.
     """

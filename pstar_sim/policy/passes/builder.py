@@ -39,8 +39,8 @@ After = Iterable[int | Ref]
 class Builder:
     """Collects the steps of one iteration. All ranks run these steps, and all figures are those of one rank.
 
-    A policy may fill in `modes` (per chunk), `initial`, `buffers`, `choices` and `predictions`. It may read `ranks`,
-    `layout`, `uses` (Facts), `cost` (CostModel) and `whole` (lists of a chunk that is whole on a GPU).
+    A policy may fill in `modes` (per chunk), `initial`, `buffers`, `choices` and `predictions`. A policy may read
+    `ranks`, `layout`, `uses` (Facts), `cost` (CostModel) and `whole` (lists of a chunk that is whole on a GPU).
 
     layout: the layout; None: the layout that follows from the settings and the machine's ranks.
     stashes: whether `compute` also writes the copies of the workload's stashes. False for a policy that writes the

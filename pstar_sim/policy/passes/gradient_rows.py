@@ -23,7 +23,7 @@ __all__ = ["GradientRows", "adds_s", "held", "room"]
 
 def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
     """Returns the bytes of the gradient lists that a block needs. summed: pinned chunks and chunks with a sum on the
-    GPU. They add their gradients in place, unless the gradients have to be summed over the ranks first."""
+    GPU. Such chunks add their gradients in place, unless the gradients have to be summed over the ranks first."""
     lists = job.gradient_lists[block]
     return sum(size for c, size in lists if job.ranks > 1 or c not in summed) if lists else 0
 

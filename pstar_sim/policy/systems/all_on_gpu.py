@@ -1,7 +1,7 @@
 """all_on_gpu: no offloading. Parameters, gradients and optimizer states live on the GPU, and Adam runs there.
 
-This policy is the reference for every offloading policy, for jobs that fit the GPU. It takes 14 bytes per parameter in
-2-byte training, where the gradient overwrites the working list, and 18 with several micro-batches.
+This policy is the reference for every offloading policy, for jobs that fit the GPU. The policy takes 14 bytes per
+parameter in 2-byte training, where the gradient overwrites the working list, and 18 with several micro-batches.
 
 On several ranks the policy is plain data parallelism. Every GPU holds everything, a chunk's gradient is all-reduced
 (reduce-scatter, then gather) as soon as it is complete, and each GPU updates all parameters in optimizer.step(). With

@@ -9,11 +9,11 @@ their backward pass comes first. The blocks before them are swapped or recompute
 neighbours time on the link. For each of INTERLEAVES, `ways` offers the workload with the fewest blocks beyond memory.
 The fastest plan decides among them, as the publication's performance model does.
 
-Parameters follow the same rule. A block's chunks come together and leave together. They stay between two uses where
-there is room, the last blocks first. On one GPU parameters, states and Adam stay there if all of them fit. Otherwise,
-and always on several GPUs, gradients leave block by block during the backward pass. On several GPUs each gradient is
-summed over the ranks first (the phased gradient exchange). Adam then runs on the host in the order in which gradients
-arrive, and the parameters come back before their next use.
+Parameters follow the same rule. A block's chunks come together and leave together. The chunks stay between two uses
+where there is room, the last blocks first. On one GPU parameters, states and Adam stay there if all of them fit.
+Otherwise, and always on several GPUs, gradients leave block by block during the backward pass. On several GPUs each
+gradient is summed over the ranks first (the phased gradient exchange). Adam then runs on the host in the order in which
+gradients arrive, and the parameters come back before their next use.
 """
 
 from __future__ import annotations

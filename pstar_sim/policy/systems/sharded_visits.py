@@ -1,7 +1,7 @@
 """Visits of the ZeRO-3 family, the lead with which a visit's chunk is requested, and the sub-groups of the optimizer.
 
-[Note: visits of ZeRO-3] The visits of FSDP follow the blocks of the model. Those of DeepSpeed follow the order traced
-in a first iteration. The module is pure: every function depends on the job's facts alone.
+[Note: visits of ZeRO-3] The visits of FSDP follow the blocks of the model. The visits of DeepSpeed follow the order
+traced in a first iteration. The module is pure: every function depends on the job's facts alone.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def traced_visits(uses: Facts, reuse_params: int) -> list[Visit]:
 
 
 def operators_before(visits: Sequence[Visit], ahead: int) -> dict[int, int]:
-    """Returns first moment of a visit -> moment with whose start the visit's chunk may be requested. This is the moment
-    of the operator `ahead` operators earlier; an operator is a moment that opens visits."""
+    """Returns first moment of a visit -> moment with whose start the visit's chunk may be requested. The request's
+    moment is that of the operator `ahead` operators earlier; an operator is a moment that opens visits."""
     opening = sorted({v.first for v in visits})
     return {m: opening[max(0, n - ahead)] if ahead <= n else 0 for n, m in enumerate(opening)}
 

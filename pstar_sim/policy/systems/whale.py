@@ -1,7 +1,7 @@
 """whale: data parallelism where GPUs differ, with shares of the batch by speed (Jia et al., 2022).
 
 Of the B sequences of a micro-batch, rank r with speed F_r takes B * F_r / sum(F), in whole sequences and at least one.
-A GPU without room for its share takes as many sequences as fit. Each remaining sequence goes to the GPU that then ends
+A GPU without room for its share takes all sequences that fit. Each remaining sequence goes to the GPU that then ends
 first. The schedule is that of another policy, by default plain data parallelism. All ranks run one plan, and an
 iteration lasts as long as the slowest rank takes. The gradient is the mean weighted by each rank's sequences, which
 equals the gradient of the joint batch. On equal GPUs all shares are equal, and the plan is that of the other policy.

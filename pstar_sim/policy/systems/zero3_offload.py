@@ -1,11 +1,11 @@
 """zero3_offload: DeepSpeed's ZeRO-3 with the optimizer on the CPU, as it really runs.
 
-Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`). They are gathered as the traced
-order needs them and kept if they are used again soon. Gradients leave in buckets of 5e8 parameters, and the next moment
-waits for each bucket of the last micro-batch. These gradients go into host memory that is not pinned, at a few GB/s
-(`flush=blocking`), or into pinned memory as fp32, at the link's rate (`flush=async`). optimizer.step() is behind the
-barrier and goes sub-group by sub-group: Adam on the CPU, then the updated parameters up, then the next sub-group.
-Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
+Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`). Slices are gathered as the traced
+order needs them. A gathered chunk is kept if it is used again soon. Gradients leave in buckets of 5e8 parameters, and
+the next moment waits for each bucket of the last micro-batch. These gradients go into host memory that is not pinned,
+at a few GB/s (`flush=blocking`), or into pinned memory as fp32, at the link's rate (`flush=async`). optimizer.step() is
+behind the barrier and goes sub-group by sub-group: Adam on the CPU, then the updated parameters up, then the next
+sub-group. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
 """
 
 from __future__ import annotations

@@ -313,7 +313,8 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
 
 
 def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:
-    """Yields the ways of copies that a table shows: key and name. Those of disks only if something moves there."""
+    """Yields the ways of copies that a table shows: key and name. The ways to and from disks are among them only if
+    something moves there."""
     yield "h2d", "host to GPU"
     yield "d2h", "GPU to host"
     for way, name in (("nvme_read", "read from disk"), ("nvme_write", "written to disk")):

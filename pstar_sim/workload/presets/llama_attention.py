@@ -1,7 +1,7 @@
 """Attention of the llama family: grouped keys and values, or multi-head latent attention. See the package for units.
 
-Each class declares the parameters of a layer's attention, and names those that its first moment reads. It writes the
-operators from the output of the layer's norm to the output of attention, and their backward.
+Each class declares the parameters of a layer's attention, and names those that its first moment reads. The class writes
+the operators from the output of the layer's norm to the output of attention, and their backward.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def attend(t: Tape, s: Shape, qkv: int, *, window: int = 0) -> int:
     """Write scaled dot-product attention of q, k, v (qkv bytes together).
 
     Returns the bytes that backward needs in addition to q, k, v and the output. Flash and efficient kernels keep one
-    fp32 log-sum per query. The math kernel computes in fp32. It keeps scaled copies of q, k, v and the probabilities,
-    and needs the scores too.
+    fp32 log-sum per query. The math kernel computes in fp32. That kernel keeps scaled copies of q, k, v and the
+    probabilities, and needs the scores too.
     """
     m = s.model
     u = s.tokens * s.attention_width * t.width

@@ -1,8 +1,8 @@
 """Gradient lists.
 
 A gradient that has a list of its own opens the list in the moment in which its first part arrives. Once the gradient is
-complete, it is summed over the ranks. It then goes to the host, where the gradients of several micro-batches are added,
-or is added on the GPU. passes/gradient_rows.py does the same for the asynchronous family.
+complete, it is summed over the ranks. The complete gradient then goes to the host, where the gradients of several
+micro-batches are added, or is added on the GPU. passes/gradient_rows.py does the same for the asynchronous family.
 """
 
 from __future__ import annotations
