@@ -42,6 +42,7 @@ from executor.moments.unseen import Watching
 from executor.off_plan.demand import Demand
 from executor.off_plan.guard import Guard
 from executor.off_plan.ladder import Ladder
+from executor.off_plan.outgrown import Outgrown
 from executor.off_plan.reads import Reads
 from executor.off_plan.warm_up import WarmUp
 from executor.queues.interface import Progress, Queues
@@ -94,6 +95,7 @@ class Session:
 
     Attributes:
         deviations: number of iterations or events that left the plan.
+        other_shapes: number of these that are batches of another shape than planned, on plan.
         deviation_log: the latest deviations, in words.
         iteration: number of the current or next iteration, from 0.
         hooks, on_close: functions that `close` calls to undo changes; see `lifetime/ending.py`.
@@ -130,6 +132,7 @@ class Session:
         self.trained = False  # a Trainer's training is over: see `end_after_training`
         self.replan_after = options.replan_after
         self.deviations = 0
+        self.other_shapes = 0
         self.deviation_log: deque[str] = deque(maxlen=100)
         self.on_close: list[Callable[[], object]] = []
         self.watches: list[Watching] = []
@@ -152,6 +155,7 @@ class Session:
             self, options.hyper, eager=options.eager, max_grad_norm=options.max_grad_norm, clock=options.clock
         )
         self.ladder = Ladder(self)
+        self.outgrown = Outgrown(self)
         if ranks is not None:
             ranks.on_loss = _hear_of_loss(weakref.ref(self))
             ranks.giver = weakref.ref(self.reader)
@@ -251,10 +255,13 @@ class Session:
         update."""
         return self.updates.grad_norm
 
-    def timeline(self) -> Timeline:
+    def timeline(self, last: int | None = None) -> Timeline:
         """Returns the timeline of the latest iterations on plan, in the simulator's schema. Waits for their last copies
-        and updates. Raises PlanError before the first has run."""
-        return self.steps.timeline()
+        and updates. Raises PlanError before the first has run.
+
+        last: number of the timeline's last iteration, of the 16 that are kept; None: the newest.
+        """
+        return self.steps.timeline(last)
 
     def status(self) -> Status:
         """Returns the state of the run, for a progress line: see `executor.measuring.status.Status`. Waits for

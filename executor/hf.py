@@ -47,7 +47,7 @@ from executor.capture import capture_module
 from executor.engine import Session
 from executor.longest_rows import longest_rows
 from executor.models import TORCH_DTYPES
-from executor.offloading import Request, adamw_of, begin, converted, plan_for
+from executor.offloading import Request, adamw_of, begin, converted, form_seen, plan_for
 from executor.optimizer import OffloadedAdamW
 from executor.saving.generators import generator_states, set_generators
 from executor.saving.manifest import find_checkpoint, is_checkpoint
@@ -552,11 +552,13 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
         with converted(model, dtype) as masters:
             _cast_as_before(trainer)
             model.train()
-            workload = _captured(trainer, spec)
+            with form_seen(model) as form:
+                workload = _captured(trainer, spec)
             plan = plan_for(workload, request, micro_batches=args.gradient_accumulation_steps, clip=norm is not None)
             offloaded = begin(
-                model, plan, spec, request, optimizer=optimizer, masters=masters, count=_each_rank_the_same
-            )
+                model, plan, spec, request, optimizer=optimizer, masters=masters, count=_each_rank_the_same,
+                form=form[0],
+            )  # fmt: skip
     except DoesNotFit as error:
         if args.auto_find_batch_size:
             raise RuntimeError(f"a batch of {trainer._train_batch_size}: out of memory. {error}") from error

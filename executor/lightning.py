@@ -32,7 +32,7 @@ from torch import nn
 
 from executor.capture import capture_module
 from executor.engine import Session
-from executor.offloading import Request, adamw_of, begin, converted, plan_for
+from executor.offloading import Request, adamw_of, begin, converted, form_seen, plan_for
 from executor.optimizer import OffloadedAdamW
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
@@ -172,12 +172,12 @@ class OffloadStrategy(SingleDeviceStrategy):
             return value
 
         with converted(root, DTYPES.get(str(plugin.precision))) as masters:
-            with _silent(module):
+            with _silent(module), form_seen(root) as form:
                 workload = capture_module(root, (args, kwargs), name=type(module).__name__, groups=spec, loss=loss)
             plan = plan_for(
                 workload, self.request, micro_batches=trainer.accumulate_grad_batches, clip=norm is not None
             )
-            self.offloaded = begin(root, plan, spec, self.request, optimizer=own, masters=masters)
+            self.offloaded = begin(root, plan, spec, self.request, optimizer=own, masters=masters, form=form[0])
         own.zero_grad = _nothing  # type: ignore[method-assign]
         plugin.clip_gradients = _clipping_at(norm)
         _update_properties(module, device=self.root_device)  # sets the module's `self.device`

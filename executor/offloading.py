@@ -36,6 +36,7 @@ from executor.devices.opening import is_cuda
 from executor.models import TORCH_DTYPES, forward_loss
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
+from executor.session.forms import Form, form_of, names_of
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
@@ -44,7 +45,7 @@ from pstar_sim.errors import ContractError, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
-__all__ = ["Refused", "Request", "adamw_of", "begin", "converted", "describe", "offload", "plan_for"]
+__all__ = ["Refused", "Request", "adamw_of", "begin", "converted", "describe", "form_seen", "offload", "plan_for"]
 
 log = logging.getLogger("executor")
 
@@ -114,9 +115,10 @@ def offload(
     spec = adamw_of(optimizer, max_grad_norm=max_grad_norm)
     _require_its_parameters(model, optimizer)
     with converted(model, dtype) as masters:
-        workload = capture_module(model, example_batch, groups=spec, loss=loss)
+        with form_seen(model) as form:
+            workload = capture_module(model, example_batch, groups=spec, loss=loss)
         plan = plan_for(workload, request, micro_batches=micro_batches, clip=max_grad_norm is not None)
-        return model, begin(model, plan, spec, request, optimizer=optimizer, masters=masters)
+        return model, begin(model, plan, spec, request, optimizer=optimizer, masters=masters, form=form[0])
 
 
 def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> AdamW:
@@ -162,6 +164,24 @@ def _require_its_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+
+@contextlib.contextmanager
+def form_seen(model: nn.Module) -> Iterator[list[Form | None]]:
+    """Yields a list with the form of the batch of the model's first call with gradients inside this context; with None
+    before the call."""
+    found: list[Form | None] = [None]
+    names = names_of(model)
+
+    def see(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if found[0] is None and torch.is_grad_enabled():
+            found[0] = form_of(args, kwargs, names)
+
+    handle = model.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -279,15 +299,18 @@ def begin(
     optimizer: torch.optim.Optimizer,
     masters: Mapping[nn.Parameter, torch.Tensor],
     count: Callable[[Any, Any], float] | None = None,
+    form: Form | None = None,
 ) -> OffloadedAdamW:
     """Prepare the model. Returns the optimizer that takes the place of the user's.
 
     masters: fp32 values of the parameters that were converted.
     count: as for `prepare`.
+    form: form of the batch that the plan was made for, if it is known. Smaller batches then run without a capture.
     """
     more = {} if count is None else {"count": count}
     limit = request.limit_bytes if is_cuda(request.where) else None
     _, offloaded = prepare(model, plan, spec, device=request.where, gpu_memory=limit, **more)  # type: ignore[arg-type]
+    offloaded.session.shapes.planned = form
     _take_masters(offloaded, masters)
     if optimizer.state:
         offloaded.load_state_dict(optimizer.state_dict())

@@ -61,6 +61,7 @@ class Status:
     waiting_share: part of the iteration in which the compute queue waited for another queue.
     adam_share: part of the iteration in which the CPU ran an update.
     deviations: number of iterations or events off plan by now.
+    other_shapes: number of these that are batches of another shape than planned, which ran on plan.
     last_deviation: the last of them, in words.
     tide: the measured tide of the first iteration beside the plan's, and the most bytes that the gpu held with the
         measured tide; None before the comparison.
@@ -85,6 +86,7 @@ class Status:
     last_deviation: str
     tide: TideReport | None = None
     exchanges: int = 0
+    other_shapes: int = 0
 
 
 class Host(BytesHost, Protocol):
@@ -96,6 +98,8 @@ class Host(BytesHost, Protocol):
     def steps(self) -> Steps: ...
     @property
     def deviations(self) -> int: ...
+    @property
+    def other_shapes(self) -> int: ...
     @property
     def deviation_log(self) -> Sequence[str]: ...
     @property
@@ -131,6 +135,7 @@ def status_of(session: Host) -> Status:
         deviations=session.deviations,
         last_deviation=log[-1] if log else "",
         tide=session.first.report if session.first is not None else None,
+        other_shapes=session.other_shapes,
         exchanges=(last.exchanges - (logs[-2].exchanges if len(logs) > 1 else 0)) if last is not None else 0,
     )
 

@@ -28,6 +28,7 @@ from executor.moments.hooks import ModuleEvent
 from executor.off_plan import cut, gradients_off_plan, inline, mending, room_maker, states, stepping
 from executor.off_plan.in_use import InUse
 from executor.off_plan.ladder import Ladder
+from executor.session.batches import Shapes
 from executor.session.cursor import Answer
 from executor.session.loop import Loop
 from executor.session.steps import Steps
@@ -52,6 +53,8 @@ class Host(cut.Host, gradients_off_plan.Host, inline.Host, mending.Host, room_ma
     def loop(self) -> Loop: ...
     @property
     def replan_after(self) -> int: ...
+    @property
+    def shapes(self) -> Shapes: ...
     @property
     def steps(self) -> Steps: ...
 
@@ -128,9 +131,10 @@ class Demand:
         expected = (
             s.timetable.names[s.cursor.moment + 1] if s.cursor.moment + 1 < len(s.timetable.names) else "nothing more"
         )
-        return (
-            f"{event.name} came where the plan has {expected}" if event.name != expected else "a batch of another shape"
-        )
+        if event.name != expected:
+            return f"{event.name} came where the plan has {expected}"
+        above = s.batches.above()
+        return "a batch of another shape" + (f": {above}" if above else "")
 
     def _own_chunks(self, module: str) -> set[int]:
         """Returns the chunks of the parameters that the module owns directly. The module's backward reads tensors that
@@ -151,6 +155,7 @@ class Demand:
             raise s.ranks.cannot_leave(reason)
         if not s.timetable.on_demand_only:
             s.note_deviation(reason)
+        s.batches.doubt()
         s.queues.settle(s.iteration - 1)
         s.queues.pause()
         if s.cursor.moment < 0:
@@ -234,7 +239,9 @@ class Demand:
         self.in_a_row = 0
         try:
             policy = find_policy(s.plan.policy)
+            form = s.batches.form
             s.renew(policy(s.batches.workload_of_last(s.now.backwards), s.plan.machine, s.plan.settings))
+            s.shapes.plan_for(form)
         except PstarError as error:
             # Training continues on demand: slower, not wrong.
             log.warning("no new plan after %d iterations off plan: %s", s.replan_after, error)

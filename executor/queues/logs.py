@@ -40,9 +40,18 @@ class IterationLog:
     end_s: time at which the compute queue ended its last step of the iteration.
     on_plan: whether the iteration ran as the plan says.
     exchanges: number of exchanges by now, of a backend that counts them.
+    shares: elements of each micro-batch on plan, as a share of the plan's batch.
+    captured: whether a batch was captured inside the iteration, which delays it.
     """
 
     number: int
     end_s: float
     on_plan: bool
     exchanges: int = 0
+    shares: tuple[float, ...] = ()
+    captured: bool = False
+
+    @property
+    def planned(self) -> bool:
+        """Whether every micro-batch had the plan's shape."""
+        return all(share == 1.0 for share in self.shares)

@@ -1,14 +1,16 @@
 """Batches: compares the next forward's batch with the batch that the plan was made for.
 
-A batch of another shape is captured under fake tensors, on a copy of the model without memory. If its tide is nowhere
-higher than the plan's, it runs on plan. If it fits the budget, it runs on demand. Otherwise it is refused before
-anything changes.
+A smaller batch runs on plan: [Note: a smaller batch] in forms.py. A batch of another shape is captured under fake
+tensors, on a copy of the model without memory. If its tide is nowhere higher than the plan's, it runs on plan.
+Otherwise it has outgrown the plan (`off_plan/outgrown.py`): a new plan is made, or the batch runs on demand if it fits
+the budget, or it is refused before anything changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +20,7 @@ from executor.activations.planned import as_planned, recomputing
 from executor.memory.arena import Arena
 from executor.models import map_batch
 from executor.moments.hooks import tensors_of
+from executor.session.forms import Form, covers, elements, form_of, names_of
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.others import CountOf
 from executor.session.reader import Reader
@@ -28,6 +31,8 @@ from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
 
 __all__ = ["Batches", "Capture", "Host", "Shapes", "movable", "some_loss"]
+
+MOST_KNOWN = 64  # captured forms whose moments are kept, and forms that are kept as covered or doubted
 
 
 class Host(BytesHost, LoopHost, Protocol):
@@ -61,12 +66,27 @@ class Shapes:
 
     Attributes:
         skeleton: a copy of the model whose parameters have no memory; None where it cannot be copied.
+        planned: form of the batch that the present plan was made for; None if it is not known.
+        covered: forms of other batches that need no more memory than the plan has.
     """
 
     def __init__(self, model: nn.Module, skeleton: nn.Module | None, capture: Capture) -> None:
         self.model = model
         self.skeleton = skeleton
+        self.names = names_of(model)  # arguments that the forward takes by position
+        self.planned: Form | None = None
+        self.covered: tuple[Form, ...] = ()
         self._capture = capture
+
+    def plan_for(self, form: Form, *, covered: tuple[Form, ...] = ()) -> None:
+        """Note that the plan is now made for batches of this form, and holds for the `covered` forms too."""
+        self.planned = form
+        self.covered = tuple(other for other in covered if not covers(form, other))[-MOST_KNOWN:]
+
+    def covers(self, form: Form) -> bool:
+        """Returns whether a batch of this form needs no more memory than the plan has: [Note: a smaller batch]."""
+        forms = self.covered if self.planned is None else (self.planned, *self.covered)
+        return any(covers(other, form) for other in forms)
 
     def capture(self, planned: Workload, args: Any, kwargs: Any) -> Workload:
         """Returns the model's workload for a batch of this shape, with each block's activations treated as in the
@@ -94,6 +114,18 @@ class Shapes:
                     twin.__dict__[key] = value
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A captured form.
+
+    moments: its moments, under fake tensors.
+    fits: whether its tide is nowhere higher than the plan's.
+    """
+
+    moments: tuple[Moment, ...]
+    fits: bool
+
+
 class Batches:
     """The batches of one plan.
 
@@ -101,41 +133,57 @@ class Batches:
 
     Attributes:
         samples: number of items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.
-        moments: moments of the last batch, under fake tensors; None where the batch has the plan's shape, or is not
-            compared (an evaluation, an empty batch, a plan without steps).
+        moments: moments of the last batch, under fake tensors; None where the batch has the plan's shape, is smaller,
+            or is not compared (an evaluation, an empty batch, a plan without steps).
+        form: form of the last training batch; () before the first.
         last: (args, kwargs) of the last training forward, tensors on meta; None before the first.
+        planned: whether the last batch has the shape that the plan was made for, or is not compared.
+        fits: whether the last batch may run on plan: its tide is nowhere higher than the plan's.
+        captured: whether the last batch was captured just now, inside its step.
     """
 
     def __init__(self, host: Host, count: CountOf) -> None:
         self.host = host
         self.samples = 1.0
         self.moments: tuple[Moment, ...] | None = None
+        self.form: Form = ()
         self.last: tuple[Any, Any] | None = None
+        self.planned = self.fits = True
+        self.captured = False
         self._count = count
-        self._known: dict[Any, tuple[Moment, ...] | None] = {}  # shapes -> moments; None: the plan's own shapes
+        self._known: OrderedDict[Form, _Known] = OrderedDict()  # the form used last is the last
+        self._doubted: OrderedDict[Form, None] = OrderedDict()  # smaller forms that did not keep to the plan
 
     def see(self, args: Any, kwargs: Any) -> None:
-        """Handle the batch with which the root's forward is about to begin. Raises DoesNotFit before anything
-        changes."""
+        """Handle the batch with which the root's forward is about to begin. Captures it where its form is new."""
         host = self.host
         self.samples = self._counted(args, kwargs) if host.ranks is not None else 1.0
-        if not host.reader.trains or host.timetable.on_demand_only:
-            self.moments = None
-            return
-        if not self.samples:  # an empty batch has nothing to compare
-            self.moments = None
-            return
+        self.moments, self.planned, self.fits, self.captured = None, True, True, False
+        if not host.reader.trains or host.timetable.on_demand_only or not self.samples:
+            return  # an empty batch has nothing to compare
         # Only the batch's form: keeping the batch would keep its memory.
         self.last = map_batch((args, kwargs), lambda t: torch.empty_like(t, device="meta"))
-        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_of((args, kwargs)))
-        if shapes not in self._known:
-            if self._is_planned(shapes):
-                self._known[shapes] = None
-            else:
-                moments = host.shapes.capture(host.plan.workload, args, kwargs).moments
-                self._check_fits(shapes, moments)
-                self._known[shapes] = moments
-        self.moments = self._known[shapes]
+        self.form = form = form_of(args, kwargs, host.shapes.names)
+        if self._is_planned(form):
+            host.shapes.planned = form
+            return
+        self.planned = False
+        if host.shapes.covers(form) and form not in self._doubted:
+            return
+        self.captured = form not in self._known
+        if self.captured:
+            moments = host.shapes.capture(host.plan.workload, args, kwargs).moments
+            _keep(self._known, form, _Known(moments, self._fits(moments)))
+            if self._known[form].fits and form not in self._doubted:
+                host.shapes.covered = (*host.shapes.covered, form)[-MOST_KNOWN:]
+        self._known.move_to_end(form)
+        self.moments, self.fits = self._known[form].moments, self._known[form].fits
+
+    def doubt(self) -> None:
+        """Note that the last batch did not keep to the plan. If it ran on plan without a capture, it is captured before
+        it runs again."""
+        if not self.planned and self.form not in self._known:
+            _keep(self._doubted, self.form, None)
 
     def _counted(self, args: Any, kwargs: Any) -> float:
         found: Any = self._count(args, kwargs)
@@ -158,71 +206,114 @@ class Batches:
         return round(batch * shares[self.host.ranks.rank] / max(shares))
 
     @property
-    def planned(self) -> bool:
-        """Whether the last batch has the shape that the plan was made for."""
-        return self.moments is None
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the first tensor with dimensions in the last training batch; () without one."""
+        return next((tuple(t.shape) for t in tensors_of(self.last) if t.dim()), ())
 
     @property
-    def fits(self) -> bool:
-        """Whether the last batch may run on plan: its tide is nowhere higher than the plan's. In a relay, moments hold
-        bytes of other micro-batches too; there a batch fits if no dimension is longer than the plan's."""
-        moments = self.moments
-        if moments is None:
-            return True
+    def share(self) -> float:
+        """Elements of the last batch, as a share of those of the plan's batch."""
+        planned = self.host.shapes.planned
+        if self.planned or planned is None:
+            return 1.0
+        return elements(self.form) / max(1, elements(planned))
+
+    def _fits(self, moments: tuple[Moment, ...]) -> bool:
+        """Returns whether a batch with these moments may run on plan. In a relay, moments hold bytes of other
+        micro-batches too; there a batch fits if no dimension is longer than the plan's."""
         w = self.host.plan.workload
-        body = [m for m in w.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
+        body = self._body()
         if len(moments) - 1 != len(body) or any(a.name != b.name for a, b in zip(moments, body)):
             return False
         if w.relayed:
-            shape = next((t.shape for t in tensors_of(self.last) if t.dim()), torch.Size())
-            return all(size <= most for size, most in zip(shape, (self.planned_size, w.sequence)))
+            return all(size <= most for size, most in zip(self.shape, (self.planned_size, w.sequence)))
         return all(a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body))
+
+    def _body(self) -> list[Moment]:
+        """Returns the plan's moments of the first micro-batch."""
+        return [m for m in self.host.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
 
     def workload_of_last(self, micro_batches: int) -> Workload:
         """Returns the workload of an iteration of `micro_batches` batches like the last one, captured anew. Raises
         PlanError before the first training forward, ModelError where the model cannot be captured."""
         if self.last is None:
             raise PlanError("no forward of the whole model with gradients was seen")
+        return self.workload_of(self.last, micro_batches)
+
+    def workload_of(self, batch: tuple[Any, Any], micro_batches: int) -> Workload:
+        """Returns the workload of an iteration of `micro_batches` batches of this shape, captured anew. Raises
+        ModelError where the model cannot be captured.
+
+        batch: (args, kwargs) of the model's forward.
+        """
         planned = self.host.plan.workload
-        captured = self.host.shapes.capture(planned, *self.last)
+        captured = self.host.shapes.capture(planned, *batch)
         # The same parameters (and their groups, which a capture does not know).
         made = repeat_micro_batch(replace(captured, tensors=planned.tensors), max(1, micro_batches))
         return relay(made, stash="host" if planned.boundaries_on_host else "gpu") if planned.relayed else made
 
-    def _is_planned(self, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> bool:
-        """Returns whether the first tensor with dimensions has the plan's batch and (of tokens) sequence. Only the
-        first such batch counts: its shapes become the plan's, and other shapes are captured."""
-        w = self.host.plan.workload
-        if None in self._known.values():
-            return False
-        for shape, dtype in shapes:
-            if shape:
-                tokens = len(shape) == 2 and not dtype.is_floating_point
-                return shape[0] == self.planned_size and (not tokens or shape[1] == w.sequence)
-        return True
+    def _is_planned(self, form: Form) -> bool:
+        """Returns whether the batch has the plan's form. Where that is not known, the first batch counts whose first
+        tensor with dimensions has the plan's batch and (of tokens) sequence."""
+        planned = self.host.shapes.planned
+        if planned is not None:
+            return form == planned
+        first = next((t for t in tensors_of(self.last) if t.dim()), None)
+        if first is None:
+            return True
+        tokens = first.dim() == 2 and not first.is_floating_point()
+        return first.shape[0] == self.planned_size and (
+            not tokens or first.shape[1] == self.host.plan.workload.sequence
+        )
 
-    def _check_fits(self, shapes: Any, moments: tuple[Moment, ...]) -> None:
-        """Raise DoesNotFit where a moment needs more than the gpu budget for the payloads that never leave, the chunks
-        that the moment reads, and its non-model data."""
-        plan, table = self.host.plan, self.host.timetable
+    @property
+    def outgrown(self) -> bool:
+        """Whether the last batch has the plan's moments and needs more memory in one of them."""
+        return not self.fits and [m.name for m in (self.moments or ())[:-1]] == [m.name for m in self._body()]
+
+    def above(self) -> str:
+        """Returns, in words, where the last batch's tide is most above the plan's; "" where it is not outgrown."""
+        if not self.outgrown:
+            return ""
+        moments, body = self.moments or (), self._body()
+        at = max(range(len(body)), key=lambda i: moments[i].peak_bytes - body[i].peak_bytes)
+        return (
+            f"{format_bytes(moments[at].peak_bytes)} of non-model data at moment {at}, {moments[at].name}, where the "
+            f"plan has {format_bytes(body[at].peak_bytes)}"
+        )
+
+    def refusal(self) -> DoesNotFit | None:
+        """Returns the error to raise where a moment of the last batch needs more than the gpu budget for the payloads
+        that never leave, the chunks that the moment reads, and its non-model data; None if the batch can run on
+        demand."""
+        plan, table, moments = self.host.plan, self.host.timetable, self.moments or ()
         worst, at = 0, 0
         for m, moment in enumerate(moments):
             chunks = table.reads[m] if len(moments) == len(table.names) else table.read_in(moment.name)
             need = sum(plan.layout.payload_bytes(c, "param") for c in chunks if movable(self.host.arena, c))
             if table.permanent_bytes + need + moment.peak_bytes > worst:
                 worst, at = table.permanent_bytes + need + moment.peak_bytes, m
-        if worst > plan.gpu_budget_bytes:
-            first = next((shape for shape, _ in shapes if shape), ())
-            w = plan.workload
-            raise DoesNotFit(
-                policy=plan.policy,
-                place="gpu",
-                needed_bytes=worst,
-                available_bytes=plan.gpu_budget_bytes,
-                what=f"a batch of shape {list(first)} where the plan has batch {w.batch}, sequence {w.sequence}: "
-                f"{format_bytes(moments[at].peak_bytes)} of non-model data at moment {at}, {moments[at].name}; "
-                "cut its rows, or make a plan for this shape",
-            )
+        if worst <= plan.gpu_budget_bytes:
+            return None
+        w = plan.workload
+        return DoesNotFit(
+            policy=plan.policy,
+            place="gpu",
+            needed_bytes=worst,
+            available_bytes=plan.gpu_budget_bytes,
+            what=f"a batch of shape {list(self.shape)} where the plan has batch {w.batch}, sequence "
+            f"{w.sequence}: {format_bytes(moments[at].peak_bytes)} of non-model data at moment {at}, "
+            f"{moments[at].name}; cut its rows, make a plan for this shape, give more --gpu-memory, or recompute "
+            "activations",
+        )
+
+
+def _keep(kept: OrderedDict[Form, Any], form: Form, value: Any) -> None:
+    """Keep the value as the one used last, and forget the one used longest ago."""
+    kept[form] = value
+    kept.move_to_end(form)
+    if len(kept) > MOST_KNOWN:
+        kept.popitem(last=False)
 
 
 def some_loss(model: nn.Module, batch: Any) -> torch.Tensor:

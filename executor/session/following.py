@@ -79,6 +79,7 @@ class Host(BytesHost, LoopHost, Protocol):
 
     now: Iteration
     iteration: int
+    other_shapes: int
 
     @property
     def queues(self) -> QueuesAsked: ...
@@ -160,11 +161,15 @@ class Following:
         table = host.timetable
         following = self.moment_of(event)
         assert following is not None
-        if event.module == "" and event.kind == "begin" and not host.batches.planned:
+        begins = event.module == "" and event.kind == "begin"
+        if begins and not host.batches.planned:
+            host.other_shapes += 1
             host.note_deviation("a batch of another shape than planned (it fits the plan's tide and runs on plan)")
         if host.absent is not None:
             host.absent.pass_to(following)
         self.advance(following)
+        if begins:
+            host.now.see(host.batches.share, captured=host.batches.captured)
         if event.module == "" and (event.kind == "backward-end" or (event.kind == "end" and event.phase is Phase.FWD)):
             host.reader.set_open(bool(table.reads[following]) and not host.updates.running)
         elif event.kind != "step" and not host.reader.is_open:

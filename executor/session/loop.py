@@ -91,6 +91,12 @@ class WarmUp(Protocol):
     def on_event(self, event: ModuleEvent, found: Answer) -> None: ...
 
 
+class Growing(Protocol):
+    """The part of `off_plan.outgrown.Outgrown` that this file uses."""
+
+    def see(self, args: Any, kwargs: Any) -> None: ...
+
+
 class QueuesAsked(Stillness, Timing, Health, Protocol):
     """The part of the queues that this file uses."""
 
@@ -130,6 +136,8 @@ class Host(BytesHost, LoopHost, Protocol):
     def first(self) -> First | None: ...
     @property
     def warming(self) -> WarmUp | None: ...
+    @property
+    def outgrown(self) -> Growing: ...
 
 
 class Loop:
@@ -303,6 +311,7 @@ class Loop:
         with unseen():
             try:
                 host.batches.see(args, kwargs)
+                host.outgrown.see(args, kwargs)
             except Exception as error:
                 if host.ranks is not None:  # the other ranks are about to wait for this rank
                     host.ranks.life.fail(f"{type(error).__name__}: {error}")

@@ -159,7 +159,10 @@ class Steps:
         host = self.host
         arena = host.arena
         exchanges = getattr(host.backend, "exchanges", 0)
-        self.logs.append(IterationLog(iteration, self._clock(), on_plan, exchanges))
+        now = host.now
+        self.logs.append(
+            IterationLog(iteration, self._clock(), on_plan, exchanges, tuple(now.shares), captured=now.captured)
+        )
         if not on_plan:
             self.moved.others(iteration, host.backend.copied_bytes)
         self.moved.forget(self.logs[0].number)
@@ -168,13 +171,21 @@ class Steps:
             arena.log.trim(self.logs[0].end_s)
             self._most_changes = max(KEPT_CHANGES, 2 * len(arena.log.changes))
 
-    def timeline(self) -> Timeline:
-        """Returns the timeline of the last iterations on plan. Waits for their last copies and updates. Raises
-        PlanError before the first has run."""
+    def last_on_plan(self) -> IterationLog | None:
+        """Returns the newest of the kept iterations that ran on plan with batches of the plan's shape; without one, the
+        newest that ran on plan with smaller batches. An iteration inside which a batch was captured does not count.
+        Returns None without either."""
+        ran = [row for row in self.logs if row.on_plan and not row.captured]
+        return next((row for row in reversed(ran) if row.planned), ran[-1] if ran else None)
+
+    def timeline(self, last: int | None = None) -> Timeline:
+        """Returns the timeline of the last iterations on plan, of those up to number `last` if it is given. Waits for
+        their last copies and updates. Raises PlanError before the first has run."""
         host = self.host
         if not host.closed:
             host.queues.settle(host.iteration - 1)
         steps, iterations, changes = host.queues.in_device_time(
-            list(self.span_log), list(self.logs), list(host.arena.log.changes)
-        )
+            list(self.span_log), [row for row in self.logs if last is None or row.number <= last],
+            list(host.arena.log.changes),
+        )  # fmt: skip
         return build_timeline(host.plan, steps, iterations, changes, self.first_s)

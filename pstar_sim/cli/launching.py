@@ -20,7 +20,7 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
 from pstar_sim.cli.flags import Quiet
 from pstar_sim.cli.output import note, say, tell
-from pstar_sim.errors import PlanError, PstarError
+from pstar_sim.errors import PstarError
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -159,7 +159,7 @@ class _Report:
         """Print the plan, with the seconds and bytes that it is predicted to take on this machine."""
         if self.quiet:
             return
-        from pstar_sim.cli.run_report import predicted_from
+        from pstar_sim.cli.run_report import predicted_bar, predicted_from
         from pstar_sim.units import format_bytes, format_s
 
         machine, timeline = self._predict(plan)
@@ -170,7 +170,8 @@ class _Report:
         )
         tell(executor_module("offloading").describe(plan))
         tell(
-            f"predicted: {format_s(timeline.iteration_s)} per step, GPU {format_bytes(peaks['gpu'])} of "
+            f"predicted: {format_s(timeline.iteration_s)} per step ({predicted_bar(plan, machine)}), "
+            f"GPU {format_bytes(peaks['gpu'])} of "
             f"{format_bytes(plan.gpu_budget_bytes)}, host {format_bytes(peaks['host'])} of "
             f"{format_bytes(plan.host_budget_bytes)}, {format_bytes(moved['h2d'])} to the GPU and "
             f"{format_bytes(moved['d2h'])} to the host per step"
@@ -190,39 +191,51 @@ class _Report:
         """Print the measured figures beside the predicted ones."""
         if self.quiet:
             return
+        from pstar_sim.cli.run_report import is_lower_bound, predictor, smaller_batches
         from pstar_sim.report.run_figures import figures, figures_text
         from pstar_sim.terminal import terminal_width
 
         session.drain()
-        plan, status = session.plan, session.status()
-        try:
-            measured = session.timeline()
-        except PlanError:
-            w = plan.workload
+        plan, status, step = session.plan, session.status(), session.steps.last_on_plan()
+        if step is None:
             note(
-                f"{w.model}: none of {status.iterations} steps had the planned batch (the longest rows) in each of "
-                f"its {w.micro_batches} micro-batches, so that no step is compared with the prediction; last: "
-                f"{status.last_deviation}"
+                f"{plan.workload.model}: none of {status.iterations} steps ran on plan throughout, so that no step is "
+                f"compared with the prediction; last: {status.last_deviation}"
             )
             return
-        _, predicted = self._predict(plan)
+        measured = session.timeline(step.number)
+        machine, predicted = self._predict(plan)
+        if not step.planned:
+            predicted = predictor(machine)(smaller_batches(plan, machine, step.shares))
+        name = f"iteration{', at least' if is_lower_bound(plan, machine) else ''}_s"
         rows = figures(
             {
-                "iteration_s": predicted.iteration_s,
+                name: predicted.iteration_s,
                 **{f"{lane}_bytes": predicted.moved_bytes[lane] for lane in ("h2d", "d2h")},
                 "GPU peak_bytes": predicted.peak_bytes["gpu"],
             },
             {
-                "iteration_s": measured.iteration_s,
+                name: measured.iteration_s,
                 **{f"{lane}_bytes": measured.moved_bytes[lane] for lane in ("h2d", "d2h")},
                 "GPU peak_bytes": status.gpu_peak_bytes,
             },
         )
         say(figures_text(rows, width=terminal_width()))
         steps = "1 step" if status.iterations == 1 else f"{status.iterations} steps"
-        tell(f"{steps}, measured: the last that ran on plan; {_deviations(status)}")
+        tell(f"{steps}, measured: {_measured_step(step)}; {_deviations(status)}")
         if status.tide is not None:
             tell(str(status.tide))
+
+
+def _measured_step(step: Any) -> str:
+    """Returns words for the step whose figures are shown, an `executor.queues.logs.IterationLog`."""
+    if step.planned:
+        return "the last on plan with the planned batch"
+    share = sum(step.shares) / len(step.shares)
+    return (
+        f"step {step.number}, on plan with smaller batches ({share:.0%} of the planned elements, to which the "
+        "predicted compute is scaled)"
+    )
 
 
 def _millions(params: int) -> str:
@@ -230,6 +243,8 @@ def _millions(params: int) -> str:
 
 
 def _deviations(status: Any) -> str:
-    if not status.deviations:
-        return "all on plan"
-    return f"{status.deviations} times a step left the plan or a batch had another shape, last: {status.last_deviation}"
+    left = status.deviations - status.other_shapes
+    shapes = f", {status.other_shapes} batches of another shape than planned" if status.other_shapes else ""
+    if not left:
+        return f"all on plan{shapes}"
+    return f"{left} times a step left the plan{shapes}, last: {status.last_deviation}"

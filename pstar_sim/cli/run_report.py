@@ -30,15 +30,18 @@ __all__ = [
     "compare_with_run",
     "explain_run",
     "figures_as_json",
+    "is_lower_bound",
     "machine_here",
     "measured_s",
     "measured_words",
     "others_words",
+    "predicted_bar",
     "predicted_from",
     "predictor",
     "result_as_json",
     "retimed_s",
     "save_recording",
+    "smaller_batches",
     "try_outputs",
     "write_timelines",
 ]
@@ -231,6 +234,40 @@ def predicted_from(plan: Plan, machine: Machine) -> str:
     if machine.host.measured and "measured here" in machine.host.source:
         return f"{compute}; copies and CPU Adam by rates measured at the start"
     return f"{compute}; copies and CPU Adam by the {machine.confidence} rates of {machine.name}"
+
+
+def predicted_bar(plan: Plan, machine: Machine) -> str:
+    """Returns the error to expect of the predicted seconds, in words, for a run of the plan on `machine` (see
+    `machine_here`)."""
+    if is_lower_bound(plan, machine):
+        return "at least: matrix products, copies and updates count, other operators and Python do not"
+    from pstar_sim.planner.trust import trust
+
+    return trust(machine, plan.policy).label
+
+
+def is_lower_bound(plan: Plan, machine: Machine) -> bool:
+    """Returns whether a run on `machine` takes longer than the prediction by everything but matrix products, copies and
+    updates. So it is on the virtual accelerator, without a warm-up."""
+    return plan.machine.gpu.name == "virtual" and plan.workload.recorded_on != machine.name
+
+
+def smaller_batches(plan: Plan, machine: Machine, shares: Sequence[float]) -> Plan:
+    """Returns the plan for an iteration of smaller batches on `machine`: the seconds of a micro-batch's moments are
+    scaled by the size of its batch. Steps and bytes are the plan's.
+
+    shares: size of each micro-batch, as a share of the plan's batch.
+    """
+    from pstar_sim.cost import cost_of
+    from pstar_sim.workload.workload import Phase
+
+    w = plan.workload
+    moments_s = cost_of(w, machine, plan.layout).moments_s
+    moments = tuple(
+        replace(m, duration_s=seconds if m.phase is Phase.ADAM else seconds * shares[m.micro_batch])
+        for m, seconds in zip(w.moments, moments_s)
+    )
+    return replace(plan, workload=replace(w, moments=moments, recorded_on=machine.name))
 
 
 def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:

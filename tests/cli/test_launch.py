@@ -34,10 +34,11 @@ def test_a_script_runs_by_a_plan_and_predicted_stands_beside_measured(capsys: py
     told = " ".join(out.split())
     assert status == 0
     assert "LlamaForCausalLM: 0.2 M parameters in bf16, 2 x batch 2 per step" in told
-    assert "policy tide: 27 chunks" in told and "predicted: " in told and "per step, GPU 1.2" in told
+    assert "policy tide: 27 chunks" in told and "predicted: " in told
+    assert "per step (at least: matrix products, copies and updates count" in told and "), GPU 1.2" in told
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert rows["h2d"][-1] == rows["d2h"][-1] == "equal" and rows["h2d"][1] == "1.106"
-    assert "2 steps, measured: the last that ran on plan; all on plan" in told
+    assert "2 steps, measured: the last on plan with the planned batch; all on plan" in told
 
 
 TWO_STAGES = """
@@ -64,8 +65,44 @@ def test_one_model_is_trained_by_one_trainer_after_another(tmp_path: Path, capsy
     words = ("--gpu-memory", "290KB", "--policy", "tide", "--", str(tmp_path))
     status, out, err = launched(capsys, str(tmp_path / "train.py"), *words)
     assert status == 0, err
-    assert out.count("1 step, measured: the last that ran on plan; all on plan") == 2
+    assert out.count("1 step, measured: the last on plan with the planned batch; all on plan") == 2
     assert (tmp_path / "model.safetensors").is_file()
+
+
+PADDED = """
+import sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+def joined(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "labels": ids}
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=96, n_positions=32))
+rows = [{"input_ids": [1] * length} for length in (20, 9, 8, 9, 12, 12, 8, 7)]  # the longest two never meet
+args = TrainingArguments(output_dir=sys.argv[1], max_steps=4, per_device_train_batch_size=2, use_cpu=True, report_to=[],
+    save_strategy="no", disable_tqdm=True)
+class InOrder(Trainer):
+    def _get_train_sampler(self, *_):
+        return torch.utils.data.SequentialSampler(rows[2:])
+InOrder(model=model, args=args, train_dataset=rows[2:] + rows[:2], data_collator=joined).train()
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shorter_batches_are_compared_with_a_prediction_of_their_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No batch has the planned length (20): none is captured, and the last one, of 9 tokens, has its own prediction."""
+    (tmp_path / "train.py").write_text(PADDED)
+    captured: list[object] = []
+    monkeypatch.setattr("executor.session.batches.Shapes.capture", lambda *given: captured.append(given))
+    status, out, err = launched(
+        capsys, str(tmp_path / "train.py"), "--gpu-memory", "600KB", "--policy", "tide", "--", str(tmp_path)
+    )
+    told = " ".join(out.split())
+    assert status == 0 and not captured, err
+    assert "4 steps, measured: step 3, on plan with smaller batches (46% of the planned elements, to which" in told
+    assert "all on plan, 4 batches of another shape than planned" in told
 
 
 INTERRUPTED = """

@@ -1,0 +1,133 @@
+"""Outgrown: batches that need more memory than the plan has.
+
+Such a batch comes where the plan was made for shorter rows: the longest rows of the data were not among those that were
+looked at. Between two iterations a new plan is made for it, by the same policy. The new plan also holds for the batches
+of the old one. Inside an iteration (a later micro-batch) the batch runs on demand, and the new plan is made before the
+next iteration. Where no plan fits, the batch runs on demand if it can, and is refused otherwise.
+
+A loop whose batches become longer with every step would plan in every step. Therefore the n-th new plan of a run is
+made after 2**n outgrown batches, except for a batch that cannot run otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import replace
+from typing import Any, Protocol
+
+from executor.moments.unseen import unseen
+from executor.session.batches import Batches, Shapes
+from executor.session.forms import Form, covers
+from executor.session.hosting import LoopHost
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import DoesNotFit, PstarError
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.workload.workload import Workload
+
+__all__ = ["Host", "Outgrown"]
+
+log = logging.getLogger("executor")
+
+
+class Climbing(Protocol):
+    """The part of `ladder.Ladder` that this file uses."""
+
+    @property
+    def pending(self) -> bool: ...
+
+
+class Host(LoopHost, Protocol):
+    """The part of the session that this file uses."""
+
+    @property
+    def batches(self) -> Batches: ...
+    @property
+    def shapes(self) -> Shapes: ...
+    @property
+    def ladder(self) -> Climbing: ...
+    @property
+    def deviation_log(self) -> deque[str]: ...
+    @property
+    def replan_after(self) -> int: ...
+
+    def renew(self, plan: Plan) -> None: ...
+
+
+class Outgrown:
+    """The outgrown batches of a session.
+
+    Attributes:
+        plans: number of new plans made for them.
+    """
+
+    def __init__(self, session: Host) -> None:
+        self.session = session
+        self.plans = 0
+        self._met = 0  # outgrown batches since the last new plan
+        self._wanted: tuple[Form, tuple[int, ...], tuple[Any, Any]] | None = None  # the largest of them
+
+    def see(self, args: Any, kwargs: Any) -> None:
+        """Handle the batch that `session.batches` has just seen. Raises DoesNotFit, before anything changes, if it can
+        run neither under a new plan nor on demand."""
+        batches = self.session.batches
+        if batches.outgrown:
+            self._note()
+        refusal = None if batches.fits else batches.refusal()
+        if refusal is not None and self._wanted is None:
+            self._note()
+        if self._may_plan() and (refusal is not None or self._met >= 2**self.plans):
+            why = self._plan()
+            if not why:
+                self.session.batches.see(args, kwargs)
+                return
+            if refusal is not None:
+                refusal = refusal.restated(what=f"{refusal.what}; a new plan for this batch: {why}")
+        if refusal is not None:
+            raise refusal
+
+    def _note(self) -> None:
+        batches = self.session.batches
+        assert batches.last is not None
+        self._met += 1
+        if self._wanted is None or not covers(self._wanted[0], batches.form):
+            self._wanted = batches.form, batches.shape, batches.last
+
+    def _may_plan(self) -> bool:
+        """Returns whether a new plan can be made now: between two iterations, on one rank."""
+        s = self.session
+        idle = s.cursor.moment < 0 and not s.cursor.off_plan and not s.ladder.pending
+        return idle and s.ranks is None and bool(s.replan_after) and self._wanted is not None
+
+    def _plan(self) -> str:
+        """Continue under a plan for the largest outgrown batch. Returns "", or why there is none."""
+        s = self.session
+        assert self._wanted is not None
+        (form, shape, batch), self._wanted, self._met = self._wanted, None, 0
+        self.plans += 1
+        old = s.plan.workload
+        try:
+            with unseen():
+                workload, holds = _for_both(s.batches.workload_of(batch, old.micro_batches), old)
+                plan = find_policy(s.plan.policy)(workload, s.plan.machine, s.plan.settings)
+                s.renew(plan)
+        except PstarError as error:
+            log.warning("no new plan for a batch of shape %s: %s", list(shape), error)
+            return error.what if isinstance(error, DoesNotFit) else str(error)
+        covered = () if s.shapes.planned is None or not holds else (s.shapes.planned, *s.shapes.covered)
+        s.shapes.plan_for(form, covered=covered)
+        done = f"new plan by {plan.policy} for a longer batch, of shape {list(shape)}"
+        log.info("iteration %d: %s", s.iteration, done)
+        s.deviation_log.append(f"iteration {s.iteration}: {done}")
+        return ""
+
+
+def _for_both(longer: Workload, old: Workload) -> tuple[Workload, bool]:
+    """Returns the workload of the longer batch with the old tide where that was higher, and whether the old batches
+    keep to its moments."""
+    if [m.name for m in longer.moments] != [m.name for m in old.moments]:
+        return longer, False
+    moments = tuple(
+        replace(m, peak_bytes=max(m.peak_bytes, was.peak_bytes)) for m, was in zip(longer.moments, old.moments)
+    )
+    return replace(longer, moments=moments), True

@@ -1,0 +1,84 @@
+"""Forms: the shapes of a batch, and which batches need no more memory than another.
+
+[Note: a smaller batch] A batch whose tensors have the names, dtypes and numbers of dimensions of another batch's, with
+no dimension longer, is taken to need no more memory at any moment and to call the same modules in the same order. It
+runs on plan without a capture. The order is verified while it runs: at the first event, read or gradient that the plan
+has elsewhere the iteration leaves the plan, and the form is captured before it runs again. Memory is verified where
+operators are counted (`measuring/first.py`, `off_plan/guard.py`). Results do not depend on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+__all__ = ["Form", "Part", "covers", "elements", "form_of", "names_of"]
+
+
+class Part(NamedTuple):
+    """A tensor of a batch, or a switch.
+
+    name: its place in the arguments.
+    kind: the dtype of a tensor, the value of a bool.
+    """
+
+    name: str
+    kind: torch.dtype | bool
+    shape: tuple[int, ...] = ()
+
+
+Form = tuple[Part, ...]
+
+
+def names_of(model: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the arguments that the model's forward takes by position."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in positional)
+
+
+def form_of(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> Form:
+    """Returns the form of a batch, given as the arguments of a forward. An argument counts the same by position and by
+    name, in any order. Other values than tensors and bools do not count.
+
+    names: `names_of` the model.
+    """
+    given = {names[number] if number < len(names) else str(number): value for number, value in enumerate(args)}
+    return tuple(_parts("", dict(sorted({**given, **kwargs}.items()))))
+
+
+def _parts(name: str, value: Any) -> Iterator[Part]:
+    if isinstance(value, torch.Tensor):
+        yield Part(name, value.dtype, tuple(value.shape))
+    elif isinstance(value, bool):
+        yield Part(name, value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _parts(f"{name}.{key}", item)
+    elif isinstance(value, (tuple, list)):
+        for number, item in enumerate(value):
+            yield from _parts(f"{name}.{number}", item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _parts(f"{name}.{field.name}", getattr(value, field.name, None))
+
+
+def covers(larger: Form, smaller: Form) -> bool:
+    """Returns whether the smaller batch needs no more memory than the larger one: [Note: a smaller batch]."""
+    return len(larger) == len(smaller) and all(
+        a.name == b.name
+        and a.kind == b.kind
+        and len(a.shape) == len(b.shape)
+        and all(most >= size for most, size in zip(a.shape, b.shape))
+        for a, b in zip(larger, smaller)
+    )
+
+
+def elements(form: Form) -> int:
+    """Returns the number of elements of all tensors."""
+    return sum(math.prod(part.shape) for part in form if isinstance(part.kind, torch.dtype))
