@@ -47,9 +47,10 @@ and cpu_adam, the gpu memory traffic for gpu_adam, and 0 for compute.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple, TypeVar
 
 from pstar_sim.errors import PlanError
 from pstar_sim.python310 import StrEnum
@@ -305,13 +306,12 @@ def part_counts(steps: Iterable[Step]) -> dict[int, int]:
 
 
 PAGEABLE = "pageable"
-_FIELDS = ("chunk", "list", "stash", "place", "moment", "part", "bytes", "via", "after")
 
 
 def to_text(step: Step) -> str:
     """Returns the step as one line: "12 h2d fetch chunk=3 list=param moment=15 bytes=67108864 after=4,9@-1"."""
     words = [str(step.id), step.queue.value, step.kind.value]
-    for name in _FIELDS:
+    for name in _READERS:
         value = getattr(step, name)
         if value is None or (name == "bytes" and value == 0) or (name == "after" and not value):
             continue
@@ -319,74 +319,107 @@ def to_text(step: Step) -> str:
     return " ".join(words)
 
 
-_REF = re.compile(r"(\d+)(?:@-(1))?")
+_Member = TypeVar("_Member", bound=Enum)
+
+
+class _WrongWord(ValueError):
+    """word: the wrong word of a line. want: what is wrong with it."""
+
+    def __init__(self, word: str, want: str) -> None:
+        super().__init__(word, want)
+        self.word = word
+        self.want = want
+
+
+def _natural(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise _WrongWord(name, "is not a whole number >= 0")
+    return int(text)
+
+
+def _member(members: type[_Member], what: str) -> Callable[[str, str], _Member]:
+    """Returns the reader of an enumeration. what: its word for messages."""
+    known = {member.value: member for member in members}
+
+    def read(name: str, text: str) -> _Member:
+        if text not in known:
+            raise _WrongWord(text, f"is not {what} ({', '.join(known)})")
+        return known[text]
+
+    return read
+
+
+def _list_name(name: str, text: str) -> str:
+    return text
+
+
+def _via(name: str, text: str) -> str:
+    if text != PAGEABLE:
+        raise _WrongWord(text, f"is not a way to copy; via= takes {PAGEABLE!r} alone")
+    return text
+
+
 _PART = re.compile(r"(\d+)/(\d+)", re.ASCII)
 
 
-def _part(text: str) -> Part | None:
-    """Returns the part that the text names; None if it names none."""
+def _part(name: str, text: str) -> Part:
     match = _PART.fullmatch(text)
     part = Part(int(match[1]), int(match[2])) if match else None
-    return part if part is not None and part.number < part.of >= 2 else None
+    if part is None or not part.number < part.of >= 2:
+        raise _WrongWord(text, 'is not a part such as "0/8", the first of eight')
+    return part
+
+
+_REF = re.compile(r"(\d+)(?:@-(1))?")
+
+
+def _after(name: str, text: str) -> tuple[Ref, ...]:
+    refs = []
+    for each in text.split(","):
+        match = _REF.fullmatch(each)
+        if match is None:
+            raise _WrongWord(each, 'is not a step id such as "7" or "7@-1"')
+        refs.append(Ref(int(match[1]), 1 if match[2] else 0))
+    return tuple(refs)
+
+
+_queue, _kind = _member(Queue, "a queue"), _member(Kind, "a kind of step")
+_READERS: dict[str, Callable[[str, str], Any]] = {
+    "chunk": _natural,
+    "list": _list_name,
+    "stash": _natural,
+    "place": _member(Place, "a place"),
+    "moment": _natural,
+    "part": _part,
+    "bytes": _natural,
+    "via": _via,
+    "after": _after,
+}
+"""Field of a line -> function that reads its text; the name of the field is for messages."""
 
 
 def from_text(line: str) -> Step:
     """Returns the step of a line; the exact reverse of `to_text`. Raises PlanError naming the line and the wrong
     word."""
+    try:
+        return _read(line)
+    except _WrongWord as wrong:
+        raise PlanError(f"step {line!r}: {wrong.word!r} {wrong.want}") from None
 
-    def bad(word: str, want: str) -> PlanError:
-        return PlanError(f"step {line!r}: {word!r} {want}")
 
-    def natural(word: str, text: str) -> int:
-        if not (text.isascii() and text.isdigit()):
-            raise bad(word, "is not a whole number >= 0")
-        return int(text)
-
+def _read(line: str) -> Step:
     words = line.split()
     if len(words) < 3:
-        raise bad(line, "needs at least an id, a queue and a kind")
-    try:
-        queue = Queue(words[1])
-    except ValueError:
-        raise bad(words[1], f"is not a queue ({', '.join(Queue)})") from None
-    try:
-        kind = Kind(words[2])
-    except ValueError:
-        raise bad(words[2], f"is not a kind of step ({', '.join(Kind)})") from None
-    seen: dict[str, str] = {}
+        raise _WrongWord(line, "needs at least an id, a queue and a kind")
+    queue, kind = _queue("", words[1]), _kind("", words[2])
+    seen: dict[str, Any] = {}
     for word in words[3:]:
-        name, eq, text = word.partition("=")
-        if not eq or name not in _FIELDS or name in seen or not text:
-            raise bad(word, f"is not one of {', '.join(f + '=' for f in _FIELDS)} given once")
-        seen[name] = text
-    place: Place | None = None
-    if "place" in seen:
-        try:
-            place = Place(seen["place"])
-        except ValueError:
-            raise bad(seen["place"], f"is not a place ({', '.join(Place)})") from None
-    if seen.get("via") not in (None, PAGEABLE):
-        raise bad(seen["via"], f"is not a way to copy; via= takes {PAGEABLE!r} alone")
-    part = _part(seen["part"]) if "part" in seen else None
-    if "part" in seen and part is None:
-        raise bad(seen["part"], 'is not a part such as "0/8", the first of eight')
-    refs: list[Ref] = []
-    for text in seen["after"].split(",") if "after" in seen else ():
-        match = _REF.fullmatch(text)
-        if match is None:
-            raise bad(text, 'is not a step id such as "7" or "7@-1"')
-        refs.append(Ref(int(match[1]), 1 if match[2] else 0))
+        name, _, text = word.partition("=")
+        if not text or name not in _READERS or name in seen:
+            raise _WrongWord(word, f"is not one of {', '.join(f + '=' for f in _READERS)} given once")
+        seen[name] = _READERS[name](name, text)
+    get = seen.get
     return step_with(
-        natural(words[0], words[0]),
-        queue,
-        kind,
-        natural("bytes", seen.get("bytes", "0")),
-        natural("chunk", seen["chunk"]) if "chunk" in seen else None,
-        seen.get("list"),
-        place,
-        natural("moment", seen["moment"]) if "moment" in seen else None,
-        tuple(refs),
-        seen.get("via"),
-        natural("stash", seen["stash"]) if "stash" in seen else None,
-        part,
-    )
+        _natural(words[0], words[0]), queue, kind, get("bytes", 0), get("chunk"), get("list"), get("place"),
+        get("moment"), get("after", ()), get("via"), get("stash"), get("part"),
+    )  # fmt: skip
