@@ -196,31 +196,40 @@ class Driver:
                 f"{w.micro_batches} micro-batches one after the other; that runs with one micro-batch only; give "
                 "checkpoints=gpu, or make a plan layer by layer (tide:order=relay-host)"
             )
-        planned_order = "relay" if w.relayed else "depth-first"
-        order = planned_order if order is None else order
-        if not isinstance(order, str) or order not in ORDERS:
-            raise ContractError(f"session.step: order={order!r} is not known; it is one of {', '.join(ORDERS)}")
-        if (w.micro_batches > 1 or w.relayed) and order != planned_order:
-            raise ContractError(
-                f"session.step: order={order!r}, and the plan of {s.plan.policy} is for order={planned_order!r}; give "
-                f"that order, or make a plan for {order!r} ({'l2l, tide:order=relay' if order == 'relay' else 'tide'})"
-            )
-        if isinstance(micro_batches, (dict, torch.Tensor)) or not len(micro_batches):
-            raise ContractError(
-                "session.step takes a list of micro-batches, one or more; for a single one give [batch]"
-            )
-        planned = w.micro_batches
-        if len(micro_batches) > planned:
-            raise ContractError(
-                f"session.step got {len(micro_batches)} micro-batches, the plan was made for {planned}; make the plan "
-                "for as many (--micro-batches)"
-            )
+        known_order = self._known_order(order)
+        self._check_micro_batches(micro_batches)
         if s.cursor.moment >= 0 and s.now.arrived:
             raise ContractError(
                 "session.step inside an iteration: gradients of a backward wait for optimizer.step(); call it and "
                 "zero_grad() first"
             )
+        return known_order
+
+    def _known_order(self, order: str | None) -> str:
+        """Returns the iteration's order, which the plan has to allow; None stands for the plan's own."""
+        plan, w = self.session.plan, self.session.plan.workload
+        planned = "relay" if w.relayed else "depth-first"
+        order = planned if order is None else order
+        if not isinstance(order, str) or order not in ORDERS:
+            raise ContractError(f"session.step: order={order!r} is not known; it is one of {', '.join(ORDERS)}")
+        if (w.micro_batches > 1 or w.relayed) and order != planned:
+            raise ContractError(
+                f"session.step: order={order!r}, and the plan of {plan.policy} is for order={planned!r}; give "
+                f"that order, or make a plan for {order!r} ({'l2l, tide:order=relay' if order == 'relay' else 'tide'})"
+            )
         return order
+
+    def _check_micro_batches(self, micro_batches: Sequence[Any]) -> None:
+        if isinstance(micro_batches, (dict, torch.Tensor)) or not len(micro_batches):
+            raise ContractError(
+                "session.step takes a list of micro-batches, one or more; for a single one give [batch]"
+            )
+        planned = self.session.plan.workload.micro_batches
+        if len(micro_batches) > planned:
+            raise ContractError(
+                f"session.step got {len(micro_batches)} micro-batches, the plan was made for {planned}; make the plan "
+                "for as many (--micro-batches)"
+            )
 
     # -- structure ----------------------------------------------------------------------------------------------------
 

@@ -311,7 +311,14 @@ class _JointProgram:
         self.gathered = lp.variables(len(others), most=others) * self.all_bytes
         # Bytes updated on the gpu that go down and come up over the border.
         self.gone = self._bytes(job.bytes)
+        self._add_rows(several=several)
 
+    def _add_rows(self, *, several: bool) -> None:
+        """Add every kind of rows that the job has.
+
+        several: whether gradients of several micro-batches are added up.
+        """
+        lp, job, s_min = self.lp, self.job, self.s_min
         lp.add(self.s <= job.total, unit=self.all_params)
         if s_min:
             lp.add(self.s >= min(s_min, job.total), unit=self.all_params)

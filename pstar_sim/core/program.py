@@ -49,11 +49,7 @@ class Program:
     def of(cls, plan: Plan) -> Program:
         """Compile a plan. Raises PlanError for an id given twice, for a wait for a step that is not in the plan, and
         for a plan without compute steps."""
-        steps = plan.steps
-        index = {step.id: i for i, step in enumerate(steps)}
-        if len(index) < len(steps):
-            again = next(step.id for i, step in enumerate(steps) if index[step.id] != i)
-            raise PlanError(f"plan of {plan.policy!r} gives id {again} to several steps")
+        steps, index = plan.steps, _positions(plan)
         queues = tuple(dict.fromkeys(step.queue for step in steps))
         number = {queue: q for q, queue in enumerate(queues)}
         queue_of = tuple([number[step.queue] for step in steps])
@@ -103,6 +99,15 @@ class Program:
     def backs(self, i: int, j: int) -> int:
         """Returns the number of iterations, 0 or 1, by which step j, for which step i waits, comes before step i."""
         return min(back for other, back in self.waits[i] if other == j)
+
+
+def _positions(plan: Plan) -> dict[int, int]:
+    """Returns step id -> position of the step. Raises PlanError for an id given twice."""
+    index = {step.id: i for i, step in enumerate(plan.steps)}
+    if len(index) < len(plan.steps):
+        again = next(step.id for i, step in enumerate(plan.steps) if index[step.id] != i)
+        raise PlanError(f"plan of {plan.policy!r} gives id {again} to several steps")
+    return index
 
 
 def _waits(steps: Sequence[Step], index: Mapping[int, int]) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -376,20 +376,27 @@ def values_of(configuration: Configuration) -> dict[str, object]:
         values |= {"bf16": c.dtype == "bf16", "fp16": c.dtype == "fp16"}
     if c.optimizer == "adamw-bf16-states":
         values["bf16_states"] = True
-    for what, pinned in (("states", c.pinned), ("params", c.pinned_params)):
-        if detail[what] != "none":
-            values[what] = detail[what]
-            values["pinned" if what == "states" else "pinned_params"] = pinned
-        if detail[what] == "nvme":
-            values[f"{what}_path"] = _NVME_PATH
-    if detail["states"] == "nvme":
-        values |= {"read_ahead": True, "write_behind": True}
+    values |= _values_of_places(c)
     if options.get("checkpoints") == "host":
         values["checkpoints_on_host"] = True
     values |= {name: detail[name] for name in detail if name.startswith(("states_", "params_"))}
     for name in (*_SIZES, "ratio"):
         if name in options:
             values[name] = AUTO if name in c.left_open else options[name]
+    return values
+
+
+def _values_of_places(c: Configuration) -> dict[str, object]:
+    """Returns the values that name the places of states and parameters, and how they are held there."""
+    values: dict[str, object] = {}
+    for what, key, pinned in (("states", "pinned", c.pinned), ("params", "pinned_params", c.pinned_params)):
+        place = c.detail[what]
+        if place != "none":
+            values |= {what: place, key: pinned}
+        if place == "nvme":
+            values[f"{what}_path"] = _NVME_PATH
+    if c.detail["states"] == "nvme":
+        values |= {"read_ahead": True, "write_behind": True}
     return values
 
 

@@ -12,7 +12,14 @@ from collections.abc import Iterable
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.frameworks.configuration import Configuration, spec
-from pstar_sim.frameworks.express import Expressed, common_limits, common_says, options_of_plan, whereabouts
+from pstar_sim.frameworks.express import (
+    Expressed,
+    Whereabouts,
+    common_limits,
+    common_says,
+    options_of_plan,
+    whereabouts,
+)
 from pstar_sim.frameworks.host_memory import (
     Allocation,
     MemoryRules,
@@ -95,31 +102,13 @@ def express_as(
 ) -> Expressed:
     """Returns the FSDP configuration nearest to a plan, with offloading if the plan keeps anything off the GPU."""
     where = whereabouts(plan)
-    known = options_of_plan(plan, *OWN)
-    cannot = common_limits(plan, framework, *OWN)
     offload = min(where.params_on_gpu, where.states_on_gpu) < 1
-    reshard = True
-    if known is not None:
-        base = split_spec(plan.policy)[0]
-        reshard = bool(known["reshard"]) if base == "zero3_resident" else known["reuse"] == 0
-    if offload and (where.params_on_gpu > 0 or where.states_on_gpu > 0):
-        cannot.append(
-            f"the {where.params_on_gpu:.0%} of the parameters and {where.states_on_gpu:.0%} of the optimizer states "
-            f"that stay on the GPU: {framework} offloads everything or nothing"
-        )
-    if where.params_on_disks or where.states_on_disks:
-        cannot.append(f"disks: {framework} has none; predicted with everything on the host")
+    reshard = _reshards(plan)
     w = plan.workload
-    dtype = w.dtype
-    if w.dtype == "fp16" and trains_fp16:
-        cannot.append("loss scaling: the script needs a gradient scaler for fp16")
-    elif w.dtype == "fp16":
-        dtype = "bf16"
-        cannot.append(f"fp16: {framework} trains in bf16 or fp32; the file says bf16")
-    if w.optimizer.name != "adamw":
-        cannot.append(f"the states of {w.optimizer.name}: the script makes the optimizer")
-    if not says_batch:
-        cannot.append(f"the batch of {w.batch} sequences per GPU and its {w.micro_batches} micro-batches: the script's")
+    dtype = "bf16" if w.dtype == "fp16" and not trains_fp16 else w.dtype
+    cannot = common_limits(plan, framework, *OWN) + [
+        limit for limit, applies in _limits(plan, framework, where, dtype, says_batch=says_batch).items() if applies
+    ]
     configuration = Configuration(
         framework=framework,
         policy=fsdp_policy(offload=offload, reshard=reshard),
@@ -135,3 +124,32 @@ def express_as(
     if w.checkpointing:
         says.append("activations recomputed")
     return Expressed(configuration=configuration, says=tuple(says), cannot=tuple(cannot))
+
+
+def _reshards(plan: Plan) -> bool:
+    """Returns whether the plan gives the parameters up after forward; for a policy that is not FSDP's, True."""
+    known = options_of_plan(plan, *OWN)
+    if known is None:
+        return True
+    return bool(known["reshard"]) if split_spec(plan.policy)[0] == "zero3_resident" else known["reuse"] == 0
+
+
+def _limits(plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_batch: bool) -> dict[str, bool]:
+    """Returns words for each part of a plan that the file cannot say -> whether the plan has it.
+
+    dtype: the file's.
+    """
+    w, stays = plan.workload, (where.params_on_gpu, where.states_on_gpu)
+    return {
+        f"the {stays[0]:.0%} of the parameters and {stays[1]:.0%} of the optimizer states that stay on the GPU: "
+        f"{framework} offloads everything or nothing": min(stays) < 1 and max(stays) > 0,
+        f"disks: {framework} has none; predicted with everything on the host": (
+            where.params_on_disks > 0 or where.states_on_disks > 0
+        ),
+        "loss scaling: the script needs a gradient scaler for fp16": dtype == "fp16",
+        f"fp16: {framework} trains in bf16 or fp32; the file says {dtype}": dtype != w.dtype,
+        f"the states of {w.optimizer.name}: the script makes the optimizer": w.optimizer.name != "adamw",
+        f"the batch of {w.batch} sequences per GPU and its {w.micro_batches} micro-batches: the script's": (
+            not says_batch
+        ),
+    }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from enum import Enum
@@ -181,21 +181,35 @@ def want(kind: Any, table: str = "an object") -> str:
     base, args, metas = split(kind)
     if base in (typing.Union, types.UnionType):
         return " | ".join(want(arm, table) for arm in args)
-    if base is Literal:
-        return f"one of {', '.join(str(word) for word in args)}"
     if is_table(base) or base in (dict, Mapping):
         return str(getattr(base, "words", table))
-    if base in (list, tuple):
-        if table == "a table" and args:
-            some = ", one at least" if any(m.min_length for m in metas) else ""
-            return f"a list of {_entries(args)}{some}"
-        return "a list"
     if isinstance(base, type) and issubclass(base, Enum):
-        return f"one of {', '.join(str(member.value) for member in base)}"
-    if base in (int, float):
-        return _number("a whole number" if base is int else "a number", base, metas)
-    empty = not any(m.pattern for m in metas)
-    return {str: "a text" if empty else "a text that is not empty", bool: "true or false"}.get(base, str(base))
+        return _one_of(member.value for member in base)
+    in_words = _WANT.get(base)
+    return str(base) if in_words is None else in_words(args, metas, table)
+
+
+def _one_of(values: Iterable[object]) -> str:
+    return f"one of {', '.join(map(str, values))}"
+
+
+def _list(args: tuple[object, ...], metas: Sequence[Meta], table: str) -> str:
+    if table != "a table" or not args:
+        return "a list"
+    some = ", one at least" if any(m.min_length for m in metas) else ""
+    return f"a list of {_entries(args)}{some}"
+
+
+_WANT: dict[object, Callable[[tuple[Any, ...], Sequence[Meta], str], str]] = {
+    Literal: lambda args, metas, table: _one_of(args),
+    list: _list,
+    tuple: _list,
+    int: lambda args, metas, table: _number("a whole number", int, metas),
+    float: lambda args, metas, table: _number("a number", float, metas),
+    str: lambda args, metas, table: "a text that is not empty" if any(m.pattern for m in metas) else "a text",
+    bool: lambda args, metas, table: "true or false",
+}
+"""Type -> function that says in words what it accepts, from (arguments of the type, notes, word for a table)."""
 
 
 def _entries(args: tuple[object, ...]) -> str:
@@ -206,7 +220,7 @@ def _entries(args: tuple[object, ...]) -> str:
     return words if len(args) == 1 or args[-1] is Ellipsis else f"{len(args)} {words}"
 
 
-def _number(words: str, base: type, metas: tuple[Meta, ...]) -> str:
+def _number(words: str, base: type, metas: Sequence[Meta]) -> str:
     above, below = (next((getattr(m, key) for m in metas if getattr(m, key) is not None), None) for key in ("gt", "lt"))
     if above is not None:
         return f"{words} above {above:g}" + (f" and below {below:g}" if below is not None else "")

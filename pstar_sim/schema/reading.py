@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from functools import cache
 from typing import Any, TypeVar
@@ -131,17 +131,29 @@ def _faults(kind: Any, value: object, path: Path, word: str, whole: bool) -> Ite
     except msgspec.ValidationError:
         pass
     base, args, _ = split(kind)
-    must = f"must be {want(kind, word)}"
     if is_table(base) and isinstance(value, dict):
         yield from _table_faults(base, value, path, word, whole)
-    elif base in (list, tuple) and isinstance(value, list) and not (whole and not is_table(split(args[0])[0])):
-        if base is tuple and args[-1] is not Ellipsis and len(value) != len(args):
-            yield Fault(path, value, f"has {len(value)} parts; it must have {len(args)}")
-        kinds = [args[0]] * len(value) if base is list or args[-1] is Ellipsis else args
-        yield from _item_faults(zip(kinds, range(len(value)), value), path, word, whole)
+    elif base in (list, tuple) and isinstance(value, list):
+        yield from _list_faults(base, args, value, path, word, whole)
     elif base in (dict, Mapping) and isinstance(value, dict) and not whole:
         yield from _item_faults(((args[1], key, item) for key, item in value.items()), path, word, whole)
-    yield Fault(path, value, must)
+    yield Fault(path, value, f"must be {want(kind, word)}")
+
+
+def _list_faults(
+    base: type, args: Sequence[Any], value: list[object], path: Path, word: str, whole: bool
+) -> Iterator[Fault]:
+    """Yields faults of a list, or of a tuple with a fixed number of parts.
+
+    args: types of the parts.
+    """
+    if whole and not is_table(split(args[0])[0]):
+        return
+    fixed = base is tuple and args[-1] is not Ellipsis
+    if fixed and len(value) != len(args):
+        yield Fault(path, value, f"has {len(value)} parts; it must have {len(args)}")
+    kinds = args if fixed else [args[0]] * len(value)
+    yield from _item_faults(zip(kinds, range(len(value)), value), path, word, whole)
 
 
 def _item_faults(items: Iterable[tuple[Any, str | int, object]], path: Path, word: str, whole: bool) -> Iterator[Fault]:

@@ -69,14 +69,7 @@ def file_kind(kind: Any) -> Any:
     """Returns the type in a file that stands for values of this type."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        base, *notes = args
-        by_column = next((note for note in notes if isinstance(note, _Columns)), None)
-        if by_column is not None:
-            others = tuple(note for note in notes if note is not by_column)
-            table = _record(base, by_column)
-            return _annotated[(table, *others)] if others else table
-        bounded = any(m.ge is not None or m.gt is not None for m in notes if isinstance(m, Meta))
-        return _annotated[(base if bounded else file_kind(base), *notes)]
+        return _annotated_kind(*args)
     if origin in (typing.Union, types.UnionType):
         return _union[tuple(file_kind(arm) for arm in args)]
     if origin is tuple:
@@ -86,6 +79,16 @@ def file_kind(kind: Any) -> Any:
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _record(typing.cast(type, kind), None)
     return {int: _Whole, float: _Finite, object: Any}.get(kind, kind)
+
+
+def _annotated_kind(base: Any, *notes: object) -> Any:
+    by_column = next((note for note in notes if isinstance(note, _Columns)), None)
+    if by_column is not None:
+        others = tuple(note for note in notes if note is not by_column)
+        table = _record(base, by_column)
+        return _annotated[(table, *others)] if others else table
+    bounded = any(m.ge is not None or m.gt is not None for m in notes if isinstance(m, Meta))
+    return _annotated[(base if bounded else file_kind(base), *notes)]
 
 
 _CLASS_OF: dict[type[Struct], type] = {}

@@ -59,13 +59,24 @@ def _chain(plan: Plan, chunk: int, count: int) -> _Chain | None:
     adam = next((step for step in mine if step.kind is Kind.CPU_ADAM), None)
     if adam is None or not _at_home(plan, chunk):
         return None
-    down = [s for s in mine if s.kind is Kind.WRITEBACK and s.list in ("param", "grad32") and s.moment == adam.moment]
-    up = [s for s in mine if s.kind is Kind.FETCH and s.list == "param"]
-    if len(down) != 1 or not up or not all(_plain(plan.layout, step) for step in (down[0], up[0])):
+    down, up = _last_gradient_down(mine, adam), _parameters_up(mine, adam)
+    if down is None or up is None or not (_plain(plan.layout, down) and _plain(plan.layout, up)):
         return None
-    if (up[0].moment or 0) >= (adam.moment or 0) or Ref(adam.id) in up[0].after:
-        return None  # the parameters come up behind the update of the same iteration
-    return _Chain(count, down[0].id, adam.id, up[0].id)
+    return _Chain(count, down.id, adam.id, up.id)
+
+
+def _last_gradient_down(mine: Sequence[Step], adam: Step) -> Step | None:
+    """Returns the write-back of the complete gradient, among the steps of a chunk; None if there is not one alone."""
+    found = [s for s in mine if s.kind is Kind.WRITEBACK and s.moment == adam.moment and s.list in ("param", "grad32")]
+    return found[0] if len(found) == 1 else None
+
+
+def _parameters_up(mine: Sequence[Step], adam: Step) -> Step | None:
+    """Returns the first fetch of the working list, among the steps of a chunk; None if there is none, or if it comes
+    behind the update of the same iteration."""
+    up = next((s for s in mine if s.kind is Kind.FETCH and s.list == "param"), None)
+    behind = up is not None and ((up.moment or 0) >= (adam.moment or 0) or Ref(adam.id) in up.after)
+    return None if behind else up
 
 
 def _at_home(plan: Plan, chunk: int) -> bool:
