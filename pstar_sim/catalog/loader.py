@@ -16,10 +16,10 @@ from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.catalog.mixed import mixed_machine, names_parts
 from pstar_sim.catalog.overrides import override, parse_settings
 from pstar_sim.catalog.pool import share_pool
-from pstar_sim.errors import CatalogError
+from pstar_sim.errors import CatalogError, PstarError
 from pstar_sim.units import format_bytes
 
-__all__ = ["Catalog", "load_catalog", "load_machine", "machine_names", "resize", "with_nodes"]
+__all__ = ["Catalog", "as_listed", "load_catalog", "load_machine", "machine_names", "resize", "with_nodes"]
 
 
 def machine_names(user_file: str | Path | None = None) -> tuple[str, ...]:
@@ -97,6 +97,15 @@ def _only_machine(file: str) -> Machine:
         )
         raise CatalogError(f"{file}: {what}; choose a machine with machine = NAME at the head of the file")
     return catalog.machine(catalog.own[0])
+
+
+def as_listed(machine: Machine) -> Machine | None:
+    """Returns the machine of the catalog that has this name. None where the catalog has none, and for "virtual", whose
+    memory has no usual size."""
+    try:
+        return None if machine.name == "virtual" else load_machine(machine.name)
+    except PstarError:
+        return None
 
 
 def resize(machine: Machine, *, gpu_memory: str | int | None = None, host_memory: str | int | None = None) -> Machine:

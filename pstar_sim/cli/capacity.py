@@ -54,7 +54,15 @@ class AskedFlags:
 
 
 @command(commands, "pstar fits --model 12B --batch 8 --seq 1024 --machine rtx4090-128gb")
-def fits(*, job: WorkloadFlags, on: MachineFlags, setting: SettingFlags, like: Like = None, asked: AskedFlags) -> int:
+def fits(
+    *,
+    job: WorkloadFlags,
+    on: MachineFlags,
+    setting: SettingFlags,
+    like: Like = None,
+    asked: AskedFlags,
+    why: Annotated[bool, typer.Option("--why", help="also say what needs the room, policy by policy")] = False,
+) -> int:
     """Say whether a job fits a machine, by policy: with how much room to spare, or what is short and what would do."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.fits import fits as ask
@@ -88,7 +96,7 @@ def fits(*, job: WorkloadFlags, on: MachineFlags, setting: SettingFlags, like: L
             from pstar_sim.report.configurations import predictions_text
 
             say(predictions_text(predictions) + "\n")
-        say(fits_text(answer))
+        say(fits_text(answer, why=why))
     if any(p.fits for p in predictions):
         return 0
     if not answer.any:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
-__all__ = ["LEAST_ROOM", "OWN_SHARES", "Stated", "byte_figures", "not_checked", "own_shares"]
+__all__ = ["LEAST_ROOM", "OWN_SHARES", "Stated", "byte_figures", "moves_on_disks", "not_checked", "own_shares"]
 
 OWN_SHARES = "shares"
 """Name of the choice that says that figures were predicted with a separate workload for each rank."""
@@ -35,6 +35,12 @@ class Stated:
 
     false: tuple[str, ...]
     checked: tuple[str, ...]
+
+
+def moves_on_disks(moved_bytes: Mapping[str, int]) -> bool:
+    """Returns whether a plan, or a timeline, with these moved bytes reads or writes disks. Lower bounds count no disks,
+    so the distance of such a plan from its bound says nothing."""
+    return any(moved_bytes.get(way, 0) for way in ("nvme_read", "nvme_write"))
 
 
 def own_shares(plan: Plan) -> str | None:

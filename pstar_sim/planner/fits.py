@@ -51,6 +51,7 @@ class Fit:
     short_bytes: bytes that the place lacks.
     reason: why the policy does not fit, and which changes would make it fit. A policy that has no plan for such a
         machine has a reason and no figures.
+    changes: the changes that would make it fit, as flags ("with --host-memory 128GB"), at most one of each kind.
     iteration_s, tokens_per_s: simulated, if the policy fits.
     error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
     trust: the basis of error, or that there is none.
@@ -69,6 +70,7 @@ class Fit:
     short_of: str | None = None
     short_bytes: int | None = None
     reason: str | None = None
+    changes: tuple[str, ...] = ()
     iteration_s: float | None = None
     tokens_per_s: float | None = None
     error: float | None = None
@@ -191,11 +193,19 @@ def fits(
                 tell(f"what would do for {row.policy}", len(names), len(names))
                 ask = job.of(row.policy)
                 ways = remedies(
-                    find_policy(row.policy), share.workload, machine, settings, error, ask=ask, elsewhere=elsewhere
+                    find_policy(row.policy),
+                    share.workload,
+                    machine,
+                    settings,
+                    error,
+                    ask=ask,
+                    ask_of=job.of,
+                    elsewhere=elsewhere,
                 )
                 found += [(way, row.policy) for way in ways]
                 row, error = _with_room(row, job, error)
-                rows[i] = replace(row, reason=f"{error}; {in_words(ways, fitting)}")
+                said = tuple(way.words for way in ways)
+                rows[i] = replace(row, reason=f"{error}; {in_words(ways, fitting)}", changes=said)
         if not fitting:
             tell("the smallest change", len(names), len(names))
             change = _smallest(found, job, names, elsewhere)

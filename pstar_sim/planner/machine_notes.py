@@ -6,12 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.units import format_bytes
 
-__all__ = ["disk_life", "machine_notes"]
+__all__ = ["NO_DISKS", "disk_life", "machine_notes"]
 
+NO_DISKS = "the lower bound counts no disks, so no distance from it is given"
+"""The reason why a plan that moves lists on disks has no gap."""
 _DAY_S = 86_400.0
 _DAYS_OF_A_YEAR = 365.25
 
@@ -32,6 +35,9 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
             f"the host can pin {format_bytes(machine.host.pinned_bytes)}: lists of a job beyond that are copied "
             f"at the pageable rate, {format_bytes(machine.link.pageable_bytes_per_s or 0)}/s"
         )
+    on_disks = [plan.policy for plan, _ in plans if moves_on_disks(plan.moved_bytes)]
+    if on_disks:
+        notes.append(f"{', '.join(on_disks)}: {NO_DISKS}")
     return [*notes, *(line for plan, timeline in plans if (line := disk_life(plan, timeline.iteration_s)))]
 
 

@@ -1,9 +1,10 @@
 """Nearest: the changes that would make a policy fit, found by trying.
 
-The changes are tried in this order, up to the first success of each kind: a catalog machine with more GPU memory, more
-host memory, smaller micro-batches at the same global batch, checkpointing; then the other policies that are known to
-fit. Every suggested change was planned by the policy itself. The module knows the catalog and the presets. A workload
-that comes from a trace is not changed.
+The changes are tried in this order, up to the first success of each kind: options under which the policy keeps lists on
+the machine's disks; more GPU memory, where the user has set it; a catalog machine with more GPU memory; more host
+memory; smaller micro-batches at the same global batch; checkpointing; then the other policies that are known to fit.
+Every suggested change was planned by the policy itself. The module knows the catalog and the presets. A workload that
+comes from a trace is not changed.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pstar_sim.catalog.loader import load_machine, machine_names, resize
+from pstar_sim.catalog.loader import as_listed, load_machine, machine_names, resize
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError, DoesNotFit, PstarError
-from pstar_sim.policy.registry import Policy
+from pstar_sim.policy.kit.options import Specified, split_spec
+from pstar_sim.policy.registry import Policy, can, find_policy, policy_name
 from pstar_sim.units import GB, MB
 from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Workload
@@ -129,18 +131,21 @@ def remedies(
     error: DoesNotFit,
     *,
     ask: Ask | None = None,
+    ask_of: Callable[[str], Ask] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Remedy, ...]:
     """Returns changes that make the policy fit, at most one of each kind; none if no tried change does.
 
     ask: returns why a job does not fit, or None if it fits; None: the policy's own planning.
+    ask_of: returns the `ask` of another spec; None: its own planning.
     elsewhere: the machines and workloads to try, for a caller who asks for several policies.
     """
     ask = ask or _planned(policy)
     elsewhere = elsewhere or Elsewhere(workload, machine)
     if error.place == "host":
+        disks = _on_disks(policy, workload, machine, settings, ask_of or (lambda spec: _planned(find_policy(spec))))
         more = _host_memory(ask, workload, machine, settings, error)
-        return () if more is None else (more,)
+        return tuple(one for one in (disks, more) if one is not None)
     bigger = _gpu_memory(ask, workload, machine, settings, error)
     bigger = bigger or next(_machines(ask, elsewhere, settings, error), None)
     # If the model data alone are too large, no batch is small enough.
@@ -160,6 +165,26 @@ def _planned(policy: Policy) -> Ask:
     return ask
 
 
+def _on_disks(
+    policy: Policy, workload: Workload, machine: Machine, settings: Settings, ask_of: Callable[[str], Ask]
+) -> Remedy | None:
+    """Returns the policy with the options under which lists live on the machine's disks, if the job fits then."""
+    if machine.nvme is None:
+        return None
+    name, given = split_spec(policy_name(policy))
+    for options in can(policy.policy if isinstance(policy, Specified) else policy).from_disks:
+        keys = {option.partition("=")[0] for option in options.split(",")}
+        kept = [option for option in given.split(",") if option and option.partition("=")[0] not in keys]
+        spec = f"{name}:{','.join([*kept, options])}"
+        try:
+            short = ask_of(spec)(workload, machine, settings)
+        except PstarError:  # the policy has no plan for such a job
+            continue
+        if short is None:
+            return Remedy(kind="policy", size=0, words=f"with --policy {spec}")
+    return None
+
+
 def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:
     """Yields catalog machines with enough room, smallest GPU first; with more host memory if that is short."""
     for one in elsewhere.machines:
@@ -176,14 +201,20 @@ def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNot
 
 def _gpu_memory(ask: Ask, workload: Workload, machine: Machine, settings: Settings, error: DoesNotFit) -> Remedy | None:
     """Returns the GPU memory that makes the job fit, in whole MB, rounded up to two digits or to 0.1 GB. Only for
-    "virtual", whose GPU memory the user sets."""
-    if machine.name != "virtual":
+    "virtual", and for a machine of the catalog that was given less than it has, up to the memory that it has."""
+    listed = as_listed(machine)
+    if machine.name != "virtual" and listed is None:
         return None
     wanted = -(-(error.needed_bytes + machine.gpu.context_bytes) // MB)
     unit = 10 ** min(2, max(0, len(str(wanted)) - 2))  # MB
     size = -(-wanted // unit) * unit
-    if ask(workload, resize(machine, gpu_memory=size * MB), settings) is not None:
+    if listed is not None and size * MB > listed.gpu.memory_bytes:
         return None
+    try:
+        if ask(workload, resize(machine, gpu_memory=size * MB), settings) is not None:
+            return None
+    except CatalogError:
+        return None  # on a unified machine this leaves nothing for the host
     words = f"{size / 1000:g}GB" if size >= 1000 else f"{size}MB"
     return Remedy(kind="GPU memory", size=size * MB, words=f"with --gpu-memory {words}")
 

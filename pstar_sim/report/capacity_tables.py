@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
 from pstar_sim.report.tables import batch_words, format_barred, format_size, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
-from pstar_sim.units import format_bytes, format_error, format_s
+from pstar_sim.units import GB, format_bytes, format_error, format_s
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.lora import adapter_of
@@ -44,6 +45,19 @@ _DATA_PARALLEL = (
 )
 
 
+def _named(machine: Machine) -> str:
+    """Returns the machine's name, with the memory sizes that are not those of the catalog's machine of this name."""
+    listed = as_listed(machine)
+    if listed is None:
+        return machine.name
+    sizes = (
+        (machine.gpu.memory_bytes, listed.gpu.memory_bytes, "GPU"),
+        (machine.host.memory_bytes, listed.host.memory_bytes, "host"),
+    )
+    changed = [f"{now / GB:g} GB of {place} memory" for now, usual, place in sizes if now != usual]
+    return machine.name + (f" with {' and '.join(changed)}" if changed else "")
+
+
 def _memory(machine: Machine) -> str:
     gpu, host = format_bytes(machine.gpu_budget_bytes), format_bytes(machine.host_budget_bytes)
     return f"{gpu} of GPU and {host} of host memory"
@@ -54,9 +68,12 @@ def _kernels(kernels: str) -> str:
     return f", {kernels_text(kernels)}" if kernels else ""
 
 
-def fits_text(answer: Fits, *, width: int | None = None) -> str:
-    """Returns yes or no, why, and the smallest change that would make the job fit; then a line per policy, and why the
-    others do not fit."""
+def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> str:
+    """Returns yes or no, why, and the smallest change that would make the job fit; then a line per policy with the
+    changes that would make it fit.
+
+    why: also what takes the room on the host, and a paragraph for each policy that does not fit.
+    """
     width = terminal_width() if width is None else width
     w, m = answer.workload, answer.machine
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
@@ -68,21 +85,23 @@ def fits_text(answer: Fits, *, width: int | None = None) -> str:
         + _kernels(w.kernels)
     )
     lines = [*_folded((*_verdict(answer), "", job, f"on {m.name}: {_memory(m)}{each}"), width), ""]
-    columns = (
-        "policy",
-        "fits",
-        "GPU needs",
-        "GPU left",
-        "host needs",
-        "host left",
-        "rounding",
-        "start-up",
-        "buffers",
-        "iteration",
-    )
-    lines.append(table_text(columns, [_fit_cells(row) for row in answer.rows], width=width).rstrip())
+    columns = ["policy", "fits", "GPU needs", "GPU left", "host needs", "host left", "iteration"]
+    columns += ["rounding", "start-up", "buffers"] if why else []
+    cells = [_fit_cells(row, why=why) for row in answer.rows]
+    if any(row.changes for row in answer.rows):
+        columns.append("would fit")
+        cells = [(*line, _would_fit(row)) for line, row in zip(cells, answer.rows)]
+    lines.append(table_text(columns, cells, width=width).rstrip())
     lines += _notes(trust_lines([(row.policy, row.trust) for row in answer.rows if row.fits]), width)
-    lines += _notes([row.reason for row in answer.rows if row.reason is not None], width)
+    short_of_room = [row for row in answer.rows if row.short_of is not None]
+    said = answer.rows if why else [row for row in answer.rows if row.short_of is None]
+    lines += _notes([row.reason for row in said if row.reason is not None], width)
+    if short_of_room and not why:
+        lines += _notes(["what needs the room, policy by policy: the same command with --why"], width)
+    if any(row.policy.split(":")[0] == "zero3_resident" for row in answer.rows) and len(answer.rows) > 1:
+        lines += _notes(
+            ["zero3_resident is ZeRO-3 (FSDP) without offloading; `pstar policies` lists the others"], width
+        )
     short = {row.short_of for row in answer.rows if row.short_of is not None}
     notes = unmodelled_notes(w, m, {}, short_of_gpu=short == {"gpu"} and not answer.any)
     lines += _notes([f"note: {note}" for note in notes], width)
@@ -101,7 +120,7 @@ def _yes(answer: Fits) -> list[str]:
     fast = [row for row in followed if (row.iteration_s or 0.0) <= limit_s]
     best, total = fast[0], len(answer.rows)  # simpler policies are listed first
     under = best.policy if total == 1 else f"{len(fitting)} of the {total} policies"
-    said = [f"Yes: {answer.workload.model} fits on {answer.machine.name} under {under}."]
+    said = [f"Yes: {answer.workload.model} fits on {_named(answer.machine)} under {under}."]
     if best.iteration_s is not None:
         belief = "" if best.error is None else f" ({format_error(best.error)})"
         ties = len(fast) - 1
@@ -117,7 +136,7 @@ def _yes(answer: Fits) -> list[str]:
 
 
 def _no(answer: Fits) -> list[str]:
-    name, total, change = answer.machine.name, len(answer.rows), answer.change
+    name, total, change = _named(answer.machine), len(answer.rows), answer.change
     under = answer.rows[0].policy if total == 1 else f"any of the {total} policies"
     said = [f"No: {answer.workload.model} does not fit on {name} under {under}."]
     short = [row for row in answer.rows if row.short_bytes is not None]
@@ -180,18 +199,24 @@ def _each(machine: Machine) -> str:
     return " per GPU" if len(machine.ranks) > 1 else ""
 
 
-def _fit_cells(row: Fit) -> tuple[str, ...]:
+def _would_fit(row: Fit) -> str:
+    """Returns the changes that would make the policy fit, for a table."""
+    return "; ".join(row.changes) or ("-" if row.short_of is None else "nothing tried helps")
+
+
+def _fit_cells(row: Fit, *, why: bool) -> tuple[str, ...]:
+    """Returns the cells of a policy. why: also those of what takes the room on the host."""
     seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
-    figures = (
+    figures = [
         format_size(row.gpu_needed_bytes),
         format_size(row.gpu_headroom_bytes),
         format_size(row.host_needed_bytes),
         format_size(row.host_headroom_bytes),
-        format_size(row.host_rounding_bytes),
-        format_size(row.host_startup_bytes),
-        format_size(row.host_buffer_bytes),
         f"{seconds} {format_error(row.error)}" if seconds and row.error is not None else seconds,
-    )
+    ]
+    if why:
+        parts = row.host_rounding_bytes, row.host_startup_bytes, row.host_buffer_bytes
+        figures += [format_size(part) for part in parts]
     fits = "yes" if row.fits else f"no: {row.short_of}" if row.short_of else "no"
     return (row.policy, fits, *(figure or "-" for figure in figures))
 

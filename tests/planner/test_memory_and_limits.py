@@ -405,7 +405,7 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
     # all_on_gpu would need an H200, zero_offload 176 GB: 128 GB of host memory for tide is the smallest change
     assert answer.change == SmallestChange(words="with --host-memory 128GB", policies=("tide",))
     lines = fits_text(answer, width=200).splitlines()
-    assert lines[0] == "No: 8B does not fit on rtx4090 under any of the 3 policies."
+    assert lines[0] == "No: 8B does not fit on rtx4090 with 64 GB of host memory under any of the 3 policies."
     assert lines[1].startswith("Why: tide needs 117.56 GB of host memory, but only 56.00 GB can be used (8.00 GB of 64")
     assert lines[1].endswith(": 61.56 GB too little.")
     assert lines[2] == "Smallest change that makes it fit: --host-memory 128GB, under tide."
@@ -453,6 +453,29 @@ def test_the_limit_of_optimal_is_the_furthest_of_all() -> None:
     assert _others_go_on((7, refusal), {"zero_offload": (4, refusal)}, ask_of, 50) == (9, refusal)
     assert _others_go_on((7, refusal), {"zero_offload": (11, refusal)}, ask_of, 50) == (11, refusal)
     assert _others_go_on((7, None), {}, ask_of, 50) == (7, None)
+
+
+def test_a_smaller_card_is_named_and_gets_its_own_memory_back() -> None:
+    """Of a v100-32 with 9 GB, 8 GB are for plans; patrickstar needs 7.92 GB there, zero_infinity 8.48 GB."""
+    m = ps.machine("v100-32", gpu_memory="9GB")
+    answer = fits(preset("4B", batch=8, seq=1024), m, policies=["patrickstar", "zero_infinity"], times=False)
+    short = answer.rows[1]
+    assert short.changes[0] == "with --gpu-memory 9.5GB" and fits_text(answer).startswith(
+        "Yes: 4B fits on v100-32 with 9 "
+    )
+    assert short.reason is not None and short.reason not in fits_text(answer, width=1000)
+    assert short.reason in fits_text(answer, width=1000, why=True)
+
+
+def test_where_the_host_is_short_and_there_are_disks_the_options_for_disks_are_named() -> None:
+    """Such a plan has no distance from a bound, which counts no disks."""
+    w, m = preset("20B", batch=4, seq=1024), ps.machine("rtxpro6000")
+    (row,) = fits(w, m, policies=["zero_infinity:overlap=off"], times=False).rows
+    spec = "zero_infinity:overlap=off,params=cpu,states=nvme"
+    assert row.short_of == "host" and row.changes[0] == f"with --policy {spec}"
+    compared = ps.compare(w, m, policies=[spec], barrier_cost=False)
+    assert compared.rows[0].fits and compared.rows[0].gap is None and compared.rows[0].lower_bound_s is not None
+    assert any("counts no disks" in note for note in compared.notes)
 
 
 def test_where_not_even_one_sequence_fits_the_nearest_yes_is_named() -> None:

@@ -7,6 +7,7 @@ const points = values.rows.map((row) =>
 const parts = axes.filter((name) => name === "machine" || name.startsWith("set."));
 const MODEL = values.model;
 const BEST = -1; // of the policies
+const SAME = 5e-5; // a change of seconds below this share is none
 const chosen = Object.fromEntries(axes.map((name) => [name, name === "policy" ? BEST : 0]));
 
 const label = (axis, index) => {
@@ -143,6 +144,7 @@ function pareto(all) {
 function more() {
   const now = fastest(alike());
   const rows = [];
+  const same = []; // parts that change nothing are no offer
   const changed = (gain, then) => change(gain, [now.expected_error, then.expected_error]);
   for (const axis of parts.filter((name) => name !== "machine" && titles[name].values.length > 1))
     titles[axis].values.forEach((_, index) => {
@@ -155,21 +157,28 @@ function more() {
       const models = [before, after].map((one) => (one.fits ? label(MODEL, one.fits[MODEL]) : "none"));
       const instead = label(axis, chosen[axis]) === "as it is" ? "" : ` instead of ${label(axis, chosen[axis])}`;
       const grown = models[0] === models[1] ? "" : `, largest model ${models[1]} instead of ${models[0]}`;
+      const asNow = gain !== null && Math.abs(gain) < SAME && grown === "";
+      if (asNow || (!now && !then && grown === "")) {
+        same.push(`${titles[axis].title} ${label(axis, index)}`);
+        return;
+      }
       rows.push({ says: `with ${titles[axis].title} ${label(axis, index)}: ${gain === null ? "does not fit" : `${changed(gain, then)} in seconds`}${grown}`, cells: [
         `${titles[axis].title}: ${label(axis, index)}${instead}`,
         then ? seconds(then.iteration_s) + error(then) : "does not fit", gain === null ? "" : changed(gain, then),
         after.fits ? size(after.fits[MODEL]) : "none", before.fits ? size(before.fits[MODEL]) : "none"] });
     });
   const name = label(MODEL, chosen[MODEL]);
-  write("more", rows.length === 0 ? "The sweep varies no part of the machine."
+  write("more", rows.length + same.length === 0 ? "The sweep varies no part of the machine."
+    : rows.length === 0 ? "No other part of the sweep changes anything."
     : !now ? `${name} does not fit on this machine as it is.`
     : `${name} takes ${seconds(now.iteration_s)}${error(now)} now; ${rows.map((row) => row.says).join("; ")}.`);
   table("more-table", ["another part", "seconds per iteration", "change", "largest model", "largest now"], rows.map((row) => row.cells));
+  write("same", same.length && rows.length ? `Without effect: ${same.join("; ")}.` : "");
 }
 
 // A change of time with its bar: [Note: error of a change] in planner/trust.py; in words as report/tables.format_change.
 function change(share, errors) {
-  if (Math.abs(share) < 5e-5) return "no change";
+  if (Math.abs(share) < SAME) return "no change";
   const percent = (value) => (100 * value).toFixed(Math.abs(share) < 0.00995 ? 2 : 1);
   const bar = errors.includes(null) ? "?" : percent(Math.min(Math.abs(share), 1 + share) * Math.hypot(...errors));
   return `${share > 0 ? "+" : ""}${percent(share)} ± ${bar} %`;
