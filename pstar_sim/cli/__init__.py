@@ -21,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pstar_sim.cli.exit_status import INTERRUPTED, MISTAKE, status_of
 
     _open_streams()
+    status = 0
     try:
         from pstar_sim.cli.app import app
         from pstar_sim.cli.usage import run_app
@@ -35,7 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(" ".join(("interrupted", *map(str, stop.args))), INTERRUPTED)
     except BrokenPipeError:  # the reader of the pipe has ended, as in `pstar ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
         return _complain(f"{name}{error.strerror or error}", MISTAKE)

@@ -78,7 +78,7 @@ def fits(
     predictions: tuple[ConfigurationPrediction, ...] = ()
     if likes is not None:
         with bar("configurations", quiet=asked.json):
-            predictions = likes.predict(workloads, machine, setting)
+            predictions = likes.predict(workloads, machine, job, setting)
     with bar("starting", quiet=asked.json) as on_part:
         answer = ask(
             workloads,

@@ -31,6 +31,8 @@ __all__ = ["commands"]
 
 commands = typer.Typer()
 
+_NOT_SCRIPTS = frozenset({".json", ".yaml", ".yml", ".toml", ".sh", ".ipynb", ".txt", ".parquet"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class _LaunchFlags:
@@ -69,6 +71,11 @@ def launch(*, asked: _LaunchFlags) -> int:
     script = Path(asked.script)
     if not script.is_file():
         raise PstarError(f"argument SCRIPT: {asked.script} is not a file; give the Python file that trains")
+    if script.suffix.lower() in _NOT_SCRIPTS:
+        raise PstarError(
+            f"argument SCRIPT: {asked.script} is not a Python file; give the Python file that trains (a plan runs by "
+            "`pstar run PLAN --model M`; a framework's configuration is for --like of fits and compare)"
+        )
     _check_flags(asked)
     hf = executor_module("hf")
     if find_spec("transformers") is None:  # the script imports it, by its own environment
@@ -157,6 +164,10 @@ class _Report:
 
     def announce(self, plan: Plan) -> None:
         """Print the plan, with the seconds and bytes that it is predicted to take on this machine."""
+        with self._while_read():
+            self._announce(plan)
+
+    def _announce(self, plan: Plan) -> None:
         if self.quiet:
             return
         from pstar_sim.cli.run_report import predicted_bar, predicted_from
@@ -189,6 +200,19 @@ class _Report:
 
     def compare(self, session: Any) -> None:
         """Print the measured figures beside the predicted ones."""
+        with self._while_read():
+            self._compare(session)
+
+    @contextmanager
+    def _while_read(self) -> Iterator[None]:
+        """Inside this context, the report falls silent where nobody reads it any more (`pstar launch ... | head`); the
+        script goes on."""
+        try:
+            yield
+        except BrokenPipeError:
+            self.quiet = True
+
+    def _compare(self, session: Any) -> None:
         if self.quiet:
             return
         from pstar_sim.cli.run_report import is_lower_bound, predictor, smaller_batches

@@ -70,10 +70,13 @@ class Likes:
         return value
 
     def predict(
-        self, workloads: Sequence[Workload], machine: Machine, setting: SettingFlags
+        self, workloads: Sequence[Workload], machine: Machine, job: Any, setting: SettingFlags
     ) -> tuple[ConfigurationPrediction, ...]:
         """Returns the predictions for the configurations on the machine. Raises PstarError, naming the file, for a
-        configuration that the machine cannot run at all, for example because it needs disks."""
+        configuration that the machine cannot run at all, for example because it needs disks.
+
+        job, setting: the flags that `fill` has returned.
+        """
         from pstar_sim.cli.inputs import settings_of
         from pstar_sim.frameworks.prediction import predict
 
@@ -81,10 +84,20 @@ class Likes:
         found = []
         for label, configuration in self.configurations:
             try:
-                found.append(predict(configuration, workloads, machine, settings, label=label))
+                made = predict(configuration, workloads, machine, settings, label=label)
             except PstarError as error:
                 raise PstarError(f"{label}: {error}") from error
+            if job.checkpointing is None:
+                made = made.noted(_assumed(recomputed=workloads[0].checkpointing))
+            found.append(made)
         return tuple(found)
+
+
+def _assumed(*, recomputed: bool) -> str:
+    """Returns a note for a job of which neither a file nor a flag says whether activations are recomputed."""
+    if recomputed:
+        return "activations are taken as recomputed, which no file says; --no-checkpointing if the script keeps them"
+    return "activations are taken as kept, which no file says; --checkpointing if the script recomputes them"
 
 
 def _total_batch(ranks: int) -> Callable[[Configuration], int | None]:

@@ -121,7 +121,7 @@ def _beside(
     machine = machine_of(asked.on)
     job, setting = likes.fill(asked.job, asked.setting, machine)
     with bar("configurations", quiet=asked.quiet):
-        predictions = likes.predict(workloads_of(job, machine), machine, setting)
+        predictions = likes.predict(workloads_of(job, machine), machine, job, setting)
     return replace(asked, job=job, setting=setting), list(policies or OURS), predictions
 
 

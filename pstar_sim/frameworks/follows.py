@@ -72,26 +72,26 @@ class Follows:
                 available_bytes=machine.gpu_budget_bytes,
                 what=f"{error.what}, and {format_bytes(more_bytes)} of gradients",
             ) from error
-        return self._with_own_buffers(plan, machine, need.held_bytes, more_bytes)
+        return self._with_own_buffers(plan, machine, need.host_bytes, more_bytes)
 
-    def _with_own_buffers(self, plan: Plan, machine: Machine, held_bytes: int, gpu_bytes: int) -> Plan:
+    def _with_own_buffers(self, plan: Plan, machine: Machine, host_bytes: int, gpu_bytes: int) -> Plan:
         """Returns the plan on the machine that the user asks about. The plan's GPU buffer is gpu_bytes; its host buffer
-        is so large that buffer and lists together take held_bytes. Raises DoesNotFit if the lists, or held_bytes,
-        exceed the host.
+        is so large that buffer and lists together take host_bytes, the most that the framework takes at any time
+        (weights while they are loaded included). Raises DoesNotFit if the lists, or host_bytes, exceed the host.
         """
         kept = tuple(b for b in plan.buffers if b[1] is not Place.HOST or b[0] == STASHES)
         gone = {name for name, *_ in plan.buffers} - {name for name, *_ in kept}
         own = sum(size for name, place, size in plan.buffers if place is Place.HOST and name in gone)
         lists = play(plan).peak_bytes["host"] - own
-        if max(lists, held_bytes) > machine.host_budget_bytes:
+        if max(lists, host_bytes) > machine.host_budget_bytes:
             raise DoesNotFit(
                 policy=self.__name__,
                 place="host",
-                needed_bytes=max(lists, held_bytes),
+                needed_bytes=max(lists, host_bytes),
                 available_bytes=machine.host_budget_bytes,
                 what="the lists of its policy",
             )
-        own_buffers = ((_BUFFER, Place.HOST, held_bytes - lists), (_GPU_BUFFER, Place.GPU, gpu_bytes))
+        own_buffers = ((_BUFFER, Place.HOST, host_bytes - lists), (_GPU_BUFFER, Place.GPU, gpu_bytes))
         more = tuple(buffer for buffer in own_buffers if buffer[2] > 0)
         return replace(
             plan,

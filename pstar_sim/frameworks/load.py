@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import msgspec.yaml
 
+from pstar_sim.core.plan_file import FORMAT
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.targets import TARGETS
@@ -25,7 +26,11 @@ def load_configuration(path: str) -> Configuration:
     ending = Path(path).suffix.lower()
     if ending not in _ENDINGS:
         known = ", ".join(f"{end} ({target.name})" for end, target in _ENDINGS.items())
-        raise PstarError(f"{path}: no framework has files with its ending; the ending must be one of {known}")
+        raise PstarError(
+            f"{path}: no framework has files with its ending; the ending must be one of {known}. FSDP2 code and "
+            "Megatron-LM's flags are written (pstar export) and not read: give accelerate's YAML for FSDP2; for "
+            "Megatron-LM `pstar export PLAN --megatron FILE` prints its prediction"
+        )
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -36,7 +41,13 @@ def load_configuration(path: str) -> Configuration:
         raise PstarError(f"{path}: is empty; give a configuration")
     read = _ENDINGS[ending].read
     assert read is not None
-    return read(_content(path, ending, text), path)
+    content = _content(path, ending, text)
+    if isinstance(content, dict) and content.get("format") == FORMAT:
+        raise PstarError(
+            f"{path}: is a plan of pstar, not a framework's configuration; `pstar explain {path}` and `pstar export "
+            f"{path} --deepspeed ds.json` read it; give --policy NAME to set its policy beside others"
+        )
+    return read(content, path)
 
 
 def _content(path: str, ending: str, text: str) -> object:

@@ -69,6 +69,10 @@ class ConfigurationPrediction:
     def fits(self) -> bool:
         return self.reason is None
 
+    def noted(self, note: str) -> ConfigurationPrediction:
+        """Returns the prediction with one more note."""
+        return replace(self, configuration=replace(self.configuration, notes=(*self.configuration.notes, note)))
+
     def as_policy(self) -> Follows:
         """Returns the configuration as a policy, for `compare`."""
         return Follows(self.configuration, self.label)

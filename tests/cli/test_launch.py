@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -191,10 +194,23 @@ def test_a_script_that_does_not_train(
     assert ("Traceback" in err) == ("FileNotFound" in words)
 
 
+def test_a_pipe_that_nobody_reads_keeps_the_status_of_the_script(tmp_path: Path) -> None:
+    """`pstar launch train.py | head`: what is left in the buffer is lost, the status is not."""
+    (tmp_path / "train.py").write_text("import sys\nprint('x')\nsys.exit(5)\n")
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "pstar_sim", "launch", str(tmp_path / "train.py")]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, check=False, text=True, env=env)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (5, "")
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["nowhere.py"], "argument SCRIPT: nowhere.py is not a file"),
+        ([str(Path(__file__).parents[2] / "benchmarks" / "results" / "scripts.json")], "a plan runs by `pstar run"),
         ([SCRIPT, "--gpu-memory", "much"], "much"),
         ([SCRIPT, "--machine", "nowhere"], "nowhere"),
         ([SCRIPT, "--policy", "tidal"], "tidal"),

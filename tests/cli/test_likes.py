@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pstar_sim.cli import main
+from pstar_sim.core.plan_file import FORMAT
 
 JOB = ["--model", "1B", "--seq", "128", "--machine", "v100-32", "--policy", "zero_offload"]
 OFFLOAD = {
@@ -46,12 +47,31 @@ def test_fits_and_compare_give_the_same_prediction(ds: Path, capsys: pytest.Capt
     assert "host memory per GPU: 4.45 GB of fp32 masters (pinned)" in " ".join(capsys.readouterr().out.split())
 
 
+def test_weights_while_they_are_loaded_are_in_both_tables(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing offloaded: the host is needed for loading alone."""
+    ds.write_text(json.dumps({**OFFLOAD, "zero_optimization": {"stage": 0}}))
+    row, _ = answer(capsys, "compare", "--like", "ds.json", *JOB)
+    assert row["like"]["host_needed_bytes"] == row["peak_host_bytes"] == row["like"]["host_startup_bytes"] > 10**9
+
+
+def test_an_assumption_about_recomputation_is_said(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, said in (([], True), (["--no-checkpointing"], False), (["--checkpointing"], False)):
+        assert main(["fits", "--like", "ds.json", *JOB, *flags]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert ("ds.json: activations are taken as recomputed, which no file says; --no-checkpointing" in told) == said
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--batch", "4"], "--batch 4, but ds.json says 2 sequences on all GPUs together"),
         (["--dtype", "fp32"], "--dtype fp32, but ds.json says fp16"),
         (["--clip"], "--clip, but ds.json says no clipping"),
+        (
+            ["--like", "plan.json"],
+            "plan.json: is a plan of pstar, not a framework's configuration; `pstar explain plan",
+        ),
+        (["--like", "fsdp2.py"], "FSDP2 code and Megatron-LM's flags are written (pstar export) and not read: give"),
         (["--like", "ds.json"], "the same file is given twice"),
         (["--like", "other.json"], "ds.json says 2 sequences on all GPUs together, but other.json says 4"),
         (["--micro-batches", "2", "--like", "alone.json"], "--micro-batches 2, but alone.json says 1 micro-batch;"),
@@ -67,6 +87,7 @@ def test_a_contradiction_is_one_line(ds: Path, argv: list[str], said: str, capsy
     ds.with_name("sum.json").write_text(
         json.dumps({**OFFLOAD, "train_batch_size": 7, "gradient_accumulation_steps": 1})
     )
+    ds.with_name("plan.json").write_text(json.dumps({"format": FORMAT, "version": 1}))
     assert main(["fits", "--like", "ds.json", *JOB, *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and said in err
