@@ -99,7 +99,7 @@ def connect(trainer: Any) -> Any:
     return trainer
 
 
-def _join(trainer: Any, optimizer: OffloadedAdamW) -> _Kept:
+def _join(trainer: Any, optimizer: OffloadedAdamW) -> _RunFiles:
     """Connect the Trainer's clipping and the norm that the Trainer logs to the session ([Note: clipping]). Returns the
     object that saves and loads the run in place of the Trainer.
     """
@@ -110,7 +110,7 @@ def _join(trainer: Any, optimizer: OffloadedAdamW) -> _Kept:
     if hasattr(trainer, "_has_mixed_mesh_grads"):  # transformers 5.2x reads p.grad there to choose how to clip
         trainer._has_mixed_mesh_grads = _one_mesh
     trainer.add_callback(_callback(norm))
-    return _Kept(trainer, optimizer)
+    return _RunFiles(trainer, optimizer)
 
 
 def _check_arguments(args: Any, session: Session) -> None:
@@ -152,7 +152,7 @@ def _check_arguments(args: Any, session: Session) -> None:
             raise ContractError(f"TrainingArguments({name}=True) on a prepared model: {why}")
 
 
-class _Kept:
+class _RunFiles:
     """Saves and loads a run in place of the Trainer, which would save states and weights in files that are never
     read."""
 
@@ -202,7 +202,7 @@ class _Norm:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._asked: torch.Tensor | None = None
+        self._pending_norm: torch.Tensor | None = None
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
         """Takes the place of accelerate's clipping; `optimizer.step()` clips. The returned norm gets its value when the
@@ -217,13 +217,13 @@ class _Norm:
             )
         if mine is None:
             return None  # the session computes a norm only if it clips
-        self._asked = torch.full((), math.nan)
-        return self._asked
+        self._pending_norm = torch.full((), math.nan)
+        return self._pending_norm
 
     def fill(self) -> None:
         norm = self.session.grad_norm
-        if self._asked is not None and norm is not None:
-            self._asked.fill_(norm)
+        if self._pending_norm is not None and norm is not None:
+            self._pending_norm.fill_(norm)
 
 
 def _callback(norm: _Norm) -> Any:
@@ -484,7 +484,7 @@ class _Joined:
     """
 
     optimizer: OffloadedAdamW
-    kept: _Kept
+    kept: _RunFiles
 
 
 def _begin_again(trainer: Any) -> None:

@@ -43,7 +43,7 @@ __all__ = ["OffloadStrategy"]
 DTYPES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
 
 
-class _Root(nn.Module):
+class _StepModule(nn.Module):
     """Calls a step of the LightningModule by its name, as a call of this module. A copy of the root, made for batches
     of another shape, holds a copied module without a trainer. The copied module borrows the original's trainer and logs
     nothing.
@@ -94,7 +94,7 @@ class OffloadStrategy(SingleDeviceStrategy):
     ) -> None:
         self.request = Request(gpu_memory=gpu_memory, device=device, machine=machine, policy=policy, on_plan=on_plan)
         self.offloaded: OffloadedAdamW | None = None
-        self._root: _Root | None = None
+        self._root: _StepModule | None = None
         where = self.request.where
         super().__init__(device="cpu" if where == "virtual" else where)
         self._forward_redirection = _redirected  # type: ignore[assignment]
@@ -128,7 +128,7 @@ class OffloadStrategy(SingleDeviceStrategy):
         module: Any = self.lightning_module
         if fit:
             self._check(trainer)
-            self._root = _Root(module)
+            self._root = _StepModule(module)
         if fit or self._prepared:
             self.model = self._root
 

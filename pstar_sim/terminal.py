@@ -78,7 +78,7 @@ def wrap(text: str, width: int, *, indent: str = "", hanging: str = "  ") -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _TextColumn:
     """A column of a table.
 
     widest, natural, spaced, least: characters that the column takes unfolded; with a folded head; with texts folded at
@@ -123,7 +123,7 @@ def table_text(
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _column(head: str, cells: tuple[str, ...]) -> _Column:
+def _column(head: str, cells: tuple[str, ...]) -> _TextColumn:
     words = max((len(word) for word in head.split()), default=0)
     natural = max([words, *map(len, cells)])
     usual = COMFORTABLE if natural > PROSE else words
@@ -131,7 +131,7 @@ def _column(head: str, cells: tuple[str, ...]) -> _Column:
     least = max([usual, *(len(piece) for cell in cells for word in _words(cell) for piece in _name_pieces(word))])
     some = [cell for cell in cells if cell not in FIGURELESS]
     figures = bool(some) and all(_FIGURE.match(cell) for cell in some)
-    return _Column(head, cells, max(len(head), natural), natural, spaced, least, figures)
+    return _TextColumn(head, cells, max(len(head), natural), natural, spaced, least, figures)
 
 
 def _words(cell: str) -> list[str]:
@@ -163,7 +163,7 @@ def _fold(cell: str, width: int) -> list[str]:
     return [*lines, line]
 
 
-def _blocks(columns: Sequence[_Column], width: int, keys: int) -> list[list[_Column]]:
+def _blocks(columns: Sequence[_TextColumn], width: int, keys: int) -> list[list[_TextColumn]]:
     """Returns the columns, divided among as few tables as the width allows."""
     if _taken(columns) <= width:
         return [list(columns)]
@@ -176,11 +176,11 @@ def _blocks(columns: Sequence[_Column], width: int, keys: int) -> list[list[_Col
     return blocks
 
 
-def _taken(columns: Sequence[_Column]) -> int:
+def _taken(columns: Sequence[_TextColumn]) -> int:
     return sum(column.least for column in columns) + len(GAP) * (len(columns) - 1)
 
 
-def _block(columns: Sequence[_Column], width: int, rule_before: int | None) -> list[str]:
+def _block(columns: Sequence[_TextColumn], width: int, rule_before: int | None) -> list[str]:
     widths = _widths(columns, width)
     folded = [column.folded(size) for column, size in zip(columns, widths)]
     # Folded heads are aligned at their last lines, folded cells at their first.
@@ -195,7 +195,7 @@ def _block(columns: Sequence[_Column], width: int, rule_before: int | None) -> l
     return lines
 
 
-def _widths(columns: Sequence[_Column], width: int) -> list[int]:
+def _widths(columns: Sequence[_TextColumn], width: int) -> list[int]:
     """Returns the widths of the columns, folded as little as the width allows. Heads fold first, then texts, then
     names. Of each kind, the widest folds first."""
     widths = [column.widest for column in columns]
@@ -214,7 +214,7 @@ def _widths(columns: Sequence[_Column], width: int) -> list[int]:
     return widths
 
 
-def _row(columns: Sequence[_Column], widths: Sequence[int], parts: Sequence[Sequence[str]]) -> list[str]:
+def _row(columns: Sequence[_TextColumn], widths: Sequence[int], parts: Sequence[Sequence[str]]) -> list[str]:
     return [
         GAP.join(
             text.rjust(size) if column.figures else text.ljust(size)

@@ -2,10 +2,10 @@
 
 The model's own forward runs, with hooks on its blocks. [Note: borders] The inputs and outputs of a block are cut out of
 the autograd graph. The consumer gets a tensor of the same memory in a new graph, whose gradient ends in a `Sink`. The
-producer keeps a `_Root`, from which that gradient later continues. So a forward leaves one graph per block. Operations
-of the model outside its blocks (glue) have graphs of their own: before the first block, between two blocks, and after
-the last block with the loss (the tail). `BlockTape` holds the graphs in the order of the forward; run in reverse they
-are the whole backward.
+producer keeps a `_CutOutput`, from which that gradient later continues. So a forward leaves one graph per block.
+Operations of the model outside its blocks (glue) have graphs of their own: before the first block, between two blocks,
+and after the last block with the loss (the tail). `BlockTape` holds the graphs in the order of the forward; run in
+reverse they are the whole backward.
 
 | part of the tape   | graph from                                             | to                              |
 |--------------------|--------------------------------------------------------|---------------------------------|
@@ -100,7 +100,7 @@ class _BlockBorder(torch.autograd.Function):
         return None, None, None
 
 
-class _Root(torch.autograd.Function):
+class _CutOutput(torch.autograd.Function):
     """The producer's side of a cut: an empty tensor whose backward gives the producer the gradient that arrived in the
     sink."""
 
@@ -312,7 +312,7 @@ class BlockTape:
 
     def _border(self, tensor: torch.Tensor, part: BlockPart) -> tuple[torch.Tensor, Sink]:
         sink = Sink()
-        part.ends.append((_Root.apply(tensor, sink), sink))  # type: ignore[no-untyped-call]
+        part.ends.append((_CutOutput.apply(tensor, sink), sink))  # type: ignore[no-untyped-call]
         return _BlockBorder.apply(self._anchor, tensor.detach(), sink), sink  # type: ignore[no-untyped-call]
 
 

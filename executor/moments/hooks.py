@@ -59,7 +59,7 @@ class ModuleEvent:
     micro_batch: int
 
 
-class _Events(dict[int, ModuleEvent]):
+class _ModuleEvents(dict[int, ModuleEvent]):
     """micro-batch -> event of one kind, module and phase. Each event is made once, because an iteration has
     hundreds."""
 
@@ -223,7 +223,7 @@ class MomentClock:
         self._link.closed = True
 
     def _begin_hook(self, name: str) -> Callable[..., None]:
-        forward, recompute = _Events("begin", name, Phase.FWD), _Events("begin", name, Phase.RECOMPUTE)
+        forward, recompute = _ModuleEvents("begin", name, Phase.FWD), _ModuleEvents("begin", name, Phase.RECOMPUTE)
 
         def begin(module: nn.Module, args: Any) -> None:
             if _graph_task() != -1:
@@ -247,8 +247,8 @@ class MomentClock:
         return begin
 
     def _end_hook(self, name: str) -> Callable[..., None]:
-        forward, recompute = _Events("end", name, Phase.FWD), _Events("end", name, Phase.RECOMPUTE)
-        gradients, hear = _Events("grad", name, Phase.BWD), self._hear
+        forward, recompute = _ModuleEvents("end", name, Phase.FWD), _ModuleEvents("end", name, Phase.RECOMPUTE)
+        gradients, hear = _ModuleEvents("grad", name, Phase.BWD), self._hear
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if _graph_task() != -1:

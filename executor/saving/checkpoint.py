@@ -137,14 +137,14 @@ def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
 class _Writing:
     """The work of a rank: rows by file, and the content of the manifest.
 
-    asked: rows of weights whose values were read, which on several ranks takes all of them.
+    rows_read: rows of weights whose values were read, which on several ranks takes all of them.
     """
 
     weights: list[list[TensorToStore]]
     states: list[list[TensorToStore]]
     extras: list[TensorToStore]
     manifest: dict[str, Any]
-    asked: set[str]
+    rows_read: set[str]
 
     @property
     def size_bytes(self) -> int:
@@ -165,11 +165,11 @@ def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -
     _check_extra_state(session)
     rank = 0 if session.ranks is None else session.ranks.rank
     tensors: dict[str, torch.Tensor] = {}
-    asked: set[str] = set()
+    rows_read: set[str] = set()
     generators = [_row(f"random.{rank}/{name}", state) for name, state in generator_states().items()]
     states = _state_rows(session) if session.contents.sliced or rank == 0 else []
     return _Writing(
-        weights=_shards([_noted(row, asked) for row in _weight_rows(session)], shard_bytes),
+        weights=_shards([_noted(row, rows_read) for row in _weight_rows(session)], shard_bytes),
         states=_shards([*generators, *states], shard_bytes),
         manifest={
             "format": FORMAT,
@@ -188,13 +188,13 @@ def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -
             "extra": encode(extra, tensors, "extra"),
         },
         extras=[_row(name, tensor) for name, tensor in tensors.items()],
-        asked=asked,
+        rows_read=rows_read,
     )
 
 
-def _noted(row: TensorToStore, asked: set[str]) -> TensorToStore:
+def _noted(row: TensorToStore, rows_read: set[str]) -> TensorToStore:
     def pieces() -> Iterable[torch.Tensor]:
-        asked.add(row.name)
+        rows_read.add(row.name)
         return row.pieces()
 
     return TensorToStore(row.name, row.dtype, row.shape, pieces)
@@ -227,7 +227,7 @@ def _write(session: Session, work: _Writing, folder: Path) -> list[str]:
         files = _write_shards(folder, "model", work.weights, buffer)
     except OSError:
         for row in (row for rows in work.weights for row in rows):
-            if row.name not in work.asked:
+            if row.name not in work.rows_read:
                 row.pieces()  # the other ranks wait for this rank's part
         raise
     files += _write_shards(folder, "optimizer" if ranks is None else "optimizer-rank0", work.states, buffer)

@@ -60,7 +60,7 @@ __all__ = ["pinned_bound"]
 
 
 @dataclass(frozen=True)
-class _Line:
+class _BoundLine:
     """A term value + slope * x that holds for x in [from_x, until_x)."""
 
     name: str
@@ -82,23 +82,23 @@ def pinned_bound(facts: BoundFacts, barrier: bool, limit: float, *, clip: bool) 
     return Bound(seconds=seconds, binding=binding, terms=terms, pinned_params=int(x), max_pinned_params=int(x_max))
 
 
-def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> list[_Line]:
+def _lines(facts: BoundFacts, barrier: bool, x_max: float, *, clip: bool) -> list[_BoundLine]:
     """Returns every term of [Note: the bound]."""
     gpu_s = facts.traffic / facts.cost.gpu.hbm_bytes_per_s
-    lines = [_Line("compute", float(facts.clock[-1]), gpu_s)]
+    lines = [_BoundLine("compute", float(facts.clock[-1]), gpu_s)]
     if barrier and facts.net.updates_s:
-        lines.append(_Line("barrier", facts.barrier_s(clip=clip), gpu_s))
+        lines.append(_BoundLine("barrier", facts.barrier_s(clip=clip), gpu_s))
     if facts.params.sum():
         lines += _update_lines(facts, barrier, clip=clip)
     return lines + _byte_lines(facts, x_max)
 
 
-def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_Line]:
+def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_BoundLine]:
     """Returns the lines of Adam of all parameters that are not pinned, and of the windows of all chunks and of all but
     the small chunks."""
     per_param_s = facts.traffic / facts.cost.adam_bytes_per_s
     gpu_s = facts.traffic / facts.cost.gpu.hbm_bytes_per_s
-    lines = [_Line("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
+    lines = [_BoundLine("adam", float(facts.params.sum()) * per_param_s, -per_param_s)]
     windows = [*update_windows(facts), *(barrier_windows(facts, clip=clip) if barrier else ())]
     for each in windows:
         lines += _window_lines(facts, each, per_param_s)
@@ -106,13 +106,13 @@ def _update_lines(facts: BoundFacts, barrier: bool, *, clip: bool) -> list[_Line
             name = "barrier" if each.behind_barrier else "net"
             on_gpu_s = each.gpu_s(gpu_s) - float(facts.params.sum()) * gpu_s
             lines += [
-                _Line(name, float((each.span_s + each.net_s).max()), 0.0),
-                _Line(name, float(on_gpu_s.max()), gpu_s),
+                _BoundLine(name, float((each.span_s + each.net_s).max()), 0.0),
+                _BoundLine(name, float(on_gpu_s.max()), gpu_s),
             ]
     return lines
 
 
-def _byte_lines(facts: BoundFacts, x_max: float) -> list[_Line]:
+def _byte_lines(facts: BoundFacts, x_max: float) -> list[_BoundLine]:
     """Returns the lines of bytes moved: sums of hinges max(0, S + v x - room), linear between the points where a hinge
     opens. At a turn, the other ranks' slices are given up first."""
     link = facts.cost.link
@@ -123,9 +123,9 @@ def _byte_lines(facts: BoundFacts, x_max: float) -> list[_Line]:
     cuts = sorted({0.0, *(x for x in opens if 0 < x < x_max)})
     rate_h2d, rate_d2h, dram = link.h2d_bytes_per_s, link.d2h_bytes_per_s, facts.dram_bytes_per_s
     pinned_w = float(facts.most_w)
-    lines = [_Line("d2h", total_bytes / rate_d2h + facts.stash_down_s, -pinned_w / rate_d2h)]
+    lines = [_BoundLine("d2h", total_bytes / rate_d2h + facts.stash_down_s, -pinned_w / rate_d2h)]
     if facts.net.updates_s:
-        lines.append(_Line("net", facts.net.updates_s, 0.0))
+        lines.append(_BoundLine("net", facts.net.updates_s, 0.0))
     for k, begin in enumerate(cuts):
         end = cuts[k + 1] if k + 1 < len(cuts) else np.inf
         begin = -np.inf if k == 0 else begin
@@ -134,16 +134,16 @@ def _byte_lines(facts: BoundFacts, x_max: float) -> list[_Line]:
             if x <= begin or x <= 0:
                 value += size - room
                 slope += max(0, grows)
-        lines.append(_Line("h2d", value / rate_h2d + facts.stash_up_s, slope / rate_h2d, begin, end))
+        lines.append(_BoundLine("h2d", value / rate_h2d + facts.stash_up_s, slope / rate_h2d, begin, end))
         if not link.duplex:
             both = value / rate_h2d + total_bytes / rate_d2h + facts.stash_up_s + facts.stash_down_s
-            lines.append(_Line("link", both, slope / rate_h2d - pinned_w / rate_d2h, begin, end))
+            lines.append(_BoundLine("link", both, slope / rate_h2d - pinned_w / rate_d2h, begin, end))
         traffic = value + total_bytes + total * facts.traffic + 2 * facts.stash_bytes
-        lines.append(_Line("dram", traffic / dram, (slope - pinned_w - facts.traffic) / dram, begin, end))
+        lines.append(_BoundLine("dram", traffic / dram, (slope - pinned_w - facts.traffic) / dram, begin, end))
     return lines
 
 
-def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> list[_Line]:
+def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> list[_BoundLine]:
     """Returns one line per distinct end of a window: the largest of the lines that end there or later. This suffices
     because all windows of a resource have the same slope, and a line ends where its window is pinned entirely."""
     link, w = facts.cost.link, float(facts.most_w)
@@ -151,16 +151,18 @@ def _window_lines(facts: BoundFacts, windows: Windows, per_param_s: float) -> li
     order = np.argsort(windows.params, kind="stable")
     ends = windows.params[order]
     seconds = windows.seconds(adam_s=per_param_s, up=link.h2d_bytes_per_s, down=link.d2h_bytes_per_s)
-    lines: list[_Line] = []
+    lines: list[_BoundLine] = []
     for resource, value in seconds.items():
         best = np.maximum.accumulate(value[order][::-1])[::-1]
         keep = np.append(best[1:] < best[:-1], True)  # a line below a later-ending line adds nothing
         name = "barrier" if windows.behind_barrier else resource
-        lines += [_Line(name, float(v), slopes[resource], until_x=float(e)) for v, e in zip(best[keep], ends[keep])]
+        lines += [
+            _BoundLine(name, float(v), slopes[resource], until_x=float(e)) for v, e in zip(best[keep], ends[keep])
+        ]
     return lines
 
 
-def _least_maximum(lines: list[_Line], x_max: float) -> tuple[float, float]:
+def _least_maximum(lines: list[_BoundLine], x_max: float) -> tuple[float, float]:
     """Returns (x, value) with the least maximum of the lines over [0, x_max]; exact. Where lines end, the infimum
     counts."""
     edges = sorted({0.0, x_max, *(e for line in lines for e in (line.from_x, line.until_x) if 0 < e < x_max)})

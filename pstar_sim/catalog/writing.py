@@ -47,7 +47,7 @@ def _per_root(machine: Machine) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class _FileTable:
     """A table of the file.
 
     calibrated: fields of its calibrated table, if the part is measured.
@@ -69,7 +69,7 @@ class _Part:
         return [(f"{self.name}{below}", {**fields, **origin}) for below, fields, written in rows if written]
 
 
-def _gpu_part(gpu: Gpu) -> _Part:
+def _gpu_part(gpu: Gpu) -> _FileTable:
     rates = {f"{dtype}_tflops": rate / 1e12 for dtype, rate in gpu.flops_per_s.items()}
     hbm = {"hbm_gb_per_s": gpu.hbm_bytes_per_s / GB}
     fixed = {
@@ -80,7 +80,7 @@ def _gpu_part(gpu: Gpu) -> _Part:
         "fp32_efficiency": 1,
         "tensor_core_efficiency": 1,
     }
-    return _Part(
+    return _FileTable(
         name=f"gpus.{_key(gpu.name)}",
         values={**fixed, **hbm, **rates, **({} if gpu.measured else _launch(gpu))},
         measured=gpu.measured,
@@ -103,13 +103,13 @@ def _products(shape: ProductShape, known: str) -> dict[str, object]:
     }
 
 
-def _link_part(link: Link) -> _Part:
+def _link_part(link: Link) -> _FileTable:
     copies = {"h2d_gb_per_s": link.h2d_bytes_per_s / GB, "d2h_gb_per_s": link.d2h_bytes_per_s / GB}
     if link.pageable_bytes_per_s is not None:
         copies["pageable_gb_per_s"] = link.pageable_bytes_per_s / GB
     fixed = {"connects": "host-gpu", "efficiency": 1, "latency_us": link.latency_s * 1e6, "duplex": link.duplex}
     fixed["known"] = link.known
-    return _Part(
+    return _FileTable(
         name=f"links.{_key(link.name)}",
         values={**fixed, **copies},
         measured=link.measured,
@@ -118,7 +118,7 @@ def _link_part(link: Link) -> _Part:
     )
 
 
-def _host_part(host: Host) -> _Part:
+def _host_part(host: Host) -> _FileTable:
     adam = {"adam_gparams_per_s": host.adam_params_per_s / 1e9}
     pinned = {} if host.pinned_bytes is None else {"pinned_gb": host.pinned_bytes / GB}
     fixed = {
@@ -129,7 +129,7 @@ def _host_part(host: Host) -> _Part:
         "dram_efficiency": 1,
         "cores": host.cores,
     }
-    return _Part(
+    return _FileTable(
         name=f"hosts.{_key(host.name)}",
         values={**fixed, **adam},
         measured=host.measured,
@@ -138,12 +138,12 @@ def _host_part(host: Host) -> _Part:
     )
 
 
-def _fabric_part(fabric: Fabric, connects: str) -> _Part:
+def _fabric_part(fabric: Fabric, connects: str) -> _FileTable:
     rate: dict[str, object] = {"h2d_gb_per_s": fabric.bytes_per_s / GB, "d2h_gb_per_s": fabric.bytes_per_s / GB}
     fixed = {"connects": connects, "efficiency": 1, "latency_us": fabric.latency_s * 1e6, "duplex": True}
     fixed["known"] = fabric.known
     curve = _points(fabric.table, 1e6, GB) if fabric.table and fabric.bytes_per_s <= best_rate(fabric.table) else None
-    return _Part(
+    return _FileTable(
         name=f"links.{_key(fabric.name)}",
         values={**fixed, **rate},
         measured=fabric.measured,
@@ -152,8 +152,8 @@ def _fabric_part(fabric: Fabric, connects: str) -> _Part:
     )
 
 
-def _framework_part(framework: Framework) -> _Part:
-    return _Part(
+def _framework_part(framework: Framework) -> _FileTable:
+    return _FileTable(
         name=f"frameworks.{_key(framework.name)}",
         values={
             "python_us": framework.python_s * 1e6,
@@ -166,7 +166,7 @@ def _framework_part(framework: Framework) -> _Part:
     )
 
 
-def _disks_part(disks: Nvme) -> _Part:
+def _disks_part(disks: Nvme) -> _FileTable:
     rate: dict[str, object] = {
         "read_gb_per_s": disks.read_bytes_per_s / GB,
         "write_gb_per_s": disks.write_bytes_per_s / GB,
@@ -174,7 +174,7 @@ def _disks_part(disks: Nvme) -> _Part:
     fixed = {"size_gb": disks.memory_bytes / GB, "efficiency": 1, "latency_us": disks.latency_s * 1e6}
     if disks.life_bytes is not None:
         fixed["life_tb"] = disks.life_bytes / 1e12
-    return _Part(
+    return _FileTable(
         name=f"disks.{_key(disks.name)}",
         values={**fixed, **rate},
         measured=disks.measured,
@@ -183,7 +183,7 @@ def _disks_part(disks: Nvme) -> _Part:
     )
 
 
-def _parts(machine: Machine) -> list[_Part]:
+def _parts(machine: Machine) -> list[_FileTable]:
     """Returns the parts of the machine, in the order of the file."""
     host = replace(machine.host, memory_bytes=machine.pool_bytes or machine.host.memory_bytes)
     parts = [

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_streams()
     status = 0
     try:
-        from pstar_sim.cli.app import app
+        from pstar_sim.cli.typer_app import app
         from pstar_sim.cli.usage import run_app
 
         if "_PSTAR_COMPLETE" in os.environ:  # a shell asks for completions

@@ -193,7 +193,7 @@ class _MachineChanges:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Machine:
+class _MachineFlag:
     machine: Annotated[str, MACHINE]
 
 
@@ -203,7 +203,7 @@ class _OptionalMachine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineFlags(_MachineChanges, _Machine):
+class MachineFlags(_MachineChanges, _MachineFlag):
     """The machine that the command is about. Fields of the last base come first."""
 
 

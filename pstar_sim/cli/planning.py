@@ -55,7 +55,7 @@ GlobalBatch = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Question:
+class _PlanningQuestion:
     """The question that a planning command answers: a job on a machine."""
 
     job: WorkloadFlags
@@ -83,7 +83,7 @@ def compare(
     json: JsonList = False,
 ) -> int:
     """Compare policies on a machine: what fits, how fast, what binds, and why the rest does not fit."""
-    asked = _Question(job=job, on=on, setting=setting, global_batch=global_batch, certify=lp, quiet=json)
+    asked = _PlanningQuestion(job=job, on=on, setting=setting, global_batch=global_batch, certify=lp, quiet=json)
     likes = read_likes(like)
     predictions: tuple[ConfigurationPrediction, ...] = ()
     if likes is not None:
@@ -111,8 +111,8 @@ def compare(
 
 
 def _beside(
-    asked: _Question, likes: Likes, policies: Sequence[str] | None
-) -> tuple[_Question, list[str], tuple[ConfigurationPrediction, ...]]:
+    asked: _PlanningQuestion, likes: Likes, policies: Sequence[str] | None
+) -> tuple[_PlanningQuestion, list[str], tuple[ConfigurationPrediction, ...]]:
     """Returns the question completed by the configurations, the policies to set beside them, and their predictions."""
     from pstar_sim.cli.inputs import machine_of, workloads_of
 
@@ -149,7 +149,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="the plan's line of the comparison as a JSON object")] = False,
 ) -> int:
     """Make a plan and write it to a file."""
-    asked = _Question(job=job, on=on, setting=setting, global_batch=global_batch, certify=lp, quiet=json)
+    asked = _PlanningQuestion(job=job, on=on, setting=setting, global_batch=global_batch, certify=lp, quiet=json)
     result = _compared(asked, None if policy == "auto" else [policy], only_best=True)
     say_notes(result)
     if not any(row.fits for row in result.rows):
@@ -345,7 +345,7 @@ def measured_of(path: str) -> Timeline:
 
 
 def _compared(
-    asked: _Question,
+    asked: _PlanningQuestion,
     policies: Sequence[str] | None,
     *,
     only_best: bool = False,
@@ -380,7 +380,7 @@ def _compared(
 
 
 def _among_variants(
-    asked: _Question,
+    asked: _PlanningQuestion,
     global_batch: int,
     machine: Machine,
     settings: Settings,

@@ -151,7 +151,7 @@ class _Chooser:
         self.gpu_free, self.host_free = draft.gpu_free_bytes, draft.host_free_bytes
         self.log: list[int] = []
         self.starts_s = [0.0] * len(c.compute)
-        self.windows = _Windows(draft, c, self.log, limit_s)
+        self.windows = _WindowLog(draft, c, self.log, limit_s)
         self.waits: list[list[int]] = []
         self.started: list[bytearray] = []
         self.ended: list[bytearray] = []
@@ -453,7 +453,7 @@ class _RoomAhead:
         return lap, order[n]
 
 
-class _Windows:
+class _WindowLog:
     """The windows so far, and whether the latest window is the outcome.
 
     log: starts and ends of ops so far, as numbers (choose_columns.py).

@@ -184,7 +184,7 @@ def sensitivity(
     share = share_out(workload, machine)
     ranked, one = share.ranked, share.workload
     largest = largest and can_vary(one)
-    asked = _Asked(share=share, machine=machine, policies=policies, settings=settings, by=by, largest=largest)
+    asked = _MachineQuestion(share=share, machine=machine, policies=policies, settings=settings, by=by, largest=largest)
 
     changed = [(name, None if ranked and name == "one more GPU" else _more(machine, name, by)) for name in names]
     wanted = [(name, where) for name, where in changed if where is not None]
@@ -233,7 +233,7 @@ class _Larger(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _MachineQuestion:
     """The question about each machine.
 
     written: workloads that searches of the largest model have written so far.

@@ -123,7 +123,7 @@ def sweep(
     path = None if output is None else file_path("output", output)
     if path is not None:
         _check_output(path, grid)
-    kept = _Kept(None if cache is None and path is None else _folder(cache, path))
+    kept = _PointFiles(None if cache is None and path is None else _folder(cache, path))
     total = len(grid)
     rows, open_groups = kept.known(grid)
     cached = len(rows)
@@ -165,7 +165,7 @@ def _folder(cache: str | Path | None, output: Path | None) -> Path:
     return folder
 
 
-class _Kept:
+class _PointFiles:
     """Points that are kept in a folder, with a file each; folder = None keeps nothing."""
 
     def __init__(self, folder: Path | None) -> None:

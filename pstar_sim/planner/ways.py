@@ -8,9 +8,8 @@ moments are those of all micro-batches, is made only when it is asked for.
 recompute or are offloaded, because their backward pass comes last, which leaves most time. The numbers of first blocks
 tried are a quarter, half or three quarters of the blocks, for offloading also all but the last two. Or every second,
 fourth or eighth block is offloaded, which gives each of them the time of two, four or eight blocks on the link. Of the
-other blocks none, the
-first half or all recompute. The very first block is not offloaded: a model's forward often holds the input of that
-block (the embeddings), so that the bytes would not leave.
+other blocks none, the first half or all recompute. The very first block is not offloaded: a model's forward often holds
+the input of that block (the embeddings), so that the bytes would not leave.
 
 [Note: stand-ins] A workload of one or three micro-batches bounds a workload of more. If micro-batches run one after the
 other, one moment lasts longer by the micro-batches that are left out: the moment in which a micro-batch (of three the

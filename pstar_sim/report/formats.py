@@ -47,14 +47,14 @@ class Format:
 
     what: the purpose of such a file, in one or two sentences.
     version: the version that this package writes, and the newest that it reads.
-    said: the place of the version in a file.
+    version_place: the place of the version in a file.
     tables: heading -> type of the keys below it.
     more: the text behind the tables, in Markdown.
     """
 
     what: str
     version: int
-    said: str
+    version_place: str
     tables: Mapping[str, Any]
     more: Callable[[], str] = str
 
@@ -71,52 +71,52 @@ def _formats() -> dict[str, Format]:
             "catalog. `--machine FILE.toml` takes it. `machine = NAME` at its head names the machine that is meant "
             "where it has several.",
             version=catalog.VERSION,
-            said=_HEAD_OF_TOML,
+            version_place=_HEAD_OF_TOML,
             tables={f"[{table}.NAME]": kind for table, kind in TABLES.items()},
         ),
         "prices": Format(
             what="A price file (TOML) says what machines cost. `--prices FILE` takes it.",
             version=prices.VERSION,
-            said=_HEAD_OF_TOML,
+            version_place=_HEAD_OF_TOML,
             tables={"[MACHINE]": prices.OwnPrice},
         ),
         "grid": Format(
             what="A grid (TOML) lists the values that a sweep goes through. Each key is one value or a list of them.",
             version=grid.VERSION,
-            said=_HEAD_OF_TOML,
+            version_place=_HEAD_OF_TOML,
             tables={"Axes": grid.Axes},
             more=_overrides,
         ),
         "options": Format(
             what="Options of a policy are written behind its name: `tide:capacity=peak,pins=2`.",
             version=1,
-            said="nothing: an option is a text",
+            version_place="nothing: an option is a text",
             tables={},
             more=_options,
         ),
         "plan": Format(
             what="A plan (JSON) holds everything needed to check, simulate, explain and run it.",
             version=plan_file.VERSION,
-            said=_HEAD_OF_JSON.format(plan_file.FORMAT),
+            version_place=_HEAD_OF_JSON.format(plan_file.FORMAT),
             tables={"Plan": plan_file.PlanFile},
         ),
         "timeline": Format(
             what="A timeline (JSON) holds when each step ran and how many bytes lay where.",
             version=timeline.VERSION,
-            said=_HEAD_OF_JSON.format(timeline.FORMAT),
+            version_place=_HEAD_OF_JSON.format(timeline.FORMAT),
             tables={"Timeline": by_column},
         ),
         "run": Format(
             what="A run (JSON) holds two timelines of one plan: predicted and measured.",
             version=run_file.VERSION,
-            said=_HEAD_OF_JSON.format(run_file.FORMAT),
+            version_place=_HEAD_OF_JSON.format(run_file.FORMAT),
             tables={"Run": run_file.RunFile},
         ),
         "trace": Format(
             what="A trace (Parquet) holds one iteration of a model, one row per variant. Each key is a column; a "
             "table in it is a list of structs. The column `digest` is the SHA-256 of the others.",
             version=trace.SCHEMA_VERSION,
-            said="the file's metadata `pstar.format` and `pstar.schema_version`",
+            version_place="the file's metadata `pstar.format` and `pstar.schema_version`",
             tables={"Row": Workload},
         ),
     }
@@ -132,7 +132,7 @@ def format_page(name: str) -> str:
     Raises KeyError for a name that is not in FORMATS.
     """
     form = _formats()[name]
-    parts = [form.what, f"Version {form.version}, said by {form.said}." if form.tables else ""]
+    parts = [form.what, f"Version {form.version}, said by {form.version_place}." if form.tables else ""]
     shown: set[type[Struct]] = set()
     for heading, kind in form.tables.items():
         for title, table in _tables(heading, split(file_kind(kind))[0], shown):

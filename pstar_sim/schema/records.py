@@ -34,13 +34,13 @@ _Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 
 
 @dataclass(frozen=True)
-class _Columns:
+class _ColumnFields:
     rows: tuple[tuple[str, type], ...]
 
 
 def columns(**rows: type) -> object:
     """Returns the note that a file holds fields of a dataclass by columns: field -> dataclass of a row."""
-    return _Columns(tuple(rows.items()))
+    return _ColumnFields(tuple(rows.items()))
 
 
 def to_columns(cls: type, rows: Iterable[Any]) -> dict[str, list[Any]]:
@@ -82,7 +82,7 @@ def file_kind(kind: Any) -> Any:
 
 
 def _annotated_kind(base: Any, *notes: object) -> Any:
-    by_column = next((note for note in notes if isinstance(note, _Columns)), None)
+    by_column = next((note for note in notes if isinstance(note, _ColumnFields)), None)
     if by_column is not None:
         others = tuple(note for note in notes if note is not by_column)
         table = _record(base, by_column)
@@ -100,7 +100,7 @@ def record_class(table: type[Struct]) -> type | None:
 
 
 @cache
-def _record(cls: type, by_column: _Columns | None) -> type[Struct]:
+def _record(cls: type, by_column: _ColumnFields | None) -> type[Struct]:
     hints = typing.get_type_hints(cls, include_extras=True)
     for name, row in by_column.rows if by_column is not None else ():
         hints[name] = _column_table(row)

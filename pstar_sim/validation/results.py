@@ -17,7 +17,7 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.validation.experiments import experiment_of, runs_of
 from pstar_sim.validation.replay import replay, row_value
 from pstar_sim.validation.rows import FILES, PublishedRow, published_rows
-from pstar_sim.validation.scope import USES, Rule, published_scope, rule_of
+from pstar_sim.validation.scope import USES, ScopeRule, published_scope, rule_of
 from pstar_sim.validation.setups import Experiment
 
 if TYPE_CHECKING:
@@ -374,7 +374,9 @@ def _no_row(system: str | None, machine: str | None) -> PstarError:
     return PstarError(f"no published row has {has}; {'; '.join(known)}")
 
 
-def _replayed(run: Sequence[PublishedRow], experiment: Experiment, rules: Mapping[PublishedRow, Rule]) -> list[Result]:
+def _replayed(
+    run: Sequence[PublishedRow], experiment: Experiment, rules: Mapping[PublishedRow, ScopeRule]
+) -> list[Result]:
     """Returns the result of each row of a run.
 
     rules: row -> its rule.
@@ -387,7 +389,7 @@ def _holds(text: str | None, where: str) -> bool:
     return text is None or text.lower() in where.lower()
 
 
-def _result(row: PublishedRow, rule: Rule, experiment: Experiment, value: float | None, reason: str) -> Result:
+def _result(row: PublishedRow, rule: ScopeRule, experiment: Experiment, value: float | None, reason: str) -> Result:
     machine = experiment.machine
     return Result(
         file=row.file,

@@ -12,14 +12,14 @@ from pstar_sim.errors import CatalogError
 from pstar_sim.python310 import TOMLDecodeError, toml_loads
 from pstar_sim.validation.rows import PublishedRow
 
-__all__ = ["USES", "Rule", "published_scope", "read_scope", "rule_of"]
+__all__ = ["USES", "ScopeRule", "published_scope", "read_scope", "rule_of"]
 
 USES = ("fitted", "to fit", "tested", "no policy", "out")
 _PATTERNS = ("file", "system", "hardware", "params", "metric", "source")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class ScopeRule:
     """A rule that decides which published rows are compared.
 
     patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything.
@@ -38,14 +38,14 @@ class Rule:
         )
 
 
-def read_scope(file: str, text: str) -> tuple[Rule, ...]:
+def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
     """Returns the rules in order. Raises CatalogError for a rule without name, use or reason, or with an unknown
     key."""
     try:
         raw_rules = toml_loads(text).get("rule", [])
     except TOMLDecodeError as error:
         raise CatalogError(f"{file}: {error}") from error
-    rules: list[Rule] = []
+    rules: list[ScopeRule] = []
     for raw in raw_rules:
         name = raw.get("name")
         if unknown := set(raw) - {"name", "use", "why", "looked_at", *_PATTERNS}:
@@ -56,12 +56,12 @@ def read_scope(file: str, text: str) -> tuple[Rule, ...]:
             raise CatalogError(f"{file}: two rules are named {name!r}")
         patterns = {key: tuple(raw[key]) for key in _PATTERNS if key in raw}
         rules.append(
-            Rule(name=name, patterns=patterns, use=raw["use"], why=raw["why"], looked_at=raw.get("looked_at", ""))
+            ScopeRule(name=name, patterns=patterns, use=raw["use"], why=raw["why"], looked_at=raw.get("looked_at", ""))
         )
     return tuple(rules)
 
 
-def rule_of(row: PublishedRow, rules: Iterable[Rule]) -> Rule:
+def rule_of(row: PublishedRow, rules: Iterable[ScopeRule]) -> ScopeRule:
     """Returns the first rule that matches. Raises CatalogError for a row that no rule matches."""
     for rule in rules:
         if rule.matches(row):
@@ -70,7 +70,7 @@ def rule_of(row: PublishedRow, rules: Iterable[Rule]) -> Rule:
 
 
 @cache
-def published_scope() -> tuple[Rule, ...]:
+def published_scope() -> tuple[ScopeRule, ...]:
     """Returns the rules shipped with the project."""
     text = (files("pstar_sim.validation") / "data" / "scope.toml").read_text(encoding="utf-8")
     return read_scope("scope.toml", text)

@@ -104,7 +104,7 @@ def adapter_of(workload: Workload) -> Adapter | None:
 
 
 @dataclass(frozen=True)
-class _Target:
+class _AdaptedWeight:
     a: str
     b: str
     inputs: int
@@ -125,7 +125,7 @@ class AdaptedTape(Tape):
         self.tokens = tokens
         self.names = adapter.targets if adapter.targets is not None else default_targets(family)
         self.input_first = family == "gpt"
-        self._targets: dict[str, _Target] = {}  # weight -> its adapter
+        self._targets: dict[str, _AdaptedWeight] = {}  # weight -> its adapter
         self._matrices: set[str] = set()
         self._pending: list[str] = []  # matrices read in this forward moment whose matmul has not come yet
         self._phase = Phase.FWD
@@ -157,7 +157,7 @@ class AdaptedTape(Tape):
             a, b = f"{module}.lora_A.weight", f"{module}.lora_B.weight"
             super().parameter(a, self.adapter.rank, inputs)
             super().parameter(b, outputs, self.adapter.rank)
-            self._targets[name] = _Target(a, b, inputs, outputs, shape[0] * shape[1])
+            self._targets[name] = _AdaptedWeight(a, b, inputs, outputs, shape[0] * shape[1])
 
     def size(self, names: Iterable[str]) -> int:
         """Returns the bytes of the gradients; base parameters have no gradient."""
@@ -222,7 +222,7 @@ class AdaptedTape(Tape):
     def _numel(self, name: str) -> int:
         return self.tensors[self._index[name]].numel
 
-    def _forward(self, target: _Target) -> None:
+    def _forward(self, target: _AdaptedWeight) -> None:
         rank, w, tokens = self.adapter.rank, self.width, self.tokens
         low, out = tokens * rank * w, tokens * target.outputs * w
         self._inside = True

@@ -9,7 +9,7 @@ import pytest
 from typer.main import get_command
 
 from pstar_sim.cli import main
-from pstar_sim.cli.app import app
+from pstar_sim.cli.typer_app import app
 
 COMMANDS = tuple(get_command(app).commands)  # type: ignore[attr-defined]
 SMALL = ["--model", "1B", "--batch", "1", "--seq", "1024", "--machine", "v100-32"]

@@ -42,7 +42,7 @@ def test_mistakes_are_one_line_before_anything_is_measured(
 
 def test_the_command_line_imports_no_torch_for_it() -> None:
     code = (
-        "import sys; from typer.main import get_command; from pstar_sim.cli.app import app; get_command(app); "
+        "import sys; from typer.main import get_command; from pstar_sim.cli.typer_app import app; get_command(app); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

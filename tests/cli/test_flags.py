@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from pstar_sim import Settings, load_plan
 from pstar_sim.cli import main
-from pstar_sim.cli.app import app
+from pstar_sim.cli.typer_app import app
 
 COMMANDS = tuple(get_command(app).commands)  # type: ignore[attr-defined]
 JOB = ["--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pstar_sim.core.checker.operations_in_parts import check_part, check_parts
 from pstar_sim.core.checker.order import legal_order
-from pstar_sim.core.checker.parts import check_part, check_parts
 from pstar_sim.core.checker.stash_trips import check_stash_step
 from pstar_sim.core.checker.unrolled import OTHERS, label
 from pstar_sim.core.plan import Plan, Resident

@@ -37,7 +37,7 @@ class Buckets:
         _, self._complete = arrivals(b.uses, shards.trained)
         self._bucket: list[int] = []
         self._bucket_params = 0
-        self._freed: list[list[int]] = []  # bucket -> steps that freed its lists
+        self._free_steps: list[list[int]] = []  # bucket -> steps that freed its lists
         self._before_bytes = 0  # bytes held by the bucket before
         self._bucket_bytes = 0  # bytes held by the open bucket, arriving gradients included
         self._stall: list[int] = []  # steps for which the next moment waits
@@ -45,7 +45,7 @@ class Buckets:
     def before(self, m: int) -> list[int]:
         """Open the lists of gradients that begin to arrive in moment `m`. Returns the steps for which the moment
         waits."""
-        gone = self._freed[-2] if len(self._freed) >= 2 else []  # at most two buckets are under way
+        gone = self._free_steps[-2] if len(self._free_steps) >= 2 else []  # at most two buckets are under way
         for c in self.lists.opens.get(m, ()):
             self.lists.open(c, m, gone)
             self._bucket_bytes += self.lists.bytes_of(c)
@@ -79,7 +79,7 @@ class Buckets:
         for c in self._bucket:
             self.arrived[c] = self._leave(c, m, here)
         listed = [c for c in self._bucket if c in self.lists.chunks]
-        self._freed.append([self.lists.freed[c] for c in listed])
+        self._free_steps.append([self.lists.freed[c] for c in listed])
         self._before_bytes = sum(self.lists.bytes_of(c) for c in listed)
         self._bucket_bytes -= self._before_bytes
         self._bucket, self._bucket_params = [], 0

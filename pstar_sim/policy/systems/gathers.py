@@ -31,10 +31,10 @@ class Gathers:
         self._b = shards.b
         self.opening: list[int] = []
         self.bytes_gathered = 0
-        self._asked: list[int] = []  # steps for which a new copy waits: the moment before
+        self._request_steps: list[int] = []  # steps for which a new copy waits: the moment before
         self._ready: dict[int, int] = {}  # chunk -> the step that made it whole for the open visit
         self._left_host: dict[int, int] = {}  # chunk -> the step that freed the host memory of a disk read
-        self._gone: dict[int, list[int]] = {}  # chunk -> the steps that freed the slices of a visit
+        self._free_steps: dict[int, list[int]] = {}  # chunk -> the steps that freed the slices of a visit
         self._reads: _ByMoment = defaultdict(list)
         self._fetches: _ByMoment = defaultdict(list)
         self._gathers: _ByMoment = defaultdict(list)
@@ -76,7 +76,7 @@ class Gathers:
 
     def behind(self, m: int, here: int) -> None:
         """Drop the slices of visits that end with moment `m`. here: the moment's step."""
-        self._asked = [here]
+        self._request_steps = [here]
         if m == 0:
             self.opening.append(here)
         for v in self._closes.get(m, ()):
@@ -84,19 +84,19 @@ class Gathers:
 
     def gone(self, c: int) -> list[int]:
         """Returns the steps after which all slices of the chunk's last visit are gone."""
-        return self._gone.get(c, [])
+        return self._free_steps.get(c, [])
 
     def _read(self, v: Visit) -> int:
         """Read this rank's slice from the disks to the host. Returns the step."""
         c = v.chunk
-        self._ready[c] = read_in(self._b, c, "param", v.first, [*self._asked, *self.gone(c)])
+        self._ready[c] = read_in(self._b, c, "param", v.first, [*self._request_steps, *self.gone(c)])
         return self._ready[c]
 
     def _fetch(self, v: Visit) -> int:
         """Fetch this rank's slice from the host, or from the disks through the host. Returns the fetch."""
         b, c = self._b, v.chunk
         read = [self._ready[c]] if self._shards.scheme.home is Place.NVME else []
-        self._ready[c] = b.fetch(c, v.first, after=[*self._asked, *read, *self.gone(c)])
+        self._ready[c] = b.fetch(c, v.first, after=[*self._request_steps, *read, *self.gone(c)])
         if read:
             self._left_host[c] = b.free(Queue.H2D, c, "param", Place.HOST, v.first, [self._ready[c]])
         return self._ready[c]
@@ -105,7 +105,7 @@ class Gathers:
         """Gather the other ranks' slices. Returns the gather."""
         c = v.chunk
         own = [] if self._shards.lives_on_gpu(c) else [self._ready[c]]
-        self._ready[c] = self._b.gather(c, v.first, [*self._asked, *own, *self.gone(c)])
+        self._ready[c] = self._b.gather(c, v.first, [*self._request_steps, *own, *self.gone(c)])
         self.bytes_gathered += self._b.layout.whole_bytes(c)
         return self._ready[c]
 
@@ -118,6 +118,6 @@ class Gathers:
         """Drop the unchanged slices that a visit has brought."""
         lists = ["remote"] if self._shards.ranks > 1 else []
         lists += [] if self._shards.lives_on_gpu(c) else ["param"]
-        self._gone[c] = [self._b.drop(Queue.COMPUTE, c, m, [here], name) for name in lists]
+        self._free_steps[c] = [self._b.drop(Queue.COMPUTE, c, m, [here], name) for name in lists]
         if c in self._left_host:
-            self._gone[c].append(self._left_host[c])
+            self._free_steps[c].append(self._left_host[c])

@@ -87,9 +87,9 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
     homes = homes_of(facts_of(workload, layout), machine.gpu_budget_bytes)
     unit = "group" if layout.ranks > 1 and not msc else "chunk"
 
-    def iterate(resident: frozenset[int]) -> _Iteration:
+    def iterate(resident: frozenset[int]) -> _SerialIteration:
         b = Builder("patrickstar", workload, machine, settings, layout=layout)
-        iteration = _Iteration(b, homes, resident, unit)
+        iteration = _SerialIteration(b, homes, resident, unit)
         iteration.run()
         return iteration
 
@@ -124,7 +124,7 @@ def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> La
     )
 
 
-class _Iteration:
+class _SerialIteration:
     """One iteration from a given set of chunks on the GPU, one action after the other."""
 
     def __init__(self, b: Builder, homes: Homes, resident: Collection[int], unit: str) -> None:

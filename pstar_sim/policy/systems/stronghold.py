@@ -61,7 +61,7 @@ def stronghold(workload: Workload, machine: Machine, settings: Settings, *, wind
     outside the window.
     """
     job = _job(workload, machine, settings)
-    solver = _Solver(_Layers(job))
+    solver = _Solver(_ChunksByLayer(job))
     w = solver.best() if window == "auto" else min(int(window), solver.layers.count)
     return solver.attempt(w).plan(_choices(solver, w, auto=window == "auto"))
 
@@ -70,7 +70,7 @@ def _job(workload: Workload, machine: Machine, settings: Settings) -> Job:
     return Job("stronghold", workload, machine, settings, Point(capacity="peak"))
 
 
-class _Layers:
+class _ChunksByLayer:
     """The layers of a job. A layer is a numbered module ("h.5"). In a model without numbered modules each chunk is a
     layer. A chunk belongs to the first layer whose parameters it holds. A chunk that also holds parameters of no layer
     belongs to none.
@@ -150,7 +150,7 @@ class _Solver:
     refused: window -> the error that says why it does not fit.
     """
 
-    def __init__(self, layers: _Layers) -> None:
+    def __init__(self, layers: _ChunksByLayer) -> None:
         self.layers = layers
         self.tried: dict[int, Attempt] = {}
         self.refused: dict[int, DoesNotFit] = {}
@@ -256,7 +256,7 @@ def _without_barrier(solver: _Solver, w: int) -> float:
     job = solver.layers.job
     free = _job(job.workload, job.machine, replace(job.settings, update="eager", clip=False))
     free.barrier = None  # also if the loss is scaled
-    return _Solver(_Layers(free)).attempt(w).iteration_s
+    return _Solver(_ChunksByLayer(free)).attempt(w).iteration_s
 
 
 def _choices(solver: _Solver, w: int, *, auto: bool) -> dict[str, object]:

@@ -31,7 +31,7 @@ def write_llama(t: Tape, s: Shape) -> None:
     """Write a model of the llama family: rotary positions, RMSNorm in fp32, gated feed-forward layers or experts."""
     m = s.model
     u = s.tokens * m.hidden * t.width
-    layers = _Layers(t, s)
+    layers = _LayerWriter(t, s)
     norms = layers.norms
     embedding, norm, head = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
     t.parameter(embedding, m.vocab, m.hidden)
@@ -64,7 +64,7 @@ def write_llama(t: Tape, s: Shape) -> None:
     t.open("backward-end", ROOT, Phase.BWD)
 
 
-class _Layers:
+class _LayerWriter:
     """The layers of a model on a tape."""
 
     def __init__(self, t: Tape, s: Shape) -> None:
