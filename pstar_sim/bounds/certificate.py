@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pstar_sim.bounds.bound_facts import Bound
 from pstar_sim.bounds.bounds import lower_bound, relative_to
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.figures import own_shares
+from pstar_sim.core.figures import BINDS_NAMES, own_shares
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import PlanError
@@ -123,7 +123,8 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, ear
     method = said.get("bound") if isinstance(said, Mapping) else None
     found = found or certificate_of(plan, lp=lp)
     kind = str(found.text["bound"])
-    own = f"{kind}: {format_s(found.seconds)}, {found.text['binding']} binds; relative to {found.text['relative_to']}"
+    binds = BINDS_NAMES.get(str(found.text["binding"]), found.text["binding"])
+    own = f"{kind}: {format_s(found.seconds)}, {binds} binds; relative to {found.text['relative_to']}"
     if found.note is not None:
         own += f"; {found.note}"
     if stored is None:

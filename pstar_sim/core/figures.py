@@ -14,13 +14,25 @@ from dataclasses import dataclass
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 
-__all__ = ["LEAST_ROOM", "OWN_SHARES", "Stated", "byte_figures", "moves_on_disks", "not_checked", "own_shares"]
+__all__ = [
+    "BINDS_NAMES",
+    "LEAST_ROOM",
+    "OWN_SHARES",
+    "Stated",
+    "byte_figures",
+    "moves_on_disks",
+    "not_checked",
+    "own_shares",
+]
 
 OWN_SHARES = "shares"
 """Name of the choice that says that figures were predicted with a separate workload for each rank."""
 LEAST_ROOM = " on the GPU with the least room"
 """Suffix of the words for GPU memory if ranks differ. The bytes left of the smallest GPU's budget are then the least
 room that any GPU has."""
+BINDS_NAMES = {"adam": "CPU Adam", "barrier": "CPU Adam", "dram": "host DRAM", "net": "collectives", "nvme": "disks"}
+"""Resource that binds -> its short name. A resource that is missing here has the name that plans use. Behind a barrier
+CPU Adam binds, too: answers that do not know the cost of the barrier cannot tell the two apart."""
 _MOVED = {"h2d_bytes": "h2d", "d2h_bytes": "d2h"}
 _PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
 

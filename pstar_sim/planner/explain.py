@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pstar_sim.arguments import choice, instance, number, whole
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.core.effects import gradient_list
-from pstar_sim.core.figures import LEAST_ROOM, OWN_SHARES, moves_on_disks, own_shares
+from pstar_sim.core.figures import BINDS_NAMES, LEAST_ROOM, OWN_SHARES, moves_on_disks, own_shares
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, to_text
 from pstar_sim.core.timeline import Timeline
@@ -48,7 +48,7 @@ _BINDS = {
     "h2d": "the link towards the GPU: the accelerator waits for parameters that are on their way",
     "d2h": "the link towards the host: the accelerator waits for room that gradients still take",
     "dram": "host memory bandwidth, which copies and CPU Adam share",
-    "barrier": "the barrier: no Adam may run before all gradients are there",
+    "barrier": "CPU Adam behind the barrier: no Adam may run before all gradients are there",
     "net": "the collectives: the accelerator waits for slices of other ranks, or for its gradients to be summed",
     "nvme": "the disks: the accelerator waits for what is on them",
 }
@@ -405,7 +405,8 @@ def _certificate(plan: Plan) -> list[str]:
     if said.get("bound") is None:
         return [f"  no lower bound: {said['reason']}"] if "reason" in said else []
     note = f"; {said['note']}" if "note" in said else ""
-    return [f"  the bound: {said['bound']}, {said['binding']} binds; relative to {said['relative_to']}{note}"]
+    binds = BINDS_NAMES.get(str(said["binding"]), said["binding"])
+    return [f"  the bound: {said['bound']}, {binds} binds; relative to {said['relative_to']}{note}"]
 
 
 def _worded(name: str, value: object) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from pstar_sim.report.tables import BINDS_NAMES, format_percent, heading
+from pstar_sim.core.figures import BINDS_NAMES
+from pstar_sim.report.tables import format_percent, heading
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_s
 

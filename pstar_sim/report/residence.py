@@ -39,8 +39,8 @@ class Residence:
     edges_s: n + 1 edges of the bins, seconds from the start of the steady iteration.
     first_chunks: first chunk of each row of `contents`; a row ends before the next row's first chunk.
     chunks: number of chunks.
-    contents: rows x n indices into CONTENTS, with n bins: the kind of most of the row's bytes. A chunk that was on the
-        GPU for a part of a bin counts there as the kind that it had for the longest time.
+    contents: rows x n indices into CONTENTS, with n bins: the kind of most of the bytes that the row has on the GPU. A
+        chunk that was there for a part of a bin counts as the kind that it had for the longest time.
     """
 
     edges_s: NDArray[np.float64]
@@ -49,7 +49,7 @@ class Residence:
     contents: Ints
 
 
-def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 96) -> Residence:
+def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 240) -> Residence:
     """Returns the map of a plan whose steps ran as the timeline says.
 
     bins: number of bins of time.
@@ -72,6 +72,7 @@ def residence(plan: Plan, timeline: Timeline, *, bins: int = 240, rows: int = 96
                 held_s[content] += np.clip(np.minimum(edges[1:], high) - np.maximum(edges[:-1], low), 0.0, None)
         held_s[AWAY] = LEAST_PART * (edges[1] - edges[0])  # a chunk that was there for any longer is shown
         votes[chunk // per_row, held_s.argmax(axis=0), columns] += weight[chunk]
+    votes[AWAY] *= LEAST_PART  # a row is away only when all of its chunks are
     return Residence(edges_s=edges, first_chunks=first, chunks=count, contents=votes.argmax(axis=1))
 
 

@@ -108,7 +108,7 @@ def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
     found = []
     for span in timeline.spans:
         start_s, end_s = max(span.start_s - origin, 0.0), min(span.end_s - origin, timeline.iteration_s)
-        if end_s > start_s:
+        if end_s > start_s and (span.kind is Kind.COMPUTE or span.kind in STEPS):  # else bookkeeping, of a few us
             found.append((span, start_s, end_s))
     return found
 
@@ -116,6 +116,6 @@ def _steady_spans(timeline: Timeline) -> list[tuple[Span, float, float]]:
 def _style(timeline: Timeline, span: Span) -> tuple[str, str, str]:
     """Returns the span's name in the legend, its colour, and the colour of its number."""
     if span.kind is not Kind.COMPUTE:
-        return STEPS.get(span.kind, (span.kind.value, "#CCCCCC", "black"))
+        return STEPS[span.kind]
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"
     return phase, PHASES.get(phase, "#CCCCCC"), "white" if phase == "ADAM" else "black"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.planner.confidence import confidence, confidence_line
 from pstar_sim.planner.trust import error_of_change
 from pstar_sim.terminal import table_text, terminal_width, wrap
@@ -33,10 +34,6 @@ __all__ = [
     "refusal_text",
     "trust_lines",
 ]
-
-BINDS_NAMES = {"adam": "CPU Adam", "barrier": "CPU Adam", "dram": "host DRAM", "net": "collectives", "nvme": "disks"}
-"""Resource that binds -> short name for a table. A resource that is missing here has the name that plans use. Behind a
-barrier it is CPU Adam that binds, too: answers that do not know the cost of the barrier cannot tell the two apart."""
 
 BINDS_WORDS = BINDS_NAMES | {"h2d": "copies to the GPU", "d2h": "copies to the host"}
 """Resource that binds -> name on a page."""

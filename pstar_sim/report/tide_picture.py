@@ -294,8 +294,8 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
         (handles["capacity of a static partition"],) = ax.plot(
             ends, [constant / unit] * 2, color="black", linestyle=":", linewidth=1.2, zorder=3
         )
-    fine = len(curves.edges) > 400  # a line as wide as a moment would hide the teeth of the curve
-    ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.25 if fine else 0.9, zorder=3)
+    if len(curves.edges) <= 400:  # a line along dense teeth would look like an area of its own
+        ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.9, zorder=3)
     (handles["capacity (the plan's budget)"],) = ax.plot(
         ends, [capacity / unit] * 2, color="black", linestyle="--", linewidth=1.4, zorder=4
     )

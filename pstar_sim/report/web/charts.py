@@ -140,8 +140,8 @@ def tide_chart(
         name, colour = CATEGORY_NAMES.get(category, category), CATEGORIES.get(category, "#999999")
         data.append({**_area(xs, floor, values, name, colour, scale, unit), "fill": "tonexty" if data else "tozeroy"})
         legend[name] = colour
-    line = capacity - curves.tide
-    data.append({**_line(xs, line, "@line", 0.4 if len(xs) > 400 else 1.0, scale),
+    line = capacity - curves.tide  # a line along dense teeth would look like an area of its own
+    data.append({**_line(xs, line, "@line", 0.0 if len(xs) > 400 else 1.0, scale),
                  "customdata": _scaled(curves.tide, scale),
                  "hovertemplate": f"the tide: %{{customdata:.4g}} {unit}<extra></extra>"})  # fmt: skip
     top = {"x": [xs[0], xs[-1]], "y": [capacity / scale] * 2, "mode": "lines", "type": "scatter"}
@@ -322,7 +322,7 @@ def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]
     rows: dict[str, list[_Bar]] = {}
     for span in sorted(timeline.spans, key=lambda s: (s.start_s, s.end_s)):
         start_s, end_s = _within(span.start_s - origin, span.end_s - origin, timeline)
-        if end_s > start_s:
+        if end_s > start_s and (span.kind is Kind.COMPUTE or span.kind in STEPS):  # else bookkeeping, of a few us
             name, colour = _style(timeline, span)
             bar = _bar(start_s, end_s, name, colour, span.bytes, f"{name}{_about(span, names)}")
             rows.setdefault(QUEUE_NAMES[span.queue], []).append(bar)
@@ -384,7 +384,7 @@ def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
 
 def _style(timeline: Timeline, span: Span) -> tuple[str, str]:
     if span.kind is not Kind.COMPUTE:
-        name, colour, _ = STEPS.get(span.kind, (span.kind.value, "#999999", ""))
+        name, colour, _ = STEPS[span.kind]
         return name, "@deep" if span.kind is Kind.GPU_ADAM else colour  # dark text on a dark bar cannot be read
     phase = timeline.phases[span.moment] if timeline.phases and span.moment is not None else "compute"
     return phase, PHASES.get(phase, "#CCCCCC")
@@ -424,7 +424,7 @@ def residence_chart(found: Residence, *, right_s: float) -> Chart:
     bin_s = float(found.edges_s[1] - found.edges_s[0])
     note = f"a column is {format_s(bin_s)}; a chunk that was there for a part of it is shown"
     if per_row > 1:
-        note = f"{found.chunks} chunks in rows of {per_row}, each in the colour of most of its bytes; {note}"
+        note = f"{found.chunks} chunks in rows of {per_row}, each in the colour of most of the bytes there; {note}"
     shown = layout(
         height=340,
         xaxis=axis("time in the iteration [s]", range=[0, right_s]),

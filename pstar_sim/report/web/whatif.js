@@ -53,7 +53,7 @@ function job() {
   table("job-table", ["policy", "seconds per iteration", "tokens/s", "$ per million tokens", "above the bound", "binds", "GPU", "host"],
     found.map((p) => p.fits === true
       ? [label("policy", p.policy), seconds(p.iteration_s) + error(p), digits(p.tokens_per_s) + error(p),
-        perMillion(p) === null ? "no price" : `$${digits(perMillion(p))}${error(p)}`, p.gap === null ? "" : `${digits(100 * p.gap)} %`,
+        perMillion(p) === null ? "no price" : `$${digits(perMillion(p))}${error(p)}`, p.gap === null ? "" : `${(100 * p.gap).toFixed(p.gap < 0.00995 ? 2 : 1)} %`,
         binds(p), gigabytes(p.peak_gpu_bytes), gigabytes(p.peak_host_bytes)]
       : [label("policy", p.policy), "does not fit", "", "", "", "", "", ""]));
 }
@@ -121,14 +121,17 @@ function pareto(all) {
   const bars = (mine, of) => ({ type: "data", array: mine.map((o) => of(o) * (o.point.expected_error || 0)), thickness: 1.2, width: 3 });
   const front = all.filter((o) => !all.some((other) => x(other) <= x(o) && y(other) >= y(o) && (x(other) < x(o) || y(other) > y(o))))
     .sort((a, b) => x(a) - x(b));
+  const narrow = document.getElementById("pareto").clientWidth < 480; // room for the names of the two ends
+  const named = narrow ? [front[0], front[front.length - 1]] : front;
+  const most = Math.max(...all.map(x));
   const symbols = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star"];
   const policies = [...new Set(all.map((o) => o.point.policy))].sort((a, b) => a - b);
   const data = [{ type: "scatter", mode: "lines", x: front.map(x), y: front.map(y), line: { color: "@ink", width: 1, dash: "dot" }, hoverinfo: "skip" }];
   for (const policy of policies) {
     const mine = all.filter((o) => o.point.policy === policy);
     data.push({ type: "scatter", mode: "markers+text", name: label("policy", policy), x: mine.map(x), y: mine.map(y),
-      error_x: bars(mine, x), error_y: bars(mine, y), text: mine.map((o) => (front.includes(o) ? label("machine", o.point.machine) : "")),
-      textposition: "top left", cliponaxis: false, customdata: mine.map((o) => `${label("machine", o.point.machine)}, ${label("policy", policy)}`),
+      error_x: bars(mine, x), error_y: bars(mine, y), text: mine.map((o) => (named.includes(o) ? label("machine", o.point.machine) : "")),
+      textposition: mine.map((o) => (x(o) < most / 2 ? "bottom right" : "top left")), cliponaxis: false, customdata: mine.map((o) => `${label("machine", o.point.machine)}, ${label("policy", policy)}`),
       hovertemplate: "%{customdata}<br>$%{x:.3g} per million tokens<br>%{y:.3g} tokens/s<extra></extra>",
       marker: { size: 11, symbol: symbols[policy % symbols.length], color: values.colours[policy], line: { width: 1, color: "@ink" } } });
   }
@@ -169,7 +172,7 @@ function more() {
     });
   const name = label(MODEL, chosen[MODEL]);
   write("more", rows.length + same.length === 0 ? "The sweep varies no part of the machine."
-    : rows.length === 0 ? "No other part of the sweep changes anything."
+    : rows.length === 0 ? `Nothing. Without effect: ${same.join("; ")}.`
     : !now ? `${name} does not fit on this machine as it is.`
     : `${name} takes ${seconds(now.iteration_s)}${error(now)} now; ${rows.map((row) => row.says).join("; ")}.`);
   table("more-table", ["another part", "seconds per iteration", "change", "largest model", "largest now"], rows.map((row) => row.cells));
