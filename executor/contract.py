@@ -49,7 +49,13 @@ gives the result of each act in each state of the loop.
 | model and optimizer dropped without `session.close()` | as plain torch, collected with threads and memory |
 | an operator refused memory by CUDA | the error, as in plain torch; `session.ladder.recover(error)`, then run again |
 | a CUDA graph captured between `prepare` and `session.close()` | PlanError in the thread that trains: capture before |
-| a batch of another shape | runs and counts as a deviation if it fits the budget, DoesNotFit otherwise |
+| a batch with no dimension longer than the plan's | as plain torch, on plan, counted as a deviation |
+| a batch with a longer dimension | a new plan between iterations, on demand inside one, or DoesNotFit |
+| writing, loading, moving or copying the model after a Trainer's `train()` | the run ends first: as plain torch |
+| the same on several ranks | ContractError: `session.close()` on all ranks first |
+| `session.renew(plan)` on several ranks | PlanError: save, prepare under the new plan, load |
+| `session.step` of several micro-batches under `checkpoints=host` | ContractError: one, or layer by layer |
+| a `channels_last` model | as plain torch; contiguous copies while prepared, its own format again after `close()` |
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ from executor.session.timetable import Timetable
 from executor.session.updates import Updates
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.errors import ContractError, PlanError
 
 __all__ = ["Session", "SessionOptions"]
 
@@ -282,7 +283,13 @@ class Session:
         return self.loop.still()
 
     def renew(self, plan: Plan) -> None:
-        """Continue under another plan: see `lifetime.renewal`. Ends a running evaluation first."""
+        """Continue under another plan: see `lifetime.renewal`. Ends a running evaluation first. Raises PlanError on
+        several ranks."""
+        if self.ranks is not None:
+            raise PlanError(
+                "session.renew on several ranks: each rank holds slices that the other plan cuts elsewhere; save a "
+                "checkpoint (optimizer.save), prepare the model under the new plan on all ranks, and load it"
+            )
         if self.cursor.visiting:
             self.demand.end_visit()
         renew(self, plan)
@@ -307,10 +314,17 @@ class Session:
         log.info("iteration %d left the plan: %s", self.iteration, reason)
 
     def end_after_training(self) -> bool:
-        """End the run, as `close()`, if the run has one process and its training is over (`trained`). Called when the
-        user's code does something that a prepared model does not allow. Returns whether it did."""
-        if not self.trained or self.ranks is not None or self.closed:
+        """End the run, as `close()`, if its training is over (`trained`). Called when the user's code does something
+        that a prepared model does not allow. Returns whether it did. Raises ContractError on several ranks, where
+        `close` is for all of them at once."""
+        if not self.trained or self.closed:
             return False
+        if self.ranks is not None:
+            raise ContractError(
+                "training is over, and the run of several ranks still holds the parameters: each rank has a part of "
+                "them; call session.close() on all ranks (trainer.offload_session.close()), then write weights, load, "
+                "move or copy the model"
+            )
         self.close()
         return True
 

@@ -91,7 +91,7 @@ def unload_parameters(host: Host, home: torch.device, source: ValueSource | None
             continue
         shape, value = parameter.shape, _loaded_value(host, chunk, tensor)
         disown(parameter)
-        parameter.data = value.to(home, copy=True).reshape(shape)
+        parameter.data = host.reader.in_memory_format(tensor, value.to(home, copy=True).reshape(shape))
 
 
 def _loaded_value(host: Host, chunk: int, tensor: int) -> torch.Tensor:

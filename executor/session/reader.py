@@ -75,6 +75,8 @@ class Reader:
         self.switched: set[int] = set()
         self.is_open = False
         self.on_demand: Callable[[Any, Sequence[nn.Parameter], Any, Any], Any] = _nobody
+        # In memory a parameter may have another order of dimensions (channels_last), which it gets back at the end.
+        self._strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
         self._classes = threading.Lock()  # a queue's thread and the user's may change a parameter's class at once
 
     # -- which parameters may be read directly ------------------------------------------------------------------------
@@ -231,7 +233,14 @@ class Reader:
                 disown(parameter)
                 found = value(t)
                 if found is not None:
-                    parameter.data = found
+                    parameter.data = self.in_memory_format(t, found)
+
+    def in_memory_format(self, tensor: int, value: torch.Tensor) -> torch.Tensor:
+        """Returns the value in the memory format (channels_last) that the parameter had before `prepare`."""
+        stride = self._strides[tensor]
+        if value.stride() == stride:
+            return value
+        return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _nobody(func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import executor
+from pstar_sim.errors import PstarError
 
 STEPS = 3
 
@@ -28,6 +30,15 @@ def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> flo
     """Largest difference of two parameters."""
     assert mine.keys() == theirs.keys()
     return max(float((mine[name] - p).abs().max()) for name, p in theirs.items())
+
+
+def refusal_of(action: Callable[[], object]) -> str:
+    """The words in which the action is refused; "" if it is not."""
+    try:
+        action()
+    except PstarError as error:
+        return str(error)
+    return ""
 
 
 # -- a loop -----------------------------------------------------------------------------------------------------------
@@ -70,6 +81,7 @@ def loop(folder: Path) -> dict[str, Any]:
     return {
         "plain": plain, "losses": losses, "apart": apart(weights(model), weights(replica.module)),
         "ranks": len(session.plan.machine.ranks), "deviations": list(session.deviation_log),
+        "renewed": refusal_of(lambda: session.renew(session.plan)),
         "moved": session.status().links["h2d"].moved_bytes,
     }  # fmt: skip
 
@@ -118,7 +130,12 @@ def trained(folder: Path) -> dict[str, Any]:
     mine.train()
     mine.save_model(str(folder / "saved"))
     done, said = weights(mine.model), said_by(mine)
-    mine.offload_session.close(restore=False)
+    output = mine.model.lm_head.weight
+    refused = refusal_of(lambda: output.detach().mul_(2))
+    mine.offload_session.close()
+    with torch.no_grad():
+        output.mul_(2)
+    written = bool(torch.equal(output, 2 * done["transformer.wte.weight"]))
     again = executor.hf.offload(trainer(folder / "again"), "400KB", policy="tide")
     again.train(resume_from_checkpoint=str(folder / "mine" / "checkpoint-2"))
     resumed = weights(again.model)
@@ -133,6 +150,7 @@ def trained(folder: Path) -> dict[str, Any]:
         "plain": said_by(plain), "mine": said,
         "apart": apart(done, weights(plain.accelerator.unwrap_model(plain.model))),
         "resumed_apart": apart(resumed, done), "launched": status, "told": told.getvalue(),
+        "refused": refused, "written": written,
     }  # fmt: skip
 
 

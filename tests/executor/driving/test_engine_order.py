@@ -13,6 +13,7 @@ import executor
 from executor.driving.borders import Borders, find_blocks, shared_part
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, ModelError
+from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.mixing import block_names, mix_blocks, offload_blocks
 
 TOLERANCE = 1e-6
@@ -282,6 +283,19 @@ def test_what_step_refuses(start: Callable[..., Any], kit: Any) -> None:
         run.session.step([batch])
     run.optimizer.zero_grad()
     run.session.step([batch])
+
+
+def test_inputs_of_blocks_on_the_host_are_for_one_micro_batch(start: Callable[..., Any], kit: Any) -> None:
+    """The policy plans several; the engine runs one, and says so before anything changes."""
+    model, draw = kit.build("gpt2", checkpointing=True)
+    w = kit.workload_of(model, draw(torch.Generator().manual_seed(9)), micro_batches=2)
+    plan = find_policy("zero3_offload:checkpoints=host")(w, kit.small_machine(10**8), Settings(clip=False))
+    assert plan.workload.boundaries_on_host
+    run = start("gpt2", "zero3_offload", checkpointing=True, plan=plan)
+    before = run.model.state_dict()
+    with pytest.raises(ContractError, match="2 micro-batches one after the other; that runs with one micro-batch only"):
+        run.session.step([next(run.batches) for _ in range(2)])
+    assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
 
 
 def test_fewer_micro_batches_and_other_shapes_are_plain_torch_too(start: Callable[..., Any], kit: Any) -> None:

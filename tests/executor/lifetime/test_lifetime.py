@@ -193,3 +193,37 @@ def test_queues_that_were_stopped_are_refused_in_words(kit: Any) -> None:
         executor.prepare(model, plan, executor.AdamW(), queues=queues)
     assert is_plain(model)
     executor.prepare(model, plan, executor.AdamW(), queues=queues.renew())[1].session.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_channels_last_model_gets_its_memory_format_back(
+    fails: bool, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After training and `close`, and after a prepare that fails behind the values. Results are plain torch's."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(), nn.LazyLinear(4))
+    images = torch.randn(2, 3, 12, 12).to(memory_format=torch.channels_last)
+    net(images)
+    net.to(memory_format=torch.channels_last)
+    twin, strides = copy.deepcopy(net), [p.stride() for p in net.parameters()]
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return model(images).square().mean()
+
+    workload = executor.capture_module(net, (images,), loss=lambda model, batch: model(*batch).square().mean())
+    plan = kit.tight_plan("tide", workload, Settings(clip=False))
+    if fails:
+        monkeypatch.setattr(executor.Session, "start", lambda session: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            executor.prepare(net, plan, executor.AdamW(lr=1e-2))
+    else:
+        _, optimizer = executor.prepare(net, plan, executor.AdamW(lr=1e-2))
+        plain = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+        for _ in range(3):
+            for model, steps in ((net, optimizer), (twin, plain)):
+                loss(model).backward()
+                steps.step()
+                steps.zero_grad()
+        optimizer.session.close()
+    assert [p.stride() for p in net.parameters()] == strides and strides[0] != strides[-2]
+    assert all(kit.distance(p.detach(), q.detach()) <= 1e-6 for p, q in zip(net.parameters(), twin.parameters()))
