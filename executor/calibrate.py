@@ -31,7 +31,7 @@ from pstar_sim.catalog.writing import machine_toml
 from pstar_sim.core.step import Queue
 from pstar_sim.errors import CatalogError, PlanError
 from pstar_sim.files import check_writable, write_atomically
-from pstar_sim.units import GB, format_bytes
+from pstar_sim.units import GB, format_bytes, format_count
 from pstar_sim.workload.workload import DTYPE_BYTES
 
 __all__ = ["Findings", "calibrate", "machine_of", "measure", "write_machine"]
@@ -320,7 +320,7 @@ def machine_of(
         cores=cores,
         adam_params_per_s=adam,
         measured=True,
-        source=f"{origin}; Adam on {used} thread{'s' if used > 1 else ''} as the executor runs it{_bound(found.numa)}",
+        source=f"{origin}; Adam on {format_count(used, 'thread')} as the executor runs it{_bound(found.numa)}",
         known="measured",
         adam_table=found.adam,
         dram_measured=True,

@@ -1,8 +1,11 @@
-"""Units of bytes, and the text for bytes and seconds. GB = 1e9, GiB = 2**30; converted only here."""
+"""Units of bytes, and the text for bytes, seconds and counts. GB = 1e9, GiB = 2**30; converted only here."""
 
 from __future__ import annotations
 
-__all__ = ["BYTES_OF", "GB", "GIB", "KIB", "MB", "MIB", "format_bytes", "format_error", "format_s"]
+__all__ = [
+    "BYTES_OF", "GB", "GIB", "KIB", "MB", "MIB", "format_bytes", "format_count", "format_error", "format_params",
+    "format_s",
+]  # fmt: skip
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
@@ -25,6 +28,18 @@ def format_s(time_s: float) -> str:
     if time_s >= 1e-3:
         return f"{time_s * 1e3:.1f} ms"
     return f"{time_s * 1e6:.0f} us"
+
+
+def format_params(count: float) -> str:
+    """Returns a number of parameters for people: "8.03 B", "124.4 M", "4,096"."""
+    if count >= 1e9:
+        return f"{count / 1e9:.2f} B"
+    return f"{count / 1e6:.1f} M" if count >= 50_000 else f"{count:,.0f}"
+
+
+def format_count(number: int, what: str) -> str:
+    """Returns a number of things: "1 chunk", "2 micro-batches". what: the word for a single thing."""
+    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def format_error(share: float | None) -> str:

@@ -36,6 +36,7 @@ from executor.memory.contents import Contents
 from executor.saving.tensor_files import StoredTensor, TensorFile, piece_buffer
 from pstar_sim.core.step import Place
 from pstar_sim.errors import WeightsError
+from pstar_sim.units import format_params
 from pstar_sim.workload.workload import Tensor
 
 __all__ = ["Weights", "check_values", "give_memory", "persistent_buffers", "some"]
@@ -326,7 +327,7 @@ class Weights:
         for (stored, working, frozen), numel in counts.most_common():
             kept = f"working copies in {working}" if working != "fp32" else "working copies the same"
             masters = "frozen, no masters" if frozen else "fp32 masters from the file's values"
-            parts.append(f"{numel / 1e6:,.1f} M parameters stored in {stored}: {masters}, {kept}")
+            parts.append(f"{format_params(numel)} parameters stored in {stored}: {masters}, {kept}")
         return f"weights {self.folder}: " + "; ".join(parts)
 
     def holds(self, tensor: int) -> bool:

@@ -48,7 +48,7 @@ def demo(
     from pstar_sim.report.tables import comparison_text
     from pstar_sim.report.tide_picture import tide_figure
     from pstar_sim.terminal import terminal_width
-    from pstar_sim.units import format_bytes
+    from pstar_sim.units import format_bytes, format_params
     from pstar_sim.workload.trace import save_trace
     from pstar_sim.workload.workload import repeat_micro_batch
 
@@ -62,7 +62,7 @@ def demo(
     save_trace(traced, out / "trace.parquet")
     need = traced.params * (4 + traced.optimizer.states_bytes_per_param)
     tell(
-        f"   {traced.params / 1e6:.1f} M parameters, {len(traced.moments)} moments, tide between "
+        f"   {format_params(traced.params)} parameters, {len(traced.moments)} moments, tide between "
         f"{format_bytes(min(m.peak_bytes for m in traced.moments))} and {format_bytes(traced.peak_non_model_bytes)}; "
         f"model data {format_bytes(need)}, GPU {GPU_MEMORY}\n"
     )

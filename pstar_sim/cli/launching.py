@@ -171,12 +171,13 @@ class _Report:
         if self.quiet:
             return
         from pstar_sim.cli.run_report import predicted_bar, predicted_from
-        from pstar_sim.units import format_bytes, format_s
+        from pstar_sim.units import format_bytes, format_params, format_s
 
         machine, timeline = self._predict(plan)
         w, peaks, moved = plan.workload, timeline.peak_bytes, timeline.moved_bytes
         tell(
-            f"{w.model}: {_millions(w.params)} parameters in {w.dtype}, {w.micro_batches} x batch {w.batch} per step"
+            f"{w.model}: {format_params(w.params)} parameters in {w.dtype}, "
+            f"{w.micro_batches} x batch {w.batch} per step"
             f"{', activations recomputed' if w.checkpointing else ''}"
         )
         tell(executor_module("offloading").describe(plan))
@@ -218,6 +219,7 @@ class _Report:
         from pstar_sim.cli.run_report import is_lower_bound, predictor, smaller_batches
         from pstar_sim.report.run_figures import figures, figures_text
         from pstar_sim.terminal import terminal_width
+        from pstar_sim.units import format_count
 
         session.drain()
         plan, status, step = session.plan, session.status(), session.steps.last_on_plan()
@@ -245,8 +247,7 @@ class _Report:
             },
         )
         say(figures_text(rows, width=terminal_width()))
-        steps = "1 step" if status.iterations == 1 else f"{status.iterations} steps"
-        tell(f"{steps}, measured: {_measured_step(step)}; {_deviations(status)}")
+        tell(f"{format_count(status.iterations, 'step')}, measured: {_measured_step(step)}; {_deviations(status)}")
         if status.tide is not None:
             tell(str(status.tide))
 
@@ -260,10 +261,6 @@ def _measured_step(step: Any) -> str:
         f"step {step.number}, on plan with smaller batches ({share:.0%} of the planned elements, to which the "
         "predicted compute is scaled)"
     )
-
-
-def _millions(params: int) -> str:
-    return f"{params / 1e6:,.1f} M" if params >= 50_000 else f"{params:,}"
 
 
 def _deviations(status: Any) -> str:

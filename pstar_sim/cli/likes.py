@@ -11,6 +11,7 @@ import typer
 
 from pstar_sim.cli.flags import SettingFlags
 from pstar_sim.errors import PstarError
+from pstar_sim.units import format_count
 
 if TYPE_CHECKING:
     from pstar_sim.catalog.machine import Machine
@@ -52,7 +53,8 @@ class Likes:
             processes = c.detail.get("processes", ranks)
             if processes != ranks:
                 raise PstarError(
-                    f"{label}: num_processes = {processes}, but {machine.name} has {_count(ranks, 'GPU')}; give --gpus"
+                    f"{label}: num_processes = {processes}, but {machine.name} has "
+                    f"{format_count(ranks, 'GPU')}; give --gpus"
                 )
         return replace(job, **filled), replace(setting, clip=clip)
 
@@ -135,8 +137,8 @@ def _check_train_batch(label: str, c: Configuration, filled: dict[str, Any], ran
     if c.train_batch is not None and batch is not None and c.train_batch != batch * micro_batches:
         raise PstarError(
             f"{label}: {c.train_batch_key} = {c.train_batch} sequences per iteration, but "
-            f"{_count(batch // ranks, 'sequence')} per GPU x {_count(micro_batches, 'micro-batch')} x "
-            f"{_count(ranks, 'GPU')} make {batch * micro_batches}; {c.framework} refuses it"
+            f"{format_count(batch // ranks, 'sequence')} per GPU x {format_count(micro_batches, 'micro-batch')} x "
+            f"{format_count(ranks, 'GPU')} make {batch * micro_batches}; {c.framework} refuses it"
         )
 
 
@@ -144,14 +146,10 @@ def _words(name: str, value: Any) -> str:
     if name in ("clip", "checkpointing"):
         return f"{'' if value else 'no '}{'clipping' if name == 'clip' else 'checkpointing'}"
     if name == "batch":
-        return f"{_count(value, 'sequence')} on all GPUs together"
+        return f"{format_count(value, 'sequence')} on all GPUs together"
     if name == "micro_batches":
-        return _count(value, "micro-batch")
+        return format_count(value, "micro-batch")
     return f"sequences of {value}" if name == "seq" else str(value)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def _flag(name: str, value: Any) -> str:

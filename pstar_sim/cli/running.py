@@ -161,7 +161,9 @@ def _facts(w: Workload) -> dict[str, object]:
 
 
 def _model_words(w: Workload) -> str:
-    return f"{w.model}, {w.params / 1e6:,.1f} M parameters in {w.dtype}"
+    from pstar_sim.units import format_params
+
+    return f"{w.model}, {format_params(w.params)} parameters in {w.dtype}"
 
 
 def _variant_words(w: Workload) -> str:

@@ -15,7 +15,7 @@ from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.follows import Follows
 from pstar_sim.frameworks.host_memory import HostNeed
-from pstar_sim.frameworks.targets import host_need
+from pstar_sim.frameworks.targets import target_of
 from pstar_sim.planner.batch_shares import share_out
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.fits import Fit
@@ -142,7 +142,7 @@ def predict(
         label=label,
         configuration=configuration,
         policy=configuration.policy,
-        host=host_need(configuration, share.workload, len(machine.ranks)),
+        host=target_of(configuration).memory.host_need(configuration, share.workload, len(machine.ranks)),
         host_available_bytes=machine.host_budget_bytes,
         gpu_available_bytes=machine.gpu_budget_bytes,
     )

@@ -9,10 +9,9 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.frameworks import accelerate, deepspeed, fsdp, fsdp2, megatron, torchtitan
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
-from pstar_sim.frameworks.host_memory import HostNeed, MemoryRules
-from pstar_sim.workload.workload import Workload
+from pstar_sim.frameworks.host_memory import MemoryRules
 
-__all__ = ["TARGETS", "Target", "host_need", "target_of"]
+__all__ = ["TARGETS", "Target", "target_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +90,3 @@ TARGETS = {
 
 def target_of(configuration: Configuration) -> Target:
     return TARGETS[configuration.framework]
-
-
-def host_need(configuration: Configuration, workload: Workload, ranks: int) -> HostNeed:
-    """Returns the host memory that the framework takes on one rank.
-
-    workload: the workload of one rank.
-    """
-    return target_of(configuration).memory.host_need(configuration, workload, ranks)

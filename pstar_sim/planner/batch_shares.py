@@ -16,7 +16,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import flops_rate
 from pstar_sim.errors import PstarError
-from pstar_sim.units import format_s
+from pstar_sim.units import format_count, format_s
 from pstar_sim.workload.presets import default_dtype, variant
 from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Product, Workload, retype
 
@@ -258,7 +258,7 @@ def unmodelled_notes(
     worst = max(best.stall_s, key=lambda cause: best.stall_s[cause])
     said = (
         f"even under {name} the GPUs wait {format_s(waits)} of {format_s(best.iteration_s)} (most for {_WAITS[worst]}) "
-        f"with {workload.batch} sequence{'s' if workload.batch > 1 else ''} per GPU and micro-batch"
+        f"with {format_count(workload.batch, 'sequence')} per GPU and micro-batch"
     )
     if worst == "net" and machine.nodes > 1:
         notes.append(f"{said}: pipeline parallelism between the nodes, which exchanges activations only, may be faster")

@@ -30,7 +30,7 @@ from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
 from pstar_sim.sim.play import play
 from pstar_sim.terminal import terminal_width, wrap
-from pstar_sim.units import format_bytes, format_s
+from pstar_sim.units import format_bytes, format_params, format_s
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.workload import Phase, Workload, activations_text
 
@@ -243,8 +243,7 @@ def _job(plan: Plan) -> list[str]:
         if barrier
         else "Adam may run as soon as its gradient is final"
     )
-    params = f"{w.params / 1e9:.2f} B" if w.params >= 1e9 else f"{w.params / 1e6:.1f} M"
-    what = f"{w.model} ({params} parameters, {w.dtype})"
+    what = f"{w.model} ({format_params(w.params)} parameters, {w.dtype})"
     each = " per GPU" if len(m.ranks) > 1 else ""
     order = ", layer by layer" if w.layer_major else ""
     most = "at most " if OWN_SHARES in plan.choices else ""

@@ -12,7 +12,7 @@ from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
 from pstar_sim.report.tables import batch_words, format_barred, format_size, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
-from pstar_sim.units import GB, format_bytes, format_error, format_s
+from pstar_sim.units import GB, format_bytes, format_error, format_params, format_s
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.lora import adapter_of
@@ -28,7 +28,7 @@ __all__ = ["cheapest_text", "fits_text", "limits_text", "sensitivity_text"]
 
 
 def _params(count: float | None) -> str:
-    return "" if count is None else f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.1f} M"
+    return "" if count is None else format_params(count)
 
 
 def _folded(texts: Sequence[str], width: int) -> list[str]:

@@ -9,7 +9,7 @@ from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.planner.confidence import confidence, confidence_line
 from pstar_sim.planner.trust import error_of_change
 from pstar_sim.terminal import table_text, terminal_width, wrap
-from pstar_sim.units import GB, format_bytes, format_s
+from pstar_sim.units import GB, format_bytes, format_params, format_s
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.workload import activations_text
 
@@ -26,7 +26,6 @@ __all__ = [
     "comparison_text",
     "format_barred",
     "format_change",
-    "format_params",
     "format_percent",
     "format_size",
     "heading",
@@ -95,10 +94,6 @@ def batch_words(answer: TableAnswer) -> str:
     if ranks > 1:
         words += f" ({'' if w.batch * ranks == answer.batch else 'at most '}{w.batch} per GPU)"
     return words
-
-
-def format_params(count: int) -> str:
-    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
 HEADS = (

@@ -11,7 +11,7 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.room import describe_moment
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes import gradient_rows
-from pstar_sim.units import format_bytes
+from pstar_sim.units import format_bytes, format_count
 
 __all__ = ["check_gpu", "check_host", "held_on_host"]
 
@@ -40,7 +40,7 @@ def _parts(job: Job, worst: int) -> list[str]:
     highest = f"the tide's peak, {format_bytes(max(job.tide))}, at every moment"
     parts = [describe_moment(job.workload, moment) if job.follow_tide else highest]
     if block.chunks:
-        number = f"{len(block.chunks)} chunk{'s' if len(block.chunks) > 1 else ''}"
+        number = format_count(len(block.chunks), "chunk")
         parts.append(f"{number} used in moment {moment}, {format_bytes(_own_bytes(job, block))}")
     if lists:
         parts.append(f"gradient lists, {format_bytes(lists)}")

@@ -36,6 +36,7 @@ from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.options import Option, one_of
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.visits import Visit
+from pstar_sim.units import format_count
 from pstar_sim.workload.relay import STASH_PLACES, parts_of
 from pstar_sim.workload.workload import Workload
 
@@ -77,7 +78,7 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
         order = f"each layer for all {w.micro_batches} micro-batches before the next, forward and backward"
     choices: dict[str, object] = {
         "order": order,
-        "capacity": f"two layers, of {layer} chunk{'s' if layer > 1 else ''} at most, and their gradients",
+        "capacity": f"two layers, of {format_count(layer, 'chunk')} at most, and their gradients",
         "boundaries": f"the inputs of layers are on the {stash}",
     }
     return replace(plan, choices={**plan.choices, **choices})

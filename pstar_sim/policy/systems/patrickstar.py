@@ -61,7 +61,7 @@ from pstar_sim.policy.passes.step_by_step.gradient_lists import GradientLists
 from pstar_sim.policy.passes.step_by_step.on_all_ranks import gathered
 from pstar_sim.policy.systems.patrickstar_groups import Groups
 from pstar_sim.policy.systems.patrickstar_memory import Homes, Memory, homes_of
-from pstar_sim.units import format_bytes
+from pstar_sim.units import format_bytes, format_count
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "patrickstar"]
@@ -115,7 +115,7 @@ def _layout(workload: Workload, settings: Settings, ranks: int, msc: bool) -> La
     count = sum(not c.small for c in single.chunks)
     if count < ranks:
         raise CannotPlan(
-            f"patrickstar: {ranks} ranks but {count} chunk{'s' if count != 1 else ''} of "
+            f"patrickstar: {ranks} ranks but {format_count(count, 'chunk')} of "
             f"{format_bytes(single.chunk_bytes)}; each rank owns whole chunks, so take smaller chunks (chunk_bytes, "
             "--chunk) or fewer ranks"
         )

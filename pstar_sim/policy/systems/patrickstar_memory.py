@@ -16,7 +16,7 @@ from pstar_sim.core.step import Place, Queue
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.room import describe_moment
 from pstar_sim.policy.passes.builder import Builder
-from pstar_sim.units import format_bytes
+from pstar_sim.units import format_bytes, format_count
 
 __all__ = ["MARGIN_RATIO", "Homes", "Memory", "homes_of"]
 
@@ -247,7 +247,7 @@ class Memory:
             b.check_room(
                 Place.GPU,
                 used + total,
-                f"{describe_moment(b.workload, m)}; {len(needed)} chunk{'s' if len(needed) != 1 else ''} used in it, "
+                f"{describe_moment(b.workload, m)}; {format_count(len(needed), 'chunk')} used in it, "
                 f"{format_bytes(used - self.fixed_bytes + size_bytes)}; {self.describe_fixed()}",
             )
 

@@ -26,6 +26,7 @@ from pstar_sim.policy.kit.options import Option, one_of
 from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.policy.systems.zero3_resident import zero3_resident
 from pstar_sim.policy.systems.zero_offload import zero_offload
+from pstar_sim.units import format_count
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "balance", "deal", "whale"]
@@ -163,7 +164,7 @@ def _speed(machine: Machine, workload: Workload, by: str) -> float:
 
 
 def _without_room(short: DoesNotFit, gpu: str, sequences: int, room: Sequence[int]) -> DoesNotFit:
-    words = f"; that is {gpu} with {sequences} sequence{'s' if sequences > 1 else ''}"
+    words = f"; that is {gpu} with {format_count(sequences, 'sequence')}"
     if min(room):
         words += f", and all GPUs together have room for {sum(room)}"
     return short.restated(policy="whale", what=short.what + words)

@@ -22,10 +22,10 @@ from pstar_sim.planner.stated import Examined
 from pstar_sim.report.byte_curves import CATEGORIES, byte_curves, moment_windows
 from pstar_sim.report.residence import residence
 from pstar_sim.report.run_figures import Figure
-from pstar_sim.report.tables import BINDS_WORDS, format_change, format_params, format_percent
+from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent
 from pstar_sim.report.web.charts import CATEGORY_NAMES, Chart, lanes_chart, residence_chart, tide_chart
 from pstar_sim.report.web.document import breakable, chart_place, document, legend_html, table_html
-from pstar_sim.units import format_bytes, format_error, format_s
+from pstar_sim.units import format_bytes, format_error, format_params, format_s
 
 __all__ = ["Subject", "plan_report"]
 
