@@ -103,7 +103,7 @@ def express_as(
     """Returns the FSDP configuration nearest to a plan, with offloading if the plan keeps anything off the GPU."""
     where = whereabouts(plan)
     offload = min(where.params_on_gpu, where.states_on_gpu) < 1
-    reshard = _reshards(plan)
+    reshard = _gives_up(plan)
     w = plan.workload
     dtype = "bf16" if w.dtype == "fp16" and not trains_fp16 else w.dtype
     cannot = common_limits(plan, framework, *OWN) + [
@@ -126,7 +126,7 @@ def express_as(
     return Expressed(configuration=configuration, says=tuple(says), cannot=tuple(cannot))
 
 
-def _reshards(plan: Plan) -> bool:
+def _gives_up(plan: Plan) -> bool:
     """Returns whether the plan gives the parameters up after forward; for a policy that is not FSDP's, True."""
     known = options_of_plan(plan, *OWN)
     if known is None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ from pstar_sim.policy.kit.options import specified
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options
 from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.kit.ties import burden, least_of
+from pstar_sim.policy.shipped import AFTER_OPTIMAL, BEFORE_OPTIMAL, Policy
 from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
 
@@ -164,8 +165,6 @@ def _from_disks(workload: Workload, machine: Machine, settings: Settings) -> Ite
             yield SearchResult(period_s(plan), f"{name}:{options}", plan)
 
 
-def _rivals() -> dict[str, Callable[[Workload, Machine, Settings], Plan]]:
-    from pstar_sim.policy.registry import built_in  # imported here, because the registry imports this module
-
-    mine = {name: policy for name, policy in built_in().items() if policy is not optimal}
-    return {name: policy for name, policy in mine.items() if capabilities_of(policy).balance is None}
+def _rivals() -> dict[str, Policy]:
+    others = {**BEFORE_OPTIMAL, **AFTER_OPTIMAL}
+    return {name: policy for name, policy in others.items() if capabilities_of(policy).balance is None}

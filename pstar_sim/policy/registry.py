@@ -8,26 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 
-from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PstarError, UnknownName
-from pstar_sim.policy.family.static_partition import static_partition
-from pstar_sim.policy.family.tide import tide
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.options import Specified, specified, split_spec
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.optimal import optimal
-from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
-from pstar_sim.policy.systems.deep_optimizer_states import deep_optimizer_states
-from pstar_sim.policy.systems.karma import karma
-from pstar_sim.policy.systems.l2l import l2l
-from pstar_sim.policy.systems.patrickstar import patrickstar
-from pstar_sim.policy.systems.stronghold import stronghold
-from pstar_sim.policy.systems.whale import whale
-from pstar_sim.policy.systems.zero3_offload import zero3_offload
-from pstar_sim.policy.systems.zero3_resident import zero3_resident
-from pstar_sim.policy.systems.zero_infinity import zero_infinity
-from pstar_sim.policy.systems.zero_offload import zero_offload
+from pstar_sim.policy.shipped import AFTER_OPTIMAL, BEFORE_OPTIMAL, Policy
 from pstar_sim.workload.workload import Workload
 
 __all__ = [
@@ -35,28 +22,10 @@ __all__ = [
     "policy_at", "policy_name", "reorders",
 ]  # fmt: skip
 
-Policy = Callable[[Workload, Machine, Settings], Plan]
-"""A policy is a pure function. It raises DoesNotFit for a job that does not fit."""
-
 ENTRY_POINTS = "pstar.policies"
 
 
-_BUILT_IN: dict[str, Policy] = {
-    "all_on_gpu": all_on_gpu,
-    "zero_offload": zero_offload,
-    "static_partition": static_partition,
-    "patrickstar": patrickstar,
-    "l2l": l2l,
-    "tide": tide,
-    "optimal": optimal,
-    "zero3_resident": zero3_resident,
-    "zero3_offload": zero3_offload,
-    "deep_optimizer_states": deep_optimizer_states,
-    "zero_infinity": zero_infinity,
-    "stronghold": stronghold,
-    "whale": whale,
-    "karma": karma,
-}
+_BUILT_IN: dict[str, Policy] = {**BEFORE_OPTIMAL, "optimal": optimal, **AFTER_OPTIMAL}
 
 
 def built_in() -> dict[str, Policy]:

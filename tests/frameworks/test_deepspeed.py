@@ -15,7 +15,6 @@ from pstar_sim.frameworks import deepspeed
 from pstar_sim.frameworks.keys import KeyEffect
 from pstar_sim.frameworks.load import load_configuration
 from pstar_sim.frameworks.prediction import predict
-from pstar_sim.frameworks.targets import host_need
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.testing import chain_workload, round_machine
 
@@ -162,7 +161,7 @@ def test_host_memory_of_stage_2_by_hand() -> None:
     """3 layers of 100,000 parameters, one rank: 300,000 in flat buffers."""
     w = chain_workload(3, 100_000, micro_batches=2)
     found = deepspeed.read({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}, "ds.json")
-    need = host_need(found, w, 1)
+    need = deepspeed.MEMORY.host_need(found, w, 1)
     asked = {a.name: (a.asked_bytes, a.taken_bytes) for a in need.allocations}
     assert asked == {
         "fp32 masters": (1_200_000, 2 * MIB),
@@ -176,14 +175,14 @@ def test_host_memory_of_stage_2_by_hand() -> None:
     unpinned = deepspeed.read(
         {"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "pin_memory": False}}}, "ds.json"
     )
-    assert host_need(unpinned, w, 1).host_bytes == need.asked_bytes
+    assert deepspeed.MEMORY.host_need(unpinned, w, 1).host_bytes == need.asked_bytes
 
 
 def test_host_memory_of_stage_3_by_hand_on_two_ranks() -> None:
     """4 layers of 200,000 parameters: 100,000 of each per rank, sub-groups of two layers."""
     w = chain_workload(4, 200_000)
     zero = {"stage": 3, "sub_group_size": 150_000, "offload_optimizer": CPU, "offload_param": CPU}
-    need = host_need(deepspeed.read({"zero_optimization": zero}, "ds.json"), w, 2)
+    need = deepspeed.MEMORY.host_need(deepspeed.read({"zero_optimization": zero}, "ds.json"), w, 2)
     taken = {a.name.partition(",")[0]: a.taken_bytes for a in need.allocations}
     assert taken == {
         "fp32 masters": 1_600_000,
@@ -194,14 +193,14 @@ def test_host_memory_of_stage_3_by_hand_on_two_ranks() -> None:
         "parameters as they came": 4 * 2**18,  # four of 200,000
     }
     half = {**zero, "offload_optimizer": {**CPU, "ratio": 0.5}, "offload_param": {"device": "none"}}
-    need = host_need(deepspeed.read({"zero_optimization": half}, "ds.json"), w, 2)
+    need = deepspeed.MEMORY.host_need(deepspeed.read({"zero_optimization": half}, "ds.json"), w, 2)
     assert need.asked_bytes == 16 * 200_000 + 2 * 400_000
 
 
 def test_a_prediction_asks_the_host_for_the_frameworks_blocks() -> None:
     w = chain_workload(3, 100_000)
     found = deepspeed.read({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}, "ds.json")
-    need = host_need(found, w, 1)
+    need = deepspeed.MEMORY.host_need(found, w, 1)
     roomy = predict(found, w, round_machine(host_memory_bytes=need.host_bytes), Settings(), label="mine")
     assert roomy.fits and roomy.plan is not None and roomy.plan.policy == "mine"
     assert roomy.plan.check().peak_bytes["host"] == need.host_bytes == roomy.as_fit().host_needed_bytes
@@ -261,4 +260,4 @@ def test_whatever_a_file_says_is_said_again(
     workload = chain_workload(2, 1000)
     assert again.for_model(workload).policy == found.for_model(workload).policy
     assert again == found
-    assert host_need(again, workload, 2) == host_need(found, workload, 2)
+    assert deepspeed.MEMORY.host_need(again, workload, 2) == deepspeed.MEMORY.host_need(found, workload, 2)

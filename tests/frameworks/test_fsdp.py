@@ -17,10 +17,10 @@ from torch import nn
 
 import pstar_sim as ps
 from pstar_sim import Plan, PstarError, Settings
-from pstar_sim.frameworks import accelerate, fsdp2
+from pstar_sim.frameworks import accelerate, fsdp, fsdp2
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.load import load_configuration
-from pstar_sim.frameworks.targets import TARGETS, host_need
+from pstar_sim.frameworks.targets import TARGETS, target_of
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.testing import chain_workload, round_machine
 
@@ -134,7 +134,7 @@ def test_other_types_and_what_is_not_modelled() -> None:
 def test_host_memory_by_hand() -> None:
     """Two layers of two tensors of 50,000: FSDP 2 pins each parameter, FSDP 1 each block."""
     w = chain_workload(2, 100_000, tensors_per_layer=2)
-    two = host_need(read(yaml(version=2, offload="true", reshard="true")), w, 1)
+    two = fsdp.MEMORY.host_need(read(yaml(version=2, offload="true", reshard="true")), w, 1)
     assert [(b.asked_bytes, b.taken_bytes) for b in two.allocations] == [
         (800_000, 4 * 2**18),  # of 200,000 bytes
         (800_000, 4 * 2**18),
@@ -142,9 +142,9 @@ def test_host_memory_by_hand() -> None:
     ]
     assert two.startup_bytes == 800_000
     names = {t.name.rpartition(".")[0] for t in w.tensors}
-    one = host_need(read(yaml(version=1, offload="true", reshard="FULL_SHARD")), w, 1)
+    one = fsdp.MEMORY.host_need(read(yaml(version=1, offload="true", reshard="FULL_SHARD")), w, 1)
     assert len(names) == 2 and one.allocations[0].taken_bytes == 2 * 2**19  # of 400,000 bytes
-    assert host_need(read(yaml(version=2, offload="false", reshard="true")), w, 1).allocations == ()
+    assert fsdp.MEMORY.host_need(read(yaml(version=2, offload="false", reshard="true")), w, 1).allocations == ()
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_every_target_says_what_it_cannot_express(name: str, plan: Plan, tmp_pat
         path = tmp_path / f"file.{ending}"
         path.write_text(text)
         assert load_configuration(str(path)) == found.configuration
-    assert host_need(found.configuration, plan.workload, 1).host_bytes > 0
+    assert target_of(found.configuration).memory.host_need(found.configuration, plan.workload, 1).host_bytes > 0
 
 
 OWN = ("all_on_gpu", "zero_offload", "zero3_resident:reshard=off", "zero3_offload:ratio=0.5,subgroup=50000",

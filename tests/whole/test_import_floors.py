@@ -69,7 +69,6 @@ EXECUTOR_FLOORS = (
 
 # Inside a folder one file may close a circle, for a reason.
 CIRCLES = {
-    ("pstar_sim.policy.optimal", "pstar_sim.policy.registry"): "the best of all policies is one of them",
     ("pstar_sim.core.plan", "pstar_sim.core.plan_file"): "a plan can save itself: plan.save()",
 }
 
