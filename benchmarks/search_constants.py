@@ -110,9 +110,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("many chunks", "policy.family.search.MOST_PAIRS", 2_500),
     *instead("sums", "policy.family.search.POINTS", 11),
     *instead("sums", "policy.family.search.SUMS", 5),
-    *instead("sums", "policy.family.search.SPILLS", (0.0, 1.0)),
-    *instead("sums", "policy.family.search.CLOSER", 0),
-    *instead("sums", "policy.family.search.NEAR", 5),
+    *instead("sums", "policy.family.search.SPILLS", (0.0, 0.5), (0.0, 0.75), nothing_spills=(0.0,)),
     *instead("sums", "policy.family.search.SUMS_TURNS", nothing_spills=((-1, 0), (1, 0))),
     *instead("plenty", "policy.family.search.GOOD_ENOUGH", -1.0, 1e-2),
     *instead("large chunks", "policy.family.search.LARGE", 1e9),
@@ -270,6 +268,7 @@ def of_sums() -> dict[str, Job]:
         "1B, 6 GB, 3 micro-batches": (gpt("1B", 2, 3), ps.machine("rtx4090", gpu_memory="6GB"), BARRIER),
         "llama-3-8b, h100-80, 4 micro-batches, eager": (gpt("llama-3-8b", 1, 4), ps.machine("h100-80"), EAGER),
         "12B, rtx4090, 8 micro-batches, eager": (gpt("12B", 1, 8), ps.machine("rtx4090"), EAGER),
+        "8B, rtx4090, 8 micro-batches, eager": (gpt("8B", 1, 8), ps.machine("rtx4090"), EAGER),
     }  # fmt: skip
 
 

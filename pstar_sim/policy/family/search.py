@@ -54,8 +54,10 @@ FRONT = 2
 # Largest number of points of the roofline along pins and along streams, and number of points along sums on the GPU.
 POINTS, SUMS = 41, 17
 MOST_PAIRS = 250_000  # pairs of pins and streams that the roofline evaluates: 10,000 chunks would take gigabytes
-SPILLS = (0.0, 0.5, 0.75, 1.0)  # shares of the bytes without room between two micro-batches for which sums make room
-CLOSER, NEAR = 2, 9  # closer looks around the best point, and points along each axis in such a look
+# Shares of the bytes without room between two micro-batches for which sums make room. The search begins at the best
+# trial of the roofline with each share. The roofline does not know how much room sums on their way take, so its best
+# share is often not the best.
+SPILLS = (0.0, 0.5, 0.75)
 # Changes of (sums on the host, sums that spill) that a descent tries.
 SUMS_TURNS = ((-1, 1), (1, -1), (-1, 0), (1, 0), (0, 1), (0, -1))
 MOST_WHOLE = 3  # attempts that are made in the whole job, if attempts are made in a shorter job
@@ -66,12 +68,6 @@ def _coarse(points: Sequence[T]) -> list[T]:
     """Returns at most POINTS of the points, evenly spread, with the first and the last point."""
     chosen = np.linspace(0, len(points) - 1, min(POINTS, len(points))).round().astype(int)
     return [points[n] for n in chosen]
-
-
-def _near(points: Sequence[int] | Sequence[float], n: int) -> list[float]:
-    """Returns NEAR values, evenly spread from the point before point n to the point after it."""
-    spread = np.linspace(points[max(0, n - 1)], points[min(len(points) - 1, n + 1)], NEAR)
-    return [float(point) for point in spread]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,8 +120,8 @@ class Search:
     fastest: at most two attempts that fit. The first has the least burden among equally fast attempts (ties.py).
     best: seconds and trial of the fastest attempt.
     here: seconds and trial from which the search goes downhill.
-    starts: the best trials by the roofline, the fastest first: without spilt sums, and with them where spilling is a
-        choice.
+    starts: the best trials by the roofline for each share of SPILLS (for 0 alone where spilling is no choice), the
+        fastest first.
     """
 
     def __init__(self, job: Job, short: Job | None = None) -> None:
@@ -137,6 +133,7 @@ class Search:
         self.exhausted = False
         self.no_room: dict[Trial, Trial | None] = {}
         self._tight = False  # whether the latest course had no room
+        self._must_try = False  # whether trials are made without effort
         self.tried: dict[Trial, float] = {}
         self.fastest: list[Attempt] = []
         self._seconds_of: dict[tuple[Modes, Knobs], float] = {}  # seconds of an attempt, which several trials may share
@@ -169,35 +166,22 @@ class Search:
         for spill in SPILLS if job.may_sum else (0.0,):
             roof = roofline(self.facts, pins, shares, sums, spill=spill)
             self.floor_s = min(self.floor_s, float(roof.floor_s.min()))
-            self.starts.append(self._best_start(roof, pins, shares, sums, spill))
-        self.starts = sorted((min(self.starts[1:]), self.starts[0])) if job.may_sum else self.starts
+            self.starts.append(self._best_start(roof, pins, shares, sums))
+        self.starts.sort()
         # The best trial of a roofline without the term of `_in_turn_s`. It lies far from some starts, where few large
         # chunks stand between.
         roof = roofline(self.facts, pins, shares, sums, in_turn=False) if job.may_sum else roof
-        self.without_turns = self._best_start(roof, pins, shares, sums, 0.0, in_turn=False)
+        self.without_turns = self._best_start(roof, pins, shares, sums)
         # The best point without sums on the GPU: its seconds, pins and streams.
         p, z = np.unravel_index(int(roof.seconds[..., 0].argmin()), roof.seconds.shape[:2])
         self.without_sums = float(roof.seconds[p, z, 0]), pins[p], round(shares[z] * (self.count - pins[p]))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
 
     def _best_start(
-        self,
-        roof: Roofline,
-        pins: Sequence[int],
-        shares: Sequence[float],
-        sums: Sequence[float],
-        spill: float,
-        *,
-        in_turn: bool = True,
+        self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float]
     ) -> _Start:
-        """Returns the best trial by the roofline over these points; where sums are a choice, also over points between
-        them."""
-        for closer in (*(True,) * CLOSER, False) if self.job.may_sum else (False,):
-            p, z, g = map(int, np.unravel_index(int(roof.seconds.argmin()), roof.seconds.shape))
-            if closer:
-                pins = sorted({round(n) for n in _near(pins, p)})
-                shares, sums = _near(shares, z), _near(sums, g)
-                roof = roofline(self.facts, pins, shares, sums, spill=spill, in_turn=in_turn)
+        """Returns the best trial by the roofline over these points."""
+        p, z, g = map(int, np.unravel_index(int(roof.seconds.argmin()), roof.seconds.shape))
         moving = self.count - pins[p]
         hosts = round((1 - sums[g]) * moving) if self.job.may_sum else 0
         spills = round(float(roof.spilt[p, z, g]) * self.count)
@@ -223,7 +207,7 @@ class Search:
 
     @property
     def spent(self) -> bool:
-        return self.effort_ops <= 0 and self.best is not None
+        return self.effort_ops <= 0 and self.best is not None and not self._must_try
 
     def try_one(self, trial: Trial) -> bool:
         """Make the trial. Returns whether it is better than the trial from which the search goes downhill."""
@@ -465,13 +449,13 @@ class Search:
 
     def _roofline_starts(self, *, turned: bool) -> Iterator[Trial]:
         knobs = self._first_knobs()
-        for number, (_, pins, streams, hosts, spills) in enumerate(self.starts):
-            if number:
-                self.here = None  # so that the next trial is not given up early
+        self._must_try = True  # each start, because the roofline's order of the starts is often wrong
+        for _, pins, streams, hosts, spills in self.starts:
             start = Trial(pins=pins, streams=streams, head=0, front=min(FRONT, streams), hosts=hosts, knobs=knobs)
             if spills:  # sums on their way need room, which the roofline does not count
                 start = replace(start, spills=spills, knobs=replace(knobs, linger=True))
             yield start
+        self._must_try = False
         if turned and self.best is not None and self.best[1].streams:
             yield from self._turned(self.best[1].knobs)
 
