@@ -139,9 +139,10 @@ def test_least_maximum_is_found_exactly() -> None:
     """Against a grid of 4001 points on random lines with random ends: never above any point, and reached."""
     rng = random.Random(5)
     for _ in range(200):
-        lines = [pinned._Line("compute", rng.uniform(0, 5), rng.uniform(0, 2))]
+        lines = [pinned._BoundLine("compute", rng.uniform(0, 5), rng.uniform(0, 2))]
         lines += [
-            pinned._Line("adam", rng.uniform(0, 9), rng.uniform(-3, 0.5), until_x=rng.uniform(0, 5)) for _ in range(6)
+            pinned._BoundLine("adam", rng.uniform(0, 9), rng.uniform(-3, 0.5), until_x=rng.uniform(0, 5))
+            for _ in range(6)
         ]
         x_max = rng.uniform(0, 4)
         x, value = pinned._least_maximum(lines, x_max)
