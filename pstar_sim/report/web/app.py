@@ -32,6 +32,7 @@ __all__ = ["main"]
 MACHINE, MODEL, BATCH, SEQUENCE = "rtx4090-128gb", "4B", 8, 1024
 POLICIES = ("zero_offload", "tide")
 FASTER = 10  # per cent by which a part is made faster
+CLEAR = "rgba(0,0,0,0)"
 
 Changes = tuple[tuple[str, str], ...]
 
@@ -211,11 +212,16 @@ def _more(
                 f"{format_s(row.iteration_s)} {format_error(row.expected_error)}",
                 f"{format_s(after.iteration_s)} {format_error(after.expected_error)}",
             )
-            rows.append({"policy": row.policy, "now": now, "then": new, "change": change})
+            rows.append({"policy": row.policy, "now": _whole(now), "then": _whole(new), "change": _whole(change)})
     if rows:
         st.table(rows)
     else:
         st.markdown("**Nothing: no policy fits.**")
+
+
+def _whole(text: str) -> str:
+    """Returns the text with each unit kept on the line of its figure."""
+    return text.replace(" %", "\N{NO-BREAK SPACE}%").replace(" s", "\N{NO-BREAK SPACE}s")
 
 
 def _pictures(fitting: list[Planned]) -> None:
@@ -236,6 +242,7 @@ def _pictures(fitting: list[Planned]) -> None:
             ("lanes", lanes_chart(t, right_s=right_s, plan=planned.plan)),
         ):
             figure: Any = go.Figure(themed(chart.figure, kind))
+            figure.update_layout(paper_bgcolor=CLEAR, plot_bgcolor=CLEAR)  # the paper is Streamlit's
             st.plotly_chart(figure, key=f"{which} {planned.policy}", theme=None, config={"displayModeBar": False})
             st.html(_legend(chart, kind))
             for note in chart.notes:
@@ -245,7 +252,7 @@ def _pictures(fitting: list[Planned]) -> None:
 def _legend(chart: Chart, kind: str) -> str:
     """Returns a legend as HTML: names beside their colours."""
     items = (
-        f'<span style="color:{themed(colour, kind)}">&#9632;</span> {escape(name)}'
+        f'<span style="color:{themed(colour, kind)}">&#9632;</span>&nbsp;{escape(name)}'
         for name, colour in chart.legend.items()
     )
     return f"<small>{' &nbsp; '.join(items)}</small>"
