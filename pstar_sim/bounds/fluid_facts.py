@@ -121,8 +121,8 @@ class FluidFacts:
 
     def _points(self, most: int, times: int) -> None:
         """Choose one point for each run of moments that read the same chunks: the moment with the highest tide. If
-        these are more than `most`, keep every n-th of them and the point with the highest tide of all. Each micro-batch
-        begins with a point."""
+        these are more than `most`, keep one of every n that follow one another: the moment with the most bytes of tide
+        and chunks read. Each micro-batch begins with a point."""
         w, sets = self.workload, self.job.read_in
         batch = [m.micro_batch for m in w.moments]
         edges = [batch.index(number) for number in range(1, self.shown)]
@@ -133,9 +133,9 @@ class FluidFacts:
                 begin = m
         points = sorted(set(points))
         if len(points) > most:
-            top = max(points, key=lambda i: w.moments[i].peak_bytes)
             stride = -(-len(points) // most)
-            points = sorted({0, top, *edges, *points[::stride]})
+            groups = [points[n : n + stride] for n in range(0, len(points), stride)]
+            points = sorted({0, *edges, *(max(group, key=self._needed_bytes) for group in groups)})
         self.points = points
         self.end = len(points)
         self.intervals = len(points) + 1
@@ -149,6 +149,11 @@ class FluidFacts:
             self.times[first:behind] = times
             self.period = Period(first=first, last=behind - 1, times=times)
         self.compute_s = float(self.times @ self.seconds)  # seconds of the iteration without any stall
+
+    def _needed_bytes(self, moment: int) -> int:
+        """Returns the bytes of the moment's tide and of the chunks that it reads."""
+        read = sum(self.layout.payload_bytes(c, "param") for c in self.job.read_in[moment])
+        return self.workload.moments[moment].peak_bytes + read
 
     def _sizes(self, machine: Machine) -> None:
         """Set the units of each chunk's lists, and the room at each point."""

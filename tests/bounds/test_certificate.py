@@ -14,10 +14,12 @@ from pstar_sim.bounds import fluid
 from pstar_sim.bounds.bounds import lower_bound
 from pstar_sim.bounds.certificate import Certifier, agree
 from pstar_sim.bounds.fluid import fluid_bound
+from pstar_sim.bounds.fluid_facts import FluidFacts
 from pstar_sim.bounds.linear import LinearProgram, Solution, Unsolved
 from pstar_sim.cli import main
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings, load_plan
+from pstar_sim.cost import cost_of
 from pstar_sim.errors import PlanError
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.stated import examine
@@ -184,6 +186,20 @@ def test_fewer_points_are_a_weaker_bound_but_a_bound() -> None:
     fine = fluid_bound(w, m, EAGER, layout)
     assert coarse.seconds <= fine.seconds * (1 + 1e-6)
     assert fluid.MOST_POINTS > 4
+
+
+def test_fewer_points_keep_the_moments_that_need_most() -> None:
+    """Of all moments, the one with the most bytes of tide and chunks read has a point, however few points there are.
+    Where such moments are passed over, chunks seem to have room in which they do not fit."""
+    m = machine(h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9)
+    for seed in range(12):
+        w = random_workload(seed, layers=6, micro_batches=1)
+        layout = build_layout(w)
+        facts = FluidFacts(w, m, layout, cost_of(w, m, layout), dram_bytes_per_s=1e15, most_points=5)
+        size = [layout.payload_bytes(c, "param") for c in range(len(layout.chunks))]
+        needed = [moment.peak_bytes + sum(size[c] for c in read) for moment, read in zip(w.moments, facts.job.read_in)]
+        assert len(facts.points) <= 6 < len(w.moments)
+        assert max(needed[point] for point in facts.points) == max(needed)
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
