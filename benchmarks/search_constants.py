@@ -112,6 +112,9 @@ CHANGES: tuple[Change, ...] = (
     *instead("sums", "policy.family.search.SUMS", 5),
     *instead("sums", "policy.family.search.SPILLS", (0.0, 0.5), (0.0, 0.75), nothing_spills=(0.0,)),
     *instead("sums", "policy.family.search.SUMS_TURNS", nothing_spills=((-1, 0), (1, 0))),
+    *instead("alike", "policy.family.search.MOST_WHOLE", 1, 9),
+    *instead("alike", "policy.family.shorter.FEWEST", none_shorter=10**6),
+    *instead("alike", "policy.family.shorter.SHOWN", 4, 8),
     *instead("plenty", "policy.family.search.GOOD_ENOUGH", -1.0, 1e-2),
     *instead("large chunks", "policy.family.search.LARGE", 1e9),
     *instead("large chunks", "policy.family.search.MOST_LARGE", 1, 6),
@@ -149,8 +152,6 @@ CHANGES: tuple[Change, ...] = (
     *instead("tide", "core.layout.SMALL_PART", 40, 10**9),
     *instead("tide", "core.layout.MOST_SMALL", 1.0),
     *instead("vocabulary", "policy.passes.parts.LARGE", 1.5, 4.0, none=1e9),
-    *instead("vocabulary", "policy.passes.parts.MOST_PARTS", 4, 16),
-    *instead("vocabulary", "policy.passes.parts.LEAST_BYTES", 4 * MIB, 64 * MIB),
     *instead("karma", "policy.systems.karma.INTERLEAVES", none_interleaved=((0.0, 0),),
              all_or_none=((0.0, 0), (1.0, 0)), every_other=(*karma.INTERLEAVES[:-1:2], karma.INTERLEAVES[-1]),
              without_the_last=karma.INTERLEAVES[:-1]),
@@ -174,6 +175,8 @@ OTHER_NUMBERS = {
     "TIME_LIMIT_S": "patience with the solver",
     "MOST_MICRO_BATCHES": "a limit of the question",
     "MOST_SPLITS_NAMED": "length of a message",
+    "MOST_PARTS": "a limit of the number of steps that no job here reaches",
+    "LEAST_BYTES": "a limit that no job here reaches: below it the latency of copies counts",
 }
 
 
@@ -270,6 +273,14 @@ def of_sums() -> dict[str, Job]:
         "12B, rtx4090, 8 micro-batches, eager": (gpt("12B", 1, 8), ps.machine("rtx4090"), EAGER),
         "8B, rtx4090, 8 micro-batches, eager": (gpt("8B", 1, 8), ps.machine("rtx4090"), EAGER),
     }  # fmt: skip
+
+
+def of_alike() -> dict[str, Job]:
+    """Returns jobs of many micro-batches that are alike."""
+    return {
+        f"{model}, {machine}, 32 micro-batches, eager": (gpt(model, 1, 32), ps.machine(machine), EAGER)
+        for model, machine in (("8B", "v100-32"), ("12B", "a100-80"), ("qwen2.5-7b", "rtx4090"))
+    }
 
 
 def of_few_chunks() -> dict[str, Job]:
@@ -398,6 +409,7 @@ def bounded(job: Job) -> tuple[float, int]:
 GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tuple[float, int]]]] = {
     "search": (jobs, lambda job: own(job, POINT)),
     "sums": (of_sums, lambda job: own(job, POINT)),
+    "alike": (of_alike, lambda job: own(job, POINT)),
     "one size": (of_one_size, lambda job: own(job, POINT)),
     "many chunks": (of_many_chunks, lambda job: own(job, POINT)),
     "plenty": (of_plenty, lambda job: own(job, POINT)),
