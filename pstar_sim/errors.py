@@ -120,9 +120,12 @@ class RankLost(PstarError):
 
 
 class UnknownName(PstarError):
-    """A name that no catalog, policy table or file knows; the text lists the nearest known names."""
+    """A name that no catalog, policy table or file knows; the text lists the nearest known names.
 
-    def __init__(self, kind: str, name: str, known: tuple[str, ...]) -> None:
+    otherwise: what to do if none of the known names is meant, for the end of the text.
+    """
+
+    def __init__(self, kind: str, name: str, known: tuple[str, ...], otherwise: str = "") -> None:
         import difflib
 
         lower = {other.lower(): other for other in known}
@@ -132,7 +135,7 @@ class UnknownName(PstarError):
         alike = difflib.get_close_matches(asked, lower, n=3, cutoff=0.4)
         near = [lower[n] for n in (begin or [*dict.fromkeys([*inside, *alike])])[:3]]
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known)[:20])}"
-        super().__init__(f"unknown {kind} {name!r}; {hint}")
+        super().__init__(f"unknown {kind} {name!r}; {hint}" + (f" ({otherwise})" if otherwise else ""))
         self.kind = kind
         self.name = name
         self.near = tuple(near)

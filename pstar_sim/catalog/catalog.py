@@ -56,6 +56,9 @@ TERA = 1e12
 
 _DTYPES = ("fp32", "fp16", "bf16")
 _ORIGIN = ("source", "checked")
+_OTHER_MACHINE = (
+    "any other machine: the most similar name with --gpu-memory, --host-memory, --gpus and --set, or a TOML file"
+)
 
 # Figure -> the curve whose best rate it is: a user's figure displaces both.
 _CURVES = {
@@ -222,7 +225,7 @@ class Catalog:
         table."""
         name = spelled(name, self.machines)
         if name not in self.machines:
-            raise UnknownName("machine", name, (*self.machines, "here"))
+            raise UnknownName("machine", name, (*self.machines, "here"), _OTHER_MACHINE)
         e = self.machines[name]
         given = e.values
         peer = self._joined(e, "peer_link", "gpu-gpu")

@@ -320,4 +320,4 @@ def model_entry(name: str) -> ModelEntry:
     by_alias = {alias: m for m in models.values() for alias in m.aliases}
     if name in by_alias:
         return by_alias[name]
-    raise UnknownName("model", name, (*models, *by_alias))
+    raise UnknownName("model", name, (*models, *by_alias), "any other model: a trace, from pstar trace hf:ORG/NAME")

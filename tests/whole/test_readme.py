@@ -143,6 +143,8 @@ def test_the_documents_have_what_is_looked_for_and_every_exception_is_needed() -
         "fits", "compare", "plan", "check", "ablate", "max-model", "max-batch", "cheapest", "sensitivity", "sweep",
         "validate", "calibrate", "trace", "run", "launch",
     }  # fmt: skip
+    skill = (ROOT / "SKILL.md").read_text(encoding="utf-8")
+    assert of >= {*re.findall(r"`pstar ([\w-]+)", skill)}, "a command that SKILL.md recommends is in no block that runs"
     assert any(text.startswith("torchrun ") and "-m executor" in text for text in commands)
     assert sum(p.language == "python" for p in found) >= 5
     assert all(any(p.where.startswith(page) for p in found) for page in ("README.md", "SKILL.md", "docs/tutorial.md"))
