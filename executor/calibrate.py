@@ -367,7 +367,10 @@ def machine_of(
 
 
 def _bound(numa: tuple[int, int] | None) -> str:
-    """Returns words for the NUMA nodes that the host's figures belong to. numa: as in `Findings`."""
+    """Returns words for the NUMA nodes that the host's figures belong to.
+
+    numa: as in `Findings`.
+    """
     if numa is None or numa[1] == 1:
         return ""
     mine, nodes = numa

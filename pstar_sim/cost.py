@@ -235,7 +235,10 @@ class UpdateAdds:
         return adds
 
     def of_update(self, kind: Kind, chunk: int, lists: int = 1) -> Add:
-        """Returns the adds of one update. lists: number of gradient lists that are added to another list."""
+        """Returns the adds of one update.
+
+        lists: number of gradient lists that are added to another list.
+        """
         cost = self._cost
         if kind is Kind.CPU_ADAM:
             return Add(lists * cost.cpu_add_s(chunk), lists * cost.cpu_add_bytes(chunk))
@@ -354,7 +357,10 @@ class CostModel:
         return products_s + flops / rate + moved / self._operator_bytes_per_s + gpu.launch_s
 
     def _product(self, product: Product, rate: float) -> tuple[int, float]:
-        """Returns (bytes, seconds) of a matrix product. rate: flops per second of large products."""
+        """Returns (bytes, seconds) of a matrix product.
+
+        rate: flops per second of large products.
+        """
         known = self._products.get(product)
         if known is None:
             assert self.gpu.products is not None
@@ -399,8 +405,10 @@ class CostModel:
         return link.latency_s + fixed_s + size_bytes / rate
 
     def collective_s(self, size_bytes: int) -> float:
-        """Returns the seconds of a gather or reduce-scatter over all ranks ([Note: collectives]). size_bytes: all
-        slices together."""
+        """Returns the seconds of a gather or reduce-scatter over all ranks ([Note: collectives]).
+
+        size_bytes: all slices together.
+        """
         if size_bytes == 0:
             return 0.0
         latency_s, bytes_per_s, fabrics = self._ring
@@ -439,7 +447,12 @@ class CostModel:
 
     def nvme_s(self, size_bytes: int, direction: str) -> float:
         """Returns the seconds of a read from the node's disks or a write to them. The node's ranks use the disks in
-        equal parts. direction: "read" or "write". Raises PlanError for a machine without disks."""
+        equal parts.
+
+        direction: "read" or "write".
+
+        Raises PlanError for a machine without disks.
+        """
         disks = self.machine.nvme
         if disks is None:
             raise PlanError(f"machine {self.machine.name!r} has no disks; give disks = NAME in a machine file")

@@ -38,7 +38,10 @@ def format_params(count: float) -> str:
 
 
 def format_count(number: int, what: str) -> str:
-    """Returns a number of things: "1 chunk", "2 micro-batches". what: the word for a single thing."""
+    """Returns a number of things: "1 chunk", "2 micro-batches".
+
+    what: the word for a single thing.
+    """
     return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 

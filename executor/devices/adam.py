@@ -42,9 +42,10 @@ class UpdateRange:
 
 
 def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]:
-    """Returns the runs of a chunk.
+    """Returns the ranges of a chunk that an update covers. Neighbouring tensors with the same number of earlier updates
+    share a range; tensors without a gradient are in none.
 
-    slots: (offset, numel, number of updates; None without a gradient), ascending by offset.
+    slots: per tensor, ascending by offset: (offset, numel, number of earlier updates or None without a gradient).
     """
     runs: list[UpdateRange] = []
     open_run = False

@@ -35,8 +35,8 @@ class SharedRun:
 
 
 def own_batches(batches: Iterator[Any], session: Session) -> Iterator[Any]:
-    """Yields this rank's part of the data. Of every P batches in a row, rank r takes batch r: the whole batch, or,
-    where the ranks' shares differ, its first sequences in the number of the rank's share."""
+    """Yields this rank's batches. Of P ranks, rank r takes every P-th batch, beginning with batch r. Where the ranks'
+    shares differ, a rank with a share of n sequences takes the first n sequences of each batch."""
     ranks, whole = session.ranks, session.plan.workload.batch
     if ranks is None:
         return batches

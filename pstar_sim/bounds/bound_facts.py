@@ -167,8 +167,10 @@ class BoundFacts:
         self.stash_up_from_s: Array = np.maximum(0.0, np.cumsum(behind)[:-1])
 
     def barrier_s(self, *, clip: bool) -> float:
-        """Returns the least seconds from the start of an iteration to its barrier. clip: whether the gradients of all
-        chunks are summed over the ranks before the barrier."""
+        """Returns the least seconds from the start of an iteration to its barrier.
+
+        clip: whether the gradients of all chunks are summed over the ranks before the barrier.
+        """
         end_s = float(self.clock[-1])
         if not (clip and len(self.final)):
             return end_s

@@ -97,7 +97,10 @@ def _with_stashes(bound: Bound, workload: Workload, cost: CostModel) -> Bound:
 
 
 def _of_compute(facts: BoundFacts, why: str) -> Bound:
-    """Returns the bound of compute alone. why: why no program gives a larger bound."""
+    """Returns the bound of compute alone.
+
+    why: why no program gives a larger bound.
+    """
     seconds = float(facts.clock[-1])
     return Bound(
         seconds=seconds,

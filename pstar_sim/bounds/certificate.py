@@ -102,7 +102,10 @@ class Certifier:
 
 
 def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
-    """Returns the certificate of the plan's workload, machine, settings and layout. lp: solve the fluid program too."""
+    """Returns the certificate of the plan's workload, machine, settings and layout.
+
+    lp: solve the fluid program too.
+    """
     return Certifier(plan.workload, plan.machine, plan.settings, lp=lp).of(plan.layout)
 
 
@@ -136,8 +139,12 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, ear
 
 
 def _verdict(stored_s: float, method: object, found_s: float, kind: str, *, earlier: bool) -> str:
-    """Returns words that compare the stored bound with the recomputed bound. method, kind: how the stored and the
-    recomputed bound were proved. Raises PlanError if the bounds do not agree."""
+    """Returns words that compare the stored bound with the recomputed bound.
+
+    method, kind: how the stored and the recomputed bound were proved.
+
+    Raises PlanError if the bounds do not agree.
+    """
     if stored_s <= 0:
         raise PlanError(f"lower_bound_s is {stored_s:.9g} s in the plan; a lower bound is above 0")
     tolerance = max(AGREE[kind], AGREE.get(str(method), AGREE["joint LP"]))

@@ -187,8 +187,10 @@ class _FluidProgram:
         return stock
 
     def _next(self, stock: Expression, most: float) -> Expression:
-        """Returns the stock at the point after each interval. most: upper bound of the stock at the first point of the
-        alike micro-batches."""
+        """Returns the stock at the point after each interval.
+
+        most: upper bound of the stock at the first point of the alike micro-batches.
+        """
         period = self.facts.period
         if period is None:
             return stock[self.facts.following]
@@ -204,8 +206,10 @@ class _FluidProgram:
         return entered
 
     def _before(self, following: Expression, entered: Expression) -> Expression:
-        """Returns `following` with `entered` at the interval before the alike micro-batches. following: the stock at
-        the point after each interval."""
+        """Returns `following` with `entered` at the interval before the alike micro-batches.
+
+        following: the stock at the point after each interval.
+        """
         period, n = self.facts.period, self.facts.intervals
         assert period is not None
         before = period.first - 1
@@ -236,8 +240,11 @@ class _FluidProgram:
         return running
 
     def _there(self, points: Index, of_chunk: Sequence[Sequence[int]], units: Expression, most: float) -> Expression:
-        """Returns variables: the units on the gpu at each of the successive `points`. of_chunk: the points at which
-        each chunk is on the gpu. units: the units of each chunk."""
+        """Returns variables: the units on the gpu at each of the successive `points`.
+
+        of_chunk: the points at which each chunk is on the gpu.
+        units: the units of each chunk.
+        """
         there = np.zeros((len(points) + 1, len(of_chunk)), dtype=int)  # a row of zeros before the first point
         for c, at in enumerate(of_chunk):
             there[np.asarray(at, dtype=np.intp) - points[0] + 1, c] = 1
@@ -424,8 +431,10 @@ class _FluidProgram:
 
     def _waiting(self, points: Index, of_chunk: Sequence[Sequence[int]]) -> None:
         """Add rows for last gradients but one that are never added on the host. Such gradients are on the gpu at the
-        successive `points`, or go down and come up after their moments. of_chunk: the points at which each chunk's
-        gradient waits."""
+        successive `points`, or go down and come up after their moments.
+
+        of_chunk: the points at which each chunk's gradient waits.
+        """
         facts = self.facts
         waits = (self.waits - self.waits_on_host) * facts.size
         self.held += self._there(points, of_chunk, waits, self.all_units).gathered(points, facts.intervals)
@@ -438,8 +447,10 @@ class _FluidProgram:
     def _added_on_host(self, summed_on_host: Expression) -> None:
         """Add rows: the host adds gradients between the first gradient that comes down and the next first read. For CPU
         Adam the host adds the last gradient after its arrival, inside the update if nothing is clipped. A sum for Adam
-        on the gpu comes up after the last gradient but two and stays until the update. summed_on_host: the part of each
-        chunk that the gpu updates while its sum is on the host."""
+        on the gpu comes up after the last gradient but two and stays until the update.
+
+        summed_on_host: the part of each chunk that the gpu updates while its sum is on the host.
+        """
         facts, batches = self.facts, self.facts.batches
         add_s = np.array([facts.cost.cpu_add_s(c) for c in facts.chunks], dtype=float)
         each_time = self.on_cpu - self.cpu_sum
@@ -463,7 +474,10 @@ class _FluidProgram:
             self.sums_up += up.within
 
     def _used(self, units: Expression) -> Expression:
-        """Returns the units of gradients that Adam on the gpu uses up in each interval. units: units of each chunk."""
+        """Returns the units of gradients that Adam on the gpu uses up in each interval.
+
+        units: units of each chunk.
+        """
         used, most = self._flow(4 * self.all_units), 4 * self.all_units
         self._window(used, self._running(units, most), self._update(), 0 * self.facts.first_at)
         self.lp.add(used.upto[-1] == units.sum())

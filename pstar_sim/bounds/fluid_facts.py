@@ -107,8 +107,10 @@ class FluidFacts:
         most_points: int,
         times: int = 1,
     ) -> None:
-        """dram_bytes_per_s: bandwidth of host DRAM that the rank may use at any time. times: number of micro-batches
-        for which the second micro-batch of `workload` stands."""
+        """dram_bytes_per_s: bandwidth of host DRAM that the rank may use at any time.
+
+        times: number of micro-batches for which the second micro-batch of `workload` stands.
+        """
         self.workload, self.layout, self.cost = workload, layout, cost
         self.job = job = facts_of(workload, layout)
         self.chunks = sorted(job.trained, key=lambda c: (job.reads[c][0], c))

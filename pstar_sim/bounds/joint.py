@@ -77,8 +77,12 @@ __all__ = ["joint_bound"]
 def joint_bound(
     workload: Workload, layout: Layout, facts: BoundFacts, cost: CostModel, *, barrier: bool, clip: bool, x_limit: float
 ) -> Bound:
-    """Returns the bound of [Note: the joint bound]. x_limit: the largest number of pinned parameters. Raises
-    linear.Unsolved if HiGHS fails."""
+    """Returns the bound of [Note: the joint bound].
+
+    x_limit: the largest number of pinned parameters.
+
+    Raises linear.Unsolved if HiGHS fails.
+    """
     choices = [facts.turns(), facts.turns_between()] if workload.micro_batches > 1 else [facts.turns()]
     jobs = [_JointFacts(workload, layout, facts, cost, barrier, clip, x_limit, turns) for turns in choices]
     found, job = max(((_best_windows(job), job) for job in jobs), key=lambda both: both[0].proved_s)
@@ -449,7 +453,10 @@ class _JointProgram:
     def _last_turn(self, until: int) -> None:
         """Add a term of the compute queue, at a moment between the backward passes of the last two micro-batches. Sums
         of gradients that add up on the gpu, or that Adam on the gpu needs, also take room or come up later. The adds of
-        all micro-batches but the last are done. until: the first moment after a final gradient."""
+        all micro-batches but the last are done.
+
+        until: the first moment after a final gradient.
+        """
         job, facts = self.job, self.job.facts
         low, high = facts.between(job.u - 1)
         high = min(high, until)
@@ -487,7 +494,10 @@ class _JointProgram:
             self.terms.append(("barrier", others_s + (job.v * self.s + wider) / job.up))
 
     def _gradients(self, width: float) -> Expression:
-        """Returns the bytes of gradients that Adam on the gpu reads. width: bytes of a gradient per parameter."""
+        """Returns the bytes of gradients that Adam on the gpu reads.
+
+        width: bytes of a gradient per parameter.
+        """
         if not len(self.spilt):
             return width * self.s
         return 4 * self.gpu_sum + (4 + width) * (self.s - self.gpu_sum)

@@ -167,8 +167,10 @@ class LinearProgram:
         return self.variables(1, most=most)
 
     def variables(self, count: int, *, most: float | Sequence[float] | Array) -> Expression:
-        """Returns `count` new variables in [0, most], with one row each. most: one number, or one number per
-        variable."""
+        """Returns `count` new variables in [0, most], with one row each.
+
+        most: one number, or one number per variable.
+        """
         row, before = np.arange(count), len(self._most)
         each = [most] * count if isinstance(most, int | float) else most
         self._most += [max(0.0, float(value)) for value in each]
@@ -184,16 +186,26 @@ class LinearProgram:
         return expression.constant + np.bincount(expression.row, terms, minlength=len(expression))
 
     def minimise(self, objective: Expression) -> None:
-        """Set the objective to minimise. objective: a single row."""
+        """Set the objective to minimise.
+
+        objective: a single row.
+        """
         self._objective = objective
 
     def add(self, rows: Rows, *, unit: float = 1.0) -> None:
-        """Add rows. unit: the unit in which the solver counts the rows, chosen so that factors are near 1."""
+        """Add rows.
+
+        unit: the unit in which the solver counts the rows, chosen so that factors are near 1.
+        """
         self._rows.append(rows if unit == 1.0 else Rows(rows.difference * (1 / unit), rows.equal))
 
     def solve(self, *, method: str = "simplex", time_limit_s: float | None = None) -> Solution:
-        """Solve the program. method: "simplex" or "ipx" (interior point, then a vertex). Raises Unsolved if HiGHS finds
-        no optimum within the time limit."""
+        """Solve the program.
+
+        method: "simplex" or "ipx" (interior point, then a vertex).
+
+        Raises Unsolved if HiGHS finds no optimum within the time limit.
+        """
         rows, equal = self._stacked()
         limit = -rows.constant
         most = np.array(self._most)

@@ -48,7 +48,10 @@ Array = NDArray[np.float64]
 def costs_of_ranks(
     workload: Workload, machine: Machine, layout: Layout, ranked: Sequence[Workload] | None = None
 ) -> list[CostModel]:
-    """Returns the cost model of each kind of rank. ranked: each rank's own workload, if these differ."""
+    """Returns the cost model of each kind of rank.
+
+    ranked: each rank's own workload, if these differ.
+    """
     classes = classes_of(machine, ranked)
     if len(set(classes)) == 1:
         return [cost_of(workload if ranked is None else ranked[0], machine, layout)]

@@ -61,8 +61,10 @@ class Windows:
         return found
 
     def gpu_s(self, adam_s: float) -> Array:
-        """Returns the least seconds of an iteration if the GPU updates all of J_j: an entry per window. adam_s: seconds
-        of GPU Adam per parameter."""
+        """Returns the least seconds of an iteration if the GPU updates all of J_j: an entry per window.
+
+        adam_s: seconds of GPU Adam per parameter.
+        """
         sum_s = np.zeros(len(self.span_s)) if self.behind_barrier else self.reduce_s
         return self.span_s + sum_s + self.params * adam_s + self.gather_s
 
@@ -77,8 +79,10 @@ def update_windows(facts: BoundFacts) -> Iterator[Windows]:
 
 
 def barrier_windows(facts: BoundFacts, *, clip: bool) -> Iterator[Windows]:
-    """Yields the windows from the end of the last moment to each chunk's next first read. clip: on several ranks, the
-    windows begin with the last sum over the ranks."""
+    """Yields the windows from the end of the last moment to each chunk's next first read.
+
+    clip: on several ranks, the windows begin with the last sum over the ranks.
+    """
     begin_s = facts.barrier_s(clip=clip)
     for members in _groups(facts):
         first = facts.first[members]

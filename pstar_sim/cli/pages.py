@@ -131,7 +131,7 @@ def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
     for path in paths:
         if not _is_plan(path):
             if not found or found[-1].measured:
-                raise PstarError(f"{path}: is a run; give the file of its plan before it")
+                raise PstarError(f"{path}: is a run; give the file of its plan as the argument before this file")
             found += _run_of(found.pop(), load_timelines(path), path)
             continue
         plan = load_plan(path)

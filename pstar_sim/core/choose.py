@@ -212,7 +212,10 @@ class _Chooser:
             self.ahead.open_iteration()
 
     def _free(self, waits: list[int], rows: Sequence[int], base: int) -> None:
-        """Let these rows no longer wait for an op that has ended. base: number of the first op of their iteration."""
+        """Let these rows no longer wait for an op that has ended.
+
+        base: number of the first op of their iteration.
+        """
         rank, queue_of, ready = self.columns.rank, self.columns.queue_of, self.ready
         for j in rows:
             waits[j] = waiting = waits[j] - 1

@@ -93,7 +93,9 @@ def _touched(step: Step, touch: Touch | None) -> Touched | None:
 
 def tide_moves(tide: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (rise, fall) of the tide at each moment: non-model bytes taken when it starts, and freed when it ends.
-    tide: bytes of each moment of an iteration, or of each block of moments."""
+
+    tide: bytes of each moment of an iteration, or of each block of moments.
+    """
     changes = [now - before for before, now in zip((tide[-1], *tide), tide)]
     rise = tuple(change if change > 0 else 0 for change in changes)
     fall = tuple(-change if change < 0 else 0 for change in (*changes[1:], changes[0]))

@@ -74,7 +74,11 @@ class Record:
 
     @classmethod
     def empty(cls, program: Program, most: int, *, shared: bool) -> Record:
-        """Returns the record of a run that begins. most: number of iterations. shared: whether DRAM can be short."""
+        """Returns the record of a run that begins.
+
+        most: number of iterations.
+        shared: whether DRAM can be short.
+        """
         steps = len(program.ids)
         lost = [[0.0] * steps for _ in range(most)] if shared else []
         none_yet = Times(*np.zeros((3, 0, steps)))
@@ -280,8 +284,10 @@ class _Follower:
 
 
 def deadlock(record: Record, at: dict[int, tuple[int, int]], done: Sequence[int]) -> Deadlock:
-    """Returns the error for a run in which every queue waits, with the steps for which each queue waits. at: queue ->
-    (step, iteration) at which it stands."""
+    """Returns the error for a run in which every queue waits, with the steps for which each queue waits.
+
+    at: queue -> (step, iteration) at which it stands.
+    """
     program, lines = record.program, []
     for q, (i, k) in sorted(at.items(), key=lambda item: program.queues[item[0]]):
         missing = [

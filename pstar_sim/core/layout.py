@@ -278,8 +278,12 @@ def _with_sums(layout: Layout, workload: Workload, sums: str) -> Layout:
 
 
 def sum_bytes_of(workload: Workload, sums: str) -> int:
-    """Returns the bytes per parameter of a sum of gradients. sums: as `Settings.sums`. Raises PlanError for 16-bit sums
-    of a model that is not bf16."""
+    """Returns the bytes per parameter of a sum of gradients.
+
+    sums: as `Settings.sums`.
+
+    Raises PlanError for 16-bit sums of a model that is not bf16.
+    """
     if sums == "32-bit":
         return 4
     if workload.dtype != "bf16":
@@ -517,8 +521,10 @@ def _pack(items: Sequence[_Item], capacity: int) -> list[tuple[list[_Item], int]
 
 
 def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) -> list[int]:
-    """Returns the elements of each chunk that `_pack` makes of items with these numbers of elements. ends: running sum
-    of these numbers."""
+    """Returns the elements of each chunk that `_pack` makes of items with these numbers of elements.
+
+    ends: running sum of these numbers.
+    """
     capacity = _aligned(capacity)
     oversize = [numel for numel in padded if numel > capacity]
     if oversize:
@@ -527,8 +533,10 @@ def _packed_numels(padded: Sequence[int], ends: Sequence[int], capacity: int) ->
 
 
 def _cuts(ends: Sequence[int], capacity: int) -> list[tuple[int, int, int]]:
-    """Returns (first item, end, elements) of each chunk. ends: running sum of the items' elements, none above the
-    capacity."""
+    """Returns (first item, end, elements) of each chunk.
+
+    ends: running sum of the items' elements, none above the capacity.
+    """
     chunks: list[tuple[int, int, int]] = []
     begin, base = 0, 0
     while begin < len(ends):

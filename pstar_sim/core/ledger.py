@@ -242,8 +242,10 @@ class Moves:
         return what[entry], who[entry] + about, value[entry], counts[of_event]
 
     def _know(self, first: _Ints, chunk: _Ints) -> None:
-        """Check that the layout has these payloads. Raises PlanError for the first that it does not have. first:
-        payload of chunk 0 for each payload."""
+        """Check that the layout has these payloads. Raises PlanError for the first that it does not have.
+
+        first: payload of chunk 0 for each payload.
+        """
         layout, (lists, _) = self.plan.layout, zip(*self._lists)
         chunks = len(layout.chunks)
         there = np.array([[size is not None for size in layout.list_bytes(name)] for name in lists])
@@ -311,9 +313,13 @@ class Moves:
     # -- what a run did -----------------------------------------------------------------------------------------------
 
     def book(self, events: Sequence[int]) -> Changes:
-        """Book a whole run: [Note: booked at once]. Returns its changes of bytes. events: events in order of time, from
-        the cut on. Raises PlanError for the first step that takes a payload that is there already, that frees or needs
-        an absent payload, or that brings a place over the plan's budget."""
+        """Book a whole run: [Note: booked at once]. Returns its changes of bytes.
+
+        events: events in order of time, from the cut on.
+
+        Raises PlanError for the first step that takes a payload that is there already, that frees or needs an absent
+        payload, or that brings a place over the plan's budget.
+        """
         run = np.array(events, dtype=np.int64)
         counts = self._first[run + 1] - self._first[run]
         event = np.repeat(np.arange(len(run), dtype=np.int32), counts)  # per entry of the run

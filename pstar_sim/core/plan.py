@@ -210,8 +210,10 @@ class Plan:
 
 
 def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:
-    """Returns the bytes that one rank moves with these steps, by route, as `Plan.moved_bytes`. ranks: number of ranks
-    of the machine."""
+    """Returns the bytes that one rank moves with these steps, by route, as `Plan.moved_bytes`.
+
+    ranks: number of ranks of the machine.
+    """
     moved = {"h2d": 0, "d2h": 0}
     for step in steps:
         route = ROUTES.get(step.kind)

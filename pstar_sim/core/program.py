@@ -92,8 +92,10 @@ class Program:
 
     def missing(self, i: int, iteration: int, done: Sequence[int]) -> list[tuple[int, int]]:
         """Returns the waits of step i that are not satisfied. [Note: readiness] Step i may start in an iteration when
-        each (step, back) for which it waits has ended in the iteration `back` before it. done: per step, the last
-        iteration in which it ended, -1 before the first."""
+        each (step, back) for which it waits has ended in the iteration `back` before it.
+
+        done: per step, the last iteration in which it ended, -1 before the first.
+        """
         return [(j, back) for j, back in self.waits[i] if done[j] < iteration - back]
 
     def backs(self, i: int, j: int) -> int:
@@ -111,7 +113,10 @@ def _positions(plan: Plan) -> dict[int, int]:
 
 
 def _waits(steps: Sequence[Step], index: Mapping[int, int]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Returns `Program.waits`. index: id of a step -> its position."""
+    """Returns `Program.waits`.
+
+    index: id of a step -> its position.
+    """
     try:
         return tuple([tuple([(index[ref.id], ref.back) for ref in step.after]) for step in steps])
     except KeyError:

@@ -63,8 +63,11 @@ class Rates:
     slowdowns: Mapping[str, float] = field(default_factory=dict)
 
     def may_be_short(self, queue_of: Sequence[int], costs: StepCosts, *, jitter: bool = False) -> bool:
-        """Returns whether any shared resource could be short; otherwise shared rates need not be computed. queue_of:
-        queue of each step. jitter: whether steps may take other seconds than given."""
+        """Returns whether any shared resource could be short; otherwise shared rates need not be computed.
+
+        queue_of: queue of each step.
+        jitter: whether steps may take other seconds than given.
+        """
         if not self.duplex or self.slowdowns:
             return True
         most = [0.0] * (1 + max(queue_of, default=0))
@@ -87,8 +90,10 @@ class Rates:
         self, queues: Sequence[str], demands: Sequence[float], copies: Sequence[bool], duty: Sequence[float]
     ) -> tuple[list[float], float]:
         """Returns the speed of each of the steps that share something now, and the share of DRAM that each gets.
+
         queues, demands, copies, duty: per step, the name of its queue, the bytes per second of DRAM that it wants,
-        whether it crosses the link, and its duty."""
+            whether it crosses the link, and its duty.
+        """
         if self.duplex and not self.slowdowns:  # all steps are alike
             share = self.share_of_dram(sum(demands))
             return [share] * len(demands), share

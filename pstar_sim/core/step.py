@@ -338,7 +338,10 @@ def _natural(name: str, text: str) -> int:
 
 
 def _member(members: type[_Member], what: str) -> Callable[[str, str], _Member]:
-    """Returns the reader of an enumeration. what: its word for messages."""
+    """Returns the reader of an enumeration.
+
+    what: its word for messages.
+    """
     known = {member.value: member for member in members}
 
     def read(name: str, text: str) -> _Member:

@@ -96,7 +96,10 @@ class RowsByColumn(Generic[_Row]):
         columns: Callable[[], Mapping[str, list[Any]]],
         rows: tuple[_Row, ...] | None = None,
     ) -> None:
-        """columns: function that makes the columns. rows: the rows, if they exist already."""
+        """columns: function that makes the columns.
+
+        rows: the rows, if they exist already.
+        """
         self._cls = cls
         self._make: Callable[[], Mapping[str, list[Any]]] | None = columns
         self._columns: Mapping[str, list[Any]] = {}

@@ -290,7 +290,10 @@ def _between(words: Sequence[str], first: str, last: str) -> Sequence[str]:
 
 def left_out(policy: str, *, barrier: bool, sums: bool = False) -> list[tuple[str, str]]:
     """Returns the policies that differ from `policy` in one coordinate, at each plainer value of it, as (the value in
-    place of the policy's own, spec). barrier, sums: as in `ladder`."""
+    place of the policy's own, spec).
+
+    barrier, sums: as in `ladder`.
+    """
     own = _place_of(policy, barrier, sums)
     return [
         (_means(key, word), _spec(policy, {**own, key: word}))

@@ -372,8 +372,12 @@ class _Found:
         certify: bool,
         only_best: bool,
     ) -> None:
-        """Plan and simulate one policy. made: its plan and timeline, if they are known. Raises CannotPlan and
-        DoesNotFit."""
+        """Plan and simulate one policy.
+
+        made: its plan and timeline, if they are known.
+
+        Raises CannotPlan and DoesNotFit.
+        """
         asked, machine, settings = job.share.workload, job.machine, job.settings
         tokens = job.share.tokens
         own = balanced(policy, job.share, machine, settings, cut)
@@ -438,7 +442,10 @@ class _Question:
 
 
 def _of_balance(own: Balanced, settings: Settings, *, wanted: bool) -> _Question:
-    """Returns the job with the shares that a policy chose. wanted: whether the cost of the barrier is asked."""
+    """Returns the job with the shares that a policy chose.
+
+    wanted: whether the cost of the barrier is asked.
+    """
     free = _free(own.share, own.machine, settings, wanted)
     return _Question(share=own.share, machine=own.machine, settings=settings, free=free)
 
@@ -566,7 +573,10 @@ def _barrier_cost(
 
 
 def unfit_row(name: str, error: DoesNotFit, certificate: Certificate | None = None, hint: str = "") -> Row:
-    """Returns the row of a policy that lacks memory. hint: changes that would make it fit."""
+    """Returns the row of a policy that lacks memory.
+
+    hint: changes that would make it fit.
+    """
     return replace(
         _unfit(name, certificate, reason=str(error) + (f"; {hint}" if hint else "")),
         short_of=error.place,

@@ -199,8 +199,11 @@ def explain(
     first_steps: int = 12,
     width: int | None = None,
 ) -> str:
-    """Returns the plan in words, for people. bound_by, barrier_cost_s: as in the comparison's row, if known. width:
-    columns; None: the terminal's."""
+    """Returns the plan in words, for people.
+
+    bound_by, barrier_cost_s: as in the comparison's row, if known.
+    width: columns; None: the terminal's.
+    """
     instance("plan", plan, Plan, "a Plan")
     instance("timeline", timeline, Timeline, "a Timeline, such as ps.play(plan)")
     if bound_by is not None:

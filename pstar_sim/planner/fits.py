@@ -233,8 +233,10 @@ class Asked:
     loading: str
 
     def of(self, policy: str, *, others: bool = True) -> Ask:
-        """Returns a function from a job to the reason why the policy has no room for it; None if it has room. others:
-        as in `memory_need`."""
+        """Returns a function from a job to the reason why the policy has no room for it; None if it has room.
+
+        others: as in `memory_need`.
+        """
 
         def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
             try:

@@ -249,8 +249,10 @@ def max_model(
 
 
 def _check_sizes(dtype: str | None, counts: Mapping[str, int], widths: Mapping[str, int | None]) -> None:
-    """Check the arguments. Raises PstarError for an unknown dtype, and for a value that is not a number. widths: None
-    for a width left open."""
+    """Check the arguments. Raises PstarError for an unknown dtype, and for a value that is not a number.
+
+    widths: None for a width left open.
+    """
     if dtype is not None:
         choice("dtype", dtype, DTYPE_BYTES)
     for what, size in counts.items():
@@ -328,8 +330,11 @@ def _depth_row(
     names: Sequence[str],
     ask: Callable[[str | Policy, Workload], Refusal | None],
 ) -> Limit:
-    """Returns the limit of one policy. error: why it has no room for one more layer. names: models of the catalog to
-    try, the largest first."""
+    """Returns the limit of one policy.
+
+    error: why it has no room for one more layer.
+    names: models of the catalog to try, the largest first.
+    """
     row = _limit(policy, layers, error)
     if layers:
         row = replace(row, params=models.shape(layers).params)
@@ -454,7 +459,9 @@ def _others_go_on(
     most: int,
 ) -> tuple[int, Refusal | None]:
     """Returns the limit of a policy that tries others: the limit of its own modes, or a higher limit of another policy.
-    known: limits of others that are known already; the other policies are asked whether one more fits."""
+
+    known: limits of others that are known already; the other policies are asked whether one more fits.
+    """
     largest, error = max((found, *known.values()), key=lambda limit: limit[0])  # its own if the limits are equal
     for other in built_in():
         if can(other).tries_others or other in known or error is None:
@@ -470,8 +477,10 @@ def _largest(
 ) -> tuple[int, Refusal | None]:
     """Returns (the largest n in 0..most that fits, why n + 1 does not fit; None if `most` fits). n doubles from `first`
     until it does not fit, because a larger n takes longer to ask about. Then the search follows lines, and every third
-    time it halves the interval. near: a guess, which is asked about first, then the number behind it, then numbers
-    further and further away."""
+    time it halves the interval.
+
+    near: a guess, which is asked about first, then the number behind it, then numbers further and further away.
+    """
     low, high = 0, most + 1
     errors: dict[int, Refusal] = {}
     tried, asked = min(first if near is None else max(1, near), most), 0
@@ -542,7 +551,10 @@ def _with_nearest_yes(
     shape: ModelEntry | None = None,
 ) -> list[Limit]:
     """Returns the rows. A policy that cannot run even `least`, one layer or one sequence, also gets words for the
-    change that would make it fit. shape: the shape of `least` if it is not in the catalog."""
+    change that would make it fit.
+
+    shape: the shape of `least` if it is not in the catalog.
+    """
     able = [row.policy for row in rows if row.value]
     elsewhere = Elsewhere(least, machine, shape)
 

@@ -20,7 +20,10 @@ _DAYS_OF_A_YEAR = 365.25
 
 
 def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> list[str]:
-    """Returns the notes of an answer on a machine. plans: plan and timeline of each policy that fits."""
+    """Returns the notes of an answer on a machine.
+
+    plans: plan and timeline of each policy that fits.
+    """
     plans = list(plans)
     copies = any(plan.moved_bytes["h2d"] or plan.moved_bytes["d2h"] for plan, _ in plans)
     notes = []
@@ -43,7 +46,10 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
 
 def disk_life(plan: Plan, iteration_s: float) -> str:
     """Returns words for the bytes that a plan writes to the disks of a node per day, and for the life of the disks by
-    their rating. Empty for a plan that writes nothing to disks. iteration_s: seconds per iteration."""
+    their rating. Empty for a plan that writes nothing to disks.
+
+    iteration_s: seconds per iteration.
+    """
     disks, written = plan.machine.nvme, plan.moved_bytes.get("nvme_write", 0) * plan.machine.local_ranks
     if disks is None or not written:
         return ""

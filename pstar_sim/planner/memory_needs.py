@@ -242,7 +242,9 @@ def _job(name: str, point: Point, workload: Workload, machine: Machine, settings
 
 def _asynchronous_need(job: Job, machine: Machine, startup: int, *, fewest: bool) -> Need:
     """Returns the needs with as few pins as the host allows, by bisection: more pins never need more of the host.
-    fewest: False stops at the first number of pins that the host allows, which is no pins or the most."""
+
+    fewest: False stops at the first number of pins that the host allows, which is no pins or the most.
+    """
 
     def need(pins: int) -> Need:
         sizes = _payloads(job, pins)
@@ -316,7 +318,10 @@ def need_with_room(
     loading: str = "whole",
 ) -> Roomy | None:
     """Returns the machine, with just enough added to each place that is short to make the job fit. Returns None if more
-    memory does not help. short: why the job does not fit."""
+    memory does not help.
+
+    short: why the job does not fit.
+    """
     roomy, error = machine, short
     gpu: DoesNotFit | None = None
     for _ in range(MOST_SHORT):
@@ -374,6 +379,9 @@ def _with_gpu_budget(machine: Machine, budget_bytes: int) -> Machine:
 
 
 def _with_host_budget(machine: Machine, budget_bytes: int) -> Machine:
-    """Returns the machine with another host budget. budget_bytes: bytes of each rank."""
+    """Returns the machine with another host budget.
+
+    budget_bytes: bytes of each rank.
+    """
     memory = budget_bytes * machine.local_ranks + machine.host.reserved_bytes
     return replace(machine, host=replace(machine.host, memory_bytes=memory))

@@ -270,7 +270,10 @@ class _MachineQuestion:
         return effect, found[best.policy].plan, ()
 
     def effect(self, part: str, where: Machine, now: PartEffect, plan: Plan | None) -> PartEffect:
-        """Returns the effect of having more of one part. plan: the fastest plan for the machine as it is."""
+        """Returns the effect of having more of one part.
+
+        plan: the fastest plan for the machine as it is.
+        """
         found = self._compared(where)
         best = found.best().row if any(row.fits for row in found.rows) else None
         policy, seconds = (None, None) if best is None else (best.policy, best.iteration_s)
@@ -319,8 +322,10 @@ class _MachineQuestion:
         return {"layers": layers, "params": params, "more_layers": more, "largest_policy": policy}
 
     def _deepest(self, where: Machine, policies: Sequence[str], near: Mapping[str, int]) -> _Deepest | None:
-        """Returns the largest model that `where` can train; None if that is not asked. near: see `max_model`. (A tenth
-        more of a part moves the limit little, or not at all.)"""
+        """Returns the largest model that `where` can train; None if that is not asked.
+
+        near: see `max_model`. (A tenth more of a part moves the limit little, or not at all.)
+        """
         if not self.largest:
             return None
         ranked, workload = self.share.ranked, self.share.workload

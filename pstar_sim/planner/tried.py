@@ -105,7 +105,10 @@ def _one(said: object) -> Tried:
 
 def tried_text(tried: Mapping[str, Tried], chosen: str = "") -> str:
     """Returns the ways that were planned, with their seconds, and the number of ways that were not planned, with the
-    reasons. chosen: the chosen way, which the text leaves out."""
+    reasons.
+
+    chosen: the chosen way, which the text leaves out.
+    """
 
     def of(*outcomes: WayOutcome) -> list[Tried]:
         return [row for row in tried.values() if row.outcome in outcomes]

@@ -94,7 +94,8 @@ def choose(
     policy: str = SEARCHING,
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
-    """Returns the fastest of the ways, or workloads, each one rank's whole share of the same batch, by `policy`. [Note:
+    """Returns the fastest of the ways (or workloads) under `policy`. Each of them is one rank's whole share of the same
+    batch. [Note:
     what is planned] says which of them are planned.
 
     on_way: called with the work in hand, the number of ways done and the number of all ways.
@@ -254,8 +255,10 @@ class _Race:
         return seconds < self.best_s
 
     def _may_win(self, way: Way, *, stream: bool) -> bool:
-        """Returns whether no bound of the candidate is above the best so far. stream: whether plans may stream
-        chunks."""
+        """Returns whether no bound of the candidate is above the best so far.
+
+        stream: whether plans may stream chunks.
+        """
         return all(self._could_win(self._bound_s(way, count, stream=stream)) for count in self._stand_ins(way))
 
     def _stand_ins(self, way: Way) -> tuple[int, ...]:
@@ -263,8 +266,11 @@ class _Race:
         return way.stand_ins() if len(self.machine.ranks) == 1 else (way.repeats,)
 
     def _bound_s(self, way: Way, count: int, *, stream: bool = True) -> float:
-        """Returns a lower bound on the seconds of the candidate's plans with the usual chunks. stream: False bounds
-        only plans that stream nothing. count: micro-batches of the stand-in that is bounded."""
+        """Returns a lower bound on the seconds of the candidate's plans with the usual chunks.
+
+        stream: False bounds only plans that stream nothing.
+        count: micro-batches of the stand-in that is bounded.
+        """
         key = (way, count, stream)
         if key not in self.bounds_s:
             self.bounds_s[key] = self.least_s[way]
@@ -285,8 +291,10 @@ class _Race:
         return self.bounds_s[key]
 
     def _short(self, way: Way, count: int) -> DoesNotFit | None:
-        """Returns why tide has no room for the candidate, if the race's policy searches long. count: micro-batches of
-        the stand-in that is asked about; the result is None for one micro-batch of several."""
+        """Returns why tide has no room for the candidate, if the race's policy searches long.
+
+        count: micro-batches of the stand-in that is asked about; the result is None for one micro-batch of several.
+        """
         if not self.searching or (count == 1 and way.repeats > 1):
             return None
         return shortage(QUICK, way.stand_in(count), self.machine, self.usual)

@@ -63,8 +63,11 @@ class Way:
         repeats: int = 1,
         order: str = OWN,
     ) -> None:
-        """one: the variant that is repeated, or whose blocks recompute. kept: the variant from which the blocks `keep`
-        come. stashes: stashes of the offloaded blocks, which keep their activations in `one` or are among `keep`."""
+        """one: the variant that is repeated, or whose blocks recompute.
+
+        kept: the variant from which the blocks `keep` come.
+        stashes: stashes of the offloaded blocks, which keep their activations in `one` or are among `keep`.
+        """
         self._one, self._kept, self._keep = one, kept, frozenset(keep)
         self.stashes, self.repeats, self.order = tuple(stashes), repeats, order
         self.batch, self.attention = one.batch, one.attention
@@ -139,7 +142,10 @@ class Way:
     def compute_s(self, machine: Machine, chunk_bytes: int) -> float:
         """Returns the least seconds of computing and stashes with the link to themselves: [Note: the bound of stashes]
         in bounds/stash_bound.py, run by run of moments, because all waits are at the ends of runs. With boundaries on
-        the host, returns the seconds of computing alone. chunk_bytes: size of the chunks, for the cost model."""
+        the host, returns the seconds of computing alone.
+
+        chunk_bytes: size of the chunks, for the cost model.
+        """
         variants = tuple(_seconds_of(w, machine, chunk_bytes) for w in (self._one, self._kept or self._one))
         if self.repeats == 1 and self._kept is None and not self.stashes:
             return variants[0].stash_bound_s
@@ -201,7 +207,10 @@ class _StashLink:
         self._down = self._up = 0.0
 
     def waits_s(self, before: _Run, block: str | None, forward: bool) -> float:
-        """Returns the seconds at which the copies for which a run waits have ended. before: the run before it."""
+        """Returns the seconds at which the copies for which a run waits have ended.
+
+        before: the run before it.
+        """
         waits = 0.0
         if before[1] and before[0] is not None and before[0] in self.ends:
             waits = self._out_s[self.ends[before[0]]]
@@ -210,7 +219,10 @@ class _StashLink:
         return waits
 
     def send(self, clock: float, block: str | None, forward: bool, behind: _Run) -> None:
-        """Begin the copies behind a run that ends at `clock`. behind: the run after it."""
+        """Begin the copies behind a run that ends at `clock`.
+
+        behind: the run after it.
+        """
         if forward and block is not None and block in self.copies:
             self._down = self._out_s[block] = max(clock, self._down) + self.copies[block][0]
         if not behind[1] and behind[0] is not None and behind[0] in self.ends:
@@ -383,7 +395,10 @@ def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequen
 
 def layer_major_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
     """Yields the ways with several micro-batches, each in every layer-major order that it allows. Boundaries go to the
-    host if all blocks recompute. policy: for messages."""
+    host if all blocks recompute.
+
+    policy: for messages.
+    """
     known: dict[tuple[int, str], bool] = {}
     for way, order in product(ways, ORDERS[1:]):
         if way.micro_batches == 1 or way.layer_major or way.stash_bytes or way.boundaries_on_host:

@@ -94,7 +94,10 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
 
 
 def _schedule_words(best: SearchResult, found: Sequence[SearchResult], reason: DoesNotFit | None) -> str:
-    """Returns words for the policy whose schedule was taken, and why. reason: why no plan of optimal's own fits."""
+    """Returns words for the policy whose schedule was taken, and why.
+
+    reason: why no plan of optimal's own fits.
+    """
     own_s = min((f.seconds for f in found if f.of == "optimal"), default=None)
     if own_s is None:
         why = f"no plan of optimal's own fits ({reason})"

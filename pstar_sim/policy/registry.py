@@ -52,7 +52,12 @@ def is_built_in(policy: Policy) -> bool:
 
 
 def can(policy: str | Policy) -> Capabilities:
-    """Returns the capabilities of a policy. policy: its spec, or the function. Raises the errors of `find_policy`."""
+    """Returns the capabilities of a policy.
+
+    policy: its spec, or the function.
+
+    Raises the errors of `find_policy`.
+    """
     return capabilities_of(find_policy(policy) if isinstance(policy, str) else policy)
 
 

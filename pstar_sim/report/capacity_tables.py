@@ -205,7 +205,10 @@ def _would_fit(row: Fit) -> str:
 
 
 def _fit_cells(row: Fit, *, why: bool) -> tuple[str, ...]:
-    """Returns the cells of a policy. why: also those of what takes the room on the host."""
+    """Returns the cells of a policy.
+
+    why: also those of what takes the room on the host.
+    """
     seconds = "" if row.iteration_s is None else format_s(row.iteration_s)
     figures = [
         format_size(row.gpu_needed_bytes),

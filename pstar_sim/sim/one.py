@@ -27,8 +27,10 @@ def play_one(
     *,
     moved_bytes: Mapping[str, int] | None = None,
 ) -> Timeline:
-    """Returns the timeline of one rank that has DRAM and link of the plan's machine to itself. moved_bytes: bytes moved
-    by direction; None: those of the plan."""
+    """Returns the timeline of one rank that has DRAM and link of the plan's machine to itself.
+
+    moved_bytes: bytes moved by direction; None: those of the plan.
+    """
     program = Program.of(plan)
     moves = Moves(plan)
     costs = cost.step_costs(plan)

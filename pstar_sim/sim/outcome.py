@@ -31,8 +31,10 @@ __all__ = ["timeline"]
 
 
 def timeline(plan: Plan, record: Record, held: Held, moved_bytes: Mapping[str, int] | None = None) -> Timeline:
-    """Returns the timeline of a plan that was followed. The last iteration of the record counts. moved_bytes: bytes
-    moved by direction; None: those of the plan."""
+    """Returns the timeline of a plan that was followed. The last iteration of the record counts.
+
+    moved_bytes: bytes moved by direction; None: those of the plan.
+    """
     program, times = record.program, record.times
     k = record.iterations - 1
     worked_s = times.end[k] - times.begin[k]

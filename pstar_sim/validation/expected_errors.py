@@ -84,8 +84,8 @@ def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
 
 
 def binomial_interval(rows: int) -> tuple[int, int]:
-    """Returns the least and the most rows, of `rows`, that lie inside their bars with 90 % probability, if each row
-    does so with probability INSIDE (normal law).
+    """Returns the interval (least, most) that contains, with 90 % probability, the number of rows inside their bars.
+    Each of the `rows` is inside its bar with probability INSIDE (normal law).
     """
     middle, wide = rows * INSIDE, _Z90 * math.sqrt(rows * INSIDE * (1 - INSIDE))
     return max(0, math.floor(middle - wide)), min(rows, math.ceil(middle + wide))

@@ -131,7 +131,10 @@ def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> 
 
 def _more_below(blocks: Sequence[str], keep: Collection[str], left: Sequence[dict[str, int]]) -> list[list[int]]:
     """Returns, per variant, the bytes that the blocks before the n-th keep here, less the bytes that they keep in the
-    variant. left: per variant (recomputed, kept), block -> bytes that it keeps."""
+    variant.
+
+    left: per variant (recomputed, kept), block -> bytes that it keeps.
+    """
     more = [[0] for _ in left]
     for block in blocks:
         chosen = left[block in keep][block]

@@ -15,15 +15,19 @@ __all__ = ["Tape", "input_gradient", "weight_gradient"]
 
 
 def input_gradient(product: Product) -> Product:
-    """Returns the product that computes the gradient of a linear layer's input. product: the product of its forward
-    pass."""
+    """Returns the product that computes the gradient of a linear layer's input.
+
+    product: the product of its forward pass.
+    """
     batches, m, k, n = product
     return batches, m, n, k
 
 
 def weight_gradient(product: Product) -> Product:
-    """Returns the product that computes the gradient of a linear layer's weight. product: the product of its forward
-    pass."""
+    """Returns the product that computes the gradient of a linear layer's weight.
+
+    product: the product of its forward pass.
+    """
     batches, m, k, n = product
     return batches, n, m, k
 

@@ -204,8 +204,10 @@ def _header(version: int) -> list[str]:
 
 
 def _schema(version: int = SCHEMA_VERSION, chosen: bool = False) -> Any:
-    """Returns the file's Arrow schema, with format and version in its metadata. chosen: whether the schema has the
-    column of each block's activations."""
+    """Returns the file's Arrow schema, with format and version in its metadata.
+
+    chosen: whether the schema has the column of each block's activations.
+    """
     import pyarrow as pa
 
     def rows(name: str, fields: Iterable[Any]) -> Any:

@@ -501,7 +501,10 @@ def odd_micro_batch(w: Workload) -> int | None:
 
 
 def _check_begin(w: Workload, i: int, m: Moment, begun: int, bad: _Bad) -> None:
-    """Check moment i, the first moment of its micro-batch. begun: number of micro-batches that begin before it."""
+    """Check moment i, the first moment of its micro-batch.
+
+    begun: number of micro-batches that begin before it.
+    """
     if m.phase is not Phase.FWD and m is not w.moments[-1]:
         raise bad(f"moments[{i}].phase", m.phase.value, "a micro-batch begins with its forward pass")
     if i and m.micro_batch != begun:
@@ -591,8 +594,10 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
 
 
 def _check_beside(i: int, s: Stash, before: Stash, bad: _Bad, *, in_turn: bool) -> None:
-    """Check stash i against the stash before it in the list. in_turn: whether the stash that is made first is also gone
-    first."""
+    """Check stash i against the stash before it in the list.
+
+    in_turn: whether the stash that is made first is also gone first.
+    """
     if s.made <= before.made:
         raise bad(f"stashes[{i}].made", s.made, "stashes come in the order in which they are made")
     if s.micro_batch == before.micro_batch:

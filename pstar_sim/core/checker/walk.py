@@ -273,8 +273,11 @@ class Walk:
         self.frees[s] = (key[2], self.plan.layout.payload_bytes(key[0], key[1]))
 
     def _present(self, step: Step, key: _Key, why: str, tensor: int | None = None) -> _Content | None:
-        """Returns the contents of a list. Raises PlanError if the list is not there. why: verb of the message. tensor:
-        object of the verb, in the list."""
+        """Returns the contents of a list. Raises PlanError if the list is not there.
+
+        why: verb of the message.
+        tensor: object of the verb, in the list.
+        """
         if key not in self.content:
             what = "" if tensor is None else f"{self._name(tensor)} in "
             raise PlanError(f"{label(step)} {why} {what}{_key_name(key)}, which is not there")

@@ -77,7 +77,10 @@ class Attempt:
         return self.window.iteration_s + (self.left_out.seconds(self.window) if self.left_out is not None else 0.0)
 
     def plan(self, choices: Mapping[str, object] | None = None) -> Plan:
-        """Returns the plan. choices: words and figures for `Plan.choices`, which `explain` prints."""
+        """Returns the plan.
+
+        choices: words and figures for `Plan.choices`, which `explain` prints.
+        """
         return plan_of(self.schedule, self.draft, self.window, choices)
 
 
@@ -88,17 +91,22 @@ def burden_of(made: Attempt) -> tuple[int, int]:
 
 
 def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt | None = None) -> Attempt:
-    """Returns the attempt with these modes. Its window is stuck if a step never finds room. like: see
-    `attempt_course`."""
+    """Returns the attempt with these modes. Its window is stuck if a step never finds room.
+
+    like: see `attempt_course`.
+    """
     return attempt_course(Course(job, modes, knobs or Knobs()), like=like)
 
 
 def attempt_course(
     course: Course, *, limit_s: float = math.inf, like: Attempt | None = None, times_left_out: int = 0
 ) -> Attempt:
-    """Does the same as `attempt`, for a course that is laid out already. limit_s: see `choose`; seconds of all
-    micro-batches. like: an earlier attempt of the same job, whose rows are used again if the new rows would be equal.
-    times_left_out: number of micro-batches that the course's job leaves out."""
+    """Does the same as `attempt`, for a course that is laid out already.
+
+    limit_s: see `choose`; seconds of all micro-batches.
+    like: an earlier attempt of the same job, whose rows are used again if the new rows would be equal.
+    times_left_out: number of micro-batches that the course's job leaves out.
+    """
     schedule = course.schedule()
     if like is not None and schedule.rows_as(like.schedule):
         draft = replace(like.draft, room=schedule.room, lead_bytes=schedule.lead_bytes)

@@ -20,7 +20,9 @@ def keep_set(
     eviction: str, gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]
 ) -> set[UseGap]:
     """Returns the gaps between two uses over which the chunk stays on the GPU. gaps, sizes and room: as for `belady`.
-    first: chunk -> point of its first use."""
+
+    first: chunk -> point of its first use.
+    """
     if eviction == "lru":
         return lru(gaps, sizes, room)
     if eviction == "fifo":
@@ -36,7 +38,9 @@ def lru(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int]) -> se
 
 def fifo(gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]) -> set[UseGap]:
     """Returns the gaps to keep. When room is short, the chunk leaves that has been on the GPU longest without a break.
-    first: chunk -> point of its first use, at which it comes to the GPU."""
+
+    first: chunk -> point of its first use, at which it comes to the GPU.
+    """
     return _sweep_along(gaps, sizes, room, first)
 
 
@@ -81,7 +85,10 @@ class _Idle:
         self._oldest: list[tuple[int, int, int, UseGap]] = []  # (since, chunk, lap, gap), taken chunks included
 
     def add(self, lap: int, gap: UseGap, *, since: int) -> None:
-        """Begin a gap. since: point from which the chunk's age counts."""
+        """Begin a gap.
+
+        since: point from which the chunk's age counts.
+        """
         self._entries.add((lap, gap))
         self._held_bytes += self._sizes[gap.chunk]
         heapq.heappush(self._oldest, (since, gap.chunk, lap, gap))

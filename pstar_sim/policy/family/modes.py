@@ -153,8 +153,11 @@ def roofline(
     spill: float = 0.0,
     in_turn: bool = True,
 ) -> Roofline:
-    """Returns the closed form of [Note: the roofline]. spill: share of the bytes without room between two micro-batches
-    for which sums make room. in_turn: whether to count the term of `_in_turn_s`."""
+    """Returns the closed form of [Note: the roofline].
+
+    spill: share of the bytes without room between two micro-batches for which sums make room.
+    in_turn: whether to count the term of `_in_turn_s`.
+    """
     f = facts.pins
     total_s = float(np.sum(f.moments_s))
     working, pinned = np.asarray(f.working_bytes, float), np.asarray(f.pinned_bytes, float)
@@ -242,8 +245,11 @@ def roofline(
 
 
 def _longest(windows: Sequence[tuple[float, float, float]], inside_s: Array, cpu: Array) -> Array:
-    """Returns the seconds of the longest window, 0 where CPU Adam updates nothing. windows: the result of `_windows`.
-    inside_s: seconds in each window in addition to its moments."""
+    """Returns the seconds of the longest window, 0 where CPU Adam updates nothing.
+
+    windows: the result of `_windows`.
+    inside_s: seconds in each window in addition to its moments.
+    """
     longest = np.zeros_like(cpu + inside_s)
     for span, adams, copies in windows:
         longest = np.maximum(longest, np.where(cpu > 1e-9, span + inside_s + cpu * adams + copies, 0.0))

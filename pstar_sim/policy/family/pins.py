@@ -120,9 +120,11 @@ def _windows(
 def most_pins(
     working_bytes: Sequence[int], pinned_bytes: Sequence[int], need: Sequence[Sequence[int]], room: Sequence[int]
 ) -> int:
-    """Returns the largest number of chunks that can be pinned, in order. need: for each moment, the indices of the
-    chunks that the moment needs. room: bytes for chunks at each moment. A pinned chunk that a moment needs is counted
-    once."""
+    """Returns the largest number of chunks that can be pinned, in order.
+
+    need: for each moment, the indices of the chunks that the moment needs.
+    room: bytes for chunks at each moment. A pinned chunk that a moment needs is counted once.
+    """
     working = np.asarray(working_bytes, dtype=np.int64)
     held = np.concatenate(([0], np.cumsum(np.asarray(pinned_bytes, dtype=np.int64))))
     count = len(working)

@@ -410,8 +410,11 @@ class Search:
         return DoesNotFit(policy=self.job.name, place="gpu", needed_bytes=needed, available_bytes=budget, what=what)
 
     def _starts(self, *, turned: bool) -> Iterator[Trial]:
-        """Yields trials to begin with. turned: whether variants of the best trial follow, each with one decision
-        changed. False if a search with chunks of another size has tried such variants."""
+        """Yields trials to begin with.
+
+        turned: whether variants of the best trial follow, each with one decision changed. False if a search with chunks
+            of another size has tried such variants.
+        """
         if not turned:
             yield from self._roofline_starts(turned=False)
             yield from self._turned_large()
@@ -460,8 +463,10 @@ class Search:
             yield from self._turned(self.best[1].knobs)
 
     def _turned(self, knobs: Knobs) -> Iterator[Trial]:
-        """Yields the best trial with one decision changed to its other value, for one decision after another. knobs:
-        knobs of the best trial at the beginning."""
+        """Yields the best trial with one decision changed to its other value, for one decision after another.
+
+        knobs: knobs of the best trial at the beginning.
+        """
         assert self.best is not None
         yield replace(self.best[1], knobs=replace(USUAL, linger=not knobs.linger))
         yield replace(self.best[1], knobs=replace(self.best[1].knobs, down="fifo"))

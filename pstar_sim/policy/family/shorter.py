@@ -74,7 +74,11 @@ class LeftOut:
 
 
 def left_out_of(job: Job, draft: Draft, times: int) -> LeftOut:
-    """Returns the micro-batches left out of a draft. job: the shorter job. times: number of micro-batches left out."""
+    """Returns the micro-batches left out of a draft.
+
+    job: the shorter job.
+    times: number of micro-batches left out.
+    """
     batches = [m.micro_batch for m in job.workload.moments]
     middle = SHOWN // 2
     first, behind = (job.block_of[batches.index(number)] for number in (middle, middle + 1))

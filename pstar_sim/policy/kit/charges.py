@@ -62,7 +62,10 @@ class Charges:
         return charge
 
     def of_update(self, kind: Kind, chunk: int, *, folds: bool) -> Charge:
-        """Returns the charge of an update. folds: whether the update adds a last gradient to the sum first."""
+        """Returns the charge of an update.
+
+        folds: whether the update adds a last gradient to the sum first.
+        """
         charge = self.of(kind, chunk)
         if not folds:
             return charge

@@ -207,8 +207,10 @@ class Job:
 
     def gradient_names(self, *, summed: bool) -> tuple[str, ...]:
         """Returns the lists in which a gradient arrives that does not overwrite the working list. On several ranks
-        these lists hold the gradient of the whole chunk, which is summed over the ranks first. summed: whether the
-        gradients of all micro-batches add up on the GPU."""
+        these lists hold the gradient of the whole chunk, which is summed over the ranks first.
+
+        summed: whether the gradients of all micro-batches add up on the GPU.
+        """
         if self.ranks > 1:
             return ("grad", "grad_remote")
         return ("grad32",) if summed else ("grad",)
@@ -226,7 +228,9 @@ class Job:
 
     def leaving(self, chunk: int, *, streamed: bool, summed: bool) -> Sequence[tuple[int, int, float]]:
         """Returns (last moment, bytes, seconds of the copy down) of each gradient of the chunk that leaves the GPU.
-        summed: whether a mode asks for the sum on the GPU."""
+
+        summed: whether a mode asks for the sum on the GPU.
+        """
         if summed and streamed:
             return ()
         sums = summed or self.sums_on_gpu
@@ -238,8 +242,10 @@ class Job:
         return [(moment, size, seconds) for moment in lists]
 
     def visiting(self, *, held: bool) -> tuple[str, ...]:
-        """Returns the lists that come to the GPU for the update of a streamed chunk. held: whether the sum of its
-        gradients is on the GPU already."""
+        """Returns the lists that come to the GPU for the update of a streamed chunk.
+
+        held: whether the sum of its gradients is on the GPU already.
+        """
         return self.layout.state_lists if held else self.visiting_lists
 
     def visiting_bytes(self, chunk: int, *, held: bool = False) -> int:

@@ -134,8 +134,10 @@ class Builder:
         via: str | None = None,
         stash: int | None = None,
     ) -> int:
-        """Adds a step of any kind and returns its id. size_bytes: the step's bytes, if the table of core/step.py does
-        not give them."""
+        """Adds a step of any kind and returns its id.
+
+        size_bytes: the step's bytes, if the table of core/step.py does not give them.
+        """
         if size_bytes is None:
             size_bytes = step_bytes(self.cost, kind, chunk, list_name, stash)
         refs = tuple([r if isinstance(r, Ref) else Ref(r) for r in after])
@@ -238,9 +240,11 @@ class Builder:
         return self._collective(Kind.GATHER, chunk, name, moment, after)
 
     def reduce_scatter(self, chunk: int, moment: int, after: After = (), list_name: str | None = None) -> int:
-        """Adds a sum over the ranks of the gradient that is complete after `moment`, and returns its id. list_name:
-        "remote" (in place in the working list) or "grad_remote" (in the grad list); on a replicated layout, the list of
-        the gradient."""
+        """Adds a sum over the ranks of the gradient that is complete after `moment`, and returns its id.
+
+        list_name: "remote" (in place in the working list) or "grad_remote" (in the grad list); on a replicated layout,
+            the list of the gradient.
+        """
         name = list_name or ("remote" if self.layout.ranks > 1 else "param")
         return self._collective(Kind.REDUCE_SCATTER, chunk, name, moment, after)
 
@@ -248,8 +252,10 @@ class Builder:
         return self.add(Queue.NET, kind, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def cpu_add(self, chunk: int, list_name: str, moment: int, after: After = ()) -> int:
-        """Adds the step grad32 += the gradient in `list_name` on the host, and returns its id. list_name: "grad", which
-        is then freed, or "param", in place."""
+        """Adds the step grad32 += the gradient in `list_name` on the host, and returns its id.
+
+        list_name: "grad", which is then freed, or "param", in place.
+        """
         return self.add(Queue.ADAM, Kind.CPU_ADD, chunk=chunk, list_name=list_name, moment=moment, after=after)
 
     def cpu_adam(self, chunk: int, after: After = ()) -> int:
@@ -261,8 +267,10 @@ class Builder:
         return self.add(Queue.COMPUTE, Kind.GPU_ADAM, chunk=chunk, moment=moment, after=after)
 
     def check_room(self, place: Place, needed_bytes: int, what: str) -> None:
-        """Raise DoesNotFit if `needed_bytes` exceed the place's budget. what: words for the things that need the
-        bytes."""
+        """Raise DoesNotFit if `needed_bytes` exceed the place's budget.
+
+        what: words for the things that need the bytes.
+        """
         missing = needed_bytes - budget_bytes(self.machine, place)
         if missing > 0:
             raise self._no_room(place, missing, what)
@@ -330,8 +338,10 @@ class Builder:
 
     def _rows(self, holdings: Holdings) -> tuple[list[DraftRow], _Short]:
         """Returns the steps as a draft whose queues run in the given order, and the step that lacks most room when all
-        steps run one after the other. holdings: the holdings at the cut; they are advanced to the end of the
-        iteration."""
+        steps run one after the other.
+
+        holdings: the holdings at the cut; they are advanced to the end of the iteration.
+        """
         rows: list[DraftRow] = []
         last_on: dict[Queue, int] = {}
         shortest = _Short(0, -1, Place.GPU)
@@ -368,7 +378,10 @@ class Builder:
 
     def _check_one_by_one(self, free: Iterable[int], shortest: _Short) -> None:
         """Raise DoesNotFit if the residents exceed the room of GPU or host. If they do not, raise it for the step that
-        lacks most room, if any step does. free: bytes that the residents leave free on GPU and host."""
+        lacks most room, if any step does.
+
+        free: bytes that the residents leave free on GPU and host.
+        """
         for place, left in zip((Place.GPU, Place.HOST), free):
             if left < 0:
                 raise self._no_room(place, -left, "everything resident between iterations")

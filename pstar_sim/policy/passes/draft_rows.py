@@ -89,7 +89,10 @@ class DraftRows:
         block: int = -1,
         stash: int = -1,
     ) -> int:
-        """Add a row and return its index. charge: the charge of a row that handles no list of a chunk."""
+        """Add a row and return its index.
+
+        charge: the charge of a row that handles no list of a chunk.
+        """
         here = len(self.rows)
         if charge is None:
             charge = self._charges.of(kind, chunk, list_name)
@@ -107,8 +110,12 @@ class DraftRows:
     def writeback(
         self, chunk: int, list_name: str, moment: int, after: After, key: tuple[float, ...], drop: bool
     ) -> int:
-        """Write the copy of a list to the host. drop: whether the list is also dropped on the GPU at once. Returns the
-        copy's row."""
+        """Write the copy of a list to the host.
+
+        drop: whether the list is also dropped on the GPU at once.
+
+        Returns the copy's row.
+        """
         down = self.add(Queue.D2H, Kind.WRITEBACK, chunk, list_name, moment, after=after, key=key)
         if drop:
             self.release_of[chunk, list_name] = self.add(Queue.D2H, Kind.DROP, chunk, list_name, moment, behind=down)

@@ -50,8 +50,10 @@ def _parts(job: Job, worst: int) -> list[str]:
 
 
 def held_on_host(job: Job, pinned: frozenset[int], never: Iterable[tuple[int, str]] = ()) -> int:
-    """Returns the bytes that the host always holds with these chunks pinned. never: (chunk, list) pairs that are never
-    there."""
+    """Returns the bytes that the host always holds with these chunks pinned.
+
+    never: (chunk, list) pairs that are never there.
+    """
     absent = sum(job.layout.payload_bytes(c, name) for c, name in never)
     return job.stash_bytes + sum(job.permanent[c] for c in job.moving if c not in pinned) - absent
 

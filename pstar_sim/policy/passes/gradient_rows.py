@@ -22,15 +22,21 @@ __all__ = ["GradientRows", "adds_s", "held", "room"]
 
 
 def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
-    """Returns the bytes of the gradient lists that a block needs. summed: pinned chunks and chunks with a sum on the
-    GPU. Such chunks add their gradients in place, unless the gradients have to be summed over the ranks first."""
+    """Returns the bytes of the gradient lists that a block needs.
+
+    summed: pinned chunks and chunks with a sum on the GPU. Such chunks add their gradients in place, unless the
+        gradients have to be summed over the ranks first.
+    """
     lists = job.gradient_lists[block]
     return sum(size for c, size in lists if job.ranks > 1 or c not in summed) if lists else 0
 
 
 def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], count: int) -> list[int]:
     """Returns the bytes, at each of `count` positions, of the sums that modes ask for; on several ranks also of the
-    lists in which the last gradients arrive. at, sums: as in `Schedule`."""
+    lists in which the last gradients arrive.
+
+    at, sums: as in `Schedule`.
+    """
     change = [0] * (count + 1)
     for c, stretches in sums.items():
         if job.ranks > 1:
@@ -135,8 +141,10 @@ class GradientRows:
             self._send_last(c, here, drop=False)
 
     def _behind_older(self, c: int) -> After:
-        """Returns the rows for which the next gradient list waits if the number of lists on the GPU is limited. c:
-        chunk of the next list."""
+        """Returns the rows for which the next gradient list waits if the number of lists on the GPU is limited.
+
+        c: chunk of the next list.
+        """
         job, most = self._rows.schedule.job, self._rows.schedule.lists_at_once
         if most is None or len(self._opened) < most:
             return ()

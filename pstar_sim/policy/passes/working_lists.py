@@ -73,8 +73,8 @@ class WorkingLists:
             rows.release_of[c, "param"] = row
 
     def close(self) -> None:
-        """Let a first fetch wait for the update of the previous iteration, and until the list that was there is
-        gone."""
+        """Add the waits of first fetches: each waits until the chunk's list of the previous iteration has left the GPU,
+        and until CPU Adam has updated the chunk."""
         rows = self._rows
         for c, name, row in self._first_fetches:
             updated: After = ((rows.cpu_update_of[c], 1),) if c in rows.cpu_update_of else ()

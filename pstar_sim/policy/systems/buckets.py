@@ -55,7 +55,10 @@ class Buckets:
 
     def behind(self, m: int, here: int) -> None:
         """Put the gradients that are complete after moment `m` into the bucket. The bucket leaves when it is full, and
-        at the end of a micro-batch. here: the moment's step."""
+        at the end of a micro-batch.
+
+        here: the moment's step.
+        """
         for c in self._complete.get(m, ()):
             self._fill(c, m, here)
         moments = self._b.workload.moments

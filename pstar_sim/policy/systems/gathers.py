@@ -75,7 +75,10 @@ class Gathers:
         return [self._ready[v.chunk] for v in self._opens.get(m, ())]
 
     def behind(self, m: int, here: int) -> None:
-        """Drop the slices of visits that end with moment `m`. here: the moment's step."""
+        """Drop the slices of visits that end with moment `m`.
+
+        here: the moment's step.
+        """
         self._request_steps = [here]
         if m == 0:
             self.opening.append(here)

@@ -250,8 +250,12 @@ class _SerialIteration:
             self.memory.fetch(c)
 
     def plan(self, rounds: int) -> Plan:
-        """Returns the plan. rounds: number of iterations until the chunks on the GPU repeated. Raises DoesNotFit if the
-        host has no room."""
+        """Returns the plan.
+
+        rounds: number of iterations until the chunks on the GPU repeated.
+
+        Raises DoesNotFit if the host has no room.
+        """
         b, homes, memory = self._b, self._homes, self.memory
         b.check_room(
             Place.HOST,

@@ -221,7 +221,10 @@ class Memory:
     # Room.
 
     def bring(self, c: int, needed: Collection[int]) -> None:
-        """Bring the missing slices of a chunk that the moment uses. needed: chunks that may not be evicted."""
+        """Bring the missing slices of a chunk that the moment uses.
+
+        needed: chunks that may not be evicted.
+        """
         if c not in self.on_gpu:
             self.make_room(self._own[c], needed)
             self.fetch(c)

@@ -69,8 +69,12 @@ class Sharded:
         return self.b.gpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def stage(self, c: int, room: Iterable[int]) -> tuple[int, int]:
-        """Write the update of a staged chunk: its states come up, are updated and go down again. room: steps that have
-        to end first. Returns (gpu_adam, the step with which the states have left)."""
+        """Write the update of a staged chunk: its states come up, are updated and go down again.
+
+        room: steps that have to end first.
+
+        Returns (gpu_adam, the step with which the states have left).
+        """
         b, m = self.b, self.last_moment
         before = [*self.before_update(c), *room]
         lists = [name for name in (*b.layout.state_lists, "grad32") if name in b.uses.home_lists(c)]

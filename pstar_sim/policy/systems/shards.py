@@ -91,8 +91,10 @@ class Shards:
         return c in self.on_gpu and not self.several
 
     def reside(self, host_list: str) -> None:
-        """Record the place of each list between two iterations. host_list: list in which Adam on the host finds a
-        gradient."""
+        """Record the place of each list between two iterations.
+
+        host_list: list in which Adam on the host finds a gradient.
+        """
         b, scheme = self.b, self.scheme
         for c in range(len(b.layout.chunks)):
             if self.lives_on_gpu(c):

@@ -196,7 +196,10 @@ def _area(xs: list[float], top: Any, values: Any, name: str, colour: str, scale:
 
 
 def _line(xs: list[float], values: Any, colour: str, width: float, scale: int) -> Figure:
-    """Returns the trace of a curve that is constant from each x to the next. scale: bytes of the unit that is drawn."""
+    """Returns the trace of a curve that is constant from each x to the next.
+
+    scale: bytes of the unit that is drawn.
+    """
     line = {"color": colour, "width": width, "shape": "hv"}
     return {"type": "scatter", "mode": "lines", "x": xs, "y": _scaled(values, scale), "line": line}
 

@@ -195,9 +195,12 @@ def has_kernels(entry: ModelEntry, kernels: str) -> bool:
 
 
 def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) -> str:
-    """Returns the flavour in which a model runs: `kernels`, or with None the usual flavour of its entry. model: its
-    name in messages. Raises ModelError for an unknown flavour, and for a flavour for which the model's family is not
-    written."""
+    """Returns the flavour in which a model runs: `kernels`, or with None the usual flavour of its entry.
+
+    model: its name in messages.
+
+    Raises ModelError for an unknown flavour, and for a flavour for which the model's family is not written.
+    """
     name = model or entry.name
     chosen = entry.kernels if kernels is None else kernels
     if not isinstance(chosen, str) or chosen not in KERNELS:

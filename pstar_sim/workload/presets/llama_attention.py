@@ -74,9 +74,11 @@ class GroupedAttention:
         return kept
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
-        """Write the backward: from the gradient of attention's output to that of the norm's output (1 u). reads:
-        parameters that the last moment reads besides the projections. own: whether no other operator needs the gradient
-        of the output."""
+        """Write the backward: from the gradient of attention's output to that of the norm's output (1 u).
+
+        reads: parameters that the last moment reads besides the projections.
+        own: whether no other operator needs the gradient of the output.
+        """
         t, s, m, u, q_bytes, kv = self.t, self.s, self.s.model, self.u, self.out_bytes, self.kv
         o, q, k, v = (self._weights(block, x) for x in "oqkv")
         t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [*o, *self._late(block)])
@@ -175,9 +177,11 @@ class LatentAttention:
         self.t.linear_backward([weight], grad_in=grad_in, grad_out=grad_out, saved=grad_in, product=product, dead=dead)
 
     def backward(self, block: str, kept: int, window: int, *, reads: list[str], own: bool) -> None:
-        """Write the backward: from the gradient of attention's output to that of the norm's output (1 u). reads:
-        parameters that the last moment reads besides the projections. own: whether no other operator needs the gradient
-        of the output."""
+        """Write the backward: from the gradient of attention's output to that of the norm's output (1 u).
+
+        reads: parameters that the last moment reads besides the projections.
+        own: whether no other operator needs the gradient of the output.
+        """
         t, s, norms, u = self.t, self.s, self.norms, self.u
         t.open("grad", f"{block}.self_attn.o_proj", Phase.BWD, [f"{block}.self_attn.o_proj.weight"])
         self._back(block, "o_proj", grad_in=self.out_bytes, grad_out=u, dead=u if own else 0)

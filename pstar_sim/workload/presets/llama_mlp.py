@@ -65,8 +65,10 @@ class GatedMlp:
         self.t.op(self.u, dead=self.again, unsaved=self.f - self.again, products=[product], read=self.f)
 
     def backward(self, block: str, *, own: bool) -> None:
-        """Write the backward: from the gradient of the output to that of the norm's output (1 u). own: whether no other
-        operator needs the gradient of the output."""
+        """Write the backward: from the gradient of the output to that of the norm's output (1 u).
+
+        own: whether no other operator needs the gradient of the output.
+        """
         t, s, u, f, fused = self.t, self.s, self.u, self.f, self.s.flavour.fused
         down, up, gate = (self._weight(block, x) for x in ("down", "up", "gate"))
         t.open("grad", f"{block}.{self.name}.down_proj", Phase.BWD, [down, up, gate])
@@ -172,8 +174,10 @@ class Experts:
         """Do nothing, because `forward` wrote all operators."""
 
     def backward(self, block: str, *, own: bool) -> None:
-        """Write the backward: from the gradient of the output to that of the norm's output (1 u). own: whether no other
-        operator needs the gradient of the output."""
+        """Write the backward: from the gradient of the output to that of the norm's output (1 u).
+
+        own: whether no other operator needs the gradient of the output.
+        """
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h, fused = s.model.hidden, s.flavour.fused
         t.op(self.normed)

@@ -25,8 +25,11 @@ class Norms:
         return size * 4 // self.t.width if self.upcast else 0
 
     def forward(self, size: int, rows: int, *, inner: bool = False) -> None:
-        """Write the forward: from the input to the norm's output, both `size` bytes. rows: number of norms. inner:
-        whether only the norm needs the input."""
+        """Write the forward: from the input to the norm's output, both `size` bytes.
+
+        rows: number of norms.
+        inner: whether only the norm needs the input.
+        """
         t, row, wide = self.t, rows * 4, self._wide(size)
         if self.fused:
             t.op(size + row, unsaved=row)
@@ -49,7 +52,10 @@ class Norms:
 
     def backward(self, name: str, size: int, rows: int, *, residual: bool = True, shared: bool = False) -> None:
         """Write the backward: from the gradient of the norm's output (and of the residual, both alive) to their sum (1
-        `size`). shared: whether other operators also need the gradient of the output, so that it stays."""
+        `size`).
+
+        shared: whether other operators also need the gradient of the output, so that it stays.
+        """
         t, row, wide = self.t, rows * 4, self._wide(size)
         stays = size if shared else 0
         if self.fused:

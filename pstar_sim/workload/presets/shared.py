@@ -74,7 +74,10 @@ class Shape:
 
     def attention_flops(self, window: int = 0) -> int:
         """Returns the flops of scores and weighted sum, of all heads. A causal mask saves no flops, as in torch's own
-        count. window: the most tokens that a token attends to; 0 for all."""
+        count.
+
+        window: the most tokens that a token attends to; 0 for all.
+        """
         m, seen = self.model, min(self.sequence, window or self.sequence)
         if self.attention != "flash":
             seen = self.sequence  # only flash attention skips tokens outside of the window
@@ -227,8 +230,10 @@ def layer_norm_backward(t: Tape, module: str, u: int, stats: int, *, residual: b
 
 
 def begin(t: Tape, s: Shape, batch_bytes: int = 0) -> None:
-    """Write the batch, which is alive for the whole iteration. batch_bytes: its bytes; 0: token numbers and labels, 8
-    bytes each."""
+    """Write the batch, which is alive for the whole iteration.
+
+    batch_bytes: its bytes; 0: token numbers and labels, 8 bytes each.
+    """
     t.level = batch_bytes or 2 * 8 * s.tokens
     t.open("begin", ROOT, Phase.FWD)
 

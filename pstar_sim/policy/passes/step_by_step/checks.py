@@ -10,8 +10,10 @@ __all__ = ["check_beside_tide"]
 
 
 def check_beside_tide(b: Builder, held_bytes: int, what: str) -> None:
-    """Raise DoesNotFit if `held_bytes` leave the GPU no room for the highest tide. what: words for the things that take
-    `held_bytes`."""
+    """Raise DoesNotFit if `held_bytes` leave the GPU no room for the highest tide.
+
+    what: words for the things that take `held_bytes`.
+    """
     tide = b.uses.tide
     worst = worst_moment(tide)
     b.check_room(Place.GPU, held_bytes + tide[worst], f"{what} beside {describe_moment(b.workload, worst)}")

@@ -21,7 +21,10 @@ def arrivals(
     uses: Facts, chunks: Iterable[int], *, last: bool = True
 ) -> tuple[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]]]:
     """Returns (moment -> chunks whose gradient begins to arrive in it, moment -> chunks whose gradient is complete
-    after it). last: False leaves out each chunk's last gradient."""
+    after it).
+
+    last: False leaves out each chunk's last gradient.
+    """
     opens: dict[int, list[int]] = {}
     closes: dict[int, list[int]] = {}
     for c in chunks:
@@ -110,7 +113,9 @@ class GradientLists:
 
     def sum(self, c: int, m: int, after: Sequence[int], list_name: str = "grad_remote") -> Sequence[int]:
         """Sum a gradient over the ranks. Returns the steps after which the sum is complete (with one rank: `after`).
-        list_name: "remote" for a gradient that lies in the working list."""
+
+        list_name: "remote" for a gradient that lies in the working list.
+        """
         if self._b.layout.ranks == 1:
             return after
         step = self._latest_sums["ranks"] = self._b.reduce_scatter(c, m, after, list_name)

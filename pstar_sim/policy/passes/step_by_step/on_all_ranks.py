@@ -12,7 +12,10 @@ __all__ = ["all_reduced", "gathered"]
 
 def gathered(b: Builder, c: int, moment: int, own: int, after: Iterable[int] = ()) -> int:
     """Returns the step after which the chunk is whole on this GPU: on several ranks a gather of the others' slices,
-    behind `own` and `after`; on one rank `own`. own: the step that brings this rank's slice."""
+    behind `own` and `after`; on one rank `own`.
+
+    own: the step that brings this rank's slice.
+    """
     return b.gather(c, moment, [own, *after]) if b.layout.ranks > 1 else own
 
 
