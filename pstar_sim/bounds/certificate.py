@@ -16,11 +16,13 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import BINDS_NAMES, own_shares
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.core.step import part_counts
 from pstar_sim.errors import PlanError
+from pstar_sim.policy.passes.parts import parts_of
 from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["COARSE", "Certificate", "Certifier", "agree", "certificate_of"]
+__all__ = ["COARSE", "Certificate", "Certifier", "agree", "certificate_of", "require_bounded"]
 
 AGREE = {"closed form": 1e-6, "joint LP": 1e-6, "fluid LP": 1e-4}
 """Relative difference up to which two computations of a bound agree. A linear program's proof depends on the solver."""
@@ -101,11 +103,26 @@ class Certifier:
         return lower_bound(self.workload, self.machine, self.settings, layout, ranked=self.ranked)
 
 
+def require_bounded(plan: Plan) -> None:
+    """Raise PlanError if the plan updates a chunk in more parts than the bounds count with: it could be faster than
+    they say that any plan is."""
+    most = parts_of(plan.layout)
+    for chunk, count in part_counts(plan.steps).items():
+        if count > most.get(chunk, 1):
+            name = plan.workload.tensors[plan.layout.chunks[chunk].slots[0].tensor].name
+            raise PlanError(
+                f"plan of {plan.policy!r} updates chunk {chunk} ({name}, ...) in {count} parts; the lower bound counts "
+                f"with at most {most.get(chunk, 1)}; give it as many parts or fewer"
+            )
+
+
 def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
-    """Returns the certificate of the plan's workload, machine, settings and layout.
+    """Returns the certificate of the plan's workload, machine, settings and layout. Raises the error of
+    `require_bounded`.
 
     lp: solve the fluid program too.
     """
+    require_bounded(plan)
     return Certifier(plan.workload, plan.machine, plan.settings, lp=lp).of(plan.layout)
 
 

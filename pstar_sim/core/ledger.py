@@ -232,6 +232,8 @@ class Moves:
                     patterns.append(np.array(entries, dtype=np.int64).reshape(-1, 4).T)
             number.append(n)
             chunk.append(step.chunk or 0)
+        if max(map(abs, chunk), default=0) > np.iinfo(np.int64).max:
+            self.plan.layout.payload_bytes(max(chunk, key=abs), "param")  # raises
         pattern, what, who, value = np.concatenate(patterns, axis=1)
         order = np.argsort(pattern, kind="stable")
         counts = np.bincount(pattern, minlength=2 * (moments + len(alike)))

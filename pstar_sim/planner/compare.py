@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pstar_sim.arguments import flag, function, instance, refused, text
-from pstar_sim.bounds.certificate import Certificate, Certifier, certificate_of
+from pstar_sim.bounds.certificate import Certificate, Certifier, certificate_of, require_bounded
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.figures import OWN_SHARES, moves_on_disks
@@ -401,6 +401,7 @@ class _Found:
 def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificate:
     """Returns the certificate of a plan. If the plan's order of the iteration is not the job's, the certificate is for
     the plan's order."""
+    require_bounded(plan)
     same = plan.workload.layer_major == workload.layer_major
     return proof.of(plan.layout) if same else certificate_of(plan)
 

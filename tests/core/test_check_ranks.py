@@ -225,6 +225,15 @@ def test_disks_have_a_budget(two: Machine) -> None:
         make(two, lost, initial=initial, nvme_budget_bytes=6144).check()
 
 
+@pytest.mark.parametrize("budget", [6, 0])
+def test_a_buffer_on_the_disks_alone_is_counted(two: Machine, budget: int) -> None:
+    two = replace(two, nvme=round_machine(nvme_memory_bytes=20).nvme)
+    buffers = (("spare states", Place.NVME, 7),)
+    assert replace(make(two), buffers=buffers, nvme_budget_bytes=7).check().peak_bytes["nvme"] == 7
+    with pytest.raises(PlanError, match=f"nvme may hold 7 bytes, {7 - budget} more than its budget of {budget}"):
+        replace(make(two), buffers=buffers, nvme_budget_bytes=budget).check()
+
+
 def test_the_file_of_a_plan(two: Machine, tmp_path) -> None:  # type: ignore[no-untyped-def]
     two = replace(two, nvme=round_machine(nvme_memory_bytes=20).nvme)
     plan = make(two, nvme_budget_bytes=5)

@@ -85,6 +85,14 @@ def test_an_iteration_that_is_the_optimizer_step_alone(name: str):
     assert play(plan).peak_bytes["gpu"] >= 0
 
 
+@pytest.mark.parametrize("chunk", [2, 2**63, 2**64, -(2**64)])
+def test_a_step_of_no_chunk_is_refused(hand_plan: MakePlan, chunk: int):
+    plan = hand_plan()
+    steps = [replace(s, chunk=chunk) if s.kind is Kind.FETCH else s for s in plan.steps]
+    with pytest.raises(PlanError, match=f"there is no chunk {chunk}; the layout has chunks 0 to 1"):
+        play(replace(plan, steps=tuple(steps)))
+
+
 def test_what_is_refused_changes_nothing(ledger: Ledger):
     ledger.claim(0, "param", GPU)
     ledger.hold(0, "param", GPU)

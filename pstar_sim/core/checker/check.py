@@ -66,7 +66,8 @@ def prove(plan: Plan) -> CheckReport:
     walk.run()
     check_pins(plan)
     budgets = plan.budgets
-    if any(r.place is Place.NVME for r in plan.initial) or any(s.queue is Queue.NVME for s in plan.steps):
+    held = {r.place for r in plan.initial} | {place for _, place, _ in plan.buffers}
+    if Place.NVME in held or any(s.queue is Queue.NVME for s in plan.steps):
         budgets[Place.NVME] = plan.nvme_budget_bytes
     peaks: dict[str, int] = {}
     moments: dict[str, int] = {}

@@ -320,7 +320,8 @@ class Builder:
         """Returns the budget of the disks in bytes; 0 for a plan that does not use the disks."""
         if not self.machine.nvme_budget_bytes:
             return 0
-        used = any(s.queue is Queue.NVME for s in self._steps) or any(r.place is Place.NVME for r in self.initial)
+        held = {r.place for r in self.initial} | {place for _, place, _ in self.buffers}
+        used = Place.NVME in held or any(s.queue is Queue.NVME for s in self._steps)
         return self.machine.nvme_budget_bytes if used else 0
 
     def _predicted_memory_edges(self) -> dict[int, list[Ref]]:
