@@ -48,7 +48,8 @@ class SlicePart:
 
 
 def part_of(layout: Layout, chunk: int, offset: int, numel: int, rank: int) -> SlicePart:
-    """Returns the part in the rank's slice of a tensor that lies at [offset, offset + numel) of its chunk."""
+    """Returns the part of a tensor that is in the rank's slice. The tensor lies at [offset, offset + numel) of its
+    chunk."""
     size = layout.slice_numel(chunk)
     begin = rank * size if layout.ranks > 1 else 0
     first, last = max(offset, begin), min(offset + numel, begin + size)

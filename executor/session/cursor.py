@@ -32,9 +32,11 @@ class State(_Word):
     """The state of the loop. `Cursor.state` distinguishes the first four; `Loop.ask` gives the last two precedence.
 
     BETWEEN: no iteration is open: from the end of `optimizer.step()` to the first event of the next iteration.
-    VISITING: an evaluation runs between two iterations. ON_PLAN: the open moment is the plan's. OFF_PLAN: the iteration
-    has left the plan and continues on demand. INTERRUPTED: an interruption came inside the engine's own work and has
-    not been mended. CLOSED: the session has ended.
+    VISITING: an evaluation runs between two iterations.
+    ON_PLAN: the open moment is the plan's.
+    OFF_PLAN: the iteration has left the plan and continues on demand.
+    INTERRUPTED: an interruption came inside the engine's own work and has not been mended.
+    CLOSED: the session has ended.
     """
 
     BETWEEN = "between"
@@ -67,11 +69,19 @@ class Act(_Word):
 class Answer(_Word):
     """The engine's reaction to an act.
 
-    FOLLOW: go to the moment of the plan that the event opens. LEAVE: leave the plan, then continue on demand. CARRY:
-    continue on demand. VISIT: begin an evaluation. STAY: continue the evaluation. END_VISIT: end the evaluation, then
-    ask again. MEND: mend the interruption, then ask again. FINISH: mend the interruption by finishing the optimizer
-    step. NOTHING: ignore the act. STEP: update, by the plan or on demand. DROP: drop the iteration's gradients, then
-    allow. HALF: end the run: a backward ended in the middle of its eager updates. ALLOW: do as the call says.
+    FOLLOW: go to the moment of the plan that the event opens.
+    LEAVE: leave the plan, then continue on demand.
+    CARRY: continue on demand.
+    VISIT: begin an evaluation.
+    STAY: continue the evaluation.
+    END_VISIT: end the evaluation, then ask again.
+    MEND: mend the interruption, then ask again.
+    FINISH: mend the interruption by finishing the optimizer step.
+    NOTHING: ignore the act.
+    STEP: update, by the plan or on demand.
+    DROP: drop the iteration's gradients, then allow.
+    HALF: end the run: a backward ended in the middle of its eager updates.
+    ALLOW: do as the call says.
     """
 
     FOLLOW = "follow"

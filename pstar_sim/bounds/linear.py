@@ -163,11 +163,12 @@ class LinearProgram:
         self._objective = Expression.zero(1)
 
     def variable(self, *, most: float) -> Expression:
-        """Returns a new variable in [0, most], as a single row."""
+        """Add a variable with the bounds 0 and `most`. Returns the variable as an expression of one row."""
         return self.variables(1, most=most)
 
     def variables(self, count: int, *, most: float | Sequence[float] | Array) -> Expression:
-        """Returns `count` new variables in [0, most], with one row each.
+        """Add `count` variables with the bounds 0 and `most`. Returns an expression of `count` rows, with one variable
+        per row.
 
         most: one number, or one number per variable.
         """
@@ -188,7 +189,7 @@ class LinearProgram:
     def minimise(self, objective: Expression) -> None:
         """Set the objective to minimise.
 
-        objective: a single row.
+        objective: an expression of one row.
         """
         self._objective = objective
 

@@ -92,8 +92,8 @@ def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool =
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:
-    """Returns a function from sequences per micro-batch to the job of a GPU, among the variants of --trace; None for a
-    preset."""
+    """Returns a function that finds, among the variants of --trace, the job of a GPU with a given number of sequences
+    per micro-batch. Returns None for a preset."""
     return None if job.trace is None else partial(_one_workload, job, machine)
 
 

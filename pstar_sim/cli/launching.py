@@ -1,5 +1,5 @@
-"""pstar launch: runs an unchanged script whose transformers.Trainer trains by a plan, in this process, as `python
-SCRIPT`."""
+"""pstar launch: runs an unchanged script in this process, as `python SCRIPT` does. The script's transformers.Trainer
+trains by a plan."""
 
 from __future__ import annotations
 

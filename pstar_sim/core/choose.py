@@ -502,7 +502,7 @@ class _WindowLog:
             while len(shown) < 2 * ops:
                 lap -= 1
                 if lap < 0:
-                    raise PlanError(f"no iteration is whole within {MOST_WINDOWS}: a queue falls behind for ever")
+                    raise PlanError(f"none of {MOST_WINDOWS} iterations is complete: a queue falls behind for ever")
                 shown = [entry for entry in log if entry // whole == lap]
             gpu_free, host_free = self._draft.gpu_free_bytes, self._draft.host_free_bytes
         return Window(

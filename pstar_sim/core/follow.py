@@ -260,7 +260,10 @@ class _Follower:
         heapq.heappush(self.heap, (now, next(self.number), _END, i))
 
     def _settle(self, now: float) -> None:
-        """Record the progress made at the old speeds. loss_s: integral over time of (1 - share of DRAM)."""
+        """Record the progress made at the old speeds.
+
+        loss_s: integral over time of (1 - share of DRAM).
+        """
         elapsed_s = now - self.settled_s
         if elapsed_s > 0:
             self.loss_s += elapsed_s * (1.0 - self.share)

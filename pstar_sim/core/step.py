@@ -323,7 +323,9 @@ _Member = TypeVar("_Member", bound=Enum)
 
 
 class _WrongWord(ValueError):
-    """word: the wrong word of a line. want: what is wrong with it."""
+    """word: the wrong word of a line.
+    want: what is wrong with it.
+    """
 
     def __init__(self, word: str, want: str) -> None:
         super().__init__(word, want)

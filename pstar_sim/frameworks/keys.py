@@ -31,8 +31,9 @@ Count = Annotated[int, least(1)]
 class KeyEffect(Enum):
     """The effect of a key on a prediction.
 
-    USED: the prediction depends on the key. NONE: the key has no effect on memory and time. NOT_MODELLED: the key may
-        have an effect, which is not predicted.
+    USED: the prediction depends on the key.
+    NONE: the key has no effect on memory and time.
+    NOT_MODELLED: the key may have an effect, which is not predicted.
     """
 
     USED = auto()

@@ -351,7 +351,10 @@ class _MachineQuestion:
 
 
 def _change_error(part: str, change: float | None, *errors: float | None) -> float | None:
-    """Returns the bar of a change of time. errors: bars of both times."""
+    """Returns the bar of a change of time.
+
+    errors: bars of both times.
+    """
     known = [error for error in errors if error is not None]
     if change is None or len(known) < len(errors):
         return None

@@ -90,7 +90,10 @@ def error_of_change(change: float, *errors: float) -> float:
 
 
 def error_of_ratio(ratio: float, *errors: float) -> float:
-    """Returns the bar of a ratio of times of which no errors cancel: [Note: error of a change]. errors: as above."""
+    """Returns the bar of a ratio of times of which no errors cancel: [Note: error of a change].
+
+    errors: as above.
+    """
     return ratio * math.hypot(*errors)
 
 

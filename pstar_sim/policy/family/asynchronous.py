@@ -43,8 +43,10 @@ def _fastest(attempts: Sequence[Attempt]) -> Attempt:
 
 @dataclass(frozen=True)
 class _Rival:
-    """The choice of static_partition for a job. linger: whether the plan leaves room for gradients on their way
-    down."""
+    """The choice of static_partition for a job.
+
+    linger: whether the plan leaves room for gradients on their way down.
+    """
 
     machine: Machine
     settings: Settings

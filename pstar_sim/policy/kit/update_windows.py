@@ -17,8 +17,10 @@ Array = NDArray[np.float64]
 
 
 class Inside:
-    """The sets J_j of chunks, given their first reads and last gradients. final: None if only first reads count, as
-    behind a barrier."""
+    """The sets J_j of chunks, given their first reads and last gradients.
+
+    final: None if only first reads count, as behind a barrier.
+    """
 
     def __init__(self, first: ArrayLike, final: ArrayLike | None = None) -> None:
         begin = np.asarray(first)

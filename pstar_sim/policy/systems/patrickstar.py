@@ -77,8 +77,9 @@ OPTIONS = {
 
 
 def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc: bool = False) -> Plan:
-    """Returns the plan of PatrickStar's steady iteration. msc: whether to use its memory saving communication (on
-    several ranks).
+    """Returns the plan of PatrickStar's steady iteration.
+
+    msc: whether to use its memory saving communication (on several ranks).
 
     Raises DoesNotFit if a moment's chunks, its non-model data and the reserve exceed the GPU, or if parameters and
     states exceed the host. Raises CannotPlan for more ranks than chunks.

@@ -54,8 +54,9 @@ OPTIONS = {
 @without_garbage_collection()
 def stronghold(workload: Workload, machine: Machine, settings: Settings, *, window: str | int = "auto") -> Plan:
     """Returns the plan. GPU bytes: all lists of the first w layers and of parameters outside layers, 2w working lists
-    of layers, the tide's peak. Host bytes: all lists of the other layers. window: w; "auto" is the smallest of the
-    fastest windows.
+    of layers, the tide's peak. Host bytes: all lists of the other layers.
+
+    window: w; "auto" is the smallest of the fastest windows.
 
     Raises DoesNotFit if the GPU has no room for a window of one layer, or if the host has no room for the layers
     outside the window.
