@@ -75,16 +75,7 @@ def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> s
     why: also what takes the room on the host, and a paragraph for each policy that does not fit.
     """
     width = terminal_width() if width is None else width
-    w, m = answer.workload, answer.machine
-    each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
-    job = (
-        f"{w.model}, {_params(w.params)} parameters, {batch_words(answer)}"
-        f", sequence {w.sequence}, {w.dtype}"
-        + (f", {w.notes}" if w.notes else "")
-        + ("" if w.optimizer.name == "adamw" else f", {w.optimizer.name}")
-        + _kernels(w.kernels)
-    )
-    lines = [*_folded((*_verdict(answer), "", job, f"on {m.name}: {_memory(m)}{each}"), width), ""]
+    lines = [*_folded((*_verdict(answer), "", *_asked(answer)), width), ""]
     columns = ["policy", "fits", "GPU needs", "GPU left", "host needs", "host left", "iteration"]
     columns += ["rounding", "start-up", "buffers"] if why else []
     cells = [_fit_cells(row, why=why) for row in answer.rows]
@@ -92,20 +83,32 @@ def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> s
         columns.append("would fit")
         cells = [(*line, _would_fit(row)) for line, row in zip(cells, answer.rows)]
     lines.append(table_text(columns, cells, width=width).rstrip())
-    lines += _notes(trust_lines([(row.policy, row.trust) for row in answer.rows if row.fits]), width)
-    short_of_room = [row for row in answer.rows if row.short_of is not None]
-    said = answer.rows if why else [row for row in answer.rows if row.short_of is None]
-    lines += _notes([row.reason for row in said if row.reason is not None], width)
-    if short_of_room and not why:
-        lines += _notes(["what needs the room, policy by policy: the same command with --why"], width)
-    if any(row.policy.split(":")[0] == "zero3_resident" for row in answer.rows) and len(answer.rows) > 1:
-        lines += _notes(
-            ["zero3_resident is ZeRO-3 (FSDP) without offloading; `pstar policies` lists the others"], width
-        )
+    return "\n".join([*lines, *_notes(list(_fit_notes(answer, why=why)), width)]) + "\n"
+
+
+def _asked(answer: Fits) -> tuple[str, str]:
+    """Returns the job and the machine, a line each."""
+    w, m = answer.workload, answer.machine
+    each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
+    parts = [w.model, f"{_params(w.params)} parameters", batch_words(answer), f"sequence {w.sequence}", w.dtype]
+    parts += [word for word in (w.notes, w.optimizer.name) if word and word != "adamw"]
+    return ", ".join(parts) + _kernels(w.kernels), f"on {m.name}: {_memory(m)}{each}"
+
+
+def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
+    """Yields the notes below the table: errors of the times, why policies do not fit, and what is not modelled.
+
+    why: whether policies that lack room have a note, too.
+    """
+    yield from trust_lines([(row.policy, row.trust) for row in answer.rows if row.fits])
     short = {row.short_of for row in answer.rows if row.short_of is not None}
-    notes = unmodelled_notes(w, m, {}, short_of_gpu=short == {"gpu"} and not answer.any)
-    lines += _notes([f"note: {note}" for note in notes], width)
-    return "\n".join(lines) + "\n"
+    yield from (row.reason for row in answer.rows if row.reason is not None and (why or row.short_of is None))
+    if short and not why:
+        yield "what needs the room, policy by policy: the same command with --why"
+    if len(answer.rows) > 1 and any(row.policy == "zero3_resident" for row in answer.rows):
+        yield "zero3_resident is ZeRO-3 (FSDP) without offloading; `pstar policies` lists the others"
+    notes = unmodelled_notes(answer.workload, answer.machine, {}, short_of_gpu=short == {"gpu"} and not answer.any)
+    yield from (f"note: {note}" for note in notes)
 
 
 def _verdict(answer: Fits) -> list[str]:

@@ -37,12 +37,14 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None, *, plan:
     ax: the axes to draw on; None makes a figure.
     plan: the timeline's plan, which knows the parts of steps; a plan of a comparison brings its own.
 
-    Raises PstarError for another value, and for a timeline without compute spans.
+    Raises PstarError for other values, and for a timeline without compute spans.
     """
     if isinstance(timeline, Planned):
         plan = timeline.plan
         timeline = timeline.timeline
     instance("timeline", timeline, Timeline, "a Timeline or a plan of a comparison")
+    if plan is not None:
+        instance("plan", plan, Plan, "a Plan")
     if ax is not None and not hasattr(ax, "broken_barh"):
         raise refused("ax", ax, "an Axes")
     shown = _steady_spans(timeline)
