@@ -53,7 +53,7 @@ NOTES = (
 )
 
 UNEXPLAINED = (
-    "CPU Adam of bound processes reaches 0.30 of the DRAM's peak on the H100 node, 0.43 on Polaris (unbound: 0.30)",
+    "CPU Adam of bound processes reaches 0.30 of the DRAM's peak on the H100 node, 0.43 on Polaris (all hosts: 0.27)",
     "Polaris: CPU Adam of one unbound process, 1.45 Gparam/s, is fitted as 7 cores' work; its log lets it use 32",
     "Polaris, 13B on one GPU: Deep Optimizer States' backward is longer than with the flush alone",
     "ZeRO-Offload on V100: 20-50 % slower than its mechanism; in its one log forward takes 2.9 s more, backward 2 s",

@@ -1,0 +1,42 @@
+"""The fitted figures that are shipped are those that benchmarks/fit_efficiency.py gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pstar_sim.catalog.efficiency import fitted
+from pstar_sim.catalog.generations import generations
+from pstar_sim.catalog.loader import load_catalog
+from pstar_sim.validation.experiments import experiment_of, runs_of
+from pstar_sim.validation.rows import published_rows
+from pstar_sim.validation.setups import published_machine
+
+RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "fit_efficiency.json"
+
+
+def test_every_fitted_figure_is_what_the_fit_gives() -> None:
+    e = fitted()
+    logs = runs_of(r for r in published_rows() if r.source.startswith("deep-optimizer-states-results"))
+    adam = {
+        name: published_machine(name, e, "deepspeed").host.adam_params_per_s for name in ("polaris-bound", "v100-32-vm")
+    }
+    shipped = {
+        "matmul": e.matmul,
+        "hbm": e.hbm,
+        "launch_us": e.launch_s * 1e6,
+        "flash": generations()["a100"].flash,
+        "wait_us": load_catalog().framework("deepspeed").wait_s * 1e6,
+        "adam_dram": e.adam_dram,
+        "adam_gparams_core": e.adam_params_per_core_s / 1e9,
+        "pageable_gb_per_s": e.pageable_bytes_per_s / 1e9,
+        "bound_adam_gparams": adam["polaris-bound"] / 1e9,
+        "loop_ms": experiment_of(logs[0]).loop_s * 1e3,
+        "vm_adam_gparams": adam["v100-32-vm"] / 1e9,
+    }
+    numbers = json.loads(RESULT.read_text(encoding="utf-8"))["numbers"]
+    assert {name: of["fit"] for name, of in numbers.items()} == pytest.approx(shipped)
+    assert {name: of["shipped"] for name, of in numbers.items()} == pytest.approx(shipped), "the fit has not settled"
+    assert [name for name, of in numbers.items() if of["held"]] == ["hbm", "launch_us"]
