@@ -8,7 +8,8 @@ fp32, which the cost model does not use. SMs, peaks and the memory's rate come f
 Each (k, n) is left out in turn: the figures are fitted to the other shapes and predict the products of that shape.
 `transferred` predicts B200 with A100's figures: SMs, peak and memory rate of the B200's datasheet, and one fitted
 figure, B200's plateau. `repeated` is the distance of two measurements of one product that differ only in the dtype of
-the result; the A100's rows have no such pair.
+the result; the A100's rows have no such pair. `same_extents` is the error of predictors that know more than a shape:
+the other measurements of products with the same three extents, in any order, and with the same number of batches.
 
     python benchmarks/gemm.py            # prints the fit and the errors, writes benchmarks/results/gemm.json
 """
@@ -179,6 +180,26 @@ def repeated(rows: Sequence[Row]) -> dict[str, float] | None:
     return {"pairs": len(apart), **summary(apart)} if apart else None
 
 
+def same_extents(rows: Sequence[Row], fp32: float) -> dict[str, float]:
+    """Returns the errors of two predictors for the rows whose three extents occur more than once: the mean of the other
+    measurements of these extents ("median", "p90"), and the one value for all of them that has the smallest largest
+    error ("seen_p90"; this value is chosen with the answers in view). Both know the factor of results in fp32.
+
+    fp32: factor of the rate where the result is in fp32.
+    """
+    groups: dict[tuple[int, ...], list[float]] = {}
+    for r in rows:
+        key = (r.product[0], *sorted(r.product[1:]))
+        groups.setdefault(key, []).append(r.efficiency / (fp32 if r.in_fp32 else 1.0))
+    others: list[float] = []
+    seen: list[float] = []
+    for values in (np.array(v) for v in groups.values() if len(v) > 1):
+        logs = np.log(values)
+        others += np.expm1((logs.sum() - logs) / (len(logs) - 1) - logs).tolist()
+        seen += (2 / (1 / values.min() + 1 / values.max()) / values - 1).tolist()
+    return {"rows": len(others), **summary(others), "seen_p90": summary(seen)["p90"]}
+
+
 def main() -> None:
     only_help(__doc__)
     figures: dict[str, object] = {}
@@ -203,6 +224,7 @@ def main() -> None:
             "left_out": summary(alone),
             "left_out_with_neighbours": summary(corrected),
             "repeated": repeated(rows),
+            "same_extents": same_extents(rows, fit.fp32),
         }
         if gpu != "A100-PCIe":
             carried = transferred(a100, gpu, rows)
