@@ -532,7 +532,7 @@ def gemm() -> str:
     """A row per GPU of measured matrix products."""
     found = result("gemm")
     lines = [
-        "| GPU | products | (k, n) left out: median, 90th | one constant | corrected by like products | same product | same extents |",
+        "| GPU | products | (k, n) left out: median, 90th | one constant | corrected | same product | same extents |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     columns = ("left_out", "one_constant", "left_out_with_neighbours", "repeated", "same_extents")
