@@ -185,7 +185,8 @@ def test_other_parameters_make_another_machine_and_figures_that_are_given_stay()
     assert machine.gpu.flops_per_s["fp32"] == pytest.approx(6.7e12)
     assert machine.link.pageable_bytes_per_s == 1e9
     assert machine.host.adam_params_per_s == pytest.approx(614.4e9 * 0.01 / 28)
-    assert published_machine("v100-32-vm", slow, "deepspeed").host.adam_params_per_s == 0.33e9
+    given, same = (published_machine("v100-32-vm", e, "deepspeed").host.adam_params_per_s for e in (slow, fitted()))
+    assert given == same
 
 
 def test_a_parameter_out_of_range_is_named() -> None:
