@@ -224,7 +224,8 @@ def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, setti
     found = compare(each, machine, policies=[policy], settings=settings, barrier_cost=False, near=False)
     if not found.rows[0].fits:
         return policy
-    return policy_name(f"{policy}:order={order_of(found[policy].plan.workload)}")
+    order = order_of(found[policy].plan.workload)
+    return policy if order == ORDERS[0] else policy_name(f"{policy}:order={order}")
 
 
 def _has_own_chunks(spec: str, machine: Machine) -> bool:
@@ -319,13 +320,16 @@ def _place_of(policy: str, barrier: bool, sums: bool) -> dict[str, str]:
         raise PstarError(f"{policy} is not a point of the asynchronous policies; ablate {', '.join(some)} or {last}")
     values = {key: show(option.default) for key, option in options.items() if key in _VALUES}
     values |= {key: show(value) for key, value in getattr(found, "values", {}).items()}
+    if values["order"] not in ORDERS:  # the policy chooses; each line is for a loop of the user's own
+        values["order"] = ORDERS[0]
     chosen = {"barrier": barrier, "sums": sums and values["order"] == ORDERS[0]}
     return {key: value for key, value in values.items() if chosen.get(key, True)}
 
 
 def _spec(policy: str, place: dict[str, str]) -> str:
     name = policy.partition(":")[0].strip()
-    return policy_name(name + ":" + ",".join(f"{key}={value}" for key, value in place.items()))
+    given = [f"{key}={value}" for key, value in place.items() if (key, value) != ("order", ORDERS[0])]
+    return policy_name(f"{name}:{','.join(given)}")
 
 
 def _means(key: str, word: str) -> str:

@@ -9,7 +9,8 @@ is taken. The plan has the name `optimal`; its `choices` name the policy that ma
 [Note: which order] In a loop of the user, micro-batches run one after the other, so a plan for such a loop has the
 order of the workload. If `session.step` runs the iterations (`Settings.loop`), plans of several micro-batches are also
 searched in layer-major order, with the boundary activations on the GPU and on the host. The policies whose plans are
-layer-major are then rivals too, and the fastest order is taken.
+layer-major are then rivals too, and the fastest order is taken. With an order given (`optimal:order=depth-first`), no
+other order is searched.
 
 [Note: what is left] The largest gaps to the fluid bound (benchmarks/optimal.py) are in short iterations in which
 compute, both directions of the link and CPU Adam are busy for nearly all of the time. As far as is known, these gaps
@@ -35,7 +36,7 @@ from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.searched import SearchResult, own_plans
 from pstar_sim.policy.kit.capabilities import Capabilities, capabilities_of
 from pstar_sim.policy.kit.iteration_order import ORDERS, in_order, order_of
-from pstar_sim.policy.kit.options import specified
+from pstar_sim.policy.kit.options import Option, one_of, specified
 from pstar_sim.policy.kit.points import Coordinates, Point, point_options
 from pstar_sim.policy.kit.sharing import plan_once
 from pstar_sim.policy.kit.ties import burden, least_of
@@ -49,7 +50,14 @@ if TYPE_CHECKING:
 __all__ = ["CAPABILITIES", "OPTIONS", "optimal"]
 
 POINT = Point(streams=True, sums=True)
-OPTIONS = point_options(POINT)
+FASTEST = "fastest"  # value of the option `order`: each order that the loop can follow is searched
+_ORDER = point_options(POINT)["order"]
+OPTIONS = {
+    **point_options(POINT),
+    "order": Option(
+        one_of(FASTEST, *ORDERS), f"{_ORDER.help}, or the fastest of these that the loop can follow", FASTEST
+    ),
+}
 CAPABILITIES = Capabilities(point=POINT, tries_others=True)
 _WORDS = dict(
     zip(ORDERS, ("micro-batch by micro-batch", "layer by layer", "layer by layer with the boundaries on the host"))
@@ -60,10 +68,13 @@ _WORDS = dict(
 def optimal(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
     """Returns the fastest plan that this project can make.
 
-    changes: coordinates of another point. If any is given, the plans of other policies are left out.
+    changes: coordinates of another point. If any is given, the plans of other policies are left out. order: as in
+        OPTIONS.
 
     Raises DoesNotFit, with the needs of optimal's own modes, if no policy fits.
     """
+    if changes.get("order") == FASTEST:
+        del changes["order"]
     point = replace(POINT, **changes)
     orders = [point.order] if "order" in changes else _orders(workload, machine, settings)
     reason: DoesNotFit | None = None

@@ -158,6 +158,9 @@ def test_the_order_of_optimal_is_the_loops() -> None:
     assert either.workload.layer_major and play(either).iteration_s < play(first).iteration_s
     said = str(either.choices["order"])
     assert said.startswith("layer by layer") and "; micro-batch by micro-batch: " in said
+    asked = find_policy("optimal:order=depth-first")(w, machine, step)
+    assert not asked.workload.layer_major and asked.steps == first.steps and "order" not in asked.choices
+    assert find_policy("optimal:order=fastest") is find_policy("optimal")
     either.check(w)
     named = ps.compare(w, machine, policies=["tide", "l2l"], settings=step)
     assert named.best().policy == "l2l"
