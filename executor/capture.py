@@ -68,7 +68,7 @@ aten = torch.ops.aten
 _GROUPED_MM = GROUPED_MM.default if GROUPED_MM is not None else None
 _RECORD = "record a real iteration instead (executor.record, or pstar trace --device virtual)"
 
-__all__ = ["capture", "capture_module", "capture_variants", "fake_module"]
+__all__ = ["RealShapes", "capture", "capture_module", "capture_variants", "fake_module"]
 
 
 def capture(
@@ -254,7 +254,7 @@ def _run(
         stack.enter_context(eagerly())
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # torch logs the errors that it raises
         stack.enter_context(_readable_failures(name, module, live))
-        shapes = _RealShapes()
+        shapes = RealShapes()
         stack.enter_context(known_masks(lambda tensor: shapes.value_of(tensor) is not None))
         with mode, shapes, live, attention_kernel(attention), torch.enable_grad():
             loss(module, inputs).backward()  # type: ignore[no-untyped-call]
@@ -263,7 +263,7 @@ def _run(
     return recorder, shapes.blind
 
 
-class _RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives results of fake CPU tensors the form that real results have, where torch's fake results differ.
 
     Products of routed experts in fp32 and fp16 have kernels, but a fake version for bf16 only; sizes and strides are

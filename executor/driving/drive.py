@@ -38,12 +38,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from executor.activations.stashes import Stashes
-from executor.capture import fake_module
+from executor.capture import RealShapes, fake_module
 from executor.driving.again import Before
 from executor.driving.borders import BlockTape, Borders, find_blocks, shared_part
 from executor.driving.layer_major import relay
 from executor.memory.update import Update
-from executor.models import forward_loss, quiet, unpacked_sequences, unread_padding
+from executor.models import forward_loss, known_masks, quiet, unpacked_sequences, unread_padding
 from executor.moments.hooks import tensors_of
 from executor.queues.interface import Stillness
 from executor.session.batches import Shapes
@@ -252,7 +252,10 @@ class Driver:
                     stack.enter_context(unpacked_sequences())
                 stack.enter_context(unread_padding())
                 stack.enter_context(quiet("torch._subclasses.fake_tensor"))
+                shapes = RealShapes()  # a model that makes a mask of ones may ask whether all elements are one
+                stack.enter_context(known_masks(lambda tensor: shapes.value_of(tensor) is not None))
                 stack.enter_context(mode)
+                stack.enter_context(shapes)
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 with borders.recording() as tape:

@@ -7,6 +7,7 @@ one by one). The preset's moments are coarser, so only figures that do not depen
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections import Counter
 from pathlib import Path
@@ -20,7 +21,15 @@ from pstar_sim.workload.workload import Phase, UseKind, Workload, product_flops
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from transformers.integrations import sdpa_attention
+
 from executor.capture import capture
+
+COPIES = "query.contiguous()" in inspect.getsource(sdpa_attention)
+"""Whether this transformers copies queries, keys and values before the kernel, as versions before 4.56 do, and repeats
+the keys of grouped heads. A capture counts the copies (4 to 12 % of the peak); presets have none."""
+
+of_today = pytest.mark.skipif(COPIES, reason="this transformers copies queries, keys and values; presets do not")
 
 
 def assert_alike(shape: Workload, captured: Workload) -> None:
@@ -57,6 +66,7 @@ SHAPES = {
 """Model, batch, sequence, dtype -> with checkpointing or not; with --whole each both ways."""
 
 
+@of_today
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "batch", "sequence", "dtype", "checkpointing"),
@@ -73,6 +83,7 @@ def test_preset_and_capture_agree(name: str, batch: int, sequence: int, dtype: s
     )
 
 
+@of_today
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_small_llama_with_grouped_keys_and_its_own_head(tmp_path: Path, dtype: str, checkpointing: bool) -> None:
