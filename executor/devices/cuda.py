@@ -180,8 +180,8 @@ class CudaBackend(CudaStreams):
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().measured_bytes)
 
     def plannable_gpu_bytes(self) -> int:
-        """Returns the bytes for which a new plan should be made: `available_gpu_bytes` less fragments, and less the
-        bytes that the kept room lacks to its minimum."""
+        """Returns the bytes of GPU memory for which a new plan should be made: `available_gpu_bytes`, less fragments,
+        and less the bytes by which the kept room is below its minimum."""
         return max(0, (self._limit_bytes or self._total_bytes) - self._room_now().kept_bytes)
 
     def _room_now(self) -> Headroom:

@@ -75,7 +75,7 @@ class ByteLog:
     ) -> None:
         """Note that a payload of `size` bytes with memory holds data of `category` from now on.
 
-        by_moment: whether a moment changed it, not a step of the chunk.
+        by_moment: whether a moment, not a step of the chunk, changed the data.
         """
         before = self.category(place, chunk, list_name)
         if before == category:

@@ -226,8 +226,8 @@ def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
             reached = piece.stop if piece.start == reached else -1
         if reached != t.numel:
             raise CheckpointError(
-                f"checkpoint {opened.folder} is damaged: {list_name} of {t.name!r} is not there from the first to the "
-                f"last of its {t.numel} elements; give another checkpoint"
+                f"checkpoint {opened.folder} is damaged: {list_name} of {t.name!r} does not cover the tensor's "
+                f"{t.numel} elements; give another checkpoint"
             )
 
 

@@ -117,7 +117,9 @@ def _beside(
     from pstar_sim.cli.inputs import machine_of, workloads_of
 
     if asked.global_batch is not None:
-        raise PstarError("--global-batch chooses among ways to run a batch; a configuration is one way: give --batch")
+        raise PstarError(
+            "--global-batch chooses how a batch is run, and a configuration (--like) says how; give --batch instead"
+        )
     machine = machine_of(asked.on)
     job, setting = likes.fill(asked.job, asked.setting, machine)
     with bar("configurations", quiet=asked.quiet):

@@ -290,8 +290,8 @@ def _between(words: Sequence[str], first: str, last: str) -> Sequence[str]:
 
 
 def left_out(policy: str, *, barrier: bool, sums: bool = False) -> list[tuple[str, str]]:
-    """Returns the policies that differ from `policy` in one coordinate, at each plainer value of it, as (the value in
-    place of the policy's own, spec).
+    """Returns the policies that differ from `policy` in one coordinate, once for each plainer value of that coordinate,
+    as (the plainer value, spec of the policy with it).
 
     barrier, sums: as in `ladder`.
     """

@@ -22,8 +22,8 @@ class StashMoves:
 
     blocking: whether the compute queue waits while a stash is copied: the copy out ends before moment made + 1 begins,
         and the copy in begins when moment needed - 1 has ended.
-    made, gone, back, needed: moment -> indices of stashes, by the moments of [Note: stashes]; `gone` and `back` of
-        blocking copies are nearer.
+    made, gone, back, needed: moment -> indices of stashes, by the moments of [Note: stashes]. For blocking copies
+        `gone` is the moment after `made`, and `back` the moment before `needed`.
     out_of, in_of: stash -> step of its copy out, step of its copy in, once these steps are written.
     """
 
