@@ -106,7 +106,7 @@ class ParameterAccess(Protocol):
 
 
 def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Returns the gradient that autograd accumulated in `parameter`, past the contract."""
+    """Returns the gradient that autograd accumulated in `parameter`, without the ContractError of `p.grad`."""
     if type(parameter) is ChunkParameter:  # has no torch function
         found: torch.Tensor | None = _BASE_GRAD.__get__(parameter)
         return found

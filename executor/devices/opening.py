@@ -47,7 +47,7 @@ def open_backend(device: str, plan: Plan, options: DeviceOptions) -> Backend:
     if device != "virtual":
         if options.bandwidth is not None:
             raise PlanError(
-                f"bandwidth={options.bandwidth!r} is for the virtual accelerator's link; leave bandwidth out for {device}"
+                f"bandwidth={options.bandwidth!r} is for the virtual accelerator's link; leave it out for {device}"
             )
         return CudaBackend(cuda_device(device), adam_threads=options.adam_threads, limit_bytes=options.gpu_memory_bytes)
     h2d, d2h = options.bandwidth if isinstance(options.bandwidth, tuple) else (options.bandwidth, options.bandwidth)

@@ -193,8 +193,9 @@ class BoundFacts:
         return float(np.clip(min(beside.min(), alone.min()), 0.0, total))
 
     def turns(self) -> list[Turn]:
-        """Returns one cut per turn of the iteration. Any cuts give a valid bound. Three choices of cuts are tried: the
-        turns, and the moments with the largest S_k + tide, either near each turn or anywhere about it."""
+        """Returns one cut per turn of the iteration. Any cuts give a valid bound. Three choices are tried: the turns
+        themselves, the moment with the largest S_k + tide near each turn, and the moment with the largest S_k + tide in
+        the two passes beside each turn."""
         begin, bwd = self._begins()
         last = len(bwd) - 1
         # (turn, first and last moment in which to cut), last turn first
