@@ -60,12 +60,12 @@ class _StepModule(nn.Module):
         call = _ForwardRedirection()
         if module is original:
             return call(module, module, step, *args, **kwargs)
-        module._trainer = original._trainer
+        module.trainer = original.trainer
         try:
             with _silent(module):
                 return call(module, module, step, *args, **kwargs)
         finally:
-            module._trainer = None
+            module.trainer = None
 
 
 def _redirected(root: nn.Module, module: nn.Module, step: str, *args: Any, **kwargs: Any) -> Any:

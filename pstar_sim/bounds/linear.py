@@ -76,7 +76,7 @@ class Expression:
         """Returns a single row: the sum of all rows."""
         return self.gathered(np.zeros(len(self), dtype=np.intp), 1)
 
-    def _spread(self, rows: int) -> Expression:
+    def spread(self, rows: int) -> Expression:
         if len(self) == rows:
             return self
         return self[np.zeros(rows, dtype=np.intp)]  # from a single row only: numpy has refused other lengths
@@ -84,18 +84,18 @@ class Expression:
     def __add__(self, other: Expression | Array | float) -> Expression:
         if isinstance(other, Expression):
             constant = self.constant + other.constant
-            a, b = self._spread(len(constant)), other._spread(len(constant))
+            a, b = self.spread(len(constant)), other.spread(len(constant))
             row = np.concatenate((a.row, b.row))
             return Expression(constant, row, np.concatenate((a.column, b.column)), np.concatenate((a.factor, b.factor)))
         constant = self.constant + other
-        own = self._spread(len(constant))
+        own = self.spread(len(constant))
         return Expression(constant, own.row, own.column, own.factor)
 
     def __mul__(self, factor: Array | float) -> Expression:
         if not isinstance(factor, np.ndarray):
             return Expression(self.constant * factor, self.row, self.column, self.factor * factor)
         constant = self.constant * factor
-        own = self._spread(len(constant))
+        own = self.spread(len(constant))
         return Expression(constant, own.row, own.column, own.factor * np.broadcast_to(factor, len(own))[own.row])
 
     def __truediv__(self, factor: Array | float) -> Expression:
