@@ -13,7 +13,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import MODES, Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
-from pstar_sim.planner.explain import held_between
+from pstar_sim.planner.explain import WAITS, held_between
 from pstar_sim.report.byte_curves import byte_curves
 from pstar_sim.report.palette import CATEGORIES, policy_colour
 from pstar_sim.report.tables import HEADS, cells, heading, reasons
@@ -110,7 +110,9 @@ def timeline_html(timeline: Timeline) -> str:
     rows = [("iteration", format_s(timeline.iteration_s))]
     rows += [(f"peak {place}", format_bytes(size)) for place, size in timeline.peak_bytes.items()]
     rows += [(direction, format_bytes(size)) for direction, size in timeline.moved_bytes.items()]
-    rows += [(f"compute waits for {cause}", format_s(s)) for cause, s in timeline.stall_s.items() if s > 0]
+    rows += [
+        (f"compute waits {WAITS.get(cause, cause)}", format_s(s)) for cause, s in timeline.stall_s.items() if s > 0
+    ]
     title = f"{timeline.label or 'timeline'} ({timeline.source})"
     return f"<p>{escape(title)}</p>{_table((), rows)}{_tide(timeline)}"
 

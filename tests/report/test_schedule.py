@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -11,9 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import pstar_sim as ps
-from pstar_sim.core.step import Kind, Queue
+from pstar_sim.core.step import Kind, Part, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.errors import PstarError
+from pstar_sim.report.perfetto import to_perfetto
+from pstar_sim.report.step_names import handled
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 
@@ -56,6 +60,21 @@ def test_bars_are_the_steps_of_the_steady_iteration_cut_at_its_ends() -> None:
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["FWD", "BWD", "Adam on the CPU"]
     assert axes.get_title(loc="left") == "mine: 4.000 s per iteration"
+
+
+def test_copies_of_one_chunk_have_names_of_their_own() -> None:
+    """In reports, in Perfetto, and on a bar that is wide enough."""
+    w, m = chain_workload(2, 16 * MIB, flops=10**12, tide_bytes=MIB), ps.machine("rtx4090", gpu_memory="3GB")
+    planned = ps.compare(w, m, policies=["zero_offload"], barrier_cost=False).planned["zero_offload"]
+    update = next(step for step in planned.plan.steps if step.kind is Kind.CPU_ADAM)
+    parts = [replace(step, part=Part(1, 8)) if step is update else step for step in planned.plan.steps]
+    plan = replace(planned.plan, steps=tuple(parts))
+    assert handled(plan)[update.id] == f"chunk {update.chunk}, part 2 of 8" and handled(None) == {}
+    names = {event["name"] for event in to_perfetto(planned.timeline, plan)["traceEvents"]}
+    assert f"cpu_adam chunk {update.chunk}, part 2 of 8" in names
+    axes = Figure(figsize=(12, 3)).subplots()
+    ps.plot_schedule(planned.timeline, ax=axes, plan=plan)
+    assert f"{update.chunk} (2/8)" in [text.get_text() for text in axes.texts]
 
 
 def test_bars_of_a_plan_take_as_long_as_its_queues_are_busy() -> None:

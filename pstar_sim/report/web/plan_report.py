@@ -227,9 +227,12 @@ class _Page:
             "which chunks are on the GPU",
             lambda subject: residence_chart(residence(subject.plan, subject.timeline), right_s=self.right_s),
         )
+        sliced = ""
+        if any(subject.plan.layout.ranks > 1 for subject in self.subjects):
+            sliced = " Chunks are sliced over the GPUs: one of which this GPU has its slice alone counts as there."
         return (
             "<h2>Which chunks are on the GPU</h2><p>A row per chunk, from the first layers at the top to the last. "
-            f"A chunk that has several things there has the colour of the last one named.</p>{charts}"
+            f"A chunk that has several things there has the colour of the last one named.{sliced}</p>{charts}"
         )
 
     def _bytes(self) -> str:

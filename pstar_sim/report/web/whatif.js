@@ -124,20 +124,24 @@ function pareto(all) {
   const narrow = document.getElementById("pareto").clientWidth < 480; // room for the names of the two ends
   const named = narrow ? [front[0], front[front.length - 1]] : front;
   const most = Math.max(...all.map(x));
+  // A name stands beside its point, at the end of a line: points may lie close together.
+  const annotations = [...new Set(named)].filter((o) => o).map((o, n) => ({ x: x(o), y: y(o), text: label("machine", o.point.machine),
+    ax: x(o) > most / 2 ? -60 : 60, ay: n % 2 ? 22 : -30, showarrow: true, arrowhead: 0, arrowwidth: 1, arrowcolor: "@ink",
+    bgcolor: "@paper", borderpad: 1, font: { size: 12, color: "@ink" }, name: "1" }));
   const symbols = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star"];
   const policies = [...new Set(all.map((o) => o.point.policy))].sort((a, b) => a - b);
   const data = [{ type: "scatter", mode: "lines", x: front.map(x), y: front.map(y), line: { color: "@ink", width: 1, dash: "dot" }, hoverinfo: "skip" }];
   for (const policy of policies) {
     const mine = all.filter((o) => o.point.policy === policy);
-    data.push({ type: "scatter", mode: "markers+text", name: label("policy", policy), x: mine.map(x), y: mine.map(y),
-      error_x: bars(mine, x), error_y: bars(mine, y), text: mine.map((o) => (named.includes(o) ? label("machine", o.point.machine) : "")),
-      textposition: mine.map((o) => (x(o) < most / 2 ? "bottom right" : "top left")), cliponaxis: false, customdata: mine.map((o) => `${label("machine", o.point.machine)}, ${label("policy", policy)}`),
+    data.push({ type: "scatter", mode: "markers", name: label("policy", policy), x: mine.map(x), y: mine.map(y),
+      error_x: bars(mine, x), error_y: bars(mine, y), cliponaxis: false,
+      customdata: mine.map((o) => `${label("machine", o.point.machine)}, ${label("policy", policy)}`),
       hovertemplate: "%{customdata}<br>$%{x:.3g} per million tokens<br>%{y:.3g} tokens/s<extra></extra>",
       marker: { size: 11, symbol: symbols[policy % symbols.length], color: values.colours[policy], line: { width: 1, color: "@ink" } } });
   }
   const axis = (title) => ({ title: { text: title }, gridcolor: "@grid", linecolor: "@grid", zeroline: false, rangemode: "tozero", automargin: true });
   draw(document.getElementById("pareto"), { data, layout: {
-    height: 380, margin: { l: 64, r: 30, t: 24, b: 46 }, paper_bgcolor: "@paper", plot_bgcolor: "@paper", showlegend: false,
+    annotations, height: 380, margin: { l: 64, r: 30, t: 24, b: 46 }, paper_bgcolor: "@paper", plot_bgcolor: "@paper", showlegend: false,
     font: { size: 13, color: "@ink", family: "system-ui, sans-serif" }, xaxis: axis("$ per million tokens"), yaxis: axis("tokens/s"),
     hoverlabel: { bgcolor: "@paper", bordercolor: "@ink", font: { color: "@ink", size: 13 } } } });
   document.getElementById("legend").innerHTML = `<ul class="legend">${policies.map((policy) =>
@@ -171,12 +175,12 @@ function more() {
         after.fits ? size(after.fits[MODEL]) : "none", before.fits ? size(before.fits[MODEL]) : "none"] });
     });
   const name = label(MODEL, chosen[MODEL]);
+  const idle = same.length ? ` Without effect: ${same.join("; ")}.` : "";
   write("more", rows.length + same.length === 0 ? "The sweep varies no part of the machine."
-    : rows.length === 0 ? `Nothing. Without effect: ${same.join("; ")}.`
+    : rows.length === 0 ? `Nothing.${idle}`
     : !now ? `${name} does not fit on this machine as it is.`
-    : `${name} takes ${seconds(now.iteration_s)}${error(now)} now; ${rows.map((row) => row.says).join("; ")}.`);
+    : `${name} takes ${seconds(now.iteration_s)}${error(now)} now; ${rows.map((row) => row.says).join("; ")}.${idle}`);
   table("more-table", ["another part", "seconds per iteration", "change", "largest model", "largest now"], rows.map((row) => row.cells));
-  write("same", same.length && rows.length ? `Without effect: ${same.join("; ")}.` : "");
 }
 
 // A change of time with its bar: [Note: error of a change] in planner/trust.py; in words as report/tables.format_change.

@@ -143,6 +143,5 @@ seconds.</p>
 <p class="note">A point is a machine with a policy; its bars are the errors. No other point is both cheaper and faster
 than those on the line.</p>
 <h2>What another part brings</h2><p class="answer" id="more" aria-live="polite"></p><div id="more-table"></div>
-<p class="note" id="same"></p>
 <p class="note">Both times of a change come from one model of one machine, so most of their errors go the same way. The
 bar of a change is that of both times, on the seconds by which they differ.</p>"""
