@@ -8,8 +8,8 @@ is faster than `optimal` (if there is one: exit status 1).
 --barrier: update=step with clipping. --shapes: models with large vocabularies instead. --accumulation: 7 to 12B models
 with several micro-batches. --small: batch 1 and 2 of these and the GPT models. --ranks: 4 to 18B models on nodes of
 eight GPUs, batch per GPU. --alone: no other policy is planned. --certify: gaps to the fluid bound (seconds per
-configuration) instead of the joint one; with --accumulation always, at fewer points, and at all points where the gap is
-large.
+configuration) instead of the joint one; with --accumulation and --small always, at fewer points, and at all points
+where the gap is large.
 
 Writes results/optimal.json, or the table's own file: each row as soon as it is known, in a random order, so that an
 interrupted table is a fair sample. --missing measures the rows that the file lacks; its rows are kept if nothing that
@@ -227,7 +227,7 @@ def table_of(options: argparse.Namespace) -> Table:
     usual = SHAPES if options.shapes else ACCUMULATED if options.accumulation else MODELS
     usual = SMALL if options.small else MODELS[1:] if options.ranks and usual == MODELS else usual
     batches = ACCUMULATIONS if options.accumulation else SMALL_BATCHES if options.small else BATCHES
-    points = MOST_POINTS if options.certify else FEWER_POINTS if options.accumulation else 0
+    points = MOST_POINTS if options.certify else FEWER_POINTS if options.accumulation or options.small else 0
     configurations = [
         Configuration(machine, model, batch, options.barrier, points, options.alone)
         for machine, model, batch in product(NODES if options.ranks else MACHINES, usual, batches)

@@ -13,6 +13,8 @@ unshared. Every row of pinned.py, joint.py and fluid.py holds for the slices. Se
   of frozen chunks are gathered if they are not kept over the border.
 - net: all collectives follow one another on one queue. The cost model gives the seconds of each
   (`CostModel.collective_s`).
+- sums on the GPU: a slice's sum goes down with all its gradients in it. The checker refuses a plan in which CPU Adam
+  adds a gradient to a sum that came from the GPU.
 - windows: the updates of the chunks J_j lie between the last sum and the first gather. So the shortest sum comes before
   the first copy down, and the shortest gather after the last copy up. Wherever the chunks are updated, all their last
   sums and all their gathers follow one another in the window. An update on the GPU comes after the shortest sum and

@@ -136,6 +136,52 @@ def test_collectives_need_somebody(toy_machine: Machine) -> None:
         replicated(toy_machine).check()
 
 
+SUM = """
+0 h2d fetch chunk=0 list=param moment=0 bytes=1024 after=22@-1
+1 net gather chunk=0 list=remote moment=0 bytes=2048 after=0
+2 compute alloc chunk=0 list=grad32 place=gpu moment=1 bytes=2048
+3 compute compute moment=0 after=1
+4 compute alloc chunk=0 list=grad place=gpu moment=1 bytes=1024
+5 compute alloc chunk=0 list=grad_remote place=gpu moment=1 bytes=1024
+6 compute compute moment=1
+7 net reduce_scatter chunk=0 list=grad_remote moment=1 bytes=2048 after=6
+8 net free chunk=0 list=grad place=gpu bytes=1024
+9 compute compute moment=2
+10 compute alloc chunk=0 list=grad place=gpu moment=3 bytes=1024 after=8
+11 compute alloc chunk=0 list=grad_remote place=gpu moment=3 bytes=1024
+12 compute compute moment=3
+13 net reduce_scatter chunk=0 list=grad_remote moment=3 bytes=2048 after=12
+14 net free chunk=0 list=grad place=gpu bytes=1024
+15 d2h writeback chunk=0 list=grad32 moment=3 bytes=2048 after=14
+16 d2h free chunk=0 list=grad32 place=gpu bytes=2048
+17 compute compute moment=4
+18 compute compute moment=5
+19 net reduce_scatter chunk=0 list=remote moment=5 bytes=2048 after=18
+20 d2h writeback chunk=0 list=param moment=5 bytes=1024 after=19
+21 d2h drop chunk=0 list=param bytes=1024
+22 adam cpu_adam chunk=0 moment=5 bytes=14336 after=21,24
+23 adam free chunk=0 list=grad32 place=host bytes=2048
+24 compute compute moment=6
+"""
+"""One layer of 1,024 parameters and three micro-batches. The sum of the first two gradients goes down from the GPU."""
+
+
+def test_a_sum_that_leaves_before_its_last_gradient(two: Machine) -> None:
+    """CPU Adam would add the third gradient, in no time by the cost model."""
+    workload = chain_workload(1, 1024, tide_bytes=10, micro_batches=3)
+    states = ("param", "param32", "momentum", "variance")
+    fields: dict[str, object] = {
+        "workload": workload,
+        "layout": build_layout(workload, chunk_bytes=2048, ranks=2),
+        "modes": ("cpu",),
+        "initial": frozenset(Resident(0, name, Place.HOST) for name in states),
+        "host_budget_bytes": 500_000,
+    }
+    says = r"step 22 .* left the gpu without the gradient of tensor .* of micro-batch 2"
+    with pytest.raises(PlanError, match=says):
+        make(two, SUM, settings=UNCLIPPED, **fields).check()
+
+
 REPLICATED = """
 0 compute compute moment=0
 1 compute compute moment=1

@@ -33,6 +33,8 @@ What is not searched, and why nothing is lost:
 - Copies of what is there already, a sum that is updated on the CPU and comes up again after its last gradient, a
   gradient list for the last micro-batch (it is a slot more than overwriting the working list, which nothing reads any
   more).
+- Updates in parts. All chunks of an instance have one size, and only chunks much larger than the others are updated in
+  parts.
 - Ways whose least work on one queue, or whose least way around the border of one chunk, takes no less than the best
   period found so far (branch and bound over ways, the most promising first).
 

@@ -533,6 +533,7 @@ class Walk:
             self._updated(step, content)
         found = self._gradients(s, k, step, place)
         self._check_norm(k, step, place, found)
+        self._check_sum_is_whole(k, step, place, found)
         missing = self.expected[chunk] - found
         if missing:
             u, t = min(missing)
@@ -568,6 +569,21 @@ class Walk:
                 f"reduce_scatter {'' if self.sliced else 'and a gather '}of it must come before"
             )
         return found
+
+    def _check_sum_is_whole(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
+        """Check that a sum on the gpu did not go down before the last gradient was added to it. On a sliced layout,
+        CPU Adam would otherwise add that gradient, in seconds that neither the cost model nor the bounds count."""
+        chunk = step.chunk
+        if not (self.sliced and place is Place.HOST and chunk in self.sums):
+            return
+        total = self.content.get((chunk, "grad32", place))
+        added = total.marks if total is not None and total.version == k else set()
+        if found - added:
+            u, t = min(found - added)
+            raise PlanError(
+                f"{label(step)}: the sum of gradients of chunk {chunk} left the gpu without the gradient of "
+                f"{self._name(t)} of micro-batch {u}; add each gradient to grad32 on the gpu before its writeback"
+            )
 
     def _check_norm(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
         """Check that the sums on the host contain each gradient, if gradients add up there, because the norm is that of
