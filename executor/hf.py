@@ -634,7 +634,7 @@ def _captured(trainer: Any, spec: Any) -> Any:
     """Returns the workload of one of the trainer's micro-batches."""
     model = trainer.model
     name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
-    with _untouched_generators():
+    with _untouched_generators(), _refusing_to_generate(trainer):
         inputs = _example(trainer)
         accumulated = [inputs] * trainer.args.gradient_accumulation_steps
         items = trainer._get_num_items_in_batch(accumulated, trainer.args.device)
@@ -669,6 +669,28 @@ def _under_autocast(trainer: Any, loss: Callable[[nn.Module, Any], torch.Tensor]
             return loss(model, batch)
 
     return cast
+
+
+@contextlib.contextmanager
+def _refusing_to_generate(trainer: Any) -> Iterator[None]:
+    """Inside this context, `model.generate` raises ContractError: a trainer that generates the data of its own steps
+    (GRPO) keeps what it generates for the capture, and would train on it."""
+    model = trainer.model
+    if not hasattr(model, "generate"):
+        yield
+        return
+
+    def generate(*_: Any, **__: Any) -> Any:
+        raise ContractError(
+            f"{type(trainer).__mro__[2].__name__} generates within its steps, which is not supported by a plan; use a "
+            "trainer whose batches come from a data set (SFT, DPO), or write the loop (executor.offload)"
+        )
+
+    model.generate = generate
+    try:
+        yield
+    finally:
+        del model.generate
 
 
 class _Called(Exception):

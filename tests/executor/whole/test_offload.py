@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import runpy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -532,3 +533,24 @@ def test_an_error_of_planning_reaches_other_processes_as_it_is() -> None:
     sent = pickle.loads(pickle.dumps(Refused(type(error), error.args, dict(error.__dict__))))
     again = sent.error()
     assert isinstance(again, DoesNotFit) and str(again) == str(error) and again.short_bytes == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_that_generates_within_its_step_is_refused(tmp_path: Path) -> None:
+    """GRPO would train on what it generated for the capture."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    args = trl.GRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=2, num_generations=2, max_steps=1, use_cpu=True,
+        report_to=[], bf16=False,
+    )  # fmt: skip
+    grpo = trl.GRPOTrainer(
+        model=transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=512)), args=args,
+        processing_class=runpy.run_path(str(scripts.SCRIPTS / "words.py"))["tokenizer"](),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["w3 w4", "w5 w6"]}),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+    )  # fmt: skip
+    with pytest.raises(ContractError, match=r"^GRPOTrainer generates within its steps"):
+        executor.hf.offload(grpo, "2MB", policy="tide").train()
+    assert "generate" not in vars(grpo.model)
