@@ -259,7 +259,7 @@ def test_slices_of_a_lane_do_not_overlap() -> None:
 
 def test_html_of_a_timeline_names_its_figures() -> None:
     html = timeline_html(timeline(label="<tide>"))
-    assert "&lt;tide&gt; (simulated)" in html and "4.000 s" in html and "compute waits for h2d" in html
+    assert "&lt;tide&gt; (simulated)" in html and "4.000 s" in html and "compute waits for copies to the GPU" in html
 
 
 def test_of_many_policies_the_slowest_the_middle_and_the_fastest_are_drawn() -> None:
