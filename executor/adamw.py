@@ -106,14 +106,14 @@ def _read(params_or_groups: Iterable[Any]) -> tuple[Any, ...]:
 
 def _check_numbers(numbers: Mapping[str, Any]) -> None:
     beta1, beta2 = numbers["betas"]
-    for name, value, fits in (
-        ("lr", numbers["lr"], float(numbers["lr"]) >= 0),
-        ("betas", numbers["betas"], 0 <= beta1 < 1 and 0 <= beta2 < 1),
-        ("eps", numbers["eps"], numbers["eps"] >= 0),
-        ("weight_decay", numbers["weight_decay"], numbers["weight_decay"] >= 0),
+    for name, fits, want in (
+        ("lr", float(numbers["lr"]) >= 0, "at least 0"),
+        ("betas", 0 <= beta1 < 1 and 0 <= beta2 < 1, "two numbers, each at least 0 and below 1"),
+        ("eps", numbers["eps"] >= 0, "at least 0"),
+        ("weight_decay", numbers["weight_decay"] >= 0, "at least 0"),
     ):
         if not fits:
-            raise PlanError(f"AdamW: {name}={value} is out of range")
+            raise PlanError(f"AdamW: {name}={numbers[name]} is out of range; it must be {want}")
 
 
 def refused_in(group: Mapping[str, Any]) -> str:
@@ -128,8 +128,8 @@ def group_of(groups: Iterable[dict[str, Any]]) -> dict[int, int]:
         for parameter in group["params"]:
             if found.setdefault(id(parameter), index) != index:
                 raise PlanError(
-                    f"AdamW: one parameter (shape {tuple(parameter.shape)}) is in groups {found[id(parameter)]} and "
-                    f"{index}"
+                    f"AdamW: a parameter of shape {tuple(parameter.shape)} is in groups {found[id(parameter)]} and "
+                    f"{index}; leave it in one of them"
                 )
     return found
 

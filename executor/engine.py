@@ -257,10 +257,12 @@ class Session:
         return self.updates.grad_norm
 
     def timeline(self, last: int | None = None) -> Timeline:
-        """Returns the timeline of the latest iterations on plan, in the simulator's schema. Waits for their last copies
-        and updates. Raises PlanError before the first has run.
+        """Returns the timeline of the latest iterations that ran on plan one after another, in the simulator's schema.
+        Waits for their last copies and updates.
 
         last: number of the timeline's last iteration, of the 16 that are kept; None: the newest.
+
+        Raises PlanError if no iteration has run on plan.
         """
         return self.steps.timeline(last)
 

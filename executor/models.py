@@ -26,6 +26,7 @@ from executor.devices.on_meta import parameters_on_meta
 from executor.moments.hooks import tensors_of
 from pstar_sim.catalog.model_shapes import ExpertsShape, ModelEntry, model_entry
 from pstar_sim.errors import ModelError, PstarError
+from pstar_sim.schema.reading import nearest
 
 __all__ = [
     "TORCH_DTYPES",
@@ -129,7 +130,10 @@ def forward_loss(model: nn.Module, batch: Any) -> torch.Tensor:
             "an object with .loss, a dict with 'loss', or a tuple with a scalar in it (for transformers: pass labels)"
         )
     if not loss.requires_grad:
-        raise ModelError(f"the loss of {type(model).__name__} does not depend on any trainable parameter")
+        raise ModelError(
+            f"the loss of {type(model).__name__} does not depend on any trainable parameter; compute the loss from the "
+            "model's outputs, and leave some parameters with requires_grad"
+        )
     return loss.reshape(()) if loss.dim() else loss
 
 
@@ -366,7 +370,9 @@ def _factory_of(spec: str) -> Callable[..., Any]:
         raise ModelError(f"{spec}: importing {where!r} raised {type(error).__name__}: {_one_line(error)}") from error
     factory: Callable[..., Any] | None = getattr(module, function_name, None)
     if not callable(factory):
-        raise ModelError(f"{spec}: module {where!r} has no callable {function_name!r}")
+        near = nearest(function_name, [name for name, value in vars(module).items() if callable(value)])
+        hint = f"did you mean {near}?" if near else "name a function of it that returns (nn.Module, example batch)"
+        raise ModelError(f"{spec}: module {where!r} has no callable {function_name!r}; {hint}")
     return factory
 
 
@@ -463,7 +469,9 @@ def config_of(m: ModelEntry) -> tuple[Any, str]:
     if m.family == "vit":
         config = transformers.ViTConfig(image_size=m.image, patch_size=m.patch, num_labels=m.classes, **common)
         return config, "ViTForImageClassification"
-    raise ModelError(f"preset {m.name!r} is of family {m.family!r}, for which no module is known")
+    raise ModelError(
+        f"preset {m.name!r} is of family {m.family!r}, for which no module is known; give py:package.module:factory"
+    )
 
 
 def _llama_config(m: ModelEntry, common: dict[str, Any]) -> tuple[Any, str]:

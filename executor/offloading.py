@@ -146,7 +146,7 @@ def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -
                 "to the gradient; a plan's updates are AdamW's: use torch.optim.AdamW, or no weight decay"
             )
         if refused := refused_in(group):
-            raise ContractError(f"param_groups[{number}] has {refused}, which is not supported")
+            raise ContractError(f"param_groups[{number}] has {refused}, which is not supported; leave it out")
     return AdamW(optimizer.param_groups, max_grad_norm=max_grad_norm, **_numbers(optimizer))
 
 

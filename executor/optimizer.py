@@ -165,18 +165,21 @@ class OffloadedAdamW(torch.optim.Optimizer):
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise ContractError(
                 f"{what}: the state has groups of {[len(g['params']) for g in groups]} parameters, "
-                f"this optimizer {[len(g['params']) for g in self.param_groups]}"
+                f"this optimizer {[len(g['params']) for g in self.param_groups]}; give the state of an optimizer with "
+                "the same groups"
             )
         for number, group in enumerate(groups):
             if refused := refused_in(group):
-                raise ContractError(f"{what}: group {number} has {refused}, which is not supported")
+                raise ContractError(f"{what}: group {number} has {refused}, which is not supported; set it to False")
         position = {key: at for at, key in enumerate(key for group in groups for key in group["params"])}
         tensors = self._tensors()
         rows: dict[int, Mapping[str, Any]] = {}
         for key, row in state.items():
             at = position.get(key)
             if at is None:
-                raise ContractError(f"{what}: the state has a row {key!r}, but no group has that parameter")
+                raise ContractError(
+                    f"{what}: the state has a row {key!r}, but no group has that parameter; give a whole state_dict"
+                )
             tensor = tensors[at]
             shape = None if tensor is None else self.session.plan.workload.tensors[tensor].shape
             _check_row(what, key, row, shape)

@@ -242,7 +242,7 @@ def random_workload(
 
     The model has an embedding, layers of one to three matrices with small tensors beside them, and a head. Sometimes
     the head is tied to the embedding, which is then read at both ends. Sometimes there is a tensor much larger than the
-    rest, a frozen layer, two optimizer groups, a layer used in two places (its gradients fire twice) or a tensor that
+    rest, a frozen layer, two optimizer groups, a layer used in two places (its gradients arrive twice) or a tensor that
     nothing reads. At least one tensor is trainable. Most matrices have 0.25 to 8 MiB. The tide rises over FWD and falls
     over BWD, with spikes. A setting that is None is chosen at random; `unused=False` and the like leave the feature
     out.

@@ -205,7 +205,9 @@ class BlockSaves:
     def _session(self) -> Host:
         session = self._keeper()
         if session is None:
-            raise ContractError("a graph of a prepared model that no longer exists; keep a reference to the model")
+            raise ContractError(
+                "a graph belongs to a prepared model that no longer exists; keep a reference to the model"
+            )
         return session
 
     def pack(self, tensor: torch.Tensor) -> Any:

@@ -193,7 +193,7 @@ class VirtualLink:
 
     @property
     def bytes_per_s(self) -> dict[str, float | None]:
-        """Rate by direction ("h2d", "d2h")."""
+        """Bytes per second of the link by direction ("h2d", "d2h"); None: as fast as memory copies."""
         return {queue.value: rate for queue, rate in self._rates.items()}
 
     def count(self, target: torch.Tensor, direction: Queue, width: int) -> None:

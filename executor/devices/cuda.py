@@ -38,7 +38,7 @@ def cuda_device(name: str) -> torch.device:
     index = int(number) if colon else torch.cuda.current_device()
     count = torch.cuda.device_count()
     if index >= count:
-        raise PlanError(f"device {name!r} is not there: there are {count} CUDA devices, 0 to {count - 1}")
+        raise PlanError(f"device {name!r} is not there: there are {count} CUDA devices; use cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", index)
 
 

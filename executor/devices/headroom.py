@@ -62,7 +62,11 @@ def outside_bytes(device: torch.device) -> int:
 
 
 def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Headroom:
-    """Multiply, and measure the memory that the products take. Stops the device."""
+    """Returns the memory that a run leaves free on the card, measured after matrix products forward and backward. Stops
+    the device.
+
+    least_bytes: bytes kept free in all, where the measured bytes are fewer.
+    """
     torch.cuda.synchronize(device)
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if forget is not None:

@@ -317,7 +317,7 @@ def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[bool], torch.Tenso
             clock.tell_gradient(event)
         elif not link.closed:
             raise ContractError(
-                "a backward through a prepared model that no longer exists; keep a reference to its optimizer"
+                "a backward runs through a prepared model that no longer exists; keep a reference to its optimizer"
             )
 
     return hear

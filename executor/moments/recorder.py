@@ -145,7 +145,8 @@ class MomentRecorder:
         return self._firings[key]
 
     def firings(self) -> dict[int, int]:
-        """Returns the number of gradient firings in one micro-batch, by tensor index (the most of any micro-batch)."""
+        """Returns index of a tensor -> the number of times that its gradient arrives in one micro-batch (the most of
+        any micro-batch)."""
         most: dict[int, int] = {}
         for (_, tensor), count in self._firings.items():
             most[tensor] = max(most.get(tensor, 0), count)

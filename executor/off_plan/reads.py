@@ -216,7 +216,10 @@ def _held_weakly(reads: Reads) -> tuple[Any, Any]:
     def held() -> Reads:
         found = keeper()
         if found is None:
-            raise ContractError("a graph of a prepared model that no longer exists, or of an earlier plan")
+            raise ContractError(
+                "a graph belongs to a prepared model that no longer exists, or to an earlier plan; keep a reference to "
+                "the model, and run forward and backward within one iteration"
+            )
         return found
 
     return lambda tensor: held().pack(tensor), lambda packed: held().unpack(packed)

@@ -176,7 +176,7 @@ class TensorFile:
         WeightsError where the bytes end early."""
         entry = self.entries[name]
         if entry.dtype is None:
-            raise WeightsError(f"{self.path}: tensor {name!r} is in {entry.code}, which this version cannot read")
+            raise WeightsError(self._unread(name))
         width = entry.dtype.itemsize
         most = buffer.numel() // width
         last = entry.numel if stop is None else stop
@@ -196,12 +196,16 @@ class TensorFile:
                 raise WeightsError(f"{self.path} ends at byte {offset}: it changed while it was read; copy it again")
             into, offset = into[count:], offset + count
 
+    def _unread(self, name: str) -> str:
+        known = f"it reads {', '.join(_DTYPES)}"
+        return f"{self.path}: tensor {name!r} is in {self.entries[name].code}, which this version cannot read; {known}"
+
     def read(self, name: str) -> torch.Tensor:
         """Returns a whole (small) tensor, in memory of its own."""
         entry = self.entries[name]
         size = entry.stop - entry.start
         if entry.dtype is None:
-            raise WeightsError(f"{self.path}: tensor {name!r} is in {entry.code}, which this version cannot read")
+            raise WeightsError(self._unread(name))
         if not size:
             return torch.empty(entry.shape, dtype=entry.dtype)
         raw = piece_buffer(size)

@@ -237,7 +237,7 @@ class Batches:
         """Returns the workload of an iteration of `micro_batches` batches like the last one, captured anew. Raises
         PlanError before the first training forward, ModelError where the model cannot be captured."""
         if self.last is None:
-            raise PlanError("no forward of the whole model with gradients was seen")
+            raise PlanError("no forward of the whole model with gradients was seen; run a training batch first")
         return self.workload_of(self.last, micro_batches)
 
     def workload_of(self, batch: tuple[Any, Any], micro_batches: int) -> Workload:
@@ -322,6 +322,6 @@ def some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     args, kwargs = batch
     outputs = [t for t in tensors_of(model(*args, **kwargs)) if t.requires_grad]
     if not outputs:
-        raise ModelError(f"no output of {type(model).__name__} depends on a trainable parameter")
+        raise ModelError(f"no output of {type(model).__name__} depends on a trainable parameter; leave some trainable")
     scalar = next((t for t in outputs if t.numel() == 1), None)
     return outputs[0].sum() if scalar is None else scalar.reshape(())

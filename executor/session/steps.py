@@ -179,8 +179,13 @@ class Steps:
         return next((row for row in reversed(ran) if row.planned), ran[-1] if ran else None)
 
     def timeline(self, last: int | None = None) -> Timeline:
-        """Returns the timeline of the last iterations on plan, of those up to number `last` if it is given. Waits for
-        their last copies and updates. Raises PlanError before the first has run."""
+        """Returns the timeline of the latest iterations that ran on plan one after another. Waits for their last copies
+        and updates.
+
+        last: number of the timeline's last iteration; None: the newest.
+
+        Raises PlanError if no iteration has run on plan.
+        """
         host = self.host
         if not host.closed:
             host.queues.settle(host.iteration - 1)

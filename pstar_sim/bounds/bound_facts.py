@@ -184,7 +184,8 @@ class BoundFacts:
         return self.spans[batch - 1][1] + 1, self.spans[batch][0]
 
     def most_pinned(self) -> float:
-        """Returns x_max of [Note: the bound] in pinned.py: at least 0 and at most E."""
+        """Returns the largest number of parameters whose states have room on the gpu, from 0 to the number of all
+        parameters that get gradients: x_max of [Note: the bound] in pinned.py."""
         total = float(self.params.sum())
         if not total:
             return 0.0

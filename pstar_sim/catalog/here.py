@@ -64,7 +64,9 @@ def this_machine(
 def _rank(catalog: Catalog, line: str, share: float, notes: list[str]) -> Rank:
     words = [word.strip() for word in line.split(",")]
     if len(words) != 5:
-        raise CatalogError(f"nvidia-smi: {line!r} has {len(words)} fields; five were asked for ({_QUERY})")
+        raise CatalogError(
+            f"nvidia-smi: {line!r} has {len(words)} fields in place of five ({_QUERY}); name a machine instead"
+        )
     device, total, free, generation, width = words
     known = {alias: name for name, entry in catalog.gpus.items() for alias in entry.values.device_names}
     if device not in known:
@@ -86,7 +88,7 @@ def _rank(catalog: Catalog, line: str, share: float, notes: list[str]) -> Rank:
 
 def _whole(line: str, word: str) -> int:
     if not word.isdigit():
-        raise CatalogError(f"nvidia-smi: {line!r}: {word!r} is not a number of MiB")
+        raise CatalogError(f"nvidia-smi: {line!r}: {word!r} is not a number of MiB; name a machine instead")
     return int(word)
 
 

@@ -94,11 +94,15 @@ class Gpu:
         positive = ("memory_bytes", "usable_bytes", "hbm_bytes_per_s", "operator_bytes_per_s")
         where = _check("GPU", self, positive=positive, natural=("context_bytes", "launch_s"))
         if not isinstance(self.flops_per_s, Mapping) or not self.flops_per_s:
-            raise CatalogError(f"{where}: flops_per_s = {self.flops_per_s!r}: it must be a rate by dtype")
+            raise CatalogError(
+                f"{where}: flops_per_s = {self.flops_per_s!r}: give a rate by dtype, such as {{'bf16': 1.6e14}}"
+            )
         for dtype, rate in self.flops_per_s.items():
             number(f"{where}: flops_per_s[{dtype!r}]", rate, error=CatalogError)
         if self.products is not None and self.launch_s is None:
-            raise CatalogError(f"{where}: products need launch_s: their figures are times of kernels without launches")
+            raise CatalogError(
+                f"{where}: launch_s = None: figures of products are times of kernels without launches; give launch_s"
+            )
         _check_known(where, self.known)
         if self.usable_bytes > self.memory_bytes:
             raise CatalogError(

@@ -96,7 +96,7 @@ def output(what: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalWorkloadFlags:
-    """The work of each iteration, or nothing."""
+    """The work of each iteration. The flags may be left out."""
 
     SECTION = "workload"
 
@@ -204,12 +204,12 @@ class _OptionalMachine:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFlags(_MachineChanges, _MachineFlag):
-    """The machine that the command is about. Fields of the last base come first."""
+    """The machine that the command is about."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionalMachineFlags(_MachineChanges, _OptionalMachine):
-    """The machine that the command is about, or none."""
+    """The machine that the command is about. The flags may be left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,8 +164,9 @@ def read_likes(paths: Sequence[str] | None) -> Likes | None:
         return None
     from pstar_sim.frameworks.load import load_configuration
 
-    if len(set(paths)) != len(paths):
-        raise PstarError("--like: the same file is given twice; give it once")
+    twice = [path for path in paths if paths.count(path) > 1]
+    if twice:
+        raise PstarError(f"--like {twice[0]}: the same file is given twice; give it once")
     names = [Path(path).name for path in paths]
     labels = names if len(set(names)) == len(names) else list(paths)
     return Likes(configurations=tuple((label, load_configuration(path)) for label, path in zip(labels, paths)))

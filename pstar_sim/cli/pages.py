@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pstar_sim.planner.asked import OnPart
     from pstar_sim.report.web.plan_report import Subject
 
-__all__ = ["commands", "told_apart"]
+__all__ = ["commands", "with_distinct_titles"]
 
 commands = typer.Typer()
 
@@ -138,7 +138,7 @@ def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
         with named(path):
             seen = examine(plan, on_part=on_part)
         found.append(Subject(title=plan.policy, plan=plan, timeline=seen.timeline, examined=seen))
-    return told_apart(found, paths)
+    return with_distinct_titles(found, paths)
 
 
 def _is_plan(path: str) -> bool:
@@ -167,7 +167,7 @@ def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list
     return [first, replace(planned, title=f"{planned.title}, measured", timeline=timelines["measured"], examined=None)]
 
 
-def told_apart(subjects: Sequence[Subject], paths: Sequence[str]) -> list[Subject]:
+def with_distinct_titles(subjects: Sequence[Subject], paths: Sequence[str]) -> list[Subject]:
     """Returns the subjects, one per file, with different titles. Equal titles get the names of their files, or
     numbers."""
     from dataclasses import replace

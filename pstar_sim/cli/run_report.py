@@ -247,8 +247,8 @@ def predicted_bar(plan: Plan, machine: Machine) -> str:
 
 
 def is_lower_bound(plan: Plan, machine: Machine) -> bool:
-    """Returns whether a run on `machine` takes longer than the prediction by everything but matrix products, copies and
-    updates. So it is on the virtual accelerator, without a warm-up."""
+    """Returns whether the predicted seconds of a run on `machine` count only matrix products, copies and updates, so
+    that the run takes longer. True on the virtual accelerator for a plan whose trace was not recorded on `machine`."""
     return plan.machine.gpu.name == "virtual" and plan.workload.recorded_on != machine.name
 
 

@@ -101,7 +101,10 @@ def trace(
         raise PstarError("--machine and --gpu-memory of `pstar trace` are for a recording; give --device too")
     if asked.device is not None:
         if asked.variants:
-            raise PstarError("--variants traces without running the model; a recording (--device) has one variant")
+            raise PstarError(
+                "--variants traces without running the model; a recording (--device) has one variant: leave one of them "
+                "out"
+            )
         with bar(f"recording {asked.model}", quiet=json):
             variants = (record_on_device(asked),)
     elif asked.variants:

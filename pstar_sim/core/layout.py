@@ -167,8 +167,9 @@ class Layout:
         return self.payload_bytes(chunk, "param") * self.ranks
 
     def payload_bytes(self, chunk: int, list_name: str) -> int:
-        """Returns the bytes of a list of a chunk, of one rank's slice ("remote", "grad_remote": of all other slices). A
-        frozen chunk has only "param" and "remote". Raises PlanError for an unknown chunk or list."""
+        """Returns the bytes of one rank's slice of a list of a chunk. For "remote" and "grad_remote", returns the bytes
+        of the slices of all other ranks. A frozen chunk has only "param" and "remote". Raises PlanError for an unknown
+        chunk or list."""
         try:
             return self._payloads[chunk, list_name]
         except KeyError:

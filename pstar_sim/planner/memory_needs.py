@@ -345,8 +345,9 @@ def need_with_room(
 
 
 def least_gpu_bytes(ask: Callable[[Machine], DoesNotFit | None], machine: Machine) -> int | None:
-    """Returns the smallest budget of each GPU with which a job still fits this host; None if it does not fit now. ask:
-    function from a machine to the reason why the job does not fit it, None if it does.
+    """Returns the smallest budget of each GPU with which a job still fits this host; None if it does not fit now.
+
+    ask: function from a machine to the reason why the job does not fit it, None if it does.
 
     Asked with almost no GPU memory, a policy names the bytes that it needs at its worst moment. If these are too few
     (the host is short then, so chunks have to be pinned), bisection finds the smallest budget, to a hundredth of a GB.

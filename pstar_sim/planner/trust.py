@@ -92,7 +92,7 @@ def error_of_change(change: float, *errors: float) -> float:
 def error_of_ratio(ratio: float, *errors: float) -> float:
     """Returns the bar of a ratio of times of which no errors cancel: [Note: error of a change].
 
-    errors: as above.
+    errors: bars of both times.
     """
     return ratio * math.hypot(*errors)
 

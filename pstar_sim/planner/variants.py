@@ -95,8 +95,7 @@ def choose(
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
     """Returns the fastest of the ways (or workloads) under `policy`. Each of them is one rank's whole share of the same
-    batch. [Note:
-    what is planned] says which of them are planned.
+    batch. [Note: what is planned] says which of them are planned.
 
     on_way: called with the work in hand, the number of ways done and the number of all ways.
 
@@ -104,8 +103,9 @@ def choose(
     them, and TraceError if they are not the same work.
     """
     ways: Sequence[Way] = [one if isinstance(one, Way) else Way(one) for one in among]
-    if len({way.batch * way.micro_batches for way in ways}) != 1:
-        raise TraceError("the workloads are of different global batches; their iterations cannot be compared")
+    shares = sorted({way.batch * way.micro_batches for way in ways})
+    if len(shares) != 1:
+        raise TraceError(f"the workloads have {shares} sequences per iteration; give workloads with the same number")
     refuse_balance([policy], machine)
     if settings.loop == "step" and can(policy).tries_others:
         ways = (*ways, *layer_major_ways(ways, policy))

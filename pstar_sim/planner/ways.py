@@ -316,7 +316,7 @@ def candidates(variants: Sequence[Workload], share: int) -> tuple[Way, ...]:
     sequence lengths.
     """
     if not variants:
-        raise TraceError("there are no variants to choose from")
+        raise TraceError("variants is empty; give at least one variant of the model")
     first = variants[0]
     for w in variants:
         if (w.fingerprint, w.sequence) != (first.fingerprint, first.sequence):

@@ -68,8 +68,8 @@ _WORDS = dict(
 def optimal(workload: Workload, machine: Machine, settings: Settings, **changes: Unpack[Coordinates]) -> Plan:
     """Returns the fastest plan that this project can make.
 
-    changes: coordinates of another point. If any is given, the plans of other policies are left out. order: as in
-        OPTIONS.
+    changes: coordinates of another point. If any is given, the plans of other policies are left out. The coordinate
+        `order` may also be "fastest", as in OPTIONS.
 
     Raises DoesNotFit, with the needs of optimal's own modes, if no policy fits.
     """

@@ -31,7 +31,9 @@ _GUESSED = ("an estimate", "placeholder", "from memory")
 def catalog_page(table: str) -> str:
     """Returns a table of the catalog in Markdown: a row per figure with its value, how it is known, and its source.
 
-    table: one of PAGES. Raises KeyError for another name.
+    table: one of PAGES.
+
+    Raises KeyError for another name.
     """
     lines = ["| entry | figure | value | known | source |", "|---|---|---|---|---|"]
     for name, figures in known_figures(table).items():

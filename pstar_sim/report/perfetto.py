@@ -15,7 +15,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.report.byte_curves import steady_start_s
-from pstar_sim.report.step_names import handled
+from pstar_sim.report.step_names import chunk_words
 
 __all__ = ["to_perfetto"]
 
@@ -55,7 +55,7 @@ def _group(timeline: Timeline, plan: Plan | None, pid: int, shift_s: float) -> l
         events.append(_meta("thread_name", pid, lanes[queue], {"name": _LANES[queue]}))
         events.append(_meta("thread_sort_index", pid, lanes[queue], {"sort_index": lanes[queue]}))
     computes = {(s.iteration, s.moment): s for s in timeline.spans if s.kind is Kind.COMPUTE}
-    names = handled(plan)
+    names = chunk_words(plan)
     for number, span in enumerate(timeline.spans):
         if span.end_s <= span.start_s:
             continue  # bookkeeping that takes no time (drop, alloc, free): the counters show it

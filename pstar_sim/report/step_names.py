@@ -7,12 +7,12 @@ from collections.abc import Mapping
 
 from pstar_sim.core.plan import Plan
 
-__all__ = ["handled"]
+__all__ = ["chunk_words"]
 
 _USUAL = (None, "param", "grad")
 
 
-def handled(plan: Plan | None) -> Mapping[int, str]:
+def chunk_words(plan: Plan | None) -> Mapping[int, str]:
     """Returns id of a step -> "chunk 3", "chunk 3, momentum" or "chunk 3, part 2 of 8", for the steps with a chunk.
     Parameters and gradients are not named, because the kind of the step tells them apart. Empty without a plan."""
     found: dict[int, str] = {}

@@ -30,7 +30,9 @@ LEGIBLE = 0.004  # a change below this share of the picture's width is a mark, n
 def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) -> Any:
     """Draw the ladder on one axes (seconds) or two (seconds, gigabytes). Returns the axes.
 
-    ax: the axes to draw on; None makes a figure with both. Raises PstarError for another number of axes.
+    ax: the axes to draw on; None makes a figure with both.
+
+    Raises PstarError for another number of axes.
     """
     instance("ablation", ablation, Ablation, "an Ablation, what ps.ablate answers")
     if ax is None:

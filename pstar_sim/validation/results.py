@@ -196,9 +196,9 @@ class Validation(Collection):
         return errors_of(r for r in self.results if all(getattr(r, k) == v for k, v in wanted.items()))
 
     def pairs(self) -> list[Pair]:
-        """Returns the pairs of rows whose published values differ by more than 10 %. Pairs of kind "systems" are two
-        systems on one machine, model and batch; pairs of kind "models" are two models of one system on one machine. At
-        least one row of a pair is tested. The order is by the time of an iteration.
+        """Returns the pairs of rows of iteration times whose published values differ by more than 10 %. Pairs of kind
+        "systems" are two systems on one machine, model and batch. Pairs of kind "models" are two models of one system
+        on one machine. At least one row of a pair is tested.
         """
         speeds = [r for r in self.results if r.metric in _SPEED]
         found: list[Pair] = []

@@ -118,7 +118,9 @@ def _check_variants(
             )
     blocks = block_names(recomputed)
     if [run[:2] for run in ours] != [run[:2] for run in theirs] or len(set(blocks)) != len(blocks):
-        raise TraceError(f"{recomputed.model!r}: the variants are not stacks of the same blocks")
+        raise TraceError(
+            f"{recomputed.model!r}: the variants are not stacks of the same blocks; trace both from one model"
+        )
     return blocks
 
 
@@ -126,7 +128,11 @@ def _check_names(w: Workload, blocks: Sequence[str], named: Collection[str]) -> 
     """Check names of blocks. Raises TraceError for a name that is not a block's, and if there are no blocks."""
     unknown = sorted(set(named) - set(blocks))
     if unknown or not blocks:
-        raise TraceError(f"{w.model!r} has no blocks {', '.join(unknown)}" if blocks else "there are no blocks")
+        raise TraceError(
+            f"{w.model!r} has no blocks {', '.join(unknown)}; its blocks are {blocks[0]} to {blocks[-1]}"
+            if blocks
+            else f"{w.model!r} is not a stack of blocks; keep or recompute the activations of all of it"
+        )
 
 
 def _more_below(blocks: Sequence[str], keep: Collection[str], left: Sequence[dict[str, int]]) -> list[list[int]]:

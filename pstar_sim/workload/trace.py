@@ -55,6 +55,8 @@ SCHEMA_VERSION = 2
 """Version of files that name kernels or products of some variant. Other files are of version 1, which has no columns
 for them."""
 
+_AGAIN = "copy the file again, or trace the model again"
+
 _HEADER = (
     "model", "dtype", "batch", "sequence", "micro_batches", "checkpointing", "attention", "kernels", "source",
     "torch_version", "recorded_on", "notes",
@@ -288,14 +290,14 @@ def _read_rows(source: Path) -> list[dict[str, Any]]:
     if data[:4] != b"PAR1":
         raise TraceError(f"{source}: is not a trace (a trace is a Parquet file, which begins with PAR1)")
     if len(data) < 12 or data[-4:] != b"PAR1":
-        raise TraceError(f"{source}: is truncated (a Parquet file ends with PAR1)")
+        raise TraceError(f"{source}: is truncated (a Parquet file ends with PAR1); {_AGAIN}")
     # Arrow reports damage as any of these, depending on which byte is wrong.
     damage = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError, UnicodeError)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         metadata = file.schema_arrow.metadata or {}
     except damage as error:
-        raise TraceError(f"{source}: is damaged ({_first_line(error)})") from error
+        raise TraceError(f"{source}: is damaged ({_first_line(error)}); {_AGAIN}") from error
     if metadata.get(b"pstar.format", b"").decode(errors="replace") != FORMAT:
         raise TraceError(f"{source}: is a Parquet file but not a trace (metadata pstar.format is not {FORMAT!r})")
     version = metadata.get(b"pstar.schema_version", b"").decode(errors="replace")
@@ -309,7 +311,7 @@ def _read_rows(source: Path) -> list[dict[str, Any]]:
         _check_schema(source, file.schema_arrow, int(version))
         rows: list[dict[str, Any]] = file.read().to_pylist()
     except damage as error:
-        raise TraceError(f"{source}: is damaged ({_first_line(error)})") from error
+        raise TraceError(f"{source}: is damaged ({_first_line(error)}); {_AGAIN}") from error
     return rows
 
 
@@ -318,7 +320,7 @@ def _check_schema(source: Path, found: Any, version: int) -> None:
     expected = _schema(version, any(found.get_field_index(name) >= 0 for name in _CHOSEN))
     for field in expected:
         if found.get_field_index(field.name) < 0:
-            raise TraceError(f"{source}: field {field.name} is missing")
+            raise TraceError(f"{source}: field {field.name} is missing; {_AGAIN}")
         actual, wanted = (str(t).replace("item:", "element:") for t in (found.field(field.name).type, field.type))
         if actual != wanted:
             raise TraceError(f"{source}: field {field.name} is {actual}; expected {wanted}")
@@ -334,7 +336,7 @@ def _workload(source: Path, index: int, row: dict[str, Any]) -> Workload:
     try:
         form = convert(file_kind(Workload), _plain(row))
         if _digest(row) != digest:
-            want = "it does not match the content; the file is damaged or was edited"
+            want = f"it does not match the content, so the file is damaged or was edited; {_AGAIN}"
             raise TraceError(f"{source}: variant {index}: digest is {digest!r}; {want}")
         found: Workload = made(Workload, form)
     except Fault as fault:

@@ -604,7 +604,7 @@ class TestRefusals:
     def test_a_number_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        with pytest.raises(PlanError, match=r"'cuda:7' is not there: there are 2 CUDA devices, 0 to 1"):
+        with pytest.raises(PlanError, match=r"'cuda:7' is not there: there are 2 CUDA devices; use cuda:0 to cuda:1"):
             cuda_device("cuda:7")
 
     def test_a_cap_larger_than_the_card(self, card: Card) -> None:

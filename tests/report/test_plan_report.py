@@ -14,7 +14,7 @@ import pytest
 
 import pstar_sim as ps
 from pstar_sim.cli import main
-from pstar_sim.cli.pages import told_apart
+from pstar_sim.cli.pages import with_distinct_titles
 from pstar_sim.core.plan import load_plan
 from pstar_sim.core.run_file import RunTimelines, load_timelines
 from pstar_sim.core.step import Queue
@@ -157,7 +157,7 @@ def test_plans_of_one_name_are_told_apart(folder: Path) -> None:
         (["a/one.json", "b/one.json"], ["tide (a/one.json)", "tide (b/one.json)"]),
         (["one.json", "one.json"], ["tide (1)", "tide (2)"]),
     ):
-        assert [one.title for one in told_apart([subject] * 2, files)] == titles
+        assert [one.title for one in with_distinct_titles([subject] * 2, files)] == titles
 
 
 def test_machines_that_differ_are_told_apart_and_traffic_of_disks_is_shown(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pstar_sim.core.step import Kind, Part, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.report.perfetto import to_perfetto
-from pstar_sim.report.step_names import handled
+from pstar_sim.report.step_names import chunk_words
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
 
@@ -69,7 +69,7 @@ def test_copies_of_one_chunk_have_names_of_their_own() -> None:
     update = next(step for step in planned.plan.steps if step.kind is Kind.CPU_ADAM)
     parts = [replace(step, part=Part(1, 8)) if step is update else step for step in planned.plan.steps]
     plan = replace(planned.plan, steps=tuple(parts))
-    assert handled(plan)[update.id] == f"chunk {update.chunk}, part 2 of 8" and handled(None) == {}
+    assert chunk_words(plan)[update.id] == f"chunk {update.chunk}, part 2 of 8" and chunk_words(None) == {}
     names = {event["name"] for event in to_perfetto(planned.timeline, plan)["traceEvents"]}
     assert f"cpu_adam chunk {update.chunk}, part 2 of 8" in names
     axes = Figure(figsize=(12, 3)).subplots()

@@ -100,7 +100,7 @@ class Unrolled:
                 yield q
 
     def bounded(self) -> bool:
-        """Returns whether never more than `iterations` successive iterations are under way at the same time."""
+        """Returns whether at most `iterations` successive iterations are under way at any time."""
         return next(self._ahead(), None) is None
 
     def unbounded_queue(self) -> str:

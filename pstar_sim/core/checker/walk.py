@@ -253,7 +253,7 @@ class Walk:
         edge = f"{a.id}@-1" if back else f"{a.id}"
         raise PlanError(
             f"nothing makes {label(b)} wait for {label(a)}{' of the previous iteration' if back else ''}: both touch "
-            f"{_key_name(key)} and one changes it; an edge after={edge} is missing"
+            f"{_key_name(key)}, and one of the two changes it; an edge after={edge} is missing"
         )
 
     # moves

@@ -19,8 +19,10 @@ __all__ = ["fifo", "keep_set", "lru"]
 def keep_set(
     eviction: str, gaps: Sequence[UseGap], sizes: Sequence[int], room: Sequence[int], first: Sequence[int]
 ) -> set[UseGap]:
-    """Returns the gaps between two uses over which the chunk stays on the GPU. gaps, sizes and room: as for `belady`.
+    """Returns the gaps between two uses over which the chunk stays on the GPU.
 
+    eviction: the rule, "belady", "lru" or "fifo".
+    gaps, sizes, room: as for `belady`.
     first: chunk -> point of its first use.
     """
     if eviction == "lru":

@@ -32,7 +32,10 @@ def gaps_of(chunk: int, uses: Sequence[int]) -> list[UseGap]:
 
 
 def held_over(gaps: Iterable[UseGap], sizes: Sequence[int], count: int) -> list[int]:
-    """Returns, for each of `count` positions, the bytes of the chunks that stay over these gaps."""
+    """Returns, for each of `count` positions, the bytes of the chunks that stay on the GPU over one of `gaps`.
+
+    sizes: chunk -> bytes.
+    """
     change = [0] * (count + 1)
     for begin, end, chunk in gaps:
         change[begin + 1] += sizes[chunk]

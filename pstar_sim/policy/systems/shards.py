@@ -34,8 +34,10 @@ class Scheme:
     """The choices of a system.
 
     visits: the moments in which chunks are whole on the GPU.
-    gather_at, fetch_at, read_at: first moment of a visit -> moment with whose start its gather, its fetch, or its read
-        from the disks may start (read_at: for parameters that live there).
+    gather_at: first moment of a visit -> the earliest moment in which its gather may start.
+    fetch_at: first moment of a visit -> the earliest moment in which its copy from the host may start.
+    read_at: first moment of a visit -> the earliest moment in which its read from the disks may start. Empty unless
+        parameters live on the disks.
     home: where parameters live between visits (the GPU, the host or the disks).
     states: where the states and the gradients of chunks that are updated on the host live (the host or the disks).
     resident: chunks whose states stay on the GPU.

@@ -25,7 +25,7 @@ from pstar_sim.report.byte_curves import Curves, axis_unit, byte_curves, phase_b
 from pstar_sim.report.palette import CATEGORIES, PHASES, QUEUE_NAMES, STEPS
 from pstar_sim.report.palette import WAITS as WAIT_COLOURS
 from pstar_sim.report.residence import CONTENTS, Residence
-from pstar_sim.report.step_names import handled
+from pstar_sim.report.step_names import chunk_words
 from pstar_sim.units import format_bytes, format_s
 
 __all__ = [
@@ -290,7 +290,7 @@ def lanes_chart(timeline: Timeline, *, right_s: float, plan: Plan | None = None)
 
     Raises PstarError for a timeline without compute spans.
     """
-    rows = _rows(timeline, handled(plan))
+    rows = _rows(timeline, chunk_words(plan))
     lanes = [lane for lane in (QUEUE_NAMES[Queue.COMPUTE], WAITS, *list(QUEUE_NAMES.values())[1:]) if lane in rows]
     shortest = timeline.iteration_s / RESOLUTION
     steps = sum(len(bars) for bars in rows.values())

@@ -58,7 +58,7 @@ class GatedMlp:
             t.op(f, unsaved=2 * f, read=2 * f)
 
     def finish(self, phase: Phase) -> None:
-        """Write the last product (1 u)."""
+        """Write the last product, whose output has 1 u."""
         if phase is Phase.RECOMPUTE:
             self.t.op(self.again)
         product = self.s.product(self.ffn, self.s.model.hidden)

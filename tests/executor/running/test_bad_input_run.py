@@ -140,7 +140,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 2) -
         ("reads", "module '<root>' (Reads) cannot run on fake tensors: aten._local_scalar_dense.default"),
         ("broken", "module 'head' (Linear) cannot run on fake tensors"),
         ("fails", "fails() raised RuntimeError: no weights at all"),
-        ("nothing", "has no callable 'nothing'"),
+        ("nothing", "has no callable 'nothing'; name a function of it"),
     ],
 )
 def test_a_model_that_cannot_be_traced(model: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
