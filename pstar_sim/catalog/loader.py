@@ -55,8 +55,8 @@ def load_machine(
     if isinstance(name, Path) or text.endswith(".toml"):
         if user_file is not None:
             raise CatalogError(
-                f"{text} is a file of machines itself; user_file = {str(user_file)!r} cannot be given too; leave one of "
-                "them out"
+                f"{text} is a file of machines itself; user_file = {str(user_file)!r} cannot be given too; leave one "
+                "of them out"
             )
         machine = _only_machine(text)
     elif text.lower() == "here":

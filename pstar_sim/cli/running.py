@@ -102,8 +102,8 @@ def trace(
     if asked.device is not None:
         if asked.variants:
             raise PstarError(
-                "--variants traces without running the model; a recording (--device) has one variant: leave one of them "
-                "out"
+                "--variants traces without running the model; a recording (--device) has one variant: leave one of "
+                "them out"
             )
         with bar(f"recording {asked.model}", quiet=json):
             variants = (record_on_device(asked),)
