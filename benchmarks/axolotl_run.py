@@ -26,7 +26,7 @@ STEPS, MEMORY = 6, "3.32MB"
 CONFIGURATION: dict[str, Any] = {
     "sequence_len": 64, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": STEPS, "num_epochs": 1,
     "optimizer": "adamw_torch", "learning_rate": 1e-3, "bf16": False, "fp16": False, "tf32": False,
-    "flash_attention": False, "logging_steps": 1, "save_strategy": "no",
+    "flash_attention": False, "logging_steps": 1, "save_strategy": "no", "seed": 42,
 }  # fmt: skip
 PLUGIN: dict[str, Any] = {
     "plugins": ["executor.axolotl.OffloadPlugin"], "offload_gpu_memory": MEMORY, "offload_policy": "tide",

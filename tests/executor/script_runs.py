@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 import executor
 from executor.hf import offload
@@ -42,8 +43,10 @@ class WrittenOut(torch.optim.AdamW):
         for group in optimizer.param_groups:
             masters = [self._master(p, names[id(p)]) for p in group["params"]]
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": masters, "fused": True})
+        stays = {id(p) for part in model.modules() if isinstance(part, _NormBase) for p in part.parameters()}
         for p in model.parameters():
-            p.data = p.data.to(dtype)
+            if id(p) not in stays:  # kernels of batch norms want the dtype of their running statistics
+                p.data = p.data.to(dtype)
         for master, p in self.working.items():
             p.register_post_accumulate_grad_hook(self._summed_into(master))
         super().__init__(groups, fused=True)
@@ -52,8 +55,8 @@ class WrittenOut(torch.optim.AdamW):
         self.scheduled = optimizer.param_groups
 
     def _master(self, p: nn.Parameter, name: str) -> nn.Parameter:
-        master = nn.Parameter(p.detach().clone())
-        self.working[master], self.initial[name] = p, p.detach().clone()
+        master = nn.Parameter(p.detach().clone().float())
+        self.working[master], self.initial[name] = p, p.detach().clone().float()
         return master
 
     @staticmethod
@@ -68,7 +71,7 @@ class WrittenOut(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         for mine, theirs in zip(self.param_groups, self.scheduled, strict=True):
             if "initial_lr" in theirs:  # a scheduler that was made with the script's own optimizer
-                mine["lr"] = theirs["lr"]
+                mine |= {name: theirs[name] for name in ("lr", "betas", "weight_decay")}
         if self.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.in_order, self.max_grad_norm)
         super().step(closure)
@@ -165,7 +168,7 @@ def written_out(name: str, folder: Path, *arguments: str) -> Run:
 
             def create_optimizer(self: Any, *args: Any) -> Any:
                 optimizer = plain(self, *args)
-                self.optimizer = reference(self.model, optimizer, max_grad_norm=self.args.max_grad_norm)[1]
+                self.optimizer = reference(self.model, optimizer, max_grad_norm=self.args.max_grad_norm or None)[1]
                 return self.optimizer
 
             stack.enter_context(replaced(transformers.Trainer, "create_optimizer", create_optimizer))
