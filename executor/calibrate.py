@@ -85,8 +85,10 @@ def calibrate(
     quick: bool = False,
     on_part: Callable[[str, int, int], object] = lambda name, number, count: None,
 ) -> tuple[Machine, Findings]:
-    """Measure this machine and write its catalog file, atomically. The machine is named after the file.
+    """Measure this machine and write its catalog file, atomically. The machine is named after the file. Returns the
+    machine and the measurements.
 
+    path: the file, which must end in .toml for `pstar --machine`.
     device: "virtual", "cuda" or "auto" (CUDA where there is one).
     quick: a quarter of the time, twice the scatter.
     on_part(name, number, count): called before each part.

@@ -84,6 +84,8 @@ def capture(
     """Returns the workload of a model named as in `executor.models.build`, or of a model that is already built. A built
     model keeps its own batch, sequence, dtype, checkpointing and attention; these arguments are then ignored.
 
+    micro_batches: number of micro-batches per iteration, all alike.
+
     Raises ModelError as `build` and `capture_module` do.
     """
     if isinstance(model, str):

@@ -223,7 +223,8 @@ class Session:
 
     def step(self, micro_batches: Sequence[Any], *, loss: Loss = forward_loss, order: str | None = None) -> StepResult:
         """Run one whole iteration with the engine's order of blocks: forward and backward of every micro-batch,
-        `optimizer.step()` and `zero_grad()`. See `executor.driving.drive`.
+        `optimizer.step()` and `zero_grad()`. Returns the loss and figures of the iteration. See
+        `executor.driving.drive`.
 
         micro_batches: as the model takes them (a mapping: keyword arguments; a tuple: positional arguments).
         loss: loss(model, batch) -> a scalar; by default the model's own loss.
@@ -272,7 +273,8 @@ class Session:
         return status_of(self)
 
     def measure_iteration(self, step_fn: Callable[[], Any], order: Timeline | None = None) -> Measured:
-        """Measure an iteration by running `step_fn` twice: see `executor.measuring.measure.measure_iteration`."""
+        """Returns the measured bytes of an iteration, which runs `step_fn` twice: see
+        `executor.measuring.measure.measure_iteration`."""
         return measure_iteration(self, step_fn, order)
 
     def drain(self) -> None:

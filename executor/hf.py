@@ -402,7 +402,8 @@ class OffloadTrainerMixin:
         return self._offload.optimizer.session
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does. `resume_from_checkpoint=True` continues from the last complete checkpoint."""
+        """Train as the Trainer does. Returns what the Trainer's `train` returns. `resume_from_checkpoint=True`
+        continues from the last complete checkpoint."""
         _begin_again(self)
         done = super().train(_resumed_from(self, resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
         self.offload_session.trained = True

@@ -185,7 +185,8 @@ class OffloadStrategy(SingleDeviceStrategy):
             plugin.scaler = None  # the session scales the loss: AdamW(loss_scale=)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure (`training_step` and backward), then update the parameters and clear the gradients."""
+        """Run the closure (`training_step` and backward), then update the parameters and clear the gradients. Returns
+        the result of the closure."""
         plugin: Any = self.precision_plugin
         done = plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         assert self.offloaded is not None

@@ -188,11 +188,12 @@ class OffloadedAdamW(torch.optim.Optimizer):
 
     def save(self, folder: str | Path, *, extra: Any = None) -> Path:
         """Write a checkpoint: weights that transformers loads, states, step counts, groups, random number generators
-        and `extra`. See `executor.saving.checkpoint.save`."""
+        and `extra`. Returns the folder. See `executor.saving.checkpoint.save`."""
         return save(self, folder, extra=extra)
 
     def load(self, folder: str | Path, *, generators: bool = True) -> Restored:
-        """Continue from a checkpoint, under this plan or another. See `executor.saving.restoring.load`."""
+        """Continue from a checkpoint, under this plan or another. Returns its iteration, its `extra` and a note. See
+        `executor.saving.restoring.load`."""
         return load(self, folder, generators=generators)
 
     def _tensors(self) -> list[int | None]:

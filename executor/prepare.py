@@ -79,6 +79,7 @@ def prepare(
     weights: a folder (or file) of safetensors with the model's values, streamed into the chunks; the model's parameters
         may then be on meta (see `parameters_on_meta`), and nothing but the chunks is allocated.
     queues: "threads", or a queues object.
+    backend: an accelerator that is open already, in place of the accelerator that `device` names.
     threads: torch threads of the virtual accelerator's compute queue until the session is closed (None leaves them).
     watchdog_s: see ThreadQueues.
     replan_after: number of iterations off plan in a row after which a new plan is made (0: never).

@@ -240,7 +240,7 @@ class TrainingJob:
         keeping: Keeping | None = None,
         on_step: Callable[[StepReport, Status], None] | None = None,
     ) -> RunResult:
-        """Train by the plan.
+        """Train by the plan. Returns the reports of the steps and the measured figures.
 
         steps: number of steps in all; steps before the checkpoint count too.
         bandwidth, gpu_memory: as for `prepare`.
@@ -319,7 +319,7 @@ class TrainingJob:
         self, plan: Plan, *, steps: int, on_step: Callable[[StepReport], None] | None = None
     ) -> list[StepReport]:
         """Run the same steps in plain PyTorch on one thread: `torch.optim.AdamW(fused=True)` and `clip_grad_norm_`.
-        Plain AdamW has no fp32 master weights, so a bf16 job's losses agree only roughly."""
+        Plain AdamW has no fp32 master weights, so a bf16 job's losses agree only roughly. Returns a report per step."""
         built = self.build()
         parameters = list(built.module.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=self.lr, fused=True)

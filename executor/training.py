@@ -111,8 +111,8 @@ def train(
     on_step: Callable[[StepReport], None] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[StepReport]:
-    """Train for `steps` optimizer steps, numbered from `first` on. Raises ModelError when a loss is not finite, before
-    any update with it."""
+    """Train for `steps` optimizer steps, numbered from `first` on. Returns a report per step. Raises ModelError when a
+    loss is not finite, before any update with it."""
     reports: list[StepReport] = []
     for step in range(first, first + steps):
         start_s = clock()

@@ -518,7 +518,7 @@ class CostModel:
         return seconds(self, step.chunk)
 
     def duty(self, step: Step) -> float:
-        """Returns the share of its nominal seconds in which the step keeps the shared resources busy. The share is
+        """Returns the share of a step's nominal seconds in which the step keeps the shared resources busy. The share is
         below 1 for a copy over a link that is throttled below the measured rate."""
         link = self.link
         route = ROUTES.get(step.kind)

@@ -224,7 +224,7 @@ class Ranks:
         return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
 
     def come_to_read(self, number: float) -> list[float]:
-        """Meet the other ranks before all of them read the same value.
+        """Meet the other ranks before all of them read the same value. Returns the numbers of all ranks.
 
         number: number of that value.
         """

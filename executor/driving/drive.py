@@ -134,7 +134,12 @@ class Driver:
         self._looked = False
 
     def step(self, micro_batches: Sequence[Any], loss: Loss, order: str | None) -> StepResult:
-        """Run one iteration. `order` None: in the plan's order."""
+        """Run one iteration. Returns its loss and its figures.
+
+        order: "depth-first" or "relay"; None: the plan's.
+
+        Raises ContractError as `Session.step` does.
+        """
         s = self.session
         begun_s = time.perf_counter()
         order = self._check(micro_batches, order)

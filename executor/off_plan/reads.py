@@ -81,7 +81,8 @@ class Reads:
             self._storages[storage_key(host.arena.payloads.whole(c.index, "param"))] = c.index
 
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
-        """Call a torch function with parked parameters among its arguments: see [Note: reads off plan]."""
+        """Returns the result of a torch function that has parked parameters among its arguments: see [Note: reads off
+        plan]."""
         s = self.host
         if s.closed:
             raise refused(Refusal.CLOSED, s)

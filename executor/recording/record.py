@@ -62,12 +62,13 @@ def record(
     """Returns the workload of one iteration of `model` on `batches` (one per micro-batch), run for real within
     `machine`'s gpu budget.
 
+    name: name of the workload's model.
     device: as for `prepare`; the batches are copied there.
     batch, sequence: by default the first two extents of the batch's first tensor.
     optimizer: the optimizer that `prepare` will get (its groups and whether it clips are part of the recording).
     loss: forward pass and loss; it is divided by the number of micro-batches, as the loops here do.
     timed: number of iterations whose median gives each moment's seconds; 0 for none.
-    weights, gpu_memory: as for `prepare`.
+    threads, weights, gpu_memory: as for `prepare`.
     group: a process group of this process alone, where it is one of several.
     clock: gives seconds.
 

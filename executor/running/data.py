@@ -32,8 +32,8 @@ class ByteText:
 
     @classmethod
     def read(cls, folder: Path) -> ByteText:
-        """Read the folder's text files in name order, up to 8 MB. Raises ModelError if there is no folder or no
-        text."""
+        """Returns the text of the folder's text files in name order, up to 8 MB. Raises ModelError if there is no
+        folder or no text."""
         if not folder.is_dir():
             raise ModelError(
                 f"text folder {str(folder)!r} is not a folder; give --data text:FOLDER a folder with text files"

@@ -82,6 +82,7 @@ class _SoundCheckpoint:
 
 def load(optimizer: Trained, folder: str | Path, *, generators: bool = True) -> Restored:
     """Put parameters, optimizer states, step counts, groups and loss scale of a checkpoint into a prepared model.
+    Returns the other values of the checkpoint.
 
     The plan may differ from the plan under which the checkpoint was saved. On several ranks every rank calls this.
     Raises CheckpointError for a folder that is partial, of another model, or from a newer version, before anything is

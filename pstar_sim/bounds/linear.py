@@ -201,7 +201,7 @@ class LinearProgram:
         self._rows.append(rows if unit == 1.0 else Rows(rows.difference * (1 / unit), rows.equal))
 
     def solve(self, *, method: str = "simplex", time_limit_s: float | None = None) -> Solution:
-        """Solve the program.
+        """Solve the program. Returns its solution.
 
         method: "simplex" or "ipx" (interior point, then a vertex).
 

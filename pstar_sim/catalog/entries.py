@@ -280,7 +280,7 @@ class Entry(Generic[_E]):
 
     @classmethod
     def read(cls, file: str, name: str, raw: object, table: type[_E]) -> Entry[_E]:
-        """Check the entry's fields. Raises CatalogError for a missing, unknown or absurd field."""
+        """Check the entry's fields. Returns the entry. Raises CatalogError for a missing, unknown or absurd field."""
         return cls(file, name, raw, read_table(table, file, name, raw))
 
     def refuse(self, field: str, want: str) -> CatalogError:

@@ -180,7 +180,7 @@ def _variant_words(w: Workload) -> str:
 
 
 def record_on_device(asked: _TraceFlags) -> Workload:
-    """Record one real iteration, counted and timed, for `pstar trace --device`."""
+    """Returns the workload of one real iteration, counted and timed, for `pstar trace --device`."""
     from pstar_sim.arguments import parse_bytes
     from pstar_sim.catalog.loader import load_machine
 

@@ -67,7 +67,7 @@ def own_shares(plan: Plan) -> str | None:
 
 
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
-    """Check the figures of bytes.
+    """Check the figures of bytes. Returns which are right, and which differ from the recomputed figures.
 
     peak_bytes: the most bytes that each place can hold, as proved.
 

@@ -182,14 +182,14 @@ class Layout:
         raise PlanError(f"{kind} {chunk} has no list {list_name!r}; it has {known}")
 
     def part_range(self, chunk: int, part: Part) -> tuple[int, int]:
-        """Elements (first, end) of one part of every list of a chunk, of one rank's slice. Parts begin at multiples of
-        `PART_ALIGN`."""
+        """Returns the elements (first, end) of one part of every list of a chunk, of one rank's slice. Parts begin at
+        multiples of `PART_ALIGN`."""
         numel = self.slice_numel(chunk)
         first, end = (numel * n // part.of // PART_ALIGN * PART_ALIGN for n in (part.number, part.number + 1))
         return first, numel if part.last else end
 
     def part_bytes(self, chunk: int, part: Part, size_bytes: int) -> int:
-        """The share of a part in bytes that are spread evenly over the elements of a chunk."""
+        """Returns the share of a part in bytes that are spread evenly over the elements of a chunk."""
         (first, end), numel = self.part_range(chunk, part), self.slice_numel(chunk)
         return size_bytes * end // numel - size_bytes * first // numel
 

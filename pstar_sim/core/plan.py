@@ -158,9 +158,10 @@ class Plan:
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
         """Prove the plan, and compare its budgets with its machine and its figures of bytes with the proof
-        (core/checker). With `workload` or `machine`, also check that the plan is for it.
+        (core/checker). With `workload` or `machine`, also check that the plan is for it. Returns the report, which also
+        names everything that is not checked.
 
-        Raises PlanError with the first violation. The report names everything that is not checked.
+        Raises PlanError with the first violation.
         """
         report: CheckReport = render(self, "proof", workload=workload, machine=machine)
         return report
@@ -247,7 +248,7 @@ def steps_from_text(text: str) -> tuple[Step, ...]:
 
 @without_garbage_collection()
 def load_plan(path: str | Path) -> Plan:
-    """Read a plan file; does not run the checker. Raises PlanError naming the file and the field or line."""
+    """Returns the plan in a file; does not run the checker. Raises PlanError naming the file and the field or line."""
     from pstar_sim.core.plan_file import read_plan
 
     return read_plan(file_path("path", path, error=PlanError))

@@ -47,8 +47,8 @@ class Program:
 
     @classmethod
     def of(cls, plan: Plan) -> Program:
-        """Compile a plan. Raises PlanError for an id given twice, for a wait for a step that is not in the plan, and
-        for a plan without compute steps."""
+        """Returns the program of a plan. Raises PlanError for an id given twice, for a wait for a step that is not in
+        the plan, and for a plan without compute steps."""
         steps, index = plan.steps, _positions(plan)
         queues = tuple(dict.fromkeys(step.queue for step in steps))
         number = {queue: q for q, queue in enumerate(queues)}

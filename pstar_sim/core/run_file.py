@@ -41,7 +41,8 @@ class RunTimelines:
 
 
 def load_run(path: str | Path) -> RunTimelines:
-    """Read a file of `pstar run --timeline`. Raises TraceError naming the file and the wrong field."""
+    """Returns the timelines in a file of `pstar run --timeline`. Raises TraceError naming the file and the wrong
+    field."""
     return _run(read_values(path), path)
 
 

@@ -242,12 +242,12 @@ class Timeline:
 
     @staticmethod
     def load(path: str | Path) -> Timeline:
-        """Does the same as `load_timeline`."""
+        """Returns the timeline in a file: see `load_timeline`."""
         return load_timeline(path)
 
 
 def load_timeline(path: str | Path) -> Timeline:
-    """Reads a timeline file. Raises TraceError naming the file and the wrong field or line."""
+    """Returns the timeline in a file. Raises TraceError naming the file and the wrong field or line."""
     values = read_values(file_path("path", path, error=TraceError))
     try:
         return Timeline.from_dict(values)

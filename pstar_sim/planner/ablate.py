@@ -155,8 +155,8 @@ def ablate(
     """Returns the gain of each idea between `begin`, a published system, and `policy`, a policy of the asynchronous
     family.
 
-    workload: as in `compare`. If `settings` leave the chunk size open, every line has the chunk size of `policy`, which
-        is planned first. On several ranks `patrickstar`, whose chunks are not sliced, has its own.
+    workload, machine: as in `compare`. If `settings` leave the chunk size open, every line has the chunk size of
+        `policy`, which is planned first. On several ranks `patrickstar`, whose chunks are not sliced, has its own.
     begin: any policy other than `policy`.
     certify: whether to compare all lines with the bound of the fluid linear program.
     progress: called with (lines planned, number of lines).

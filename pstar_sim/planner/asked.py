@@ -49,7 +49,7 @@ def asked_policies(policies: Iterable[str | Policy] | str | None, machine: Machi
 
 
 def asked_names(policies: Iterable[str] | str | None) -> list[str]:
-    """Does the same as `asked_policies`, for names alone."""
+    """Returns the same as `asked_policies`, for names alone."""
     found = asked_policies(policies)
     if not all(isinstance(policy, str) for policy in found):
         raise refused("policies", policies, "names of policies")

@@ -167,9 +167,16 @@ def cheapest(
 ) -> Cheapest:
     """Returns the cheapest machine that trains a model on `tokens` tokens by the deadline, and the other offers.
 
+    model: name of a model of the catalog.
     batch: sequences per iteration, of all ranks and micro-batches together.
-    kernels: as in `preset`.
+    seq: tokens per sequence.
+    deadline_s: seconds of training; None: no deadline.
     machines: machines to try; None: every machine with a price.
+    policies: policies to try; None: all_on_gpu, zero_offload and tide.
+    settings: as in `compare`.
+    dtype: working dtype; None: the dtype of each machine's GPU.
+    checkpointing, kernels, lora, optimizer: as in `preset`.
+    most_nodes: the largest number of nodes to try.
     prices: a price file that takes precedence over the shipped list.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
 

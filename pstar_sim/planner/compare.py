@@ -219,7 +219,8 @@ def compare(
     cut: Cut | None = None,
     on_part: OnPart | None = None,
 ) -> Comparison:
-    """Plans and simulates every policy (all known policies if none is named) for `workload` on `machine`.
+    """Returns the plans, the simulated seconds and the bounds of every policy (all known policies if none is named) for
+    `workload` on `machine`.
 
     workload: the job of all GPUs together, which get their shares of its batch; or a list of workloads, one per rank.
     machine: a Machine, or its name.

@@ -201,6 +201,8 @@ def explain(
 ) -> str:
     """Returns the plan in words, for people.
 
+    timeline: the simulated timeline of the plan.
+    first_steps: number of the plan's first steps to list.
     bound_by, barrier_cost_s: as in the comparison's row, if known.
     width: columns; None: the terminal's.
     """

@@ -160,7 +160,7 @@ def fits(
     """Returns whether each policy (all known policies if none is named) has room for the job, start-up and rounding
     included.
 
-    workload, machine: as in `compare`.
+    workload, machine, settings: as in `compare`.
     loading: the way in which the weights are loaded ([Note: what the host really has to give] in memory_needs.py).
     times: whether to plan and simulate the policies that fit.
     near: whether to look for changes that would make the others fit, and for their needs in the place that is not

@@ -117,7 +117,7 @@ def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, he
     """Returns the model `like` with another number of layers. With another hidden size, its feed-forward and key-value
     widths change in proportion, and the number of heads keeps their width (or is `heads`).
 
-    Raises PstarError for sizes that do not go together.
+    Raises PstarError for a hidden size that the heads do not divide.
     """
     entry = model_entry(like) if isinstance(like, str) else like
     width = entry.hidden if hidden is None else hidden
@@ -169,18 +169,25 @@ def max_model(
     written: Written | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
-    """Returns, for each policy, the deepest model of a family (`like`, or of another `hidden` size) that it can train
-    on the machine, and (with catalog) the largest known model.
+    """Returns, for each policy, the deepest model of a family that it can train on the machine.
 
     batch: sequences per micro-batch, of all ranks together.
-    dtype: None: the dtype of the GPU.
-    kernels: as in `preset`.
+    seq: tokens per sequence.
+    like: name of a model of the catalog. A model of its family has the same shape with another number of layers.
+    hidden, heads: hidden size, and number of attention heads, of all models tried; None: those of `like`. Other widths
+        change in proportion to the hidden size.
+    policies, settings: as in `compare`.
+    micro_batches: number of micro-batches per iteration.
+    dtype: working dtype; None: the dtype of the machine's GPU.
+    checkpointing, kernels, lora, optimizer: as in `preset`.
+    loading: as in `fits`.
+    catalog: whether to find the largest model of the catalog, too.
     near: policy -> the number of layers at which the search begins, such as the limit of a similar machine.
     written: workloads that calls about the same job on other machines have made. This call adds its own.
     on_policy: called before each policy, with the policy, its number and the number of policies.
 
-    Raises PstarError for sizes that do not go together and for a batch that the ranks cannot share. Raises UnknownName
-    for unknown names.
+    Raises PstarError for a hidden size that the heads do not divide and for a batch that the ranks cannot share. Raises
+    UnknownName for unknown names.
     """
     machine, settings = machine_of(machine), settings_of(settings)
     choice("loading", loading, LOADING)
@@ -375,6 +382,8 @@ def max_batch(
 
     write: returns the workload of a batch of all GPUs together, such as `lambda batch: ps.preset("12B", batch=batch,
         seq=1024)`.
+    policies, settings: as in `compare`.
+    loading: as in `fits`.
     on_policy: as in `max_model`.
     """
     machine, settings = machine_of(machine), settings_of(settings)

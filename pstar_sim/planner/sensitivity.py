@@ -165,6 +165,7 @@ def sensitivity(
 
     workload, machine: as in `compare`. If ranks take different shares, one more GPU is left out, because its share is
         not known.
+    policies, settings: as in `compare`. Each machine gets the fastest of these policies.
     by: share by which each part is enlarged, 0.1 for a tenth.
     parts: names in `PARTS`; None: all parts that the machine has.
     largest: whether to search the largest model too (presets only; for a trace only times are compared).

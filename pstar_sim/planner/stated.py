@@ -308,6 +308,6 @@ class LoadedPlan(Plan):
 
 
 def load_plan(path: str | Path) -> LoadedPlan:
-    """Reads a plan file without checking the plan. Raises PlanError naming the file and the field or line."""
+    """Returns the plan in a file, without checking the plan. Raises PlanError naming the file and the field or line."""
     plan = plans.load_plan(path)
     return LoadedPlan(**{f.name: getattr(plan, f.name) for f in fields(plan)})

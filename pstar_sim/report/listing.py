@@ -54,7 +54,10 @@ class Listing(Sequence[str]):
 
 
 def machines(user_file: str | Path | None = None) -> Listing:
-    """Returns the machines of the catalog, and of a user's file over it, with the names that `ps.machine` takes."""
+    """Returns the machines of the catalog, with the names that `ps.machine` takes.
+
+    user_file: a machine file that extends or overrides the catalog.
+    """
     return Listing(list_machines(user_file))
 
 

@@ -109,7 +109,7 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
 
 def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None) -> Any:
     """Draw what binds (`bound_by`) over two axes of a sweep of one policy, as coloured fields; "no" where the job does
-    not fit.
+    not fit. Returns the axes.
 
     Raises PstarError as `plot_times` does, and for more than one policy.
     """

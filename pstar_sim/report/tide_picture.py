@@ -68,6 +68,7 @@ def plot_tide(
     x: "time" (seconds) or "moment".
     measured: a recorded timeline drawn as lines over the first one.
     ax: the axes to draw on, one per timeline; None makes a figure.
+    place: the place whose bytes are drawn: "gpu", "host" or "nvme".
 
     Raises PstarError for an unknown x, for a timeline without bytes to draw, and for a wrong number of axes.
     """

@@ -315,7 +315,7 @@ def validate(
     efficiency: Efficiency | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
-    """Replay the published runs in scope.
+    """Replay the published runs in scope. Returns the predictions beside the published figures.
 
     system, machine: only rows whose system or hardware (or the catalog machine of their replay) contains the text, case
         aside.

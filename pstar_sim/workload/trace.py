@@ -120,6 +120,10 @@ def load_trace(
     """Returns the workload of a trace file that agrees with all named arguments; if several do, the first of them in
     the file.
 
+    batch: sequences per micro-batch.
+    sequence: tokens per sequence.
+    checkpointing: whether activations are recomputed.
+    dtype: working dtype, "bf16", "fp16" or "fp32".
     micro_batches: a number that the file does not hold is made from the variant with one micro-batch, by repeating it.
 
     Raises TraceError as `load_variants` does, and if no variant agrees (the text lists the variants of the file).

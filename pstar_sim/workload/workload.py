@@ -664,8 +664,8 @@ def retype(w: Workload, dtype: str) -> Workload:
 
 
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:
-    """Returns the same model with its one micro-batch repeated. Raises TraceError if w already has several, or if the
-    iteration would have more than MOST_MOMENTS moments."""
+    """Returns the same model with its one micro-batch repeated, `micro_batches` times in all. Raises TraceError if w
+    already has several, or if the iteration would have more than MOST_MOMENTS moments."""
     instance("w", w, Workload, "a Workload", error=TraceError)
     micro_batches = whole("micro_batches", micro_batches, error=TraceError)
     if w.micro_batches != 1:

@@ -101,7 +101,7 @@ def attempt(job: Job, modes: Modes, knobs: Knobs | None = None, *, like: Attempt
 def attempt_course(
     course: Course, *, limit_s: float = math.inf, like: Attempt | None = None, times_left_out: int = 0
 ) -> Attempt:
-    """Does the same as `attempt`, for a course that is laid out already.
+    """Returns the same as `attempt`, for a course that is laid out already.
 
     limit_s: see `choose`; seconds of all micro-batches.
     like: an earlier attempt of the same job, whose rows are used again if the new rows would be equal.

@@ -61,11 +61,13 @@ class Sharded:
         return [self._barrier, *self.buckets.arrived[c]]
 
     def cpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """Write the CPU Adam of a chunk whose states are on the host, after all gradients that the norm needs."""
+        """Write the CPU Adam of a chunk whose states are on the host, after all gradients that the norm needs. Returns
+        the step."""
         return self.b.cpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def gpu_adam(self, c: int, after: Iterable[int] = ()) -> int:
-        """Write the GPU Adam of a chunk whose states are on the GPU, after all gradients that the norm needs."""
+        """Write the GPU Adam of a chunk whose states are on the GPU, after all gradients that the norm needs. Returns
+        the step."""
         return self.b.gpu_adam(c, after=[*self.before_update(c), *self.buckets.lists.all_there(), *after])
 
     def stage(self, c: int, room: Iterable[int]) -> tuple[int, int]:

@@ -63,6 +63,7 @@ def preset(
 
     batch: sequences (images) per micro-batch, of all GPUs together. A comparison divides it among the GPUs of the
         machine.
+    micro_batches: number of micro-batches per iteration.
     dtype: None for the dtype of the machine's GPU (bf16, else fp16, else fp32), written as bf16 until a machine is
         known.
     seq: tokens per sequence; None: all positions of the model, which a ViT requires.
@@ -118,7 +119,7 @@ def workload_of(
     language_head: bool = True,
     early_stop: bool = True,
 ) -> Workload:
-    """Does the same as `preset`, for a shape that need not be in the catalog.
+    """Returns the same as `preset`, for a shape that need not be in the catalog.
 
     language_head: False for a GPT that classifies sequences, without logits over the vocabulary.
     early_stop: False for reentrant checkpoints of a gpt or llama, which run the whole layer again.
