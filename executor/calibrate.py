@@ -49,8 +49,10 @@ class Findings:
     skipped: figures that were not measured, each with its reason.
     matmul: dtype -> curve of flops/s over the flops of a product.
     products: rates of products by shape; None: not measured.
-    python_s, wait_s: seconds of a moment's Python, and seconds that the engine adds to a moment.
-    constant_s, operator_bytes_per_s: the terms of [Note: seconds of a moment].
+    python_s: seconds of a moment's Python.
+    wait_s: seconds that the engine adds to a moment.
+    constant_s: the constant of [Note: seconds of a moment].
+    operator_bytes_per_s: the bandwidth of [Note: seconds of a moment].
     adam: curve of parameters/s over threads.
     network: (backend, curve of bytes/s over the bytes of a collective, latency in s).
     numa: numbers of NUMA nodes: (those of the cores that this process may use, those of the machine); None: not known.

@@ -54,8 +54,9 @@ class BuiltModel:
     """A module in training mode and a batch for `forward_loss`.
 
     name: the spec it was built from.
-    batch, sequence: number of sequences, and tokens per sequence, by which an iteration's tokens are counted. For
-        images, the sequence is the patches and the class token; 1 without patches.
+    batch: number of sequences, by which an iteration's tokens are counted.
+    sequence: tokens per sequence, by which an iteration's tokens are counted. For images, the patches and the class
+        token; 1 without patches.
     vocabulary: number of tokens that the model knows; None for a model that reads no tokens.
     dtype: the requested dtype; None where the module's own dtypes were kept.
     """

@@ -135,7 +135,8 @@ class TrainingJob:
     """A training job by name.
 
     model: name of the model, as for `pstar trace`.
-    batch, sequence: sequences of one micro-batch, and tokens per sequence.
+    batch: sequences of one micro-batch.
+    sequence: tokens per sequence.
     data: "text:FOLDER" or None.
     bandwidth: bytes per second of the virtual link, (to the gpu, to the host); None = as fast as memory copies.
     weights: folder with the model's values; None: initialised by the seed.

@@ -90,7 +90,8 @@ class OutOfMemory(PstarError):
     """An accelerator refused memory while a plan ran; torch.OutOfMemoryError is the same for CUDA.
 
     asked_bytes: bytes that were requested.
-    payload_bytes, other_bytes: bytes of chunks and of everything else on the device.
+    payload_bytes: bytes of chunks on the device.
+    other_bytes: bytes of everything else on the device.
     limit_bytes: bytes that the device has (None where it does not say).
 
     The executor catches the error and climbs its ladder (executor/off_plan/ladder.py). A user's loop sees the error
@@ -145,7 +146,8 @@ class DoesNotFit(PstarError):
     """A policy cannot place this workload on this machine.
 
     place: "gpu" or "host".
-    needed_bytes, available_bytes: bytes needed and available in that place, at the moment that lacks most.
+    needed_bytes: bytes needed in that place, at the moment that lacks most.
+    available_bytes: bytes available in that place at that moment.
     what: one clause that names what needs the room ("all param16 resident plus 14.2 GB of non-model data at moment
         361").
     """

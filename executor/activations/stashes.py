@@ -193,7 +193,8 @@ class Host(Protocol):
 class BlockSaves:
     """The tensors that one call of a block saves.
 
-    pack, unpack: for `torch.autograd.graph.saved_tensors_hooks`.
+    pack: the first hook for `torch.autograd.graph.saved_tensors_hooks`.
+    unpack: the second hook.
     """
 
     def __init__(self, stashes: Stashes, inputs: Any) -> None:

@@ -54,7 +54,8 @@ class _Pending:
 class Gate:
     """The gate for the memory of payloads, by storage.
 
-    grow, shrink: functions that give a payload's storage its memory, and that take the memory away.
+    grow: function that gives a payload's storage its memory.
+    shrink: function that takes the memory of a payload's storage away.
     held_bytes: bytes of payloads in use.
     pending_bytes: bytes that were given back and are not yet free.
     host_waits: number of takes that waited on the host.

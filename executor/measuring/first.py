@@ -61,10 +61,14 @@ MOST_PLANS = 3  # new plans in a row; a tide that grows with each iteration come
 class TideReport:
     """One iteration's tide beside its plan's.
 
-    moment, name, module: the moment at which the difference rises most, on the way to its largest value.
-    planned_bytes, measured_bytes: non-model bytes of that moment.
+    moment: the moment at which the difference rises most, on the way to its largest value.
+    name: name of that moment.
+    module: module of that moment.
+    planned_bytes: non-model bytes of that moment by the plan.
+    measured_bytes: non-model bytes of that moment as measured.
     most_bytes: the largest difference of any moment; negative if none is above the plan and some are below.
-    above, below: number of moments that differ by more than `tolerance_bytes`.
+    above: number of moments that measure more than the plan by over `tolerance_bytes`.
+    below: number of moments that measure less than the plan by over `tolerance_bytes`.
     gpu_peak_bytes: most of payloads and measured non-model data at once.
     done: the session's reaction, in words.
     """

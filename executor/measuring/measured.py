@@ -16,7 +16,8 @@ class Measured:
 
     non_model_bytes: peak of each moment, from live storages.
     peak_gpu_bytes: most bytes of payloads and non-model data together.
-    payload_peak_bytes, peak_host_bytes: most bytes that the arena held on the GPU and on the host.
+    payload_peak_bytes: most bytes that the arena held on the GPU.
+    peak_host_bytes: most bytes that the arena held on the host.
     moved_bytes: per direction, counted where bytes are copied.
     on_plan: whether the measured iteration followed the plan; if not, the other figures mean nothing.
     """

@@ -16,7 +16,8 @@ __all__ = ["ByteChange", "ByteLog"]
 class ByteChange(NamedTuple):
     """`place` holds `change` more bytes of `category` from `time_s` on.
 
-    chunk, list: payload of the bytes; -1 and "" for a change that a moment makes.
+    chunk: chunk of the bytes; -1 for a change that a moment makes.
+    list: list of the bytes; "" for a change that a moment makes.
     mark: the compute queue's last mark in the log (`ByteLog.mark`).
     at_end: whether the change happens when its step or moment ends. Otherwise it happens when the step begins, or at
         the mark.

@@ -48,8 +48,8 @@ class ModuleEvent:
     kind: "begin", "end", "grad", "backward-end" or "step".
     module: name in `named_modules()`, "" for the root and the last two kinds.
     name: as in `Moment.name`.
-    phase, micro_batch: phase and micro-batch of the moment that the event opens; -1 for the gradient of an output that
-        an evaluation computed.
+    phase: phase of the moment that the event opens.
+    micro_batch: micro-batch of that moment; -1 for the gradient of an output that an evaluation computed.
     """
 
     kind: str

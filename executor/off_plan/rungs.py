@@ -30,8 +30,10 @@ class Rung:
     """One reaction of the ladder.
 
     moment: index and name of the open moment (-1: between two iterations).
-    what, asked_bytes: the step or operator that requested memory, and the requested bytes.
-    payload_bytes, other_bytes: bytes of chunks, and all other bytes, on the accelerator at that time.
+    what: the step or operator that requested memory.
+    asked_bytes: the requested bytes.
+    payload_bytes: bytes of chunks on the accelerator at that time.
+    other_bytes: all other bytes on the accelerator at that time.
     limit_bytes: bytes of the accelerator, None where it does not say.
     done: the reaction, in words.
     """

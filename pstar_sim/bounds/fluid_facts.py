@@ -41,7 +41,8 @@ one, and the last three."""
 class Period:
     """A micro-batch that represents several identical micro-batches.
 
-    first, last: its first and last point.
+    first: its first point.
+    last: its last point.
     times: number of micro-batches that it represents, itself included.
     """
 

@@ -36,7 +36,9 @@ class Expression:
     """A block of rows. Row r is constant[r] + the sum of factor * variable over the terms with row == r.
 
     constant: an entry per row.
-    row, column, factor: an entry per term. column is the index of the term's variable.
+    row: per term, the row to which the term belongs.
+    column: per term, the index of its variable.
+    factor: per term, the factor of its variable.
     """
 
     __slots__ = ("column", "constant", "factor", "row")

@@ -19,11 +19,14 @@ class Windows:
     """Arrays with an entry per window j. The updates of the chunks J_j lie in window j.
 
     span_s: seconds of the iteration outside of the window.
-    params, bytes: parameters and bytes of all chunks of J_j.
-    down_s, up_s, adam_s: seconds of the shortest copy down, copy up and CPU Adam of any chunk of J_j, or of the
-        shortest part where the chunk is updated in parts (`parts_of`).
-    reduce_s, gather_s: seconds of the shortest last sum over the ranks, and of the shortest gather, of any chunk of
-        J_j.
+    params: parameters of all chunks of J_j.
+    bytes: bytes of all chunks of J_j.
+    down_s: seconds of the shortest copy down of any chunk of J_j, or of its shortest part where the chunk is updated in
+        parts (`parts_of`).
+    up_s: the same for the shortest copy up.
+    adam_s: the same for the shortest CPU Adam.
+    reduce_s: seconds of the shortest last sum over the ranks of any chunk of J_j.
+    gather_s: seconds of the shortest gather of any chunk of J_j.
     net_s: seconds of the last sums and the gathers of all chunks of J_j, one after the other.
     behind_barrier: whether copies down may lie outside the window.
     """

@@ -111,7 +111,7 @@ class Gpu:
         if self.usable_bytes <= self.context_bytes:
             raise CatalogError(
                 f"{where}: the driver context takes {format_bytes(self.context_bytes)} of "
-                f"{format_bytes(self.usable_bytes)}; nothing would be left for a plan"
+                f"{format_bytes(self.usable_bytes)}; nothing would be left for a plan: give more usable_bytes"
             )
 
     @property
@@ -254,7 +254,7 @@ class Host:
         if self.memory_bytes <= self.reserved_bytes:
             raise CatalogError(
                 f"{where}: {format_bytes(self.reserved_bytes)} of {format_bytes(self.memory_bytes)} are reserved for "
-                "the system; nothing would be left for a plan"
+                "the system; nothing would be left for a plan: give more memory_bytes, or reserve less"
             )
 
     @property

@@ -36,17 +36,18 @@ def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given
         each = left // len(gpus)
         context = max(rank.gpu.context_bytes for rank in gpus)
         if each <= context:
-            raise _nothing_left(machine, pool_bytes, "the GPU")
+            raise _nothing_left(machine, pool_bytes, "the GPU", "the host")
         ranks = tuple(replace(r, gpu=replace(r.gpu, usable_bytes=min(each, r.gpu.memory_bytes))) for r in machine.ranks)
         return replace(machine, ranks=ranks)
     if not gpu_given and left >= machine.host.memory_bytes:
         return machine
     if left <= machine.host.reserved_bytes:
-        raise _nothing_left(machine, pool_bytes, "the host")
+        raise _nothing_left(machine, pool_bytes, "the host", "the GPU")
     return replace(machine, host=replace(machine.host, memory_bytes=left))
 
 
-def _nothing_left(machine: Machine, pool_bytes: int, whom: str) -> CatalogError:
+def _nothing_left(machine: Machine, pool_bytes: int, whom: str, other: str) -> CatalogError:
     return CatalogError(
-        f"{machine.name} has one memory of {format_bytes(pool_bytes)} for GPU and host; that leaves nothing for {whom}"
+        f"{machine.name} has one memory of {format_bytes(pool_bytes)} for GPU and host; that leaves nothing for {whom}: "
+        f"give {other} less"
     )

@@ -13,7 +13,8 @@ __all__ = ["CheckReport"]
 class CheckReport:
     """The result of a check.
 
-    steps, moments: number of steps and of moments of the plan.
+    steps: number of steps of the plan.
+    moments: number of moments of the plan.
     iterations: number of iterations that had to be unrolled; 2 unless a queue may run further ahead.
     peak_bytes: place -> the most bytes that the place can hold in any legal interleaving (exact).
     peak_at: place -> the moment of this peak, -1 for the cut.

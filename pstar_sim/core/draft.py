@@ -41,8 +41,9 @@ FREE = Charge()
 class DraftRow:
     """One step, or a block of moments. The value -1 means none.
 
-    chunk, list_name, moment: chunk, list and moment of the step. For a block, an Adam or a stash, the other fields
-        determine the moment.
+    chunk: chunk of the step.
+    list_name: list of the step.
+    moment: moment of the step. For a block, an Adam or a stash, the other fields determine the moment.
     charge: time and bytes of the row.
     after: (row, back) pairs that have to end first, in this iteration (back 0) or the previous one (back 1).
     key: order among the ready rows of a queue, smallest first (None: the order of the draft).

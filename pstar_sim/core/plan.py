@@ -110,7 +110,9 @@ class Plan:
     """One iteration, as every rank runs it.
 
     policy: name of the policy.
-    workload, machine, settings: the inputs of the policy.
+    workload: the job that the plan is for.
+    machine: the machine that the plan is for.
+    settings: the settings that the caller gave to the policy.
     layout: chunks of the model.
     modes: per chunk "cpu", "pin", "stream" or "frozen".
     initial: residents at the cut.

@@ -225,9 +225,12 @@ class Step:
     """One action.
 
     id: number of the step.
-    queue, kind: queue and kind of the step.
+    queue: queue that runs the step.
+    kind: kind of the step.
     bytes: see the module's docstring.
-    chunk, list, place: chunk, list and place of the payload that the step handles. Only an alloc or a free has a place.
+    chunk: chunk of the payload that the step handles.
+    list: list of that payload.
+    place: place of that payload. Only an alloc or a free has a place.
     moment: for compute, the moment that runs; for fetch, the first use; for writeback and Adam, the last gradient; for
         stash_out and stash_in, the moment that makes or needs the stash.
     after: steps that have to end first.

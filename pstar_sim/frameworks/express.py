@@ -41,8 +41,10 @@ class Expressed:
 class Whereabouts:
     """Where a plan keeps model data between two iterations, as shares of the bytes of each kind.
 
-    params_on_gpu, states_on_gpu: shares that stay on the GPU.
-    params_on_disks, states_on_disks: shares on disks.
+    params_on_gpu: share of the parameters that stays on the GPU.
+    states_on_gpu: share of the states that stays on the GPU.
+    params_on_disks: share of the parameters on disks.
+    states_on_disks: share of the states on disks.
     streamed: chunks whose states come to the GPU for their update.
     """
 

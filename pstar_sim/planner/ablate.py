@@ -66,8 +66,9 @@ class Line:
 
     change: the difference from the line above (in `without`: from the policy asked about).
     policy: spec of the line's policy.
-    gained_s, gained_h2d_bytes, gained_d2h_bytes: seconds and bytes that the change saves (negative: costs), None for
-        the first line.
+    gained_s: seconds that the change saves (negative: costs); None for the first line.
+    gained_h2d_bytes: bytes to the GPU that the change saves; None for the first line.
+    gained_d2h_bytes: bytes to the host that the change saves; None for the first line.
     total_s: seconds saved since the first line that fits.
     gap: as in `compare`.
     """

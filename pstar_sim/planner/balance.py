@@ -59,7 +59,8 @@ def _balance_of(policy: Policy) -> Callable[..., tuple[int, ...]] | None:
 class Balanced:
     """A job with the shares that a policy chose, and the same job with equal shares.
 
-    share, machine: the job and the machine with the shares that the policy chose.
+    share: the job with the shares that the policy chose.
+    machine: the machine with these shares.
     even: the same job with equal shares, as nearly as whole sequences allow.
     even_machine: the machine with equal shares.
     """

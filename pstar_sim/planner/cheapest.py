@@ -74,13 +74,15 @@ class Offer:
     """A number of nodes of one machine.
 
     machine: name of the machine.
-    nodes, gpus: number of nodes, and of their GPUs.
+    nodes: number of nodes.
+    gpus: number of GPUs of all nodes.
     tried: all numbers of nodes that were tried.
     in_time: whether the offer makes the deadline; True without a deadline.
     usd_per_hour: price of all nodes; None without a price.
     batch: sequences per micro-batch, of all GPUs together.
     price_of: the offer from which the price comes, and its date.
-    error, trust: error of tokens_per_s, and its basis: see `Fit`.
+    error: error of tokens_per_s, as in `Fit`.
+    trust: the basis of error, as in `Fit`.
     least_days: days that the matmuls alone take; if these miss the deadline, nothing is planned.
     reason: why there are no figures, or why more nodes were not tried.
     """

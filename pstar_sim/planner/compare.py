@@ -62,7 +62,8 @@ class Row:
         of this class of machine, or of any class if this class has none. None for a policy that does not fit.
     trust: the basis of expected_error.
     short_of: place that lacks memory, "gpu", "host" or "nvme"; None if the policy fits.
-    needed_bytes, available_bytes: bytes needed and available in that place.
+    needed_bytes: bytes needed in that place.
+    available_bytes: bytes available in that place.
     needed_for: words for the things that need these bytes.
     nearest: changes that would make the policy fit.
     """

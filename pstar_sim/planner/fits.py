@@ -44,15 +44,18 @@ class Fit:
     host_needed_bytes: payloads, pinned rounding and start-up, with as few chunks pinned as the host allows. If the
         policy does not fit, as for the GPU.
     host_available_bytes: host budget of the machine.
-    host_payload_bytes, host_rounding_bytes: parts of host_needed_bytes.
-    host_startup_bytes, host_buffer_bytes: weights while they are loaded, and buffers of the policy. The larger of the
-        two is the rest of host_needed_bytes.
+    host_payload_bytes: bytes of the payloads, a part of host_needed_bytes.
+    host_rounding_bytes: bytes that pinning adds, a part of host_needed_bytes.
+    host_startup_bytes: weights while they are loaded.
+    host_buffer_bytes: buffers of the policy. The larger of host_startup_bytes and host_buffer_bytes is the rest of
+        host_needed_bytes.
     short_of: place that is short ("gpu", "host" or "nvme"), if the policy does not fit.
     short_bytes: bytes that the place lacks.
     reason: why the policy does not fit, and which changes would make it fit. A policy that has no plan for such a
         machine has a reason and no figures.
     changes: the changes that would make it fit, as flags ("with --host-memory 128GB"), at most one of each kind.
-    iteration_s, tokens_per_s: simulated, if the policy fits.
+    iteration_s: simulated seconds per iteration, if the policy fits.
+    tokens_per_s: simulated tokens per second, if the policy fits.
     error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
     trust: the basis of error, or that there is none.
     """
@@ -111,7 +114,8 @@ class Fits(Collection):
     """One `Fit` per policy, in the order asked for.
 
     workload: the job of one rank.
-    machine, settings: machine and settings asked about.
+    machine: the machine asked about.
+    settings: the settings asked about.
     batch: sequences per micro-batch, of all GPUs together.
     rows: the answers.
     near: whether changes were looked for.

@@ -56,9 +56,11 @@ class Limit:
     policy: name of the policy.
     value: layers, or sequences per micro-batch of all ranks; 0 if not even 1 fits.
     params: parameters of the largest model.
-    catalog_model, catalog_params: the largest model of the catalog that fits, and its parameters; None if none does.
-    short_of, short_bytes, reason: for one more layer or sequence, the place of one rank that is short, the bytes that
-        it lacks, and the reason. A policy that has no plan for such a machine has only a reason.
+    catalog_model: the largest model of the catalog that fits; None if none does.
+    catalog_params: its parameters; None if none fits.
+    short_of: the place of one rank that is short for one more layer or sequence.
+    short_bytes: the bytes that this place lacks.
+    reason: why one more layer or sequence does not fit. A policy that has no plan for such a machine has only a reason.
     """
 
     policy: str

@@ -88,7 +88,8 @@ class PartEffect:
     change_error: one standard deviation of `change` (trust.py, [Note: error of a change]).
     how: origin of iteration_s ([Note: better is not worse]).
     planned_s: seconds of the fastest plan made for the larger machine, if iteration_s is another time.
-    layers, params: layers and parameters of the largest model of the family, found by largest_policy.
+    layers: layers of the largest model of the family, found by largest_policy.
+    params: parameters of that model.
     more_layers: the gain in layers over the machine as it is.
     largest_policy: the policy that trains the largest model on the machine as it is.
     """

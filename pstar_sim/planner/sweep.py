@@ -235,7 +235,10 @@ def _results(groups: Sequence[Group], jobs: int | None, backend: str | None) -> 
     try:
         context = joblib.parallel_config(**settings) if settings else contextlib.nullcontext()
     except (ValueError, ImportError) as error:
-        raise PstarError(f"backend {backend!r} is not one that joblib knows here: {error}") from None
+        raise PstarError(
+            f"backend {backend!r} is not known to joblib here ({error}); import the package that registers it, or "
+            "leave backend out"
+        ) from None
     with context:
         try:
             parallel = joblib.Parallel(return_as="generator_unordered")

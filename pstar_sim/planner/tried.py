@@ -44,7 +44,8 @@ class Tried:
     outcome: kind of the outcome.
     seconds: seconds per iteration of its plan; for a way that was not planned, a lower bound on the seconds of every
         plan; None if the way does not fit.
-    place, short_bytes: the place that is short, and the bytes that it lacks, if the way does not fit.
+    place: the place that is short, if the way does not fit.
+    short_bytes: the bytes that this place lacks.
     stashes: whether computing waits for any stash.
     chunk_bytes: chunk size of the bound.
     cap: why the way was not planned, if it might have been the best.

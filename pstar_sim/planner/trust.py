@@ -59,7 +59,8 @@ class Trust:
 class ExpectedError:
     """Absolute relative errors of predicted iteration times, over `rows` rows to which nothing is fitted.
 
-    median, p90: median and 90th percentile of the errors.
+    median: median of the errors.
+    p90: 90th percentile of the errors.
     bar: the error that 68 % of the rows do not exceed ([Note: bars]).
     rows: number of rows.
     policy: policy to which the rows belong, or "any policy" of the class if that policy has no rows.

@@ -64,10 +64,13 @@ FIRST_FILE = next(iter(FILES))
 class Result:
     """One row in scope.
 
-    file, line: position of the row.
+    file: file of the row.
+    line: line of the row in its file.
     predicted: None where the run does not fit here; `reason` says why.
     kind: "time" (a whole iteration), "phase", "memory" or "size".
-    machine, nodes, policy: the machine, its number of nodes and the policy with which it was replayed.
+    machine: the machine with which the row was replayed.
+    nodes: its number of nodes.
+    policy: the policy with which the row was replayed.
     """
 
     file: str
@@ -118,7 +121,8 @@ class Result:
 class Errors:
     """Errors over `rows` rows.
 
-    median, p90: of the absolute error.
+    median: median of the absolute error.
+    p90: 90th percentile of the absolute error.
     worst: the largest error.
     bias: median of `Result.slower` of times and phases, below 0 where predictions are too fast; None where no such row
         fits.

@@ -125,7 +125,8 @@ class Moment:
     module: the module of its name.
     micro_batch: index of the micro-batch.
     flops: floating-point operations of its work.
-    bytes_read, bytes_written: bytes of GPU memory that its operators read and write.
+    bytes_read: bytes of GPU memory that its operators read.
+    bytes_written: bytes of GPU memory that its operators write.
     start_bytes: non-model bytes (logical bytes of live storages) when it opens.
     peak_bytes: the most non-model bytes in it.
     end_bytes: non-model bytes when it closes.

@@ -48,7 +48,9 @@ class ModeFacts:
     lists: number of times per iteration that a chunk's gradient goes down if its sum is not on the GPU.
     lists_streamed: the same number for a streamed chunk.
     sums: whether gradients may add up on the GPU although the states live elsewhere.
-    h2d_bytes_per_s, d2h_bytes_per_s, dram_bytes_per_s: bandwidths.
+    h2d_bytes_per_s: rate of copies to the GPU.
+    d2h_bytes_per_s: rate of copies to the host.
+    dram_bytes_per_s: bandwidth of the rank's part of host DRAM.
     duplex: whether the link copies both ways at once.
     dram_adam_bytes: per chunk, DRAM traffic of one CPU update.
     dram_add_bytes: per chunk, DRAM traffic of all adds on the host.

@@ -34,10 +34,13 @@ class PinFacts:
     final: moment of its last gradient.
     working_bytes: bytes of the working list.
     pinned_bytes: bytes of the working list and the states.
-    adam_s, gpu_adam_s: seconds of CPU Adam and of GPU Adam.
-    add_s, gpu_add_s: seconds of accumulation on the host and on the GPU, all micro-batches.
+    adam_s: seconds of CPU Adam.
+    gpu_adam_s: seconds of GPU Adam.
+    add_s: seconds of accumulation on the host, of all micro-batches.
+    gpu_add_s: seconds of accumulation on the GPU, of all micro-batches.
     fold_s: seconds of the add of the last gradient, where CPU Adam makes it.
-    down_s, up_s: seconds of a copy down and of a copy up.
+    down_s: seconds of a copy down.
+    up_s: seconds of a copy up.
     moments_s: seconds of each moment.
     barrier: whether no Adam may run before the last moment.
     room_bytes: least room for working lists at any moment, with nothing pinned.

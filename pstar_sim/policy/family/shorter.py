@@ -52,8 +52,8 @@ class LeftOut:
     link_s: nominal seconds of the link in the middle micro-batch: of the busier direction, or of both directions if
         they share the link.
     fetched_bytes: bytes copied to the GPU in the middle micro-batch.
-    begin, end: ops of the compute queue, by their order there, with which the middle micro-batch and the micro-batch
-        after it begin.
+    begin: op of the compute queue, by its order there, with which the middle micro-batch begins.
+    end: the same for the micro-batch after it.
     """
 
     times: int

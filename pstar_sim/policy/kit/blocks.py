@@ -14,7 +14,8 @@ __all__ = ["Block", "blocks_of"]
 class Block:
     """Moments first..last (inclusive) that need the same `chunks`.
 
-    first, last: indices of the moments.
+    first: index of the first moment.
+    last: index of the last moment.
     chunks: chunks that the moments need.
     tide_bytes: highest non-model peak of the moments.
     seconds: seconds of all moments together.

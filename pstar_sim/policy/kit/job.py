@@ -30,7 +30,9 @@ class Job:
     """The facts for one workload, machine, settings, point of the asynchronous family and layout.
 
     name: name of the policy, for messages.
-    uses, cost, charges: facts of the chunks, seconds of steps, and charges of the rows of a draft.
+    uses: facts of the chunks.
+    cost: cost model, which gives the seconds of steps.
+    charges: charges of the rows of a draft.
     ranks: number of ranks that hold a slice of each chunk.
     several: whether there are several micro-batches.
     barrier: words for why no Adam runs before the optimizer step; None if Adam may run earlier.

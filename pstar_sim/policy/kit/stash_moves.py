@@ -24,7 +24,8 @@ class StashMoves:
         and the copy in begins when moment needed - 1 has ended.
     made, gone, back, needed: moment -> indices of stashes, by the moments of [Note: stashes]. For blocking copies
         `gone` is the moment after `made`, and `back` the moment before `needed`.
-    out_of, in_of: stash -> step of its copy out, step of its copy in, once these steps are written.
+    out_of: stash -> step of its copy out, once this step is written.
+    in_of: stash -> step of its copy in, once this step is written.
     """
 
     def __init__(self, workload: Workload, *, blocking: bool = False) -> None:

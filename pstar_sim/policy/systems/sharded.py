@@ -34,7 +34,8 @@ class Sharded:
     """Writes one iteration into `b`. The constructor writes residents and all moments; the methods write the update.
 
     shards: the places of chunks.
-    gathers, buckets: copies and collectives during the moments.
+    gathers: copies and collectives that bring chunks during the moments.
+    buckets: copies and collectives of gradients during the moments.
     last_moment: the moment after which the update runs.
     """
 

@@ -51,8 +51,8 @@ class Norms:
             t.op(dead=size if self.upcast else 0, unsaved=0 if self.upcast else size)
 
     def backward(self, name: str, size: int, rows: int, *, residual: bool = True, shared: bool = False) -> None:
-        """Write the backward: from the gradient of the norm's output (and of the residual, both alive) to their sum (1
-        `size`).
+        """Write the backward: from the gradient of the norm's output (and of the residual, both alive) to their sum, of
+        `size` bytes.
 
         shared: whether other operators also need the gradient of the output, so that it stays.
         """

@@ -41,7 +41,8 @@ class Shape:
     """A model with the batch that runs through it.
 
     model: shape of the model.
-    batch, sequence: sequences per micro-batch, tokens per sequence.
+    batch: sequences per micro-batch.
+    sequence: tokens per sequence.
     checkpointing: whether every layer is a checkpoint.
     attention: "flash", "efficient" or "math".
     flavour: the way in which the other operators run.
