@@ -75,7 +75,7 @@ class SessionOptions:
     max_grad_norm: see `session.updates`.
     eager: whether updates run inside backward.
     capture, skeleton: see `session.batches.Shapes`.
-    scaling: None without loss scaling.
+    scaling: the loss scaling of the run; None without loss scaling.
     replan_after, count: see `executor.prepare`.
     clock: gives seconds.
     """
@@ -299,7 +299,7 @@ class Session:
         renew(self, plan)
 
     def use_queues(self, queues: Queues) -> None:
-        """Continue with other queues from the position of the present ones, which pause. Both may be used again."""
+        """Continue with other queues from the position of the present queues, which pause. Both may be used again."""
         self.queues.pause()
         standing = self.queues.standing()
         queues.pause()

@@ -62,7 +62,7 @@ class FalseFigures(PlanError):
 
 
 class NothingFits(PlanError):
-    """None of the policies, machines or variants in question fits. The text gives each one's reason."""
+    """None of the policies, machines or variants in question fits. The text gives the reason of each."""
 
 
 class ModelError(PstarError):

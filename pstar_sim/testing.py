@@ -554,7 +554,8 @@ def check_policy(
 
     Each plan has to be for the given job, be the same when the policy is called twice, be proved by `check_plan` (every
     legal interleaving computes the right result within the budgets), and stay within the budgets when played with the
-    cost model's durations and with random ones. DoesNotFit is an answer; it has to name more bytes than are available.
+    cost model's durations and with random durations. DoesNotFit is an answer; it has to name more bytes than are
+    available.
 
     Raises PstarError with the seed of the example and its fault; `check_policy(policy, examples=1, seed=SEED)` repeats
     the example.

@@ -417,7 +417,7 @@ class Stashes:
         place = stash.block, offset
         if any(saved.only_on_host for saved in _alive(self._rooms.get(place, ()))):
             self.session.note_deviation(
-                f"the stash of {stash.block} stays on the accelerator: the host's room still holds an earlier one's"
+                f"the stash of {stash.block} stays on the accelerator: the host's room still holds an earlier stash"
             )
             self._out[n] = []
             return []

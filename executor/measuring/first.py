@@ -18,8 +18,8 @@ moment that holds less than the plan has for it is no error: the report says so,
 none. If the plan also holds for the measured tide (by the checker, in any order of steps), the rank warns and
 continues. Otherwise the run ends on all ranks and says what to plan for.
 
-Not counted are memory inside an operator (workspaces), a loop in another thread than the one that called `prepare`, and
-compiled blocks, which run without operators. The session says where the last two apply.
+Not counted are memory inside an operator (workspaces), a loop in another thread than the thread that called `prepare`,
+and compiled blocks, which run without operators. The session says where the last two apply.
 """
 
 from __future__ import annotations

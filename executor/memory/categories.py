@@ -1,5 +1,5 @@
-"""Categories: the kind of data that each payload holds ([Note: categories] in core/ledger.py), where it changes in
-place."""
+"""Categories: the kind of data that each payload holds ([Note: categories] in core/ledger.py). Follows
+changes of the kind without a copy: a gradient overwrites parameters in place."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ class InUse:
         self._frames[-1] |= set(chunks)
 
     def only(self, chunks: Iterable[int]) -> None:
-        """Keep only these chunks until the next event, because the running code began on plan, or no code runs."""
+        """Keep only these chunks until the next event. Called where the running code began on plan (`chunks` are those
+        of its moment), or where no code runs."""
         self._frames = [set(chunks)]
 
     def clear(self) -> None:

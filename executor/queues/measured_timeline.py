@@ -2,7 +2,7 @@
 
 Logging appends to lists (`logs.py`, `memory/byte_log.py`); a timeline is computed only on request. An iteration is
 measured as the simulator counts it: from the end of the compute queue's last step in the iteration before to the end of
-its last step in this one.
+its last step in this iteration.
 """
 
 from __future__ import annotations

@@ -238,8 +238,8 @@ class Following:
         host.queues.allow_net(host.iteration)
 
     def next_iteration(self, *, on_plan: bool = True) -> None:
-        """Go to the next iteration. Compute is over; the side queues finish this iteration's steps and begin the next
-        one's."""
+        """Go to the next iteration. Compute is over; the side queues finish this iteration's steps and begin those of
+        the next."""
         host = self.host
         host.steps.close_iteration(host.iteration, on_plan=on_plan)
         host.updates.last = host.now.update_of(host.iteration) or host.updates.last

@@ -59,8 +59,8 @@ class Iteration:
         return Iteration(number=number, before=self, update=update)
 
     def of(self, number: int) -> Iteration | None:
-        """Returns the value of iteration `number`, this one or an earlier one. Returns None if it has not begun or is
-        no longer kept."""
+        """Returns the value of iteration `number`, this iteration or an earlier iteration. Returns None if it has not
+        begun or is no longer kept."""
         found: Iteration | None = self
         while found is not None and found.number != number:
             found = found.before

@@ -49,7 +49,7 @@ class Updates:
         eager: whether updates run inside backward.
         max_grad_norm: the global norm at which gradients are clipped; None without clipping.
         last: the update of the last finished iteration that had one. `Iteration.update_of` gives the updates of the
-            current iteration and of the one before.
+            current iteration and of the iteration before.
     """
 
     def __init__(

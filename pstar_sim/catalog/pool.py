@@ -48,6 +48,6 @@ def share_pool(machine: Machine, pool_bytes: int, *, gpu_given: bool, host_given
 
 def _nothing_left(machine: Machine, pool_bytes: int, whom: str, other: str) -> CatalogError:
     return CatalogError(
-        f"{machine.name} has one memory of {format_bytes(pool_bytes)} for GPU and host; that leaves nothing for {whom}: "
-        f"give {other} less"
+        f"{machine.name} has one memory of {format_bytes(pool_bytes)} for GPU and host; that leaves nothing for "
+        f"{whom}: give {other} less"
     )

@@ -200,7 +200,7 @@ class _Report:
         return self._predicted[1:]
 
     def compare(self, session: Any) -> None:
-        """Print the measured figures beside the predicted ones."""
+        """Print measured beside predicted figures."""
         with self._while_read():
             self._compare(session)
 

@@ -242,7 +242,7 @@ class _Said:
         ]
 
     def predicted_rows(self) -> list[tuple[str, str, str]]:
-        """Returns the predicted figures beside the measured ones."""
+        """Returns predicted beside measured figures."""
         wanted, moved = self.plan.moved_bytes, self.moved
         rows = [("iteration", format_s(self.predicted.iteration_s), format_s(self.step_s))]
         if self.again_s is not None:

@@ -61,7 +61,7 @@ KEYS = (
     unmodelled("fp8_config.*", "8-bit training is not modelled", off=None),
     unmodelled("dynamo_config.*", "compiled kernels are a choice of the model's preset (--kernels compiled)", off="NO"),
     unmodelled("downcast_bf16", "TPUs are not modelled", off="no"),
-    unmodelled("use_cpu", "the machine is the one that is asked about"),
+    unmodelled("use_cpu", "the machine is that of the question"),
     *ignored(
         f"{_FSDP}.fsdp_forward_prefetch",
         f"{_FSDP}.fsdp_limit_all_gathers",

@@ -78,7 +78,7 @@ class Way:
 
     @property
     def source(self) -> Workload:
-        """The variant; of two variants, the one whose blocks recompute."""
+        """The variant; of two variants, the variant whose blocks recompute."""
         return self._one
 
     @cached_property

@@ -1,6 +1,6 @@
 """Pictures of capacity questions: the largest model by machine, time along one axis of a sweep, and maps of two axes.
 
-Each function draws on the axes it is given (or on new ones), opens no window, calls no `show`. Frames are those of
+Each function draws on the axes it is given (or on new axes), opens no window, calls no `show`. Frames are those of
 `Sweep.to_frame()`; the pictures show their values, and nothing is planned here. Knows matplotlib and frames.
 """
 
@@ -133,7 +133,7 @@ def plot_map(
     """Draw a table of numbers (rows: axis `y`, columns: axis `x`) as fields with the numbers in them. Fields are blue
     above 0 and orange below 0, darker the farther from 0. Returns the axes.
 
-    most: the number of the darkest field (default: the one farthest from 0). Tables with the same `most` can be
+    most: the number of the darkest field (default: the number farthest from 0). Tables with the same `most` can be
         compared.
     """
     from matplotlib import colormaps

@@ -157,7 +157,7 @@ def test_on_dask_where_it_is_installed() -> None:
 
 
 def test_a_backend_nobody_knows_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(PstarError, match="backend 'nothing' is not one that joblib knows"):
+    with pytest.raises(PstarError, match="backend 'nothing' is not known to joblib"):
         sweep(GRID, tmp_path / "r.parquet", backend="nothing")
 
 
