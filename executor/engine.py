@@ -100,7 +100,7 @@ class Session:
         deviation_log: the latest deviations, in words.
         iteration: number of the current or next iteration, from 0.
         hooks, on_close: functions that `close` calls to undo changes; see `lifetime/ending.py`.
-        watches: counters that are told of each moment on plan.
+        watches: counters that get each moment on plan.
     """
 
     def __init__(

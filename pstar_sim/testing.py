@@ -62,7 +62,7 @@ def chain_workload(
 
     flops: flops of one FWD or RECOMPUTE moment (BWD twice that, the optimizer step none).
     forward_s: measured seconds of one FWD or RECOMPUTE moment; the workload then counts as recorded (on "virtual").
-    tide_bytes: non-model peak of every moment, or one figure per moment of one micro-batch and a last one for the
+    tide_bytes: non-model peak of every moment, or one figure per moment of one micro-batch and a last figure for the
         optimizer step (2 layers + 1 figures, with checkpointing 3 layers + 1).
 
     Raises ValueError for a parameter count that the tensors do not divide or a tide of another length.

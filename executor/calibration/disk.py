@@ -28,8 +28,8 @@ def disk_rates(
     """Returns (read bytes/s, write bytes/s, bytes of the disk), or the reason why there are none. The file is removed
     afterwards.
 
-    Writing ends with fsync. Before reading, the system is told to drop the file from its page cache. If the system
-    cannot be told, or keeps the file (memory as a disk, a sandbox), the reads would have the rate of memory; that rate
+    Writing ends with fsync. Before reading, the system is asked to drop the file from its page cache. If the system
+    cannot be asked, or keeps the file (memory as a disk, a sandbox), the reads would have the rate of memory; that rate
     is refused.
 
     cached(handle, bytes): returns the share of the file that is still in memory; by default from mincore.

@@ -34,7 +34,7 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRange:
-    """Elements [start, stop) of a chunk, whose parameters have had `steps` updates before this one."""
+    """Elements [start, stop) of a chunk, whose parameters have had `steps` updates before this update."""
 
     start: int
     stop: int

@@ -69,7 +69,7 @@ class Absent:
         return None
 
     def pass_to(self, moment: int) -> None:
-        """Pass over the moments before this one, from the open moment on: nothing more is computed in them."""
+        """Pass over the moments before this moment, from the open moment on: nothing more is computed in them."""
         s = self.session
         self.settle()
         while s.cursor.moment + 1 < moment:
@@ -101,7 +101,7 @@ class Absent:
         s.now.outstanding = set()
 
     def waits(self, tensor: int) -> bool:
-        """Returns whether a gradient that came stays in `.grad`, because its moment is a later one of the
+        """Returns whether a gradient that came stays in `.grad`, because its moment is a later moment of the
         micro-batch."""
         s = self.session
         return s.cursor.moment >= 0 and s.timetable.final_in(s.cursor.moment, tensor) > s.cursor.moment

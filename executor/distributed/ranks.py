@@ -79,7 +79,7 @@ class Ranks:
     rank: number of this process, from 0.
     count: number of processes.
     wire: see `collectives.py`.
-    on_loss(error): called from another thread when a rank is gone while this one may wait for the device.
+    on_loss(error): called from another thread when a rank is gone while this rank may wait for the device.
     giver(): returns the object that gives this rank's slices.
 
     Raises RankLost, wherever this process waits for the others, when a rank is gone.

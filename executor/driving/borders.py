@@ -168,7 +168,7 @@ class _Recorded(threading.local):
 
 
 class BlockCalls(Protocol):
-    """Is told of each call of a block, with its inputs."""
+    """An object that gets each call of a block, with the block's inputs."""
 
     def begin(self, inputs: Any) -> None: ...
 

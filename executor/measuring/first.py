@@ -10,7 +10,7 @@ microseconds per operator, in that iteration alone.
 
 [Note: tolerance] A moment may hold 2 % of the plan's highest tide more than the plan has for it, and at least 4 KiB.
 The tolerance is a share of the highest tide because that tide takes its part of the budget. A loop's own variables (a
-loss, a mask, the batch beside the next one) and another release of torch cause such differences for the same model: a
+loss, a mask, the batch beside the next batch) and another release of torch cause such differences for the same model: a
 capture of Llama and a real run differ by 1.4 %, because the mask is built differently. Allocators round by more. A
 moment that holds less than the plan has for it is no error: the report says so, and the plan stays.
 

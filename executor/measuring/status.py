@@ -2,10 +2,10 @@
 
 The status is read between two iterations. Reading it uses the existing logs, moves nothing, waits for nothing and
 changes nothing, and costs some hundred microseconds. Figures are of the last finished iteration, from the end of the
-compute queue's last step in the iteration before to the end of its last step in this one. If a copy runs across that
-border, its seconds count on the side where they lie. Its bytes count in the iteration that the copy belongs to ([Note:
-whose bytes]), so some bytes of the last finished iteration may not have been copied yet. Bytes are given for the newest
-iteration whose bytes have all been copied.
+compute queue's last step in the iteration before to the end of its last step in this iteration. If a copy runs across
+that border, its seconds count on the side where they lie. Its bytes count in the iteration that the copy belongs to
+([Note: whose bytes]), so some bytes of the last finished iteration may not have been copied yet. Bytes are given for
+the newest iteration whose bytes have all been copied.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class LinkUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """A run after its last finished iteration. Before the first one, seconds and rates are None and `links` is empty.
+    """A run after its last finished iteration. Before the first iteration has finished, seconds and rates are None and
+    `links` is empty.
 
     iterations: number of finished iterations.
     on_plan: whether the last iteration ran as the plan says.

@@ -1,7 +1,7 @@
 """MomentClock: module and autograd hooks turned into events; the one clock of capture and engine.
 
 [Note: the clock] Units are the modules that own a parameter directly (tied parameters included) and the root. An event
-closes the current moment and opens the next one:
+closes the current moment and opens the next moment:
 
 | event           | fires                                                     | phase of the moment it opens    |
 |-----------------|-----------------------------------------------------------|---------------------------------|

@@ -174,7 +174,7 @@ class MomentRecorder:
         from the record."""
         self.finish()
         if not self._moments or self._moments[-1].phase is not Phase.ADAM:
-            raise ModelError(f"{model}: the iteration recorded did not end with the optimizer's step")
+            raise ModelError(f"{model}: the recorded iteration does not end with optimizer.step()")
         if not any(use.kind is UseKind.GRADIENT for use in self._uses):
             raise ModelError(f"{model}: no gradient reached any parameter; is the loss connected to the model?")
         return Workload(

@@ -1,6 +1,6 @@
 """Contexts for the engine's own work: its operators are neither counted nor recorded by autograd.
 
-Counters of the model's operators (`Watching`) are told where a moment ends and the next begins.
+Counters of the model's operators (`Watching`) get the points at which a moment ends and the next begins.
 """
 
 from __future__ import annotations

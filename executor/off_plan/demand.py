@@ -192,11 +192,11 @@ class Demand:
         self._gradients.accept(tensor, gradient)
 
     def give_back(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """See `RoomMaker.give_back`."""
+        """Returns (chunks dropped, bytes): see `RoomMaker.give_back`."""
         return self._room.give_back(size, needed=needed)
 
     def states_to_host(self, size: int, *, needed: set[int]) -> tuple[list[int], int]:
-        """See `RoomMaker.unpin`."""
+        """Returns (chunks moved, bytes): see `RoomMaker.unpin`."""
         return self._room.unpin(size, needed=needed)
 
     # -- coming back --------------------------------------------------------------------------------------------------

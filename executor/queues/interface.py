@@ -143,11 +143,11 @@ class ComputeSide(Protocol):
     """Calls from the compute queue, which is the user's thread, to the other queues."""
 
     def allow(self, iteration: int) -> None:
-        """Let steps of iterations up to this one run."""
+        """Let steps of iterations up to this iteration run."""
         ...
 
     def allow_net(self, iteration: int) -> None:
-        """Let steps of the net queue of iterations up to this one run."""
+        """Let steps of the net queue of iterations up to this iteration run."""
         ...
 
     def wait(self, i: int, iteration: int) -> int | None:
@@ -185,7 +185,7 @@ class Stillness(Protocol):
     """Pausing the queues, so that other code can move bytes."""
 
     def settle(self, iteration: int) -> None:
-        """Return when every step of iterations up to this one has ended."""
+        """Return when every step of iterations up to this iteration has ended."""
         ...
 
     def pause(self) -> None:
@@ -195,7 +195,8 @@ class Stillness(Protocol):
     def resume(self) -> None: ...
 
     def jump(self, iteration: int) -> None:
-        """Count every step of iterations up to this one as done; the queues stand at the next. Only while paused."""
+        """Count every step of iterations up to this iteration as done; the queues stand at the next. Only while
+        paused."""
         ...
 
 
@@ -212,7 +213,7 @@ class Handover(Protocol):
 
 
 class Timing(Protocol):
-    """Times of a run."""
+    """The times at which work of a run happened."""
 
     def note_wait(self, seconds: float) -> None:
         """Note that the training thread has waited this long for the device or the other ranks, outside these

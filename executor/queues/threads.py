@@ -237,7 +237,7 @@ class ThreadQueues(QueuesBase):
         """Note that compute-queue step i has ended.
 
         [Note: who is woken] The lock is for a thread that finds the step not done and goes to sleep. A queue may sleep
-        until this step ends only if one of its steps waits for this one (`wakes`). Any other sleeper is in
+        until this step ends only if one of its steps waits for this step (`wakes`). Any other sleeper is in
         `await_steps`, which counts itself in `_awaited` before it checks. Otherwise no thread has to be woken, and the
         lock is not taken.
         """

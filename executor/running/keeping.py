@@ -26,7 +26,8 @@ class JobPosition:
 
     steps: optimizer steps done.
     sequences: sequences of its data drawn.
-    empty: whether the model was built without memory, which draws other random numbers.
+    empty: whether the model was built without memory. Building it so draws other random numbers than building it with
+        memory.
     note: the checkpoint from which the job continues, in words.
     """
 

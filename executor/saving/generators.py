@@ -14,7 +14,7 @@ __all__ = ["generator_states", "set_generators"]
 
 
 def generator_states() -> dict[str, torch.Tensor]:
-    """Returns name of each generator -> its state, uint8. numpy's generator is the global one, which data loaders
+    """Returns name of each generator -> its state, uint8. numpy's generator is its global generator, which data loaders
     use."""
     kind, keys, *rest = numpy.random.get_state()
     found = {

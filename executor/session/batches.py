@@ -234,7 +234,7 @@ class Batches:
         return [m for m in self.host.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
 
     def workload_of_last(self, micro_batches: int) -> Workload:
-        """Returns the workload of an iteration of `micro_batches` batches like the last one, captured anew. Raises
+        """Returns the workload of an iteration of `micro_batches` batches like the last batch, captured anew. Raises
         PlanError before the first training forward, ModelError where the model cannot be captured."""
         if self.last is None:
             raise PlanError("no forward of the whole model with gradients was seen; run a training batch first")

@@ -133,8 +133,8 @@ class Following:
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def moment_of(self, event: ModuleEvent) -> int | None:
-        """Returns the moment that the event opens on plan: the next moment, or a later one if this rank has nothing to
-        compute before it."""
+        """Returns the moment that the event opens on plan: the next moment, or a later moment if this rank has nothing
+        to compute before it."""
         host, table = self.host, self.host.timetable
         if table.on_demand_only:
             return None

@@ -21,7 +21,7 @@ class Iteration:
 
     Attributes:
         number: from 0; -1 before the first.
-        before: the iteration before this one, while steps of it may run.
+        before: the iteration before this iteration, while steps of it may run.
         arrived: tensors whose gradient left autograd.
         outstanding: tensors whose gradient is due in the open moment and has not come.
         missed: tensors whose gradient counted as zero in some micro-batch.

@@ -383,7 +383,7 @@ class Loop:
         host.demand.replan()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do `optimizer.zero_grad()`."""
+        """Do `optimizer.zero_grad()`. Raises ContractError where the contract refuses it."""
         host = self.host
         self.require_running()
         host.at_work.outermost()

@@ -88,7 +88,7 @@ class ProductsEntry(_Origin, frozen=True, kw_only=True):
 
 
 class GpuEntry(_Origin, frozen=True, kw_only=True):
-    """A card."""
+    """A card: an entry [gpus.NAME]."""
 
     memory_gb: Annotated[_Gigabytes, says("what the card is sold with")]
     usable_gb: Annotated[_Gigabytes, says("what a process can count on")]

@@ -27,7 +27,7 @@ _Extent = Annotated[int, between(1, 100_000)]
 
 
 class GenerationEntry(Table, frozen=True, kw_only=True):
-    """A table of generations.toml."""
+    """A table of generations.toml with figures of its own."""
 
     tile: Annotated[tuple[_Extent, _Extent], says("rows and columns of a tile of the result")]
     plateau: Annotated[_Share, says("share of the 16-bit peak that large products run at")]

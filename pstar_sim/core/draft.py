@@ -45,7 +45,7 @@ class DraftRow:
     list_name: list of the step.
     moment: moment of the step. For a block, an Adam or a stash, the other fields determine the moment.
     charge: time and bytes of the row.
-    after: (row, back) pairs that have to end first, in this iteration (back 0) or the previous one (back 1).
+    after: (row, back) pairs that have to end first, in this iteration (back 0) or the previous iteration (back 1).
     key: order among the ready rows of a queue, smallest first (None: the order of the draft).
     behind: an earlier row of the same queue that this row follows at once (for example a drop, after its write-back or
         after the last moment that used the list). This row then takes no time and no bytes, waits for no other row, and

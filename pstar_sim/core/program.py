@@ -28,7 +28,7 @@ class Program:
     queue_of: queue of each step.
     order: steps of each queue, in the order in which the queue runs them.
     waits: for each step, the (step, back) pairs that have to end first, in this iteration (back 0) or the previous
-        one (back 1).
+        iteration (back 1).
     copies: whether each step crosses the link between host and gpu.
     lanes: cause under which a wait for each step is counted: the name of its queue, or "barrier".
     compute: the compute queue.

@@ -10,9 +10,9 @@ is 1 / product of the factors of the steps that run at the same time. A step tha
 Both rules describe shortage of the same resources, so the lower of the two speeds holds. Speeds change only when a step
 that shares a resource begins or ends.
 
-[Note: when an iteration is steady] The next iteration depends on this one only through the times at which its steps
-ended. So iteration k is steady when the time between a step's end in k-1 and its end in k is the same for every step
-(to 1e-9 of the period). From then on the plan repeats for ever with that period. Equal distances between the last
+[Note: when an iteration is steady] The next iteration depends on this iteration only through the times at which its
+steps ended. So iteration k is steady when the time between a step's end in k-1 and its end in k is the same for every
+step (to 1e-9 of the period). From then on the plan repeats for ever with that period. Equal distances between the last
 compute steps of the iterations would not suffice, because they hide a CPU Adam that falls behind a little each
 iteration. A plan that is still not steady after the last iteration (such a backlog, or jitter) gets the pace of its
 slowest queue over the later half of the run. The other queues have that pace too, once the slack is used up. While a

@@ -196,7 +196,7 @@ EFFECTS: dict[Kind, Effect] = {
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A step that has to end first, in this iteration (back = 0) or in the previous one (back = 1). Steps of the
+    """A step that has to end first, in this iteration (back = 0) or in the previous iteration (back = 1). Steps of the
     iteration before the first count as done."""
 
     id: int

@@ -3,7 +3,7 @@
 [Note: pinned blocks] PyTorch allocates pinned host memory from a cache (CachingHostAllocator). The cache rounds each
 request up to a power of two: a buffer of 2.1 GB takes 4.3 GB. The allocator keeps a freed block for a later request of
 the same size class and does not return it to the system. Memory that is not pinned takes the requested bytes. A recent
-PyTorch can be told to round less (`pinned_max_round_threshold_mb` and its like in PYTORCH_ALLOC_CONF), and DeepSpeed to
+PyTorch can round less (`pinned_max_round_threshold_mb` and its like in PYTORCH_ALLOC_CONF), and DeepSpeed to
 pin by itself (DS_PIN_MEMORY_BACKEND=native). Neither is the default, and neither is assumed.
 """
 

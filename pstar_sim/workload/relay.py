@@ -11,7 +11,7 @@ micro-batch. A relay runs the cells part by part, and within a part from the fir
 are added in the same order as depth-first, and sums are bit-identical.
 
 The live bytes of a cell are its own bytes and the bytes that the other micro-batches have left so far. In a model that
-recomputes its activations the latter are a block's input for each block and micro-batch (the boundary stash), the
+recomputes its activations the bytes left are a block's input for each block and micro-batch (the boundary stash), the
 output of the latest block for each micro-batch, and other bytes that autograd holds across parts, such as the gradient
 of a tied head until the embedding's gradient is there. The stash of a block is its input, the output of the block
 before it (`_boundary_bytes`). Two things may also hold the stash of the first block. A variable of the model

@@ -1,4 +1,4 @@
-"""Checks of room."""
+"""Checks that the GPU has room for bytes beside the tide."""
 
 from __future__ import annotations
 
