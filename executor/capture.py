@@ -254,6 +254,7 @@ def _run(
             stack.enter_context(unpacked_sequences())
         stack.enter_context(unread_padding())
         stack.enter_context(eagerly())
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads the values of gradients
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # torch logs the errors that it raises
         stack.enter_context(_readable_failures(name, module, live))
         shapes = RealShapes()

@@ -6,12 +6,15 @@ plan ([Note: mixed precision] in offloading.py). Checkpoints are Lightning's own
 states.
 
 The module becomes the only child of a root module. `training_step` is then a call of the root, whose hooks run even if
-`training_step` does not call the module itself. During the capture, on fake tensors, `self.log` does nothing. A
-`training_step` that reads numbers from tensors (`.item()`) cannot be captured. Lightning calls `zero_grad` between
-forward and backward; under a plan gradients are cleared right after the optimizer step instead.
+`training_step` does not call the module itself. During the capture, on fake tensors, `self.log` and metrics of
+torchmetrics do nothing. A `training_step` that itself reads numbers from tensors (`.item()`) cannot be captured.
+Lightning calls `zero_grad` between forward and backward; under a plan gradients are cleared right after the optimizer
+step instead.
 
 Before the first `training_step` the module and its batches are on the CPU (for example in the sanity check of
-validation). A second `fit` ends the run of the first and begins anew, from the weights in the plan's dtype.
+validation). After `fit` the module is still prepared. Loading weights (`test(ckpt_path="best")`) ends the run first;
+the module is then on the CPU. A second `fit` ends the run of the first and begins anew, from the weights in the plan's
+dtype.
 
 Tested with lightning 2.6. Supports one process, one optimizer, and automatic optimization.
 """
@@ -20,15 +23,18 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torchmetrics import Metric, MetricCollection  # Lightning requires it
 
 from executor.capture import capture_module
 from executor.engine import Session
@@ -36,11 +42,20 @@ from executor.offloading import Request, adamw_of, begin, converted, form_seen, 
 from executor.optimizer import OffloadedAdamW
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import ContractError, ModelError
 
 __all__ = ["OffloadStrategy"]
 
 DTYPES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+WRITERS = (
+    callbacks.BaseFinetuning,
+    callbacks.BatchSizeFinder,
+    callbacks.LearningRateFinder,
+    callbacks.ModelPruning,
+    callbacks.StochasticWeightAveraging,
+    callbacks.WeightAveraging,
+)
+"""Callbacks that write weights, or choose what is trainable, in the middle of a fit."""
 
 
 class _StepModule(nn.Module):
@@ -78,7 +93,8 @@ class OffloadStrategy(SingleDeviceStrategy):
     """Trains by a plan for this machine. Arguments: see `executor.offloading.Request`.
 
     Raises ContractError, in `fit`, for several devices, several optimizers, manual optimization, clipping by value,
-    clipping at another norm than the Trainer's, and optimizers other than torch's AdamW.
+    clipping at another norm than the Trainer's, callbacks of WRITERS, accumulation that
+    changes within a fit, and optimizers other than torch's AdamW.
     """
 
     strategy_name = "pstar"
@@ -117,7 +133,9 @@ class OffloadStrategy(SingleDeviceStrategy):
     @property
     def _prepared(self) -> bool:
         """Whether the current module runs by the plan."""
-        return self.offloaded is not None and self._root is not None and self._root.module is self.lightning_module
+        if self.offloaded is None or self._root is None or self.session.closed:
+            return False
+        return self._root.module is self.lightning_module
 
     def setup(self, trainer: Any) -> None:
         fit = trainer.state.fn == "fit"
@@ -149,6 +167,7 @@ class OffloadStrategy(SingleDeviceStrategy):
             raise ContractError(
                 "OffloadStrategy: gradients are clipped by their norm; leave gradient_clip_algorithm out"
             )
+        _check_callbacks(trainer.callbacks)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.offloaded is None:
@@ -172,7 +191,7 @@ class OffloadStrategy(SingleDeviceStrategy):
             return value
 
         with converted(root, DTYPES.get(str(plugin.precision))) as masters:
-            with _silent(module), form_seen(root) as form:
+            with _silent(module), form_seen(root) as form, _explained():
                 workload = capture_module(root, (args, kwargs), name=type(module).__name__, groups=spec, loss=loss)
             plan = plan_for(
                 workload, self.request, micro_batches=trainer.accumulate_grad_batches, clip=norm is not None
@@ -181,6 +200,9 @@ class OffloadStrategy(SingleDeviceStrategy):
         own.zero_grad = _nothing  # type: ignore[method-assign]
         plugin.clip_gradients = _clipping_at(norm)
         _update_properties(module, device=self.root_device)  # sets the module's `self.device`
+        for part in module.modules():
+            if isinstance(part, Metric):
+                part.to(self.root_device)  # its states are neither parameters nor buffers
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = None  # the session scales the loss: AdamW(loss_scale=)
 
@@ -196,6 +218,8 @@ class OffloadStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         """Tear down as Lightning does, but do not move a prepared module to the CPU."""
+        if self.offloaded is not None:
+            self.session.trained = True
         module = self._lightning_module
         if self._prepared:
             self._lightning_module = None
@@ -209,18 +233,64 @@ class OffloadStrategy(SingleDeviceStrategy):
         return super().optimizer_state(optimizer) if self.offloaded is None else self.offloaded.state_dict()
 
 
+def _check_callbacks(given: Sequence[Any]) -> None:
+    """Raise ContractError, before the fit, for callbacks with which it would fail later."""
+    for callback in given:
+        if isinstance(callback, WRITERS):
+            raise ContractError(
+                f"OffloadStrategy: the callback {type(callback).__name__} writes weights, or changes what is "
+                "trainable, within a fit, and the plan's other copies would not know; leave the callback out"
+            )
+        scheduled = isinstance(callback, callbacks.GradientAccumulationScheduler)
+        if scheduled and len(set(callback.scheduling.values())) > 1:
+            raise ContractError(
+                f"OffloadStrategy: GradientAccumulationScheduler({callback.scheduling}) changes the number of "
+                "micro-batches per step, for which a plan is made; give Trainer(accumulate_grad_batches=) instead"
+            )
+
+
 @contextlib.contextmanager
 def _silent(module: nn.Module) -> Iterator[None]:
-    """Inside this context, `self.log` and `self.log_dict` of the module do nothing."""
-    names = ("log", "log_dict")
-    before = {name: module.__dict__[name] for name in names if name in module.__dict__}
-    module.__dict__.update(dict.fromkeys(names, _nothing))
+    """Inside this context, `self.log` and `self.log_dict` of the module do nothing, and its metrics give zeros and keep
+    their states."""
+    replaced: list[tuple[nn.Module, dict[str, Any]]] = [(module, dict.fromkeys(("log", "log_dict"), _nothing))]
+    for part in module.modules():
+        if isinstance(part, (Metric, MetricCollection)):
+            result = _no_result(part)
+            replaced.append((part, {"forward": result, "update": _nothing, "compute": result}))
+    before = [(part, dict(part.__dict__)) for part, _ in replaced]
+    for part, functions in replaced:
+        part.__dict__.update(functions)
     try:
         yield
     finally:
-        for name in names:
-            del module.__dict__[name]
-        module.__dict__.update(before)
+        for (part, functions), (_, kept) in zip(replaced, before):
+            for name in functions:
+                del part.__dict__[name]
+            part.__dict__.update({name: kept[name] for name in functions if name in kept})
+
+
+def _no_result(metric: Metric | MetricCollection) -> Callable[..., Any]:
+    """Returns a function that gives zero in the form of the metric's result."""
+
+    def result(*_: Any, **__: Any) -> Any:
+        names = metric.keys() if isinstance(metric, MetricCollection) else None
+        return torch.zeros(()) if names is None else {name: torch.zeros(()) for name in names}
+
+    return result
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Add to the ModelError of a capture which read numbers what a LightningModule does instead."""
+    try:
+        yield
+    except ModelError as error:
+        if not isinstance(error.__cause__, DataDependentOutputException):
+            raise
+        raise ModelError(
+            f"{error}. A LightningModule gives self.log the tensor itself, and reads numbers in on_train_batch_end"
+        ) from error.__cause__
 
 
 def _clipping_at(norm: float | None) -> Callable[..., None]:

@@ -11,9 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import ContractError, ModelError
 
 lightning = pytest.importorskip("lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
+
+from lightning.pytorch import callbacks  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
 from executor.lightning import OffloadStrategy  # noqa: E402  # imports lightning
 
@@ -101,6 +105,84 @@ def test_a_fit_goes_on_from_its_own_checkpoint(fitted: Callable[..., Any], tmp_p
         assert set(p) == {"step", "exp_avg", "exp_avg_sq", "param32"} and all(torch.equal(p[k], q[k]) for k in p)
 
 
+class Measures(Net):
+    """Metrics of the training, whose updates read numbers from tensors; a value to choose checkpoints by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.both = torchmetrics.MetricCollection(
+            {"first": torchmetrics.MeanSquaredError(), "second": torchmetrics.MeanAbsoluteError()}
+        )
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self(batch)
+        self.mean(loss.detach())
+        self.log("mean", self.mean)
+        found = self.both(loss.detach()[None], batch.mean()[None])
+        self.log_dict({name: 2 * value for name, value in found.items()}, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("wanted", self(batch))
+
+    test_step = validation_step
+
+
+def test_metrics_of_the_training_and_a_test_of_the_best_checkpoint_are_the_plain_ones(
+    fitted: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Metrics stand still during the capture. Loading the best weights after the fit ends the run."""
+    found = []
+    for offloaded in (True, False):
+        best = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / str(offloaded), monitor="wanted", mode="max")
+        module = Measures()
+        trainer = fitted(module, offloaded=offloaded, callbacks=[best], enable_checkpointing=True)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        (tested,) = trainer.test(module, loader(), ckpt_path="best", verbose=False)
+        trainer.save_checkpoint(tmp_path / "after.ckpt")
+        found.append([*module.losses, *metrics.values(), *tested.values()])
+        assert set(metrics) > {"mean", "first", "second_epoch", "wanted"}
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("word", "explicit", "dtype"),
+    [
+        ("bf16-mixed", False, "bf16"),
+        ("16-mixed", False, "bf16"),
+        ("16-mixed", True, "fp16"),
+        ("16-true", False, "fp16"),
+    ],
+)
+def test_a_precision_is_the_plans_dtype(word: Any, explicit: bool, dtype: str, fitted: Callable[..., Any]) -> None:
+    """On a CPU Lightning takes bf16-mixed in the place of 16-mixed, unless its plugin for 16-mixed is given. Then its
+    GradScaler is gone, and the session scales the loss."""
+
+    def precision() -> dict[str, Any]:
+        return {"plugins": [MixedPrecision(word, "cpu")]} if explicit else {"precision": word}
+
+    mine, plain = Net(), Net()
+    session = fitted(mine, max_epochs=1, **precision()).strategy.session
+    assert session.plan.workload.dtype == dtype
+    assert session.loss_scale == (None if dtype == "bf16" else 65536.0)
+    if word != "16-true":  # fp16 without masters and without a scale: the plain losses are not numbers
+        fitted(plain, max_epochs=1, offloaded=False, **precision())
+        assert mine.losses == pytest.approx(plain.losses, rel=2e-3)  # bf16 has 8 bits; one layer's rounding
+
+
+class ReadsANumber(Net):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self(batch)
+        self.log("loss", loss.item())
+        return loss
+
+
+def test_a_step_that_reads_numbers_is_refused_with_what_to_do(fitted: Callable[..., Any]) -> None:
+    with pytest.raises(ModelError, match=r"_local_scalar_dense.*gives self\.log the tensor itself"):
+        fitted(ReadsANumber())
+
+
 class ClipsItself(Net):
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
@@ -112,6 +194,8 @@ class ClipsItself(Net):
         (ClipsItself, {"gradient_clip_val": None}, r"clip_gradients\(gradient_clip_val=0.1, .*give the Trainer"),
         (Net, {"gradient_clip_algorithm": "value"}, "clipped by their norm"),
         (Net, {"devices": 2}, "one device; give devices=1 in place of 2"),
+        (Net, {"callbacks": [callbacks.StochasticWeightAveraging(0.1)]}, "callback StochasticWeightAveraging writes"),
+        (Net, {"callbacks": [callbacks.GradientAccumulationScheduler({1: 2})]}, r"Scheduler\(\{1: 2, 0: 1\}\) changes"),
     ],
 )
 def test_what_a_plan_does_not_do_is_refused(
