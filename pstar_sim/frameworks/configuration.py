@@ -21,10 +21,14 @@ class Configuration:
 
     framework: name of the target that reads and writes it (targets.py).
     policy: the policy that stands for the configuration, with its options.
-    dtype, batch_per_gpu, micro_batches, clip, checkpointing, optimizer: facts of the job; None where the file leaves
-        the fact to the script.
+    dtype: working dtype; None where the file leaves it to the script, as for the next five attributes.
+    batch_per_gpu: sequences per micro-batch of each GPU.
+    micro_batches: number of micro-batches per iteration.
+    clip: whether gradients are clipped by their global norm.
+    checkpointing: whether activations are recomputed.
+    optimizer: name of the optimizer.
     train_batch: sequences per iteration on all GPUs; None where the file does not say.
-    train_batch_key: key of the file that says so, for messages.
+    train_batch_key: the key of the file with train_batch, for messages.
     pinned: whether gradients and states on the host are page-locked.
     pinned_params: the same for parameters.
     details: other values that decide how the framework allocates, by name.

@@ -396,7 +396,11 @@ def _check_moment(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
         want = f"more than {_MOST_PEAK_BYTES} is on no GPU; take a smaller batch or shorter sequences"
         raise bad(f"moments[{i}].peak_bytes", m.peak_bytes, want)
     if m.flops < 0 or m.bytes_read < 0 or m.bytes_written < 0 or min(m.start_bytes, m.end_bytes) < 0:
-        raise bad(f"moments[{i}]", m.name, "flops and bytes must not be negative")
+        figures = {
+            name: getattr(m, name) for name in ("flops", "bytes_read", "bytes_written", "start_bytes", "end_bytes")
+        }
+        name = min(figures, key=figures.__getitem__)
+        raise bad(f"moments[{i}].{name}", figures[name], "it must not be negative")
     if not 0 <= m.micro_batch < w.micro_batches:
         raise bad(f"moments[{i}].micro_batch", m.micro_batch, f"there are {w.micro_batches} micro-batches")
     if m.duration_s is not None and not 0 <= m.duration_s < float("inf"):
@@ -423,7 +427,7 @@ def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
     if t.bytes > _MOST_BYTES:
         raise bad(f"tensors[{i}].bytes", t.bytes, f"a tensor has at most {_MOST_BYTES}")
     if t.bytes < 0 or any(extent < 0 for extent in t.shape):
-        raise bad(f"tensors[{i}].bytes", t.bytes, "bytes and shape must not be negative")
+        raise bad(f"tensors[{i}].bytes", t.bytes, f"bytes and shape ({list(t.shape)}) must not be negative")
     if t.tied_to is None and t.dtype in DTYPE_BYTES and t.bytes != t.numel * DTYPE_BYTES[t.dtype]:
         raise bad(
             f"tensors[{i}].bytes",
