@@ -417,7 +417,7 @@ def _hf_config(spec: str) -> tuple[Any, str | None]:
         except (OSError, ValueError) as error:
             raise ModelError(f"{spec}: {path} is not a readable config.json: {error}") from error
         if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-            raise ModelError(f"{spec}: {path} has no field 'model_type'; it is not a transformers configuration")
+            raise ModelError(f"{spec}: {path} has no field 'model_type'; give the config.json of a transformers model")
         model_type = values.pop("model_type")
         try:
             config = transformers.AutoConfig.for_model(model_type, **values)

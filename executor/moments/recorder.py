@@ -70,7 +70,7 @@ def working_dtype(tensors: Collection[Tensor]) -> str:
         if t.tied_to is None and t.dtype in DTYPE_BYTES and (not t.frozen or not trainable):
             sizes[t.dtype] += t.bytes
     if not sizes:
-        raise ModelError("the model has no parameter in fp32, bf16 or fp16: there is nothing to place")
+        raise ModelError("the model has no parameter in fp32, bf16 or fp16: a plan needs a parameter to place")
     return sizes.most_common(1)[0][0]
 
 

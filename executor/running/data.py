@@ -110,7 +110,9 @@ def batches_like(example: Any, text: ByteText, *, vocabulary: int | None, seed: 
         while True:
             yield example
     if vocabulary is not None and vocabulary < 256:
-        raise ModelError(f"the model's vocabulary is {vocabulary}; byte-level text needs at least 256 tokens")
+        raise ModelError(
+            f"the model's vocabulary is {vocabulary}; byte-level text needs at least 256 tokens; train another model"
+        )
     rows, columns = example["input_ids"].shape
     for tokens in text.windows(batch=rows, sequence=columns, seed=seed, skip=skip):
         made = {**example, "input_ids": tokens}

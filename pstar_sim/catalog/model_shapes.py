@@ -288,7 +288,9 @@ def read_models(file: str, text: str) -> dict[str, ModelEntry]:
     for m in models.values():
         for alias in m.aliases:
             if alias in taken:
-                raise CatalogError(f"{file}: [{m.name}] aliases = {list(m.aliases)!r}; {alias!r} is taken already")
+                raise CatalogError(
+                    f"{file}: [{m.name}] aliases = {list(m.aliases)!r}; {alias!r} is taken already; choose another"
+                )
             taken.add(alias)
     return models
 

@@ -170,7 +170,8 @@ class Way:
         return clock + step_s
 
     def stand_ins(self) -> tuple[int, ...]:
-        """Numbers of micro-batches that stand for the workload, ascending; the last is its own."""
+        """Numbers of micro-batches that stand for the workload, ascending; the last is the number that the workload
+        has."""
         if self.order != OWN and self.repeats > 1:
             return (1, self.repeats)
         return (*(n for n in STAND_INS if n < self.repeats), self.repeats)

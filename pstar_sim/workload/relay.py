@@ -134,7 +134,9 @@ def _parts(w: Workload, body: range) -> list[BlockRun]:
     ahead = [n for n, (block, forward, _) in enumerate(runs) if block is not None and forward]
     back = [n for n, (block, forward, _) in enumerate(runs) if block is not None and not forward]
     if not ahead or not back:
-        raise TraceError(f"workload {w.model!r} is not a stack of blocks, so it has no layer-major order")
+        raise TraceError(
+            f"workload {w.model!r} is not a stack of blocks, so it has no layer-major order; plan it depth-first"
+        )
     last, first = ahead[-1], back[0]
     turn = [m for _, _, moments in runs[last + 1 : first] for m in moments]
     between: list[BlockRun] = [(None, False, range(turn[0], turn[-1] + 1))] if turn else []

@@ -255,8 +255,8 @@ class Memory:
             )
 
     def trim(self, needed: Collection[int]) -> None:
-        """Evict chunks until the rest fits budget - non-model of the moment. The reserve does not count, as in the
-        original."""
+        """Evict chunks until the remaining bytes fit the GPU's budget less the non-model bytes of the moment. The
+        reserve does not count, as in the original."""
         capacity = self.budget_bytes - self.b.uses.tide[self.moment]
         while self.used_bytes > capacity and self._evict_farthest(needed):
             pass
