@@ -137,8 +137,8 @@ class TrainingJob:
     model: name of the model, as for `pstar trace`.
     batch: sequences of one micro-batch.
     sequence: tokens per sequence.
-    data: "text:FOLDER" or None.
-    bandwidth: bytes per second of the virtual link, (to the gpu, to the host); None = as fast as memory copies.
+    data: "text:FOLDER", a folder of text files; None: the source of the Python standard library.
+    bandwidth: bytes per second of the virtual link, (to the gpu, to the host); None: as fast as memory copies.
     weights: folder with the model's values; None: initialised by the seed.
     """
 

@@ -61,7 +61,7 @@ class Update:
     def coefficient(self, norms: Norms) -> torch.Tensor | None:
         """Returns the factor of every gradient; None without clipping and scaling.
 
-        norms: called once, by the first caller.
+        norms: returns the norms of the gradients that this rank holds; called once, by the first caller.
         """
         if self.max_grad_norm is None and self.unscale == 1.0:
             return None

@@ -96,7 +96,10 @@ class Columns:
         for i, row in enumerate(rows):
             if row.behind is not None:
                 if not 0 <= row.behind < i or rows[row.behind].queue is not row.queue or row.after:
-                    raise ValueError(f"row {i}: behind={row.behind} is no earlier row of its queue, or the row waits")
+                    raise ValueError(
+                        f"row {i}: behind={row.behind}; it must be an earlier row of the same queue, and the row must "
+                        "wait for no other row"
+                    )
                 op = op_of[i] = op_of[row.behind]
                 self.is_part[i] = 1
                 self.parts.setdefault(op, []).append(i)

@@ -38,7 +38,8 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
     Raises PstarError for no limits at all and for limits of batches.
     """
     if not limits or any(one.what != "layers" for one in limits):
-        raise PstarError("plot_limits draws answers of max_model, at least one")
+        kinds = [one.what for one in limits]
+        raise PstarError(f"limits = answers about {kinds}: give at least one answer, all of max_model")
     ax = _axes(ax, (9.0, 1.0 + 0.27 * sum(len(one.rows) + 1 for one in limits)))
     policies = list(dict.fromkeys(row.policy for one in limits for row in one.rows))
     thick = 0.8 / len(policies)

@@ -76,7 +76,7 @@ def test_a_row_that_cannot_follow_at_once_is_refused(behind: int, after: tuple[t
         DraftRow(Queue.D2H, Kind.WRITEBACK, 0, charge=Charge(seconds=1.0), after=((0, 0),), key=(0.0,)),
         DraftRow(Queue.D2H, Kind.DROP, 0, charge=Charge(gpu_free=4), behind=behind, after=after),
     ]
-    with pytest.raises(ValueError, match=f"row 2: behind={behind} is no earlier row of its queue, or the row waits"):
+    with pytest.raises(ValueError, match=f"row 2: behind={behind}; it must be an earlier row of the same queue"):
         choose(Draft(rows, gpu_free_bytes=0, host_free_bytes=0, rates=Rates(dram_bytes_per_s=math.inf)))
 
 

@@ -85,21 +85,21 @@ class Gathers:
         for v in self._closes.get(m, ()):
             self._leave(v.chunk, m, here)
 
-    def gone(self, c: int) -> list[int]:
+    def release_steps(self, c: int) -> list[int]:
         """Returns the steps after which all slices of the chunk's last visit are gone."""
         return self._free_steps.get(c, [])
 
     def _read(self, v: Visit) -> int:
         """Read this rank's slice from the disks to the host. Returns the step."""
         c = v.chunk
-        self._ready[c] = read_in(self._b, c, "param", v.first, [*self._request_steps, *self.gone(c)])
+        self._ready[c] = read_in(self._b, c, "param", v.first, [*self._request_steps, *self.release_steps(c)])
         return self._ready[c]
 
     def _fetch(self, v: Visit) -> int:
         """Fetch this rank's slice from the host, or from the disks through the host. Returns the fetch."""
         b, c = self._b, v.chunk
         read = [self._ready[c]] if self._shards.scheme.home is Place.NVME else []
-        self._ready[c] = b.fetch(c, v.first, after=[*self._request_steps, *read, *self.gone(c)])
+        self._ready[c] = b.fetch(c, v.first, after=[*self._request_steps, *read, *self.release_steps(c)])
         if read:
             self._left_host[c] = b.free(Queue.H2D, c, "param", Place.HOST, v.first, [self._ready[c]])
         return self._ready[c]
@@ -108,7 +108,7 @@ class Gathers:
         """Gather the other ranks' slices. Returns the gather."""
         c = v.chunk
         own = [] if self._shards.lives_on_gpu(c) else [self._ready[c]]
-        self._ready[c] = self._b.gather(c, v.first, [*self._request_steps, *own, *self.gone(c)])
+        self._ready[c] = self._b.gather(c, v.first, [*self._request_steps, *own, *self.release_steps(c)])
         self.bytes_gathered += self._b.layout.whole_bytes(c)
         return self._ready[c]
 

@@ -133,7 +133,7 @@ def _bring_in(s: Sharded, group: Sequence[int]) -> dict[int, list[int]]:
             lists = [*b.layout.state_lists, s.buckets.lists.host_list]
             arrived[c] += [read_in(b, c, name, m, before) for name in lists]
         if scheme.home is Place.NVME:
-            arrived[c].append(b.alloc(Queue.NVME, c, "param", Place.HOST, m, [*before, *s.gathers.gone(c)]))
+            arrived[c].append(b.alloc(Queue.NVME, c, "param", Place.HOST, m, [*before, *s.gathers.release_steps(c)]))
     return arrived
 
 
