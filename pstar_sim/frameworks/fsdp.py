@@ -139,17 +139,21 @@ def _limits(plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_
 
     dtype: the file's.
     """
-    w, stays = plan.workload, (where.params_on_gpu, where.states_on_gpu)
+    w = plan.workload
+    stays = {"parameters": where.params_on_gpu, "optimizer states": where.states_on_gpu}
+    shares = " and ".join(f"{share:.0%} of the {name}" for name, share in stays.items() if share > 0)
+    batch = f"the batch of {w.batch} sequences per GPU" + (
+        f" and its {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
+    )
     return {
-        f"the {stays[0]:.0%} of the parameters and {stays[1]:.0%} of the optimizer states that stay on the GPU: "
-        f"{framework} offloads everything or nothing": min(stays) < 1 and max(stays) > 0,
+        f"the {shares} that stay on the GPU: {framework} offloads everything or nothing": (
+            min(stays.values()) < 1 and bool(shares)
+        ),
         f"disks: {framework} has none; predicted with everything on the host": (
             where.params_on_disks > 0 or where.states_on_disks > 0
         ),
         "loss scaling: the script needs a gradient scaler for fp16": dtype == "fp16",
         f"fp16: {framework} trains in bf16 or fp32; the file says {dtype}": dtype != w.dtype,
         f"the states of {w.optimizer.name}: the script makes the optimizer": w.optimizer.name != "adamw",
-        f"the batch of {w.batch} sequences per GPU and its {w.micro_batches} micro-batches: the script's": (
-            not says_batch
-        ),
+        f"{batch}: the script's": not says_batch,
     }
