@@ -4,11 +4,11 @@ A script that has a Trainer adds the line `offload(trainer, gpu_memory="24GB")`.
 a class of Trainers. When training begins, both capture the model with a batch of the trainer's own data, plan for this
 machine, and prepare the model. `connect(trainer)` is for a model that the script itself has prepared.
 
-[Note: what is captured] The batch of the capture is made of the longest rows of the data set, joined by the trainer's
-collator. A trainer with the stock `compute_loss` is captured with this loss. A trainer with a loss of its own (TRL) may
-run other models in it and read numbers from tensors for its metrics, which a capture cannot follow. Then only the
-model's first call with gradients is captured. The first iteration measures the memory that the loss holds beside that
-call (`measuring/first.py`).
+[Note: what is captured] The batch of the capture is the largest that the trainer's collator makes of the longest rows
+of the data set. A trainer with the stock `compute_loss` is captured with this loss. A trainer with a loss of its own
+(TRL) may run other models in it and read numbers from tensors for its metrics, which a capture cannot follow. Then only
+the model's first call with gradients is captured. The first iteration measures the memory that the loss holds beside
+that call (`measuring/first.py`).
 
 [Note: clipping] A plain `Trainer` clips gradients between backward and `optimizer.step()`, through
 `accelerator.clip_grad_norm_`. Under a plan the gradients have left for their chunks by then, and
@@ -45,7 +45,7 @@ from torch import nn
 
 from executor.capture import capture_module
 from executor.engine import Session
-from executor.longest_rows import longest_rows
+from executor.longest_rows import largest_batch
 from executor.models import TORCH_DTYPES
 from executor.offloading import Request, adamw_of, begin, converted, form_seen, plan_for
 from executor.optimizer import OffloadedAdamW
@@ -719,11 +719,10 @@ def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
 
 
 def _example(trainer: Any) -> Any:
-    """Returns a batch of the trainer's own data: the longest rows, or its first batch if the data set cannot be
-    indexed."""
+    """Returns a batch of the trainer's own data: its largest, or its first batch if the data set cannot be indexed."""
     loader = trainer.get_train_dataloader()
-    rows = longest_rows(getattr(loader, "dataset", None), trainer._train_batch_size)
-    batch = loader.collate_fn(rows) if rows else next(iter(loader), None)
+    batch = largest_batch(getattr(loader, "dataset", None), trainer._train_batch_size, loader.collate_fn)
+    batch = next(iter(loader), None) if batch is None else batch
     if not batch:
         raise ContractError("the Trainer's train_dataset gives no batch: there is nothing to plan for")
     return trainer._prepare_inputs(batch)

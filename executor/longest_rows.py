@@ -1,4 +1,4 @@
-"""The longest rows of a data set, from which the example batch of a capture is made.
+"""The largest batch of a data set, for which a run is planned: made of the data set's longest rows.
 
 In a list or tuple all rows are measured. In a `datasets.Dataset` the lengths of all rows are read from the Arrow
 columns. In any other data set about LOOKED_AT rows are measured, because reading a row may open a file or compute the
@@ -9,22 +9,38 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["LOOKED_AT", "longest_rows"]
+from executor.moments.hooks import tensors_of
+
+__all__ = ["LOOKED_AT", "largest_batch", "longest_rows"]
 
 LOOKED_AT = 512
 """Number of rows that are measured in a data set whose rows may be costly to read. They are spread evenly."""
 _AT_ONCE = 10_000  # rows of Arrow
 
 
+def largest_batch(rows: Any, count: int, collate: Callable[[list[Any]], Any]) -> Any:
+    """Returns the larger of two batches of `count` rows, by the elements of their tensors: that of `longest_rows`, for
+    a collator that pads, and that of the rows which are longest together, for a collator that joins rows into one
+    (packing). Returns None where `longest_rows` returns none."""
+    batches = [collate([rows[number] for number in numbers]) for numbers in _choices(rows, count)]
+    return max(batches, key=lambda batch: sum(t.numel() for t in tensors_of(batch)), default=None)
+
+
 def longest_rows(rows: Any, count: int) -> list[Any]:
     """Returns `count` rows: the longest row over all columns together, then for each column its longest row, then the
     next longest rows. Returns none if the data set cannot be indexed or has fewer rows. If `count` is at least the
     number of different longest rows, a batch padded column by column is then the largest possible."""
+    return [rows[number] for numbers in _choices(rows, count)[:1] for number in numbers]
+
+
+def _choices(rows: Any, count: int) -> list[list[int]]:
+    """Returns the numbers of `count` rows in up to two choices: with the longest row of each column, and the longest
+    rows over all columns."""
     if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
         return []
     lengths = dict(_arrow_lengths(rows) or _lengths(rows, count))
@@ -34,7 +50,8 @@ def longest_rows(rows: Any, count: int) -> list[Any]:
         longest = max(lengths, key=lambda number: lengths[number].get(column, 0))
         if all(lengths[number].get(column, 0) < lengths[longest].get(column, 0) for number in chosen):
             chosen.append(longest)
-    return [rows[number] for number in list(dict.fromkeys([*chosen, *order]))[:count]]
+    by_column = list(dict.fromkeys([*chosen, *order]))[:count]
+    return [by_column] if set(by_column) == set(order) else [by_column, order]
 
 
 def _lengths(rows: Any, count: int) -> Iterator[tuple[int, dict[str, int]]]:

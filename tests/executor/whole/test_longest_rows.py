@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.longest_rows import LOOKED_AT, longest_rows
+from executor.longest_rows import LOOKED_AT, largest_batch, longest_rows
 
 
 def lengths(rows: list[Any]) -> list[int]:
@@ -51,6 +51,25 @@ def test_a_row_that_is_longest_in_one_column_is_among_them() -> None:
     assert longest_rows(rows, 2) == [rows[0], rows[2]]
     assert longest_rows(rows, 1) == [rows[0]] and longest_rows(rows, 5) == []
     assert longest_rows(iter(rows), 2) == [] and longest_rows(None, 1) == []
+
+
+@pytest.mark.parametrize(("joins", "elements"), [(True, 9 + 8), (False, 2 * (9 + 3))])
+def test_the_largest_batch_depends_on_whether_the_collator_joins_rows_or_pads_them(joins: bool, elements: int) -> None:
+    """Packed rows: the row with the most parts is not a full one. Joined, the two longest rows are the largest batch;
+    padded, the longest row and that with the most parts."""
+    rows = [
+        {"input_ids": torch.zeros(length), "parts": torch.zeros(parts)} for length, parts in ((9, 1), (8, 1), (6, 3))
+    ]
+
+    def collate(chosen: list[Any]) -> dict[str, torch.Tensor]:
+        if joins:
+            return {"input_ids": torch.cat([row["input_ids"] for row in chosen])[None]}
+        pad = torch.nn.utils.rnn.pad_sequence
+        return {name: pad([row[name] for row in chosen], batch_first=True) for name in ("input_ids", "parts")}
+
+    batch = largest_batch(rows, 2, collate)
+    assert sum(t.numel() for t in batch.values()) == elements
+    assert largest_batch(iter(rows), 2, collate) is None
 
 
 @pytest.mark.parametrize("changed", ["plain", "shuffled", "torch"])
