@@ -9,6 +9,7 @@ continue. The plans found are followed (pace.py).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -128,6 +129,7 @@ class _Sizes:
         self.all_ops = self.left_ops = round(settings.effort * (ops if self._open else ALONE * ops))
         self.searches: list[Search] = []
         self._later: list[Layout] = []  # layouts with which an attempt takes too much effort for a look
+        self._in_vain: Counter[Search] = Counter()  # continuations of a search since its best trial became faster
         self.tried: dict[str, str] = {}
         self._reason: DoesNotFit | None = None  # why the first size that did not fit did not fit
 
@@ -206,16 +208,19 @@ class _Sizes:
         return first.spent_ops / len(first.tried) * len(layout.chunks) / len(first.job.layout.chunks)
 
     def _promising(self) -> Search | None:
-        """Returns the fastest search that is not exhausted and could become the fastest of all; None if there is
-        none."""
+        """Returns the most promising search that is not exhausted and could become the fastest of all; None if there is
+        none. A search promises to come nearer to its floor, by a part that falls with each continuation in vain."""
         least_s = self.best().seconds
-        return next((s for s in self._by_seconds() if not s.exhausted and s.floor_s < least_s), None)
+        may_win = (s for s in self.searches if not s.exhausted and s.floor_s < least_s)
+        return min(may_win, key=lambda s: s.seconds - (s.seconds - s.floor_s) / (2 + self._in_vain[s]), default=None)
 
     def _go_on(self, search: Search, effort_ops: int) -> None:
         """Continue a search. The search also tries the best trial of the other searches."""
         best = self._by_seconds()[0] if self.searches else None
         least = effort_ops if best is None else min(effort_ops, self.left_ops)
+        before_s = search.seconds
         search.run(least, None if best is search else best)
+        self._in_vain[search] = 0 if search.seconds < before_s else self._in_vain[search] + 1
         search.spent_ops += least - search.effort_ops
         self.left_ops -= least - search.effort_ops
         if search.fastest:
