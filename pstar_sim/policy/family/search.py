@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple, TypeVar
@@ -332,14 +332,23 @@ class Search:
         before = None
         while self.best is not None and self.best[1] != before:
             before = self.best[1]
-            for trial in self._elsewhere(before):
+            for seconds, trial in self._fastest_first(self._elsewhere(before)):
                 if self.good_enough or self.spent:
                     return self.fastest
-                self.here, least_s = None, self.seconds
-                if self.try_one(trial) and self.tried[trial] != least_s:  # an equal plan has the same way down
+                if seconds != self.seconds:  # an equal plan has the same way down
+                    self.here = seconds, trial
                     self._downhill()
         self.exhausted = not self.spent
         return self.fastest
+
+    def _fastest_first(self, trials: Iterable[Trial]) -> list[tuple[float, Trial]]:
+        """Make these trials. Returns the trials that fit and their seconds, the fastest first."""
+        made: list[tuple[float, Trial]] = []
+        for trial in trials:
+            self.here = None
+            if self.try_one(trial):
+                made.append((self.tried[trial], trial))
+        return sorted(made, key=lambda one: one[0])
 
     def _downhill(self, parts: int = NEXT_STRIDE) -> None:
         """Go downhill from `here`. The first changes are by the number of chunks divided by `parts`."""
