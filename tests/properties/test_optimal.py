@@ -20,10 +20,12 @@ from pstar_sim.policy.family.attempt import attempt_course
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.search import Search
+from pstar_sim.policy.family.searched import _Sizes
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.kit.ties import AS_FAST
+from pstar_sim.policy.optimal import POINT
 from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import built_in, can_follow
 from pstar_sim.sim.play import play
@@ -185,6 +187,32 @@ def test_a_search_that_is_given_more_effort_goes_on() -> None:
     assert search.seconds <= first_s
     assert all(search.tried[choice] == seconds for choice, seconds in tried.items())
     assert len(search.tried) > len(tried)
+
+
+def test_other_trials_are_made_before_the_search_goes_on_from_the_fastest_of_them() -> None:
+    workload = preset("4B", batch=4, seq=1024, dtype="bf16", checkpointing=True)
+    job = Job("any", workload, machine("rtx4090"), Settings(update="step", clip=True), Point(streams=True))
+    search = Search(job)
+    search.run(15_000)
+    assert search.best is not None
+    search.effort_ops = 100_000
+    best = search.best[1]
+    others = [replace(best, streams=best.streams // parts) for parts in (2, 1, 4)]
+    made = search._fastest_first(others)
+    assert [trial.streams for _, trial in made] == [best.streams, best.streams // 2, best.streams // 4]
+    assert [seconds for seconds, _ in made] == sorted(search.tried[trial] for trial in others)
+
+
+def test_a_chunk_size_that_is_continued_in_vain_promises_less() -> None:
+    workload = preset("4B", batch=1, seq=1024, dtype="bf16", checkpointing=True)
+    over = _Sizes(workload, machine("rtx4090"), Settings(effort=0.2, update="eager", clip=False), POINT, "any", True)
+    over.run()
+    assert len(over.searches) > 1
+    first = over._promising()
+    assert first is not None
+    over._in_vain[first] = 1000
+    second = over._promising()
+    assert second is not None and second is not first
 
 
 FROZEN = Path(__file__).parents[2] / "benchmarks" / "machines"
