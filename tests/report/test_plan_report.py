@@ -21,7 +21,7 @@ from pstar_sim.core.step import Queue
 from pstar_sim.planner.compare import Comparison
 from pstar_sim.report.byte_curves import byte_curves
 from pstar_sim.report.residence import AWAY, CONTENTS, residence
-from pstar_sim.report.web.charts import MOST_CORNERS, lanes_chart, themed, tide_chart
+from pstar_sim.report.web.charts import LANE, MOST_CORNERS, lanes_chart, same_lanes, themed, tide_chart
 from pstar_sim.report.web.plan_report import Subject
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload
@@ -93,7 +93,21 @@ def test_bars_that_are_too_short_to_see_are_joined_and_counted(compared: Compari
     assert len(fetches["x"]) < 500
     counts = [re.match(r"(\d+) x fetch", words) for words in fetches["customdata"]]
     assert sum(int(found[1]) if found else 1 for found in counts) == 1000
-    assert chart.notes and chart.notes[0].startswith("1001 steps and waits are drawn as")
+    assert chart.notes[0].startswith("1001 steps and waits are drawn as") and "height of a bar" in chart.notes[1]
+    areas = [length * height for length, height in zip(fetches["x"], fetches["width"])]
+    assert sum(areas) == pytest.approx(1.0 * LANE, rel=0.01), "the area is the second that they work, of 2 s"
+
+
+def test_charts_of_queues_side_by_side_have_the_same_lanes(compared: Comparison) -> None:
+    """A run that never waits beside one that does: no row of one stands beside another row of the other."""
+    timeline = compared["tide"].timeline
+    steady = replace(timeline, spans=[replace(span, cause=None) for span in timeline.spans])
+    charts = [lanes_chart(one, right_s=1.0) for one in (timeline, steady)]
+    waits, calm = (chart.figure["layout"]["yaxis"]["categoryarray"] for chart in charts)
+    assert "compute waits" in waits and "compute waits" not in calm
+    first, second = (chart.figure["layout"] for chart in same_lanes(charts))
+    assert first["yaxis"] == second["yaxis"] == charts[0].figure["layout"]["yaxis"]
+    assert first["height"] == second["height"]
 
 
 def test_a_curve_of_thousands_of_changes_keeps_its_peak_and_says_what_was_joined(compared: Comparison) -> None:

@@ -5,13 +5,15 @@ page replaces the word by the theme's colour when the page is shown and when the
 
 [Note: joined] A chart never draws more than a screen can show. Joined elements are counted, and a note gives their
 number. Where a curve has more corners than MOST_CORNERS, a point is the highest instant of its stretch. Where a lane
-has bars shorter than 1/RESOLUTION of the iteration, neighbours share a bar that lists them.
+has bars shorter than 1/RESOLUTION of the iteration, neighbours share a bar that lists them. Such a bar is as long as
+the resolution and as high as the share of its length in which the queue works: its area is the work. At full height a
+queue with a short step every 1/RESOLUTION would look busy all the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -35,6 +37,7 @@ __all__ = [
     "Chart",
     "lanes_chart",
     "residence_chart",
+    "same_lanes",
     "themed",
     "tide_chart",
 ]
@@ -42,6 +45,7 @@ __all__ = [
 MOST_CORNERS = 1200
 THINNEST = 0.005  # share of the height that is seen
 RESOLUTION = 400
+LANE, LEAST = 0.78, 0.08  # height of a bar in its lane; least share of that height, which is still seen
 
 Figure = dict[str, Any]
 
@@ -59,6 +63,7 @@ CATEGORY_NAMES = {
     "non-model": "the tide: activations and other non-model data",
 }
 WAITS = "compute waits"
+LANES = (QUEUE_NAMES[Queue.COMPUTE], WAITS, *list(QUEUE_NAMES.values())[1:])
 CONTENT_COLOURS = ("@faint", CATEGORIES["param"], CATEGORIES["grad"], CATEGORIES["states"])
 
 
@@ -155,7 +160,7 @@ def tide_chart(
     notes = [note] if note else []
     most = int(curves.total.max())
     if most < THINNEST * top_bytes:
-        notes.append(f"at most {format_bytes(most)} of {format_bytes(capacity)} are taken, too little to be seen here")
+        notes.append(f"At most {format_bytes(most)} of {format_bytes(capacity)} are taken, too little to be seen here")
     if measured is not None:
         more, said = _measured_lines(measured, x, capacity, scale, unit)
         data += more
@@ -291,29 +296,47 @@ def lanes_chart(timeline: Timeline, *, right_s: float, plan: Plan | None = None)
     Raises PstarError for a timeline without compute spans.
     """
     rows = _rows(timeline, chunk_words(plan))
-    lanes = [lane for lane in (QUEUE_NAMES[Queue.COMPUTE], WAITS, *list(QUEUE_NAMES.values())[1:]) if lane in rows]
+    lanes = [lane for lane in LANES if lane in rows]
     shortest = timeline.iteration_s / RESOLUTION
     steps = sum(len(bars) for bars in rows.values())
-    bars = [(lane, bar) for lane in lanes for bar in _joined(rows[lane], shortest)]
+    joined = {lane: _joined(rows[lane], shortest) for lane in lanes}
+    for mine in joined.values():
+        _lengthen(mine, shortest, timeline.iteration_s)
+    bars = [(lane, bar) for lane in lanes for bar in joined[lane]]
     data = _bar_traces(bars)
     colours = {trace["name"]: trace["marker"]["color"] for trace in data}
     order = [*PHASES, *(name for name, _, _ in STEPS.values()), *colours]
     legend = {name: colours[name] for name in dict.fromkeys(order) if name in colours}
-    note = ""
+    notes = []
     if len(bars) < steps:
-        note = (
-            f"{steps} steps and waits are drawn as {len(bars)} bars: neighbours within {format_s(shortest)} share one, "
-            "in the colour of the step that takes most of it; point at a bar to see its steps"
+        notes.append(
+            f"{steps} steps and waits are drawn as {len(bars)} bars: neighbours within {format_s(shortest)} share a "
+            "bar, in the colour of the step that takes most of it; point at a bar to see its steps"
         )
+    if any(_share(bar) < 1 for _, bar in bars):
+        notes.append("The height of a bar is the share of its length in which the queue works")
     shown = layout(
-        height=70 + 30 * len(lanes),
         barmode="overlay",
         xaxis=axis("time in the iteration [s]", range=[0, right_s]),
-        yaxis={"categoryorder": "array", "categoryarray": lanes[::-1], "automargin": True, "fixedrange": True,
-               "range": [-0.6, len(lanes) - 0.4]},
         hovermode="closest",
-    )  # fmt: skip
-    return Chart(figure={"data": data, "layout": shown}, legend=legend, notes=(note,) if note else ())
+        **_rows_of(lanes),
+    )
+    return Chart(figure={"data": data, "layout": shown}, legend=legend, notes=tuple(notes))
+
+
+def _rows_of(lanes: Sequence[str]) -> Figure:
+    """Returns the part of a layout that depends on the lanes."""
+    yaxis = {"categoryorder": "array", "categoryarray": list(lanes[::-1]), "automargin": True, "fixedrange": True,
+             "range": [-0.6, len(lanes) - 0.4]}  # fmt: skip
+    return {"height": 70 + 30 * len(lanes), "yaxis": yaxis}
+
+
+def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
+    """Returns charts of queues that stand side by side, all with the lanes of any of them: rows can be compared."""
+    there = {lane for chart in charts for lane in chart.figure["layout"]["yaxis"]["categoryarray"]}
+    rows = _rows_of([lane for lane in LANES if lane in there])
+    figures = [{**chart.figure, "layout": {**chart.figure["layout"], **rows}} for chart in charts]
+    return [replace(chart, figure=figure) for chart, figure in zip(charts, figures)]
 
 
 def _rows(timeline: Timeline, names: Mapping[int, str]) -> dict[str, list[_Bar]]:
@@ -356,10 +379,21 @@ def _bar_traces(bars: Sequence[tuple[str, _Bar]]) -> list[Figure]:
                 "customdata": [bar.words() for _, bar in mine],
                 "hovertemplate": "%{base:.4g} s: %{customdata}<extra></extra>",
                 "marker": {"color": colour, "line": {"width": 0}},
-                "width": 0.78,
+                "width": _heights(mine),
             }
         )
     return data
+
+
+def _heights(bars: Sequence[tuple[str, _Bar]]) -> float | list[float]:
+    """Returns the height of each bar, or the height of all where all are full."""
+    shares = [_share(bar) for _, bar in bars]
+    return LANE if min(shares) == 1 else [round(LANE * max(share, LEAST), 3) for share in shares]
+
+
+def _share(bar: _Bar) -> float:
+    """Returns the share of the bar's length in which the queue works, at most 1."""
+    return min(1.0, round(sum(bar.busy_s.values()) / (bar.end_s - bar.start_s), 3))
 
 
 def _within(start_s: float, end_s: float, timeline: Timeline) -> tuple[float, float]:
@@ -383,6 +417,12 @@ def _joined(bars: Sequence[_Bar], shortest_s: float) -> list[_Bar]:
         else:
             drawn.append(bar)
     return drawn
+
+
+def _lengthen(bars: Sequence[_Bar], shortest_s: float, end_s: float) -> None:
+    """Make bars that are shorter than shortest_s as long as that, where the next bar leaves room."""
+    for bar, next_s in zip(bars, [*(later.start_s for later in bars[1:]), end_s]):
+        bar.end_s = max(bar.end_s, min(bar.start_s + shortest_s, next_s))
 
 
 def _style(timeline: Timeline, span: Span) -> tuple[str, str]:
@@ -425,9 +465,9 @@ def residence_chart(found: Residence, *, right_s: float) -> Chart:
     }
     per_row = max(b - a for a, b in zip(found.first_chunks, ends))
     bin_s = float(found.edges_s[1] - found.edges_s[0])
-    note = f"a column is {format_s(bin_s)}; a chunk that was there for a part of it is shown"
+    note = f"A column is {format_s(bin_s)}; a chunk that was there for a part of it is shown"
     if per_row > 1:
-        note = f"{found.chunks} chunks in rows of {per_row}, each in the colour of most of the bytes there; {note}"
+        note = f"{found.chunks} chunks in rows of {per_row}, each in the colour of most of the bytes there. {note}"
     shown = layout(
         height=340,
         xaxis=axis("time in the iteration [s]", range=[0, right_s]),

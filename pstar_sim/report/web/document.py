@@ -16,7 +16,7 @@ from typing import Any
 from pstar_sim.errors import PstarError
 from pstar_sim.report.web.charts import THEMES
 
-__all__ = ["breakable", "chart_place", "document", "legend_html", "plotly_script", "table_html"]
+__all__ = ["breakable", "chart_place", "document", "legend_html", "plotly_script", "table_html", "unbroken"]
 
 MOST_NARROW = 3
 
@@ -89,6 +89,11 @@ def legend_html(legend: Mapping[str, str]) -> str:
 def breakable(text: str) -> str:
     """Returns the text as HTML in which a long name, of a policy with its options, may break behind its parts."""
     return re.sub(r"([_:,=])(?=\S)", r"\1<wbr>", escape(text, quote=False))
+
+
+def unbroken(text: str) -> str:
+    """Returns the text as HTML in which a number stays on one line with its error and its unit."""
+    return re.sub(r" (?=[±%]|(?:s|ms|us|GB|days)\b)|(?<=±) ", "&nbsp;", escape(text, quote=False))
 
 
 def _css(colour: str) -> str:

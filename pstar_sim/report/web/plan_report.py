@@ -3,7 +3,7 @@ prediction, as one HTML file. The report computes none of the planner's figures:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -23,8 +23,8 @@ from pstar_sim.report.byte_curves import CATEGORIES, byte_curves, moment_windows
 from pstar_sim.report.residence import residence
 from pstar_sim.report.run_figures import Figure
 from pstar_sim.report.tables import BINDS_WORDS, format_change, format_percent
-from pstar_sim.report.web.charts import CATEGORY_NAMES, Chart, lanes_chart, residence_chart, tide_chart
-from pstar_sim.report.web.document import breakable, chart_place, document, legend_html, table_html
+from pstar_sim.report.web.charts import CATEGORY_NAMES, Chart, lanes_chart, residence_chart, same_lanes, tide_chart
+from pstar_sim.report.web.document import breakable, chart_place, document, legend_html, table_html, unbroken
 from pstar_sim.units import format_bytes, format_error, format_params, format_s
 
 __all__ = ["Subject", "plan_report"]
@@ -112,7 +112,7 @@ class _Page:
         theme = '<button data-theme-button aria-label="change between light and dark">dark</button>'
         return (
             f'<div class="row"><h1>{breakable(" beside ".join(s.title for s in self.subjects))}</h1>{theme}</div>'
-            f'{soft}<p class="answer">{escape(self._verdict())}</p>'
+            f'{soft}<p class="answer">{unbroken(self._verdict())}</p>'
         )
 
     def _verdict(self) -> str:
@@ -150,20 +150,14 @@ class _Page:
     def _columns(self, cells: Sequence[str]) -> str:
         return f'<div class="columns">{"".join(f"<div>{cell}</div>" for cell in cells)}</div>'
 
-    def _each(self, name: str, says: str, make: Callable[[Subject], Chart]) -> str:
+    def _each(self, name: str, says: str, charts: Sequence[Chart]) -> str:
         """Returns the legend, and a column per subject with its chart.
 
         name: name of the figures.
         says: the charts in words.
-        make: draws the chart of a subject.
         """
-        legend: dict[str, str] = {}
-        cells = []
-        for n, subject in enumerate(self.subjects):
-            chart = make(subject)
-            legend |= chart.legend
-            cells.append(self._drawn(f"{name} {n}", subject, chart, says))
-        return f"{legend_html(legend)}{self._columns(cells)}"
+        cells = [self._drawn(f"{name} {n}", *one, says) for n, one in enumerate(zip(self.subjects, charts))]
+        return f"{legend_html(_merged([chart.legend for chart in charts]))}{self._columns(cells)}"
 
     def _drawn(self, name: str, subject: Subject, chart: Chart, says: str) -> str:
         """Returns the chart under the subject's title."""
@@ -172,26 +166,28 @@ class _Page:
         return f"<h3>{breakable(subject.title)}</h3>{place}{_notes(chart)}"
 
     def _tides(self) -> str:
-        legend: dict[str, str] = {}
+        legends = []
         cells = []
         for n, subject in enumerate(self.subjects):
             after = self.subjects[n + 1 : n + 2]
             over = after[0].timeline if after and after[0].measured else None
             alone = n > 0 and subject.measured  # by moment, a run lies over its prediction
-            says = ""
+            above, below = "", ""
             for x in XS[:1] if alone else XS:
                 chart = self._tide(n, x, over if x == "moment" else None)
-                legend |= chart.legend
+                legends.append(chart.legend)
                 title = f"{subject.title} (areas), measured (lines)" if over and x == "moment" else subject.title
-                says += f'<div data-x="{x}"{self._hidden(x)}><h3>{breakable(title)}</h3>{_notes(chart)}</div>'
+                above += f'<div data-x="{x}"{self._hidden(x)}><h3>{breakable(title)}</h3></div>'
+                below += f'<div data-x="{x}"{self._hidden(x)}>{_notes(chart)}</div>'  # charts side by side stay level
             place = chart_place(f"tide {n}", f"GPU memory over the iteration of {subject.title}")
-            cells.append(f'<div data-x="{XS[0]}"{self._hidden(XS[0])}>{says}{place}</div>' if alone else says + place)
+            cell = f"{above}{place}{below}"
+            cells.append(f'<div data-x="{XS[0]}"{self._hidden(XS[0])}>{cell}</div>' if alone else cell)
         pressed = {x: str(x == self.first_x).lower() for x in XS}
         buttons = "".join(f'<button value="{x}" aria-pressed="{pressed[x]}">by {x}</button>' for x in XS)
         return (
             f'<div class="row head"><h2>What fills the GPU</h2><div data-choice="x">{buttons}</div></div>'
             "<p>Model data stands on the floor, the tide hangs from the capacity. What is between them is free.</p>"
-            f"{legend_html(legend)}{self._columns(cells)}"
+            f"{legend_html(_merged(legends))}{self._columns(cells)}"
         )
 
     def _tide(self, n: int, x: str, over: Timeline | None) -> Chart:
@@ -210,11 +206,8 @@ class _Page:
         return "" if x == self.first_x else " hidden"
 
     def _lanes(self) -> str:
-        charts = self._each(
-            "lanes",
-            "what every queue does",
-            lambda subject: lanes_chart(subject.timeline, right_s=self.right_s, plan=subject.plan),
-        )
+        drawn = same_lanes([lanes_chart(s.timeline, right_s=self.right_s, plan=s.plan) for s in self.subjects])
+        charts = self._each("lanes", "what every queue does", drawn)
         return (
             "<h2>What the queues do</h2><p>A gap in a lane is time in which the queue waits. The lane below compute "
             "says what compute waits for, in the colour of the cause with most of the wait; the seconds of every cause "
@@ -222,14 +215,11 @@ class _Page:
         )
 
     def _chunks(self) -> str:
-        charts = self._each(
-            "chunks",
-            "which chunks are on the GPU",
-            lambda subject: residence_chart(residence(subject.plan, subject.timeline), right_s=self.right_s),
-        )
+        drawn = [residence_chart(residence(s.plan, s.timeline), right_s=self.right_s) for s in self.subjects]
+        charts = self._each("chunks", "which chunks are on the GPU", drawn)
         sliced = ""
         if any(subject.plan.layout.ranks > 1 for subject in self.subjects):
-            sliced = " Chunks are sliced over the GPUs: one of which this GPU has its slice alone counts as there."
+            sliced = " Chunks are sliced over the GPUs. A chunk counts as there if this GPU has its own slice of it."
         return (
             "<h2>Which chunks are on the GPU</h2><p>A row per chunk, from the first layers at the top to the last. "
             f"A chunk that has several things there has the colour of the last one named.{sliced}</p>{charts}"
@@ -266,6 +256,19 @@ class _Page:
                 f"<details open><summary>{breakable(subject.title)}</summary><pre>{escape(text)}</pre></details>"
             )
         return "<h2>Explanation</h2>" + "".join(parts)
+
+
+def _merged(legends: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Returns one legend. A name that a later legend brings stands behind the name before it there."""
+    names: list[str] = []
+    for legend in legends:
+        at = 0
+        for name in legend:
+            if name not in names:
+                names.insert(at, name)
+            at = names.index(name) + 1
+    colours = {name: colour for legend in legends for name, colour in legend.items()}
+    return {name: colours[name] for name in names}
 
 
 def _job(plan: Plan) -> str:

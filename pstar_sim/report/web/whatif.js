@@ -29,8 +29,9 @@ const alike = (...free) => points.filter((point) => axes.every((name) => free.in
 const fitting = (found) => found.filter((point) => point.fits === true && point.tokens_per_s);
 const fastest = (found) => fitting(found).reduce((best, point) => (best === null || point.iteration_s < best.iteration_s ? point : best), null);
 
+// A number stays on one line with its error and its unit.
 function write(id, text) {
-  document.getElementById(id).textContent = text;
+  document.getElementById(id).textContent = text.replace(/ (?=[±%]|(?:s|ms|GB|days)\b)|(?<=±) /g, "\u00a0");
 }
 
 function table(id, heads, rows) {
@@ -102,10 +103,10 @@ function cheapest() {
   const name = label(MODEL, chosen[MODEL]);
   const where = (offer) => `${label("machine", offer.point.machine)} with ${label("policy", offer.point.policy)}`;
   write("cheapest", best
-    ? `${name}: ${where(best)}, $${digits(best.usd)}${error(best.point)} in ${digits(best.days)}${error(best.point)} days` +
+    ? `${name}: ${where(best)}, $${digits(best.usd)}${error(best.point)} in ${digits(best.days)} days${error(best.point)}` +
       `${best.inTime.startsWith("yes") ? "" : " (in time only within its error)"}.`
     : soonest && all.some((offer) => offer.usd !== null)
-      ? `No machine of the sweep trains ${name} in time; the fastest is ${where(soonest)}, ${digits(soonest.days)}${error(soonest.point)} days.` : `No machine with a price trains ${name}.`);
+      ? `No machine of the sweep trains ${name} in time; the fastest is ${where(soonest)}, ${digits(soonest.days)} days${error(soonest.point)}.` : `No machine with a price trains ${name}.`);
   table("cheapest-table", ["machine, policy", "in time", "$", "days", "$ per million tokens", "list price per hour"],
     all.map((offer) => [where(offer), offer.inTime, offer.usd === null ? "no price" : `$${digits(offer.usd)}${error(offer.point)}`,
       digits(offer.days) + error(offer.point), perMillion(offer.point) === null ? "" : `$${digits(perMillion(offer.point))}${error(offer.point)}`,
@@ -123,11 +124,20 @@ function pareto(all) {
     .sort((a, b) => x(a) - x(b));
   const narrow = document.getElementById("pareto").clientWidth < 480; // room for the names of the two ends
   const named = narrow ? [front[0], front[front.length - 1]] : front;
-  const most = Math.max(...all.map(x));
-  // A name stands beside its point, at the end of a line: points may lie close together.
-  const annotations = [...new Set(named)].filter((o) => o).map((o, n) => ({ x: x(o), y: y(o), text: label("machine", o.point.machine),
-    ax: x(o) > most / 2 ? -60 : 60, ay: n % 2 ? 22 : -30, showarrow: true, arrowhead: 0, arrowwidth: 1, arrowcolor: "@ink",
-    bgcolor: "@paper", borderpad: 1, font: { size: 12, color: "@ink" }, name: "1" }));
+  // A name stands beside its point, at the end of a line, where it is farthest from points and other names.
+  const [wide, high] = [document.getElementById("pareto").clientWidth - 94, 310];
+  const pixel = (o) => [(wide * x(o)) / (1.06 * Math.max(...all.map(x))), high * (1 - y(o) / (1.1 * Math.max(...all.map(y))))];
+  const taken = all.map(pixel);
+  const annotations = [...new Set(named)].filter((o) => o).map((o) => {
+    const [left, top] = pixel(o);
+    const free = ([ax, ay]) => (left + ax < 50 || left + ax > wide - 40 || top + ay < 8 || top + ay > high - 8 ? -1
+      : Math.min(...taken.map(([a, b]) => Math.max(Math.abs(a - left - ax) / 55, Math.abs(b - top - ay) / 14))));
+    const places = [[60, -30], [60, 30], [-60, -30], [-60, 30], [5, -40], [5, 40], [90, -60], [90, 60], [-90, -60], [10, -75]];
+    const [ax, ay] = places.reduce((best, one) => (Math.min(free(one), 2) > Math.min(free(best), 2) ? one : best));
+    taken.push([left + ax, top + ay]);
+    return { x: x(o), y: y(o), text: label("machine", o.point.machine), ax, ay, showarrow: true, arrowhead: 0, arrowwidth: 1,
+      arrowcolor: "@ink", bgcolor: "@paper", borderpad: 1, font: { size: 12, color: "@ink" }, name: "1" };
+  });
   const symbols = ["circle", "square", "diamond", "triangle-up", "cross", "x", "star"];
   const policies = [...new Set(all.map((o) => o.point.policy))].sort((a, b) => a - b);
   const data = [{ type: "scatter", mode: "lines", x: front.map(x), y: front.map(y), line: { color: "@ink", width: 1, dash: "dot" }, hoverinfo: "skip" }];
