@@ -304,7 +304,13 @@ def sensitivity(
     setting: SettingFlags,
     policy: Annotated[list[str] | None, policies("ask about", "three of them")] = None,
     by: Annotated[
-        float, typer.Option(parser=share, metavar="SHARE", show_default=False, help="such as 10% or 0.5 (default: 10%)")
+        float,
+        typer.Option(
+            parser=share,
+            metavar="SHARE",
+            show_default=False,
+            help="share by which each part is enlarged, such as 10% or 100% (default: 10%)",
+        ),
     ] = 0.1,
     json: JsonList = False,
 ) -> int:

@@ -98,8 +98,17 @@ def _flag_of(context: Any, word: str, flags: Mapping[str, Any]) -> Any:
     name = word.partition("=")[0]
     flag = flags.get(name) or (None if word.startswith("--") else flags.get(word[:2]))
     if flag is None:
-        raise PstarError(_see(context, f"unknown flag {name!r}{did_you_mean(name, flags)}"))
+        others = _commands_with(context, name)
+        hint = f"; it is a flag of {' and '.join(others)}" if others else did_you_mean(name, flags)
+        raise PstarError(_see(context, f"unknown flag {name!r}{hint}"))
     return flag
+
+
+def _commands_with(context: Any, name: str) -> list[str]:
+    """Returns at most three other commands of the group that have the flag."""
+    group = getattr(context.parent, "command", None)
+    commands = getattr(group, "commands", {})
+    return [other for other, one in commands.items() if any(name in p.opts for p in one.get_params(context))][:3]
 
 
 def _take_value(context: Any, flag: Any, word: str, left: list[str], flags: Collection[str]) -> None:

@@ -1,5 +1,5 @@
-"""Notes of an answer on the effects of the machine: one memory for CPU and GPU, little pinned memory, disks that wear
-out."""
+"""Notes of an answer on the effects of the machine: one memory for CPU and GPU, little pinned memory, a host without
+room for a run of a plan, disks that wear out."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
+from pstar_sim.planner.memory_needs import need_of_plan
 from pstar_sim.units import format_bytes
 
 __all__ = ["NO_DISKS", "disk_life", "machine_notes"]
@@ -38,10 +39,23 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
             f"the host can pin {format_bytes(machine.host.pinned_bytes)}: lists of a job beyond that are copied "
             f"at the pageable rate, {format_bytes(machine.link.pageable_bytes_per_s or 0)}/s"
         )
+    tight = {plan.policy: need for plan, _ in plans if (need := _run_bytes(plan)) > machine.host_budget_bytes}
+    if tight:
+        notes.append(
+            f"{', '.join(tight)}: the payloads of the plan fit the host, but a run also needs the rounding of pinned "
+            f"memory and the weights while they are loaded, up to {format_bytes(max(tight.values()))} of "
+            f"{format_bytes(machine.host_budget_bytes)}; `pstar fits` counts both"
+        )
     on_disks = [plan.policy for plan, _ in plans if moves_on_disks(plan.moved_bytes)]
     if on_disks:
         notes.append(f"{', '.join(on_disks)}: {NO_DISKS}")
     return [*notes, *(line for plan, timeline in plans if (line := disk_life(plan, timeline.iteration_s)))]
+
+
+def _run_bytes(plan: Plan) -> int:
+    """Returns the bytes that a run of the plan needs of the host; 0 for a plan that uses disks, whose payloads pass
+    through the host."""
+    return 0 if plan.nvme_budget_bytes else need_of_plan(plan).host_bytes
 
 
 def disk_life(plan: Plan, iteration_s: float) -> str:

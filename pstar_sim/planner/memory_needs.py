@@ -51,6 +51,7 @@ __all__ = [
     "host_shortage",
     "least_gpu_bytes",
     "memory_need",
+    "need_of_plan",
     "need_with_room",
     "shortage",
     "startup_bytes",
@@ -165,6 +166,11 @@ def memory_need(
             continue
         return replace(need, policy=name)
     raise refusal
+
+
+def need_of_plan(plan: Plan) -> Need:
+    """Returns the needs of a run of the plan on the host of each rank, with weights that are loaded whole."""
+    return _need_of_plan(plan.policy, plan, startup_bytes(plan.workload, plan.machine))
 
 
 def _need_of_plan(name: str, plan: Plan, startup: int) -> Need:

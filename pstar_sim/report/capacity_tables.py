@@ -363,7 +363,7 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
     columns = ("part", "iteration", "change", "policy", "largest model", "layers", "change ")
     rows = [_effect_cells("as it is", answer.now)]
     for row in answer.rows:
-        each = ", change a token" if row.part == "one more GPU" else ""
+        each = ", change per token" if row.part == "one more GPU" else ""
         rows.append(_effect_cells(f"{row.part}{each}", row))
     lines.append(table_text(columns, rows, width=width).rstrip())
     known = dict.fromkeys((r.policy, r.trust) for r in (answer.now, *answer.rows) if r.policy is not None)

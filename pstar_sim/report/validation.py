@@ -112,7 +112,7 @@ def distance_text(v: Validation, width: int) -> str:
         (name, str(e.rows), _share(e.median), _share(e.p90), "" if e.bias is None else f"{e.bias:+.1%}")
         for name, e in v.by_distance().items()
     ]
-    heads = ("tested times, from the fitted ones", "rows", "median", "90th", "bias")
+    heads = ("tested times, from the fitted times", "rows", "median", "90th", "bias")
     return table_text(heads, rows, width=width, keys=1)
 
 

@@ -25,6 +25,7 @@ JOB = ["--model", "1B", "--batch", "1", "--seq", "128", "--machine", "v100-32"]
         (["compare", *JOB, "--polcy", "tide"], "unknown flag '--polcy'; did you mean --policy? (see `pstar compare"),
         (["compare", "--mach", "v100-32"], "unknown flag '--mach'; did you mean --machine?"),
         (["compare", *JOB, "--frobnicate"], "unknown flag '--frobnicate' (see `pstar compare --help`)"),
+        (["fits", *JOB, "--global-batch", "8"], "unknown flag '--global-batch'; it is a flag of compare and plan (see"),
         (["--versoin"], "unknown flag '--versoin'; did you mean --version? (see `pstar --help`)"),
         (["compare", *JOB, "--certify=yes"], "argument --certify: takes no value, not 'yes'"),
         (["compare", *JOB, "--chunk"], "argument --chunk: needs a value, SIZE (see `pstar compare --help`)"),

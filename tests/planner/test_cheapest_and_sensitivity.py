@@ -243,7 +243,7 @@ def test_one_more_gpu_takes_its_share_of_the_tokens() -> None:
     errors = answer.now.expected_error, row.expected_error
     assert errors[0] is not None and errors[1] is not None
     assert row.change_error == pytest.approx((1 + row.change) * (errors[0] ** 2 + errors[1] ** 2) ** 0.5)
-    assert "one more GPU, change a token" in repr(answer)
+    assert "one more GPU, change per token" in repr(answer)
 
 
 @pytest.mark.slow
