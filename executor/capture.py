@@ -171,8 +171,8 @@ def capture_module(
     keep_gradients: leave gradients in the parameters, as plain torch does, and count their bytes.
 
     Raises ModelError for a module that fake tensors cannot run (names module and operation), a parameter read outside
-    every module call, a loss that reaches no parameter, an attention kernel that was asked for and not used; PlanError
-    for a trainable parameter that is in no group.
+    every module call, a loss that reaches no parameter or runs a backward itself, an attention kernel that was asked
+    for and not used; PlanError for a trainable parameter that is in no group.
     """
     name = name or type(module).__name__
     numbered = _numbered(module, groups)
@@ -260,7 +260,14 @@ def _run(
         shapes = RealShapes()
         stack.enter_context(known_masks(lambda tensor: shapes.value_of(tensor) is not None))
         with mode, shapes, live, attention_kernel(attention), torch.enable_grad():
-            loss(module, inputs).backward()  # type: ignore[no-untyped-call]
+            value = loss(module, inputs)
+            if clock.backwards:
+                raise ModelError(
+                    f"{name}: the loss runs a backward of its own (torch.autograd.grad, as in a gradient penalty), and "
+                    "a plan has one forward and one backward per micro-batch; leave that part of the loss out"
+                )
+            value.backward()  # type: ignore[no-untyped-call]
+            del value
             clock.step()
             recorder.finish()  # the batch is alive until here, as in any loop
     return recorder, shapes.blind

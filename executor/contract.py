@@ -24,6 +24,7 @@ gives the result of each act in each state of the loop.
 | `zero_grad(set_to_none=False)` | ContractError: call `zero_grad()` |
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | more backwards than the plan's micro-batches | ContractError: plan with as many micro-batches |
+| several backwards of one forward | each counts as a micro-batch of the plan: as plain torch, or ContractError |
 | fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted as a deviation |
 | under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |

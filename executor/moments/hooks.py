@@ -113,7 +113,7 @@ class MomentClock:
         self._trains = trains
         self.micro_batch = 0
         self._on_event = on_event
-        self._turns = 0  # backwards that ended since the last `step()`
+        self._turns = 0  # see `backwards`
         self._open = 0  # units whose forward is running, outside backward
         self._callback_due = False
         self._in_one = False  # several calls of autograd are one backward
@@ -137,6 +137,11 @@ class MomentClock:
     @property
     def inside(self) -> bool:
         return self._open > 0 or _graph_task() != -1
+
+    @property
+    def backwards(self) -> int:
+        """The number of backwards that have ended since the last `step()`."""
+        return self._turns
 
     @property
     def unfinished(self) -> bool:
@@ -302,16 +307,17 @@ class MomentClock:
             self._on_event(ModuleEvent("backward-end", "", "backward-end", Phase.BWD, self.micro_batch))
 
 
-def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[bool], torch.Tensor], None]:
-    """Returns the hook for the outputs of one call of a unit. The first gradient is the event.
+def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[int], torch.Tensor], None]:
+    """Returns the hook for the outputs of one call of a unit. The first gradient of each backward is the event.
 
-    heard: shared by the call's hooks; not empty once a gradient has come.
+    heard: shared by the call's hooks; the backward (graph task) whose gradient came last, if any.
     """
 
-    def hear(event: ModuleEvent, heard: list[bool], _: torch.Tensor) -> None:
-        if heard:
+    def hear(event: ModuleEvent, heard: list[int], _: torch.Tensor) -> None:
+        task = _graph_task()
+        if heard and heard[0] == task:
             return
-        heard.append(True)
+        heard[:] = [task]
         clock = link.clock()
         if clock is not None:
             clock.tell_gradient(event)

@@ -370,6 +370,18 @@ def test_parameter_read_outside_every_module_call() -> None:
         capture_module(Mlp(), torch.zeros(32, 8), name="mlp", loss=regularised)
 
 
+def test_a_loss_with_a_gradient_penalty_is_refused_by_name() -> None:
+    """torch.autograd.grad inside the loss is a second backward, for which a plan has no moments."""
+
+    def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        out = module(batch["x"]).square().mean()
+        (slope,) = torch.autograd.grad(out, module.weight, create_graph=True)
+        return out + slope.square().sum()
+
+    with pytest.raises(ModelError, match=r"Linear: the loss runs a backward of its own \(torch.autograd.grad"):
+        capture_module(nn.Linear(4, 4), {"x": torch.ones(2, 4)}, loss=loss)
+
+
 def test_model_without_a_loss() -> None:
     with pytest.raises(ModelError, match=r"Linear returns a tensor of shape \(3, 2\).*return a scalar loss"):
         capture_module(nn.Linear(4, 2), torch.zeros(3, 4), name="linear")

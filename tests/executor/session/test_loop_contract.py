@@ -73,11 +73,15 @@ def refused(kit: Any, run: Any, action: Callable[[], object], message: str) -> N
     assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
 
 
-def finish(kit: Any, run: Any) -> None:
-    """The iteration that was begun ends as if nothing had been tried."""
+def finish_one(run: Any) -> None:
     run.optimizer.step()
     run.optimizer.zero_grad()
     run.reference.step()
+
+
+def finish(kit: Any, run: Any) -> None:
+    """The iteration that was begun ends as if nothing had been tried."""
+    finish_one(run)
     steps(kit, run, 2)
     assert_same(kit, run)
 
@@ -258,6 +262,22 @@ class TestStepsAndBackwards:
         kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=3)
         assert run.session.deviations == 1
         assert_same(kit, run)
+
+    def test_two_backwards_of_one_forward(self, kit: Any, start: Callable[..., Any]) -> None:
+        """Two losses of one forward are two micro-batches, which a plan for one refuses in the second backward."""
+        run = start("mlp", "tide", micro_batches=2)
+        for _ in range(3):
+            batch = next(run.batches)
+            for model in (run.model, run.reference.model):
+                loss = kit.loss_of(model, batch)
+                loss.backward(retain_graph=True)
+                (0.5 * loss).backward()
+            finish_one(run)
+        assert_same(kit, run)
+        one = start("mlp", "tide")
+        loss = kit.loss_of(one.model, next(one.batches))
+        loss.backward(retain_graph=True)
+        refused(kit, one, loss.backward, "backward number 2 of an iteration that the plan made for 1")
 
     def test_step_without_backward(self, kit: Any, run: Any) -> None:
         run.optimizer.step()
