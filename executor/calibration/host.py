@@ -81,7 +81,8 @@ def adam_rates(
 
 
 def dram_rate(bench: Bench, counts: list[int], *, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the bytes/s that copies in host memory read and write together: the most of all numbers of threads."""
+    """Returns the bytes/s that copies in host memory read and write together, at the number of threads with the
+    highest rate."""
     size = min(_DRAM_BYTES, bench.effort.memory_bytes // (2 * max(counts)))
     buffers = [(torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)) for _ in range(max(counts))]
     best = 0.0
