@@ -715,7 +715,7 @@ def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
         return found.call
     finally:
         handle.remove()
-    raise ModelError("the trainer's compute_loss does not call the model with gradients: there is nothing to plan for")
+    raise ModelError("the trainer's compute_loss does not call the model with gradients; call the model in it")
 
 
 def _example(trainer: Any) -> Any:
@@ -724,7 +724,7 @@ def _example(trainer: Any) -> Any:
     batch = largest_batch(getattr(loader, "dataset", None), trainer._train_batch_size, loader.collate_fn)
     batch = next(iter(loader), None) if batch is None else batch
     if not batch:
-        raise ContractError("the Trainer's train_dataset gives no batch: there is nothing to plan for")
+        raise ContractError("the Trainer's train_dataset gives no batch; give a data set of at least one batch")
     return trainer._prepare_inputs(batch)
 
 

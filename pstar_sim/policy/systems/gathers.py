@@ -47,7 +47,7 @@ class Gathers:
         shards, scheme = self._shards, self._shards.scheme
         latest: dict[int, Visit] = {}
         for v in scheme.visits:
-            if not shards.comes(v.chunk):
+            if not shards.is_brought(v.chunk):
                 continue
             earliest = latest[v.chunk].last + 1 if v.chunk in latest else 0  # after the chunk's previous visit
             latest[v.chunk] = v

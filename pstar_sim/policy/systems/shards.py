@@ -84,7 +84,7 @@ class Shards:
         """Returns whether this rank's slice of the chunk's parameters is always on the GPU."""
         return self.scheme.home is Place.GPU or c in self.scheme.resident or c in self.kept
 
-    def comes(self, c: int) -> bool:
+    def is_brought(self, c: int) -> bool:
         """Returns whether a slice has to be brought before the chunk can be used."""
         return c not in self.kept and (self.ranks > 1 or not self.lives_on_gpu(c))
 
