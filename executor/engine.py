@@ -74,9 +74,11 @@ class SessionOptions:
     hyper: returns the current settings of the optimizer's groups.
     max_grad_norm: see `session.updates`.
     eager: whether updates run inside backward.
-    capture, skeleton: see `session.batches.Shapes`.
+    capture: makes a workload of a model and a batch; see `session.batches.Shapes`.
+    skeleton: a copy of the model without memory; see `session.batches.Shapes`.
     scaling: the loss scaling of the run; None without loss scaling.
-    replan_after, count: see `executor.prepare`.
+    replan_after: see `executor.prepare`.
+    count: see `executor.prepare`.
     clock: gives seconds.
     """
 
@@ -99,7 +101,8 @@ class Session:
         other_shapes: number of these that are batches of another shape than planned, on plan.
         deviation_log: the latest deviations, in words.
         iteration: number of the current or next iteration, from 0.
-        hooks, on_close: functions that `close` calls to undo changes; see `lifetime/ending.py`.
+        hooks: functions that remove hooks, for `close`; see `lifetime/ending.py`.
+        on_close: functions that undo other changes of the model, for `close`.
         watches: counters that get each moment on plan.
     """
 

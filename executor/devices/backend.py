@@ -217,13 +217,15 @@ class VirtualLink:
 class VirtualBackend:
     """An accelerator in host memory.
 
-    h2d_bytes_per_s, d2h_bytes_per_s: rate of the link (None: as fast as memory copies).
+    h2d_bytes_per_s: rate of the link to the gpu (None: as fast as memory copies).
+    d2h_bytes_per_s: rate of the link to the host (None: as fast as memory copies).
     latency_s: latency of each copy.
     gpu_bytes: memory of the accelerator, whatever a plan assumes (None: as the plan says); it may be changed while a
         plan runs. Payloads beyond it are refused with OutOfMemory, and the session counts all other live memory
         (`guard.py`).
     adam_threads: torch threads of the queue that updates on the host.
-    clock, sleep: passed in so that tests can use their own time.
+    clock: gives seconds; passed in so that tests can use their own time.
+    sleep: waits for a number of seconds; passed in with the clock.
     """
 
     name = "virtual"

@@ -56,7 +56,7 @@ class CudaBackend(CudaStreams):
 
     adam_threads: torch threads of the queue that updates on the host (None: `default_adam_threads()`).
     limit_bytes: bytes of the card that this process may use, context included, so that a big card can stand for a small
-        one: torch refuses memory beyond it, also to operators.
+        card: torch refuses memory beyond it, also to operators.
     room_bytes: bytes kept free for uses that no plan counts; more is kept where more was measured (headroom.py).
 
     Raises PlanError for a limit larger than the card or without room beside the memory in use on it, for an allocator

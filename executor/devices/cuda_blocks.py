@@ -5,7 +5,7 @@ tensors: memory that torch keeps for later is not available to others either. To
 that moves most (the uniform chunk) come from one private MemPool, in which every block has that size and any free block
 fits any of them. The pool may grow to the budget less the highest tide and the payloads that always stay: memory that
 non-model data never needs. A steady iteration asks the driver for nothing and gives nothing back. Where operators are
-refused memory all the same (ladder.py), `give_back` replaces the pool by a new one. torch returns the free blocks of a
+refused memory all the same (ladder.py), `give_back` replaces the pool by a new pool. torch returns the free blocks of a
 pool without a holder to the driver, at once or with the next `empty_cache`, and the other blocks once they are free.
 
 Other payloads (other sizes, and payloads that fit at low tide only) are allocated outside the pool, under a stream of

@@ -44,7 +44,7 @@ class Processes:
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Returns the result of the action on this rank. If the action fails on some rank, PstarError is raised on all
-        ranks, so that no rank waits for the failed one."""
+        ranks, so that no rank waits for the failed rank."""
         failed: Exception | None = None
         try:
             done = action()

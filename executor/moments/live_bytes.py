@@ -129,7 +129,10 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     costs: also add up flops and the bytes that operators read and write.
     current: live bytes now.
     peak: most live bytes since `reset_peak()`.
-    flops, bytes_read, bytes_written, products: counted since the caller last emptied them.
+    flops: floating-point operations, counted since the caller last emptied it.
+    bytes_read: bytes that operators read, counted likewise.
+    bytes_written: bytes that operators write, counted likewise.
+    products: matrix products, counted likewise.
     last_op: the latest operator.
     kernels: operators seen whose name contains attention or softmax.
     """

@@ -71,8 +71,8 @@ _OURS = re.compile(r"(model|optimizer)(-[\w-]+)?\.safetensors(\.index\.json)?|ex
 
 
 def save(optimizer: Trained, folder: str | Path, *, extra: Any = None, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write the run's state to `folder`, atomically. An earlier checkpoint there stays until the new one is complete.
-    Returns the folder. Files in the folder that are not a checkpoint's (a tokenizer) stay.
+    """Write the run's state to `folder`, atomically. An earlier checkpoint there stays until the new checkpoint is
+    complete. Returns the folder. Files in the folder that are not a checkpoint's (a tokenizer) stay.
 
     extra: numbers, texts, tensors, lists and dicts that `load` is to give back (the state_dict of a scheduler, the
         position in the data).

@@ -69,7 +69,7 @@ def _parts(name: str, value: Any) -> Iterator[Part]:
 
 
 def covers(larger: Form, smaller: Form) -> bool:
-    """Returns whether the smaller batch needs no more memory than the larger one: [Note: a smaller batch]."""
+    """Returns whether the smaller batch needs no more memory than the larger batch: [Note: a smaller batch]."""
     return len(larger) == len(smaller) and all(
         a.name == b.name
         and a.kind == b.kind

@@ -133,8 +133,9 @@ class Link:
     known: how its figures are known, one of KNOWN.
     pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known, and a
         plan with such copies cannot be timed.
-    h2d_table, d2h_table: bytes/s by bytes of a copy, where it was measured; h2d_bytes_per_s and d2h_bytes_per_s are
-        then the best rates of the curves, or less for a link that is throttled.
+    h2d_table: bytes/s to the GPU by bytes of a copy, where it was measured; h2d_bytes_per_s is then the best rate of
+        the curve, or less for a link that is throttled.
+    d2h_table: the same for copies from the GPU.
     """
 
     name: str

@@ -37,7 +37,7 @@ def ablate(
     json: JsonObject = False,
     path: Annotated[str | None, output("also draw the waterfall")] = None,
 ) -> int:
-    """Say what each idea is worth: from a published schedule to the best one, one change at a time."""
+    """Say what each idea is worth: from a published schedule to the best schedule, one change at a time."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.ablate import ablate as ask
 

@@ -125,7 +125,7 @@ def try_outputs(flags: RunFlags) -> None:
 
 
 def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: RunResult) -> None:
-    """Write the requested files that show the measured timeline beside the predicted one."""
+    """Write the requested files that show the measured timeline beside the predicted timeline."""
     asked = [name for name in (flags.timeline, flags.perfetto, flags.plot) if name is not None]
     if result.timeline is None:
         for name in asked:

@@ -9,11 +9,11 @@ rows start, in the instant in which the other row ends. So it is a part of the o
 a row of its own only in the window.
 
 [Note: fetching ahead] Consider a fetch (or a gather, on the net queue) for the use at compute position u. The fetch may
-start if, at every position from the running one up to u, the room that is not needed otherwise (`Draft.room`) holds its
-bytes. A lead is added to these bytes, unless the fetch is the earliest of its queue that has not started. So memory is
-reserved when a copy starts, never before it is ready, and the last slots stay free for urgent copies. Without `room`
-(the steps have an order already), a step may take bytes before earlier steps of the draft only if these could still run
-one after the other in the remaining room (the banker's rule).
+start if, at every position from the running position up to u, the room that is not needed otherwise (`Draft.room`)
+holds its bytes. A lead is added to these bytes, unless the fetch is the earliest of its queue that has not started. So
+memory is reserved when a copy starts, never before it is ready, and the last slots stay free for urgent copies. Without
+`room` (the steps have an order already), a step may take bytes before earlier steps of the draft only if these could
+still run one after the other in the remaining room (the banker's rule).
 
 [Note: a window again] The next step to start depends on the steps that have started and ended, on the free bytes, and
 on the step that ends first. So if an iteration begins in the same state as the iteration before it, the same steps
@@ -95,7 +95,8 @@ class Window:
 
     iteration_s: predicted seconds per iteration.
     events: events of the window, in order.
-    gpu_free_bytes, host_free_bytes: bytes that are free when the window opens.
+    gpu_free_bytes: bytes of the GPU that are free when the window opens.
+    host_free_bytes: bytes of the host that are free when the window opens.
     stuck: (row, place, bytes wanted, bytes free) of the step that can never start; None if there is none.
     periods_s: seconds of each iteration that was tried.
     starts_s: op of the compute queue, in order -> seconds from the begin of the window to the op's start; empty if the

@@ -21,8 +21,10 @@ class Charge:
     """The time and bytes of a row.
 
     seconds: nominal seconds of the row running alone.
-    gpu_take, host_take: bytes that it takes when it starts.
-    gpu_free, host_free: bytes that it frees when it ends.
+    gpu_take: bytes of the GPU that it takes when it starts.
+    host_take: bytes of the host that it takes when it starts.
+    gpu_free: bytes of the GPU that it frees when it ends.
+    host_free: bytes of the host that it frees when it ends.
     dram_bytes: bytes that cross host DRAM.
     """
 
@@ -75,7 +77,8 @@ class DraftRow:
 class Draft:
     """Rows of one iteration, in an order in which they could run one after the other.
 
-    gpu_free_bytes, host_free_bytes: free bytes of each place at the cut, when no step of the iteration has begun.
+    gpu_free_bytes: free bytes of the GPU at the cut, when no step of the iteration has begun.
+    host_free_bytes: free bytes of the host at the cut.
     rates: rates that copies and CPU Adam share, without measured slow-downs. Collectives use other wires.
     room: per position, bytes that fetches ahead of their use may take.
     lead_bytes: see [Note: fetching ahead] in choose.py.

@@ -117,8 +117,9 @@ class Plan:
     modes: per chunk "cpu", "pin", "stream" or "frozen".
     initial: residents at the cut.
     steps: the steps; the steps of each queue are in the order in which they run.
-    gpu_budget_bytes, host_budget_bytes, nvme_budget_bytes: bytes that one rank may take of each place; 0 for disks that
-        the plan does not use.
+    gpu_budget_bytes: bytes that one rank may take of the GPU.
+    host_budget_bytes: bytes that one rank may take of the host.
+    nvme_budget_bytes: bytes that one rank may take of the disks; 0 for disks that the plan does not use.
     buffers: (name, place, bytes) that the policy holds throughout, including the room for stashes (STASHES).
     predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty.
     choices: the policy's decisions and their reasons, for `explain` (capacity rule, pins tried, kept gaps ...).

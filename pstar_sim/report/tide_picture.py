@@ -9,8 +9,8 @@ A measured timeline is laid over the first prediction as lines: the measured tid
 phases as a second strip. The hatching is then left out, and the time axis ends where the longer timeline ends. In a
 whole figure, the picture by moment lays one timeline over the other; the picture by time shows them below each other.
 
-[Note: one axis of time] Timelines that are drawn together share the axis of time, so that the faster timeline is the
-shorter one.
+[Note: one axis of time] Timelines that are drawn together share the axis of time, so that the faster timeline is
+shorter.
 
 Draws on the axes it is given, opens no window, calls no `show`. Knows matplotlib and `curves`; knows no policy.
 """
@@ -66,7 +66,7 @@ def plot_tide(
     timelines: a timeline or a plan of a comparison, a list of them, or a comparison, of which up to three plans are
         drawn: the slowest, the median and the fastest.
     x: "time" (seconds) or "moment".
-    measured: a recorded timeline drawn as lines over the first one.
+    measured: a recorded timeline drawn as lines over the first timeline.
     ax: the axes to draw on, one per timeline; None makes a figure.
     place: the place whose bytes are drawn: "gpu", "host" or "nvme".
 

@@ -55,7 +55,8 @@ def _key_name(key: _Key) -> str:
 class Walk:
     """Plays all unrolled iterations in one legal order. An instance is a step in one of these iterations.
 
-    takes, frees: instance -> (place, bytes).
+    takes: instance -> (place, bytes) that it takes.
+    frees: instance -> (place, bytes) that it frees.
     content: list that is present now -> its contents; None for a list that no step has filled.
     last_change: list -> the latest instance that changed it.
     looks: list -> queue -> the latest instance that read it since.

@@ -332,7 +332,7 @@ def _rows_of(lanes: Sequence[str]) -> Figure:
 
 
 def same_lanes(charts: Sequence[Chart]) -> list[Chart]:
-    """Returns charts of queues that stand side by side, all with the lanes of any of them: rows can be compared."""
+    """Returns the charts, each with the lanes of all of them, so that rows side by side can be compared."""
     there = {lane for chart in charts for lane in chart.figure["layout"]["yaxis"]["categoryarray"]}
     rows = _rows_of([lane for lane in LANES if lane in there])
     figures = [{**chart.figure, "layout": {**chart.figure["layout"], **rows}} for chart in charts]

@@ -3,7 +3,7 @@ page says whether the job fits, how fast it runs, its price and its bottleneck. 
 sweeps' results.
 
 [Note: errors of a page] Seconds, and figures computed from them, have the error that validation found for the class of
-machine. The largest model lies between the largest model of the sweep that fits and the next larger one, which does
+machine. The largest model lies between the largest model of the sweep that fits and the next larger model, which does
 not.
 """
 
