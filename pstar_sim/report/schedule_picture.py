@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_schedule"]
 
+NUMBERS = ("numbers: chunks", "numbers on compute: moments")
+
 
 def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None, *, plan: Plan | None = None) -> Any:
     """Draw the queues of one timeline over time. Returns the axes.
@@ -39,6 +41,8 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None, *, plan:
 
     Raises PstarError for other values, and for a timeline without compute spans.
     """
+    from matplotlib.lines import Line2D
+
     if isinstance(timeline, Planned):
         plan = timeline.plan
         timeline = timeline.timeline
@@ -55,7 +59,7 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None, *, plan:
         _, ax = pyplot.subplots(figsize=(11.0, 0.9 + 0.5 * len(rows)), layout="constrained")
     ax.set_xlim(0, timeline.iteration_s)
     parts = {step.id: step.part for step in plan.steps if step.part is not None} if plan is not None else {}
-    bars = _draw_bars(ax, timeline, shown, rows, parts)
+    bars, numbered = _draw_bars(ax, timeline, shown, rows, parts)
     ax.set_yticks(range(len(rows)), [QUEUE_NAMES[queue] for queue in rows])
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)
@@ -64,7 +68,7 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None, *, plan:
     ax.set_title(f"{label}: {format_s(timeline.iteration_s)} per iteration", fontsize=10, loc="left")
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
-    shared_legend(ax, bars, "schedule", _in_order)
+    shared_legend(ax, {**bars, **{words: Line2D([], [], linestyle="") for words in numbered}}, "schedule", _in_order)
     return ax
 
 
@@ -74,12 +78,14 @@ def _draw_bars(
     shown: list[tuple[Span, float, float]],
     rows: list[Queue],
     parts: Mapping[int, Part],
-) -> dict[str, Any]:
-    """Draw a bar per span in the row of its queue. Returns one bar per name, for the legend.
+) -> tuple[dict[str, Any], set[str]]:
+    """Draw a bar per span in the row of its queue. Returns one bar per name, and what the numbers on the bars are, both
+    for the legend.
 
     parts: id of a step -> its part, for the steps that are a part of one.
     """
     found: dict[str, Any] = {}
+    numbered: set[str] = set()
     for span, start_s, end_s in shown:
         row = rows.index(span.queue)
         name, colour, ink = _style(timeline, span)
@@ -93,13 +99,14 @@ def _draw_bars(
             labels.insert(0, f"{number} ({part.number + 1}/{part.of})")
         label = next((text for text in labels if share > 0.012 * len(text)), None)
         if label is not None:
+            numbered.add(NUMBERS[span.kind is Kind.COMPUTE])
             ax.text((start_s + end_s) / 2, row, label, ha="center", va="center_baseline", fontsize=7, color=ink)
-    return found
+    return found, numbered
 
 
 def _in_order(handles: Handles) -> list[str]:
-    """Returns the names of the legend: phases, then kinds of steps."""
-    order = [*PHASES, *(name for name, _, _ in STEPS.values())]
+    """Returns the names of the legend: phases, then kinds of steps, then what the numbers are."""
+    order = [*PHASES, *(name for name, _, _ in STEPS.values()), *NUMBERS]
     return sorted(handles, key=lambda n: order.index(n) if n in order else len(order))
 
 

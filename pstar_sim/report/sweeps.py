@@ -15,7 +15,8 @@ import numpy as np
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.sweep import COLUMNS
-from pstar_sim.report.palette import BINDS, ORANGE, PINK, SKY, YELLOW, policy_colour
+from pstar_sim.report.legends import shared_legend
+from pstar_sim.report.palette import BINDS, BLUE, WINE, policy_colour
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.units import GB
 
@@ -103,7 +104,7 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
     ax.set_xlabel(_axis_name(x, list(frame[x])), fontsize=9)
     ax.set_ylabel("seconds per iteration", fontsize=9)
     ax.set_ylim(0, None)
-    ax.legend(fontsize=8, facecolor="white", framealpha=1.0)  # opaque: its markers are not points of the lines behind
+    shared_legend(ax, dict(zip(*ax.get_legend_handles_labels()[::-1])), "times", list)
     _plain(ax)
     return ax
 
@@ -123,7 +124,7 @@ def plot_regimes(frame: pandas.DataFrame, x: str, y: str, ax: Axes | None = None
             known = isinstance(value, str)  # not known: it does not fit
             name = fill(BINDS_WORDS.get(value, value), 10) if known else "no"
             _field(ax, column, row, BINDS.get(value, NOTHING) if known else NOTHING)
-            ax.text(column, row, name, ha="center", va="center", fontsize=9, color=_ink(value) if known else "black")
+            ax.text(column, row, name, ha="center", va="center", fontsize=9, color=words_colour(value))
     _label(ax, table, x, y)
     return ax
 
@@ -209,8 +210,9 @@ def _label(ax: Axes, table: pandas.DataFrame, x: str, y: str) -> None:
         ax.spines[side].set_visible(False)
 
 
-def _ink(binds: Any) -> str:
-    return "black" if BINDS.get(binds, NOTHING) in (SKY, ORANGE, YELLOW, PINK, NOTHING) else "white"
+def words_colour(binds: Any) -> str:
+    """Returns the colour of words on a field, with a contrast of at least 4.5 to it."""
+    return "white" if BINDS.get(binds, NOTHING) in (BLUE, WINE) else "black"
 
 
 def _field(ax: Axes, column: int, row: int, colour: Any) -> None:

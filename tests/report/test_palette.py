@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pstar_sim.report.palette import BINDS, CATEGORIES, POLICIES, SPARE, STEPS, WAITS
+from pstar_sim.report.sweeps import words_colour
 
 LEAST = 10.0  # CIE76; about 2 are just told apart side by side, larger areas of a picture lie apart
 SEEN = {  # of linear RGB, severity 1.0: Machado, Oliveira, Fernandes 2009, table 1
@@ -48,3 +49,19 @@ def test_no_two_colours_of_a_picture_look_alike(picture: str, seen: str) -> None
     colours: Iterable[str] = dict.fromkeys(PICTURES[picture])
     near = {pair: float(np.linalg.norm(lab(pair[0], seen) - lab(pair[1], seen))) for pair in combinations(colours, 2)}
     assert min(near.values()) >= LEAST, min(near, key=lambda pair: near[pair])
+
+
+def test_what_is_written_on_a_bar_can_be_read() -> None:
+    """The contrast of WCAG 2 for text: at least 4.5."""
+
+    def luminance(colour: str) -> float:
+        rgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+        linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+        return float(XYZ[1] @ linear)
+
+    inks = {"black": 0.0, "white": 1.0}
+    on_steps = [(colour, ink) for _, colour, ink in STEPS.values()]
+    on_fields = [(colour, words_colour(name)) for name, colour in BINDS.items()]
+    for colour, ink in (*on_steps, *on_fields):
+        high, low = sorted((luminance(colour), inks[ink]), reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (colour, ink)

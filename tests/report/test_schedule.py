@@ -58,7 +58,9 @@ def test_bars_are_the_steps_of_the_steady_iteration_cut_at_its_ends() -> None:
     assert sorted(text.get_text() for text in axes.texts) == ["0", "1", "3", "3"]
     legend = axes.get_legend()
     assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["FWD", "BWD", "Adam on the CPU"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "FWD", "BWD", "Adam on the CPU", "numbers: chunks", "numbers on compute: moments",
+    ]  # fmt: skip
     assert axes.get_title(loc="left") == "mine: 4.000 s per iteration"
 
 

@@ -13,6 +13,8 @@ import pstar_sim as ps
 from pstar_sim.cli import main
 from pstar_sim.planner.grid import load_grid
 from pstar_sim.planner.sweep import load_results
+from pstar_sim.report.web.whatif import whatif_page
+from pstar_sim.units import GB
 
 pytest.importorskip("plotly", reason="the extra `report` is not installed")
 
@@ -34,7 +36,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def page_values(path: Path) -> dict[str, Any]:
-    text = path.read_text(encoding="utf-8")
+    return values_in(path.read_text(encoding="utf-8"))
+
+
+def values_in(text: str) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="values">(.*?)</script>', text)
     assert found is not None and len(text.encode()) < 6e6
     return dict(json.loads(found[1]))
@@ -52,7 +57,8 @@ def test_every_point_is_on_the_page_with_its_figures_and_its_error(results: Path
     for row, point in zip(shown, points):
         for axis in page["axes"]:
             assert axis["values"][row[axis["name"]]] == point[axis["name"]]
-        assert all(row[name] == point[name] for name in page["figures"])
+        assert row.pop("loading_short_bytes") == 0, "hosts of 512 GB"
+        assert all(row[name] == point[name] for name in page["figures"] if name in row)
     assert {row["expected_error"] is None for row in shown} == {False}, "both machines were validated"
 
 
@@ -74,6 +80,18 @@ def test_points_of_several_sweeps_are_joined(results: Path, tmp_path: Path) -> N
     page = page_values(out)
     link = next(axis for axis in page["axes"] if axis["name"] == "set.link.bandwidth")
     assert link["values"] == ["x1", "+10%"] and len(page["rows"]) == 9
+
+
+def test_weights_that_are_loaded_whole_lie_beside_the_payloads() -> None:
+    """60 GB of host memory can be used: 55 GB of payloads leave 5 GB, 4.197 billion bf16 parameters take 8.394 GB."""
+    point = {"machine": "rtx3090-64gb", "model": "4B", "policy": "tide", "fits": True, "tokens_per_s": 1.0}
+    for payload, left in ((55 * GB, 5 * GB), (40 * GB, 20 * GB), (0, 60 * GB)):
+        text = whatif_page([{**point, "peak_host_bytes": payload}], ["machine", "model", "policy"])
+        page = values_in(text)
+        (row,) = page["rows"]
+        short = max(0, 2 * page["params"][0] - left) if payload else 0
+        assert row[3 + page["figures"].index("loading_short_bytes")] == short
+        assert (short > 0) == (payload == 55 * GB)
 
 
 def test_the_shipped_grid_answers_the_questions_of_the_page() -> None:

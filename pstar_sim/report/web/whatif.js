@@ -49,7 +49,7 @@ function job() {
   const name = label(MODEL, chosen[MODEL]);
   write("job", best
     ? `${name} trains with ${label("policy", best.policy)}: ${seconds(best.iteration_s)}${error(best)} per iteration, ` +
-      `${digits(best.tokens_per_s)} tokens/s${error(best)}. What binds: ${binds(best)}.`
+      `${digits(best.tokens_per_s)} tokens/s${error(best)}. What binds: ${binds(best)}.${loading(best)}`
     : found.length ? `${name} does not fit here.` : "The sweep has no such point.");
   table("job-table", ["policy", "seconds per iteration", "tokens/s", "$ per million tokens", "above the bound", "binds", "GPU", "host"],
     found.map((p) => p.fits === true
@@ -67,6 +67,7 @@ function largestOf(found) {
 }
 
 const size = (model) => (values.params[model] === null ? label(MODEL, model) : `${label(MODEL, model)} (${billions(values.params[model])} parameters)`);
+const loading = (point) => (point.loading_short_bytes ? ` Load its weights in place: loaded whole, they need ${gigabytes(point.loading_short_bytes)} more of host memory.` : "");
 const upTo = (found) => (found.next === null ? "it is the largest of the sweep, a larger one may fit" : `${size(found.next)} does not fit`);
 
 function largest() {
@@ -75,7 +76,7 @@ function largest() {
   const each = policies.map((policy) => ({ policy, ...largestOf(found.filter((p) => p.policy === policy)) }));
   const best = each.filter((one) => one.fits).sort((a, b) => b.fits[MODEL] - a.fits[MODEL] || a.fits.iteration_s - b.fits.iteration_s)[0];
   write("largest", best
-    ? `${size(best.fits[MODEL])} with ${label("policy", best.policy)}; ${upTo(best)}.`
+    ? `${size(best.fits[MODEL])} with ${label("policy", best.policy)}; ${upTo(best)}.${loading(best.fits)}`
     : "No model of the sweep fits this machine.");
   table("largest-table", ["policy", "largest model", "above it", "seconds per iteration", "$ per million tokens"],
     each.map((one) => one.fits

@@ -5,6 +5,9 @@ sweeps' results.
 [Note: errors of a page] Seconds, and figures computed from them, have the error that validation found for the class of
 machine. The largest model lies between the largest model of the sweep that fits and the next larger model, which does
 not.
+
+[Note: start-up on a page] A sweep plans, so its bytes are payloads. Weights that are loaded whole lie in host memory
+beside the payloads until all are in their chunks, as `pstar fits` counts. A page names the bytes that are short then.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from pstar_sim.planner.grid import machine_of
 from pstar_sim.report.palette import POLICIES, SPARE
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
+from pstar_sim.workload.presets import default_dtype
+from pstar_sim.workload.workload import DTYPE_BYTES
 
 __all__ = ["whatif_page"]
 
@@ -48,13 +53,20 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
     if model == "model":
         values[model].sort(key=lambda name: model_entry(str(name)).params)
         params = [model_entry(str(name)).params for name in values[model]]
+    parts = _parts(axes)
     index = {axis: {value: n for n, value in enumerate(found)} for axis, found in values.items()}
-    rows = {tuple(index[axis][_value(p, axis)] for axis in axes): [p.get(name) for name in _FIGURES] for p in points}
-    costs = _costs(points, ["machine", *_parts(axes)], prices)
+    rows = {
+        tuple(index[axis][_value(p, axis)] for axis in axes): [
+            *(p.get(name) for name in _FIGURES),
+            _loading_short(p, parts),
+        ]
+        for p in points
+    }
+    costs = _costs(points, ["machine", *parts], prices)
     data = {
         "axes": [{"name": axis, "title": _title(axis), "values": values[axis]} for axis in axes],
         "model": model,
-        "figures": _FIGURES,
+        "figures": [*_FIGURES, "loading_short_bytes"],
         "rows": [[*at, *figures] for at, figures in rows.items()],
         "prices": costs,
         "params": params,
@@ -86,6 +98,22 @@ def _value(point: Mapping[str, object], axis: str) -> object:
 
 def _values(points: Sequence[Mapping[str, object]], axis: str) -> list[object]:
     return list(dict.fromkeys(_value(point, axis) for point in points))
+
+
+def _loading_short(point: Mapping[str, object], parts: Sequence[str]) -> int:
+    """Returns the host bytes that are short while weights are loaded whole, see [Note: start-up on a page]; 0 where the
+    job does not fit, has all on the GPU or comes from a trace, and for a machine file that is not here."""
+    payload = point.get("peak_host_bytes")
+    if not point.get("fits") or not isinstance(payload, int | float) or payload == 0 or "model" not in point:
+        return 0
+    changes = tuple((part, value) for part in parts if (value := _value(point, part)) != "x1")
+    try:
+        machine = machine_of(str(point["machine"]), changes)
+    except PstarError:
+        return 0
+    dtype = str(point.get("dtype") or default_dtype(machine))
+    weights = model_entry(str(point["model"])).params * DTYPE_BYTES[dtype] // machine.local_ranks
+    return max(0, int(payload) + weights - machine.host_budget_bytes)
 
 
 def _title(axis: str) -> str:
