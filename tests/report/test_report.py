@@ -183,7 +183,8 @@ def test_pictures_in_the_subplots_of_one_figure_share_a_legend() -> None:
     plot_schedule(timeline(), ax=last)
     assert left.get_legend() is None and below.get_legend() is None
     assert {"gradients", "parameters"} <= {t.get_text() for t in right.get_legend().get_texts()}
-    assert [t.get_text() for t in last.get_legend().get_texts()] == ["FWD", "BWD", "ADAM", "fetch"]
+    texts = [t.get_text() for t in last.get_legend().get_texts()]
+    assert texts == ["FWD", "BWD", "ADAM", "fetch", "numbers: chunks", "numbers on compute: moments"]
 
 
 def test_names_of_phases_stand_in_strips_that_hold_them() -> None:
