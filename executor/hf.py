@@ -620,6 +620,8 @@ def _cast_as_before(trainer: Any) -> None:
     if ready is not None and ready[0] is model:
         return
     run = plain(model, device_placement=False, evaluation_mode=True)
+    if run is not model:  # a compiled model is wrapped; the Trainer clears gradients through the wrapper
+        run.__dict__["zero_grad"] = lambda set_to_none=True: model.zero_grad(set_to_none)
     trainer._offload_ready = model, run
 
     def prepare_model(other: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

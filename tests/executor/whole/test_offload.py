@@ -435,11 +435,12 @@ def test_a_batch_that_fits_is_found(trainer: Callable[..., Any]) -> None:
 
 def test_a_compiled_trainer_trains_by_the_plan(trainer: Callable[..., Any]) -> None:
     mine = offloaded(trainer(torch_compile=True, torch_compile_backend="eager"))
-    plain = trainer()
     torch.manual_seed(3)
     mine.train()
+    plain = trainer()  # its arguments replace accelerate's state, which says whether to compile
     torch.manual_seed(3)
     plain.train()
+    assert isinstance(mine.model_wrapped, torch._dynamo.eval_frame.OptimizedModule)
     assert losses_of(mine) == pytest.approx(losses_of(plain), rel=1e-5)
     assert mine.offload_session.deviations == 0, list(mine.offload_session.deviation_log)
 
