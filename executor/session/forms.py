@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Form", "Part", "covers", "elements", "form_of", "names_of"]
+__all__ = ["Form", "FormPart", "covers", "elements", "form_of", "names_of"]
 
 
-class Part(NamedTuple):
+class FormPart(NamedTuple):
     """A tensor of a batch, or a switch.
 
     name: its place in the arguments.
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-Form = tuple[Part, ...]
+Form = tuple[FormPart, ...]
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
@@ -52,11 +52,11 @@ def form_of(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
     return tuple(_parts("", dict(sorted({**given, **kwargs}.items()))))
 
 
-def _parts(name: str, value: Any) -> Iterator[Part]:
+def _parts(name: str, value: Any) -> Iterator[FormPart]:
     if isinstance(value, torch.Tensor):
-        yield Part(name, value.dtype, tuple(value.shape))
+        yield FormPart(name, value.dtype, tuple(value.shape))
     elif isinstance(value, bool):
-        yield Part(name, value)
+        yield FormPart(name, value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _parts(f"{name}.{key}", item)

@@ -15,7 +15,7 @@ from pstar_sim.frameworks import deepspeed
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
-from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, Reading, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, KeyReading, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import brief, nearest
 
@@ -149,18 +149,18 @@ def _hint(word: str, known: tuple[str, ...]) -> str:
     return f"did you mean {near}?" if near else f"it must be one of {', '.join(known)}"
 
 
-def _dtype(found: Reading) -> str | None:
+def _dtype(found: KeyReading) -> str | None:
     precision = found.known("precision")
     return None if precision is None else _DTYPES.get(precision, "bf16")
 
 
-def _details(found: Reading, details: dict[str, object]) -> tuple[tuple[str, object], ...]:
+def _details(found: KeyReading, details: dict[str, object]) -> tuple[tuple[str, object], ...]:
     if found.known("processes") is not None:
         details["processes"] = found["processes"]
     return tuple(sorted(details.items()))
 
 
-def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
+def _reshard(found: KeyReading, file: str) -> tuple[bool, list[str]]:
     """Returns whether parameters are given up after forward, and notes on settings that are not modelled. accelerate
     reads this from the sharding strategy (a word or its number) with FSDP 1, and from fsdp_reshard_after_forward with
     FSDP 2.
@@ -188,7 +188,7 @@ def _reshard(found: Reading, file: str) -> tuple[bool, list[str]]:
     return word not in ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD_ZERO2"), notes
 
 
-def _as_deepspeed(found: Reading, file: str, notes: list[str]) -> Configuration:
+def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configuration:
     """Returns the configuration that DeepSpeed's own file would give. Raises PstarError where the configuration names
     such a file, and asks for that file instead.
     """

@@ -33,7 +33,7 @@ from pstar_sim.frameworks.host_memory import (
     tensor_allocations,
     trained,
 )
-from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, Reading, ignored, nested, read_keys, unmodelled, used
+from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, KeyReading, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.systems.sharded import (
     MAX_REUSE_PARAMS,
@@ -244,7 +244,7 @@ def read(content: object, file: str) -> Configuration:
     )
 
 
-def _micro_batches(found: Reading) -> int | None:
+def _micro_batches(found: KeyReading) -> int | None:
     """Returns the number of micro-batches that the file says; None if it does not say. DeepSpeed runs a batch of an
     iteration that is given alone as one micro-batch.
     """
@@ -252,19 +252,19 @@ def _micro_batches(found: Reading) -> int | None:
     return 1 if alone else found.known("micro_batches")
 
 
-def _states(found: Reading) -> str:
+def _states(found: KeyReading) -> str:
     if "states" not in found.named and found["cpu_offload"] is True:
         return "cpu"
     return str(found.usual("states", "none"))
 
 
-def _params(found: Reading) -> str:
+def _params(found: KeyReading) -> str:
     if "params" not in found.named and found["cpu_offload_param"] is True:
         return "cpu"
     return str(found.usual("params", "none"))
 
 
-def _dtype(found: Reading) -> str | None:
+def _dtype(found: KeyReading) -> str | None:
     for dtype in ("bf16", "fp16"):
         if found.known(dtype):
             return dtype
@@ -272,7 +272,7 @@ def _dtype(found: Reading) -> str | None:
     return None if open_ else "fp32"
 
 
-def _optimizer(found: Reading) -> tuple[str | None, list[str]]:
+def _optimizer(found: KeyReading) -> tuple[str | None, list[str]]:
     """Returns pstar_sim's name of the optimizer (None where the script brings its own), and notes on settings that are
     not modelled."""
     if found["bf16_states"] is True:
@@ -286,7 +286,7 @@ def _optimizer(found: Reading) -> tuple[str | None, list[str]]:
     return name, []
 
 
-def _policy(found: Reading, stage: int, states: str, params: str) -> str:
+def _policy(found: KeyReading, stage: int, states: str, params: str) -> str:
     if stage == 0:
         return "all_on_gpu"
     if states == "none":
@@ -310,7 +310,7 @@ _SIZES = {
 }
 
 
-def _notes(found: Reading, stage: int, states: str, params: str) -> list[str]:
+def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]:
     """Returns notes on combinations of keys that are not modelled, and on defaults that depend on DeepSpeed's
     version."""
     zero3, zero12 = stage == 3, stage in (1, 2)
@@ -347,7 +347,7 @@ def _notes(found: Reading, stage: int, states: str, params: str) -> list[str]:
     return [text for text, applies in said.items() if applies]
 
 
-def _details(found: Reading, stage: int, states: str, params: str) -> tuple[tuple[str, object], ...]:
+def _details(found: KeyReading, stage: int, states: str, params: str) -> tuple[tuple[str, object], ...]:
     """Returns the values that decide how DeepSpeed allocates, beside the policy's options: (name, value)."""
     kept: dict[str, object] = {"stage": stage, "states": states, "params": params}
     if states == "nvme":

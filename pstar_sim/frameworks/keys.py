@@ -16,7 +16,7 @@ from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import Fault, brief, convert, nearest
 
 __all__ = [
-    "AUTO", "PARALLELISM", "Count", "Key", "KeyEffect", "Reading", "ignored", "nested", "read_keys", "unmodelled",
+    "AUTO", "PARALLELISM", "Count", "Key", "KeyEffect", "KeyReading", "ignored", "nested", "read_keys", "unmodelled",
     "used",
 ]  # fmt: skip
 
@@ -85,7 +85,7 @@ def unmodelled(path: str, why: str, off: object = False) -> Key:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class KeyReading:
     """The values of a file, by a table of keys.
 
     file: name of the file, for messages.
@@ -116,7 +116,7 @@ class Reading:
         return usual if value is None else value
 
 
-def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Reading:
+def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> KeyReading:
     """Returns the content of a file, by the table.
 
     what: the kind of file, for messages.
@@ -142,7 +142,7 @@ def read_keys(keys: Sequence[Key], content: object, file: str, what: str) -> Rea
             values[key.name] = _value(key, value, file)
             named.add(key.name)
     notes = tuple(f"not modelled: {', '.join(keys)}: {why}" for why, keys in left.items())
-    return Reading(file=file, values=values, named=frozenset(named), without_effect=tuple(without), notes=notes)
+    return KeyReading(file=file, values=values, named=frozenset(named), without_effect=tuple(without), notes=notes)
 
 
 def _off(key: Key, value: object) -> bool:
