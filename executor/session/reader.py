@@ -82,8 +82,11 @@ class Reader:
     # -- which parameters may be read directly ------------------------------------------------------------------------
 
     def refresh(self, chunk: int, tensors: Sequence[int] | None = None) -> None:
-        """Put parameters into the class for readable or for parked parameters, after the chunk's working list (or these
-        tensors of it) became readable or ceased to be."""
+        """Give parameters the class of readable or of parked parameters. Called after their values on the gpu became
+        readable or ceased to be readable.
+
+        tensors: the parameters; None: all parameters of the chunk.
+        """
         host, parameters = self.host, self.parameters
         with self._classes:
             readable = self.is_open and chunk not in host.queues.in_flight and host.contents.values.readable(chunk)
