@@ -140,7 +140,8 @@ def _check_states(plan: Plan, optimizer: AdamW) -> None:
     if widths != wanted or list(widths) != list(STATES):
         raise PlanError(
             f"the plan's optimizer {planned.name!r} has states of {planned.state_bytes} bytes; the executor keeps "
-            f"{', '.join(STATES)} of {', '.join(str(d.itemsize) for d in wanted.values())} bytes for it"
+            f"{', '.join(STATES)} of {', '.join(str(d.itemsize) for d in wanted.values())} bytes for it; "
+            "make the plan anew"
         )
     if optimizer.state_dtype != state_dtype:
         raise PlanError(

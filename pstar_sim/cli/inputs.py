@@ -115,8 +115,12 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
     known = load_variants(job.trace)
     found = [w for w in known if _agrees(w, job)]
     if not found:
+        given = [f"--seq {job.seq}"] * (job.seq is not None) + [f"--dtype {job.dtype}"] * (job.dtype is not None)
+        if job.checkpointing is not None:
+            given.append("--checkpointing" if job.checkpointing else "--no-checkpointing")
         raise PstarError(
-            f"{job.trace}: none of its {len(known)} variants agrees with --seq, --checkpointing and --dtype"
+            f"{job.trace}: no variant of {len(known)} has {', '.join(given)}; leave one of these flags out, or trace the "
+            "model with them"
         )
     made = [w if w.dtype == "fp32" else retype(w, job.dtype or default_dtype(machine)) for w in found]
     return candidates([_optimized(w, job) for w in made], shares.pop())
