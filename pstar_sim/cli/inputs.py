@@ -119,8 +119,8 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
         if job.checkpointing is not None:
             given.append("--checkpointing" if job.checkpointing else "--no-checkpointing")
         raise PstarError(
-            f"{job.trace}: no variant of {len(known)} has {', '.join(given)}; leave one of these flags out, or trace the "
-            "model with them"
+            f"{job.trace}: no variant of {len(known)} has {', '.join(given)}; leave one of these flags out, or trace "
+            "the model with them"
         )
     made = [w if w.dtype == "fp32" else retype(w, job.dtype or default_dtype(machine)) for w in found]
     return candidates([_optimized(w, job) for w in made], shares.pop())

@@ -223,7 +223,7 @@ def test_the_command_chooses_and_says_so(tmp_path: Path, capsys: pytest.CaptureF
     [
         (["--global-batch", "3", "--batch", "1"], "give --global-batch alone, or both of them"),
         (["--global-batch", "5"], "micro-batches of 2, none of which divides it"),
-        (["--global-batch", "4", "--seq", "77"], "none of its 1 variants agrees"),
+        (["--global-batch", "4", "--seq", "77"], "no variant of 1 has --seq"),
         (["--global-batch", "0"], "must be at least 1"),
     ],
 )
