@@ -20,7 +20,7 @@ Folders and files, lowest first (each imports only from its own row and the rows
     saving        weights and checkpoints; beside it training, the loop of `pstar run`
     optimizer, prepare
     offloading    one call: capture, plan, prepare; beside it longest_rows of a data set
-    hf, lightning, axolotl    the same for their trainers
+    hf, lightning, axolotl    the same for their trainers; below hf trainer_capture
     recording     a real iteration as a workload, and the cost of its moments
     running, calibrate, run, examples
 """

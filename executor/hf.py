@@ -1,14 +1,9 @@
 """Hugging Face: runs `transformers.Trainer`, and trainers that build on it, by a plan.
 
 A script that has a Trainer adds the line `offload(trainer, gpu_memory="24GB")`. `OffloadTrainerMixin` does the same for
-a class of Trainers. When training begins, both capture the model with a batch of the trainer's own data, plan for this
-machine, and prepare the model. `connect(trainer)` is for a model that the script itself has prepared.
-
-[Note: what is captured] The batch of the capture is the largest that the trainer's collator makes of the longest rows
-of the data set. A trainer with the stock `compute_loss` is captured with this loss. A trainer with a loss of its own
-(TRL) may run other models in it and read numbers from tensors for its metrics, which a capture cannot follow. Then only
-the model's first call with gradients is captured. The first iteration measures the memory that the loss holds beside
-that call (`measuring/first.py`).
+a class of Trainers. When training begins, both capture the model with a batch of the trainer's own data
+(`trainer_capture.py`), plan for this machine, and prepare the model. `connect(trainer)` is for a model that the script
+itself has prepared.
 
 [Note: clipping] A plain `Trainer` clips gradients between backward and `optimizer.step()`, through
 `accelerator.clip_grad_norm_`. Under a plan the gradients have left for their chunks by then, and
@@ -43,18 +38,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.capture import capture_module
 from executor.engine import Session
-from executor.longest_rows import largest_batch
-from executor.models import TORCH_DTYPES
 from executor.offloading import Request, adamw_of, begin, converted, form_seen, plan_for
 from executor.optimizer import OffloadedAdamW
-from executor.saving.generators import generator_states, set_generators
 from executor.saving.manifest import find_checkpoint, is_checkpoint
-from executor.session.batches import some_loss
+from executor.trainer_capture import captured
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
-from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, ModelError
+from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit
 
 __all__ = ["OffloadTrainerMixin", "connect", "offload", "trainers_offloaded"]
 
@@ -554,7 +545,7 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
             _cast_as_before(trainer)
             model.train()
             with form_seen(model) as form:
-                workload = _captured(trainer, spec)
+                workload = captured(trainer, spec, dtype)
             plan = plan_for(workload, request, micro_batches=args.gradient_accumulation_steps, clip=norm is not None)
             offloaded = begin(
                 model, plan, spec, request, optimizer=optimizer, masters=masters, count=_each_rank_the_same,
@@ -628,113 +619,3 @@ def _cast_as_before(trainer: Any) -> None:
         return run if other is model else plain(other, *args, **kwargs)  # type: ignore[no-any-return]
 
     accelerator.prepare_model = prepare_model
-
-
-# -- what is captured: [Note: what is captured] -----------------------------------------------------------------------
-
-
-def _captured(trainer: Any, spec: Any) -> Any:
-    """Returns the workload of one of the trainer's micro-batches."""
-    model = trainer.model
-    name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
-    with _untouched_generators(), _refusing_to_generate(trainer):
-        inputs = _example(trainer)
-        accumulated = [inputs] * trainer.args.gradient_accumulation_steps
-        items = trainer._get_num_items_in_batch(accumulated, trainer.args.device)
-        if _stock(trainer):
-
-            def loss(module: nn.Module, batch: Any) -> torch.Tensor:
-                value: torch.Tensor = trainer.compute_loss(module, dict(batch[0]), num_items_in_batch=batch[1])
-                return value
-
-            return capture_module(
-                model, (dict(inputs), items), name=name, groups=spec, loss=_under_autocast(trainer, loss)
-            )
-        call = _call_in(lambda: trainer.compute_loss(model, inputs, num_items_in_batch=items), model)
-    return capture_module(model, call, name=name, groups=spec, loss=_under_autocast(trainer, some_loss))
-
-
-def _stock(trainer: Any) -> bool:
-    """Returns whether the loss is transformers' own."""
-    return str(type(trainer).compute_loss.__module__) == "transformers.trainer"
-
-
-def _under_autocast(trainer: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> Any:
-    """Returns the loss to capture with. Tensors of a capture are on the CPU; where the trainer casts on another device,
-    the returned loss casts on the CPU.
-    """
-    dtype = _dtype_of(trainer)
-    if dtype is None or trainer.args.device.type == "cpu":
-        return loss
-
-    def cast(model: nn.Module, batch: Any) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=TORCH_DTYPES[dtype]):
-            return loss(model, batch)
-
-    return cast
-
-
-@contextlib.contextmanager
-def _refusing_to_generate(trainer: Any) -> Iterator[None]:
-    """Inside this context, `model.generate` raises ContractError: a trainer that generates the data of its own steps
-    (GRPO) keeps what it generates for the capture, and would train on it."""
-    model = trainer.model
-    if not hasattr(model, "generate"):
-        yield
-        return
-
-    def generate(*_: Any, **__: Any) -> Any:
-        raise ContractError(
-            f"{type(trainer).__mro__[2].__name__} generates within its steps, which is not supported by a plan; use a "
-            "trainer whose batches come from a data set (SFT, DPO), or write the loop (executor.offload)"
-        )
-
-    model.generate = generate
-    try:
-        yield
-    finally:
-        del model.generate
-
-
-class _Called(Exception):
-    """Ends the trainer's `compute_loss` at the model's first call with gradients."""
-
-    def __init__(self, args: Any, kwargs: Any) -> None:
-        self.call = args, kwargs
-
-
-def _call_in(action: Callable[[], Any], model: nn.Module) -> tuple[Any, Any]:
-    """Returns (args, kwargs) of the first call of the model with gradients in `action`. The call ends `action`."""
-
-    def see(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled():
-            raise _Called(args, kwargs)
-
-    handle = model.register_forward_pre_hook(see, with_kwargs=True, prepend=True)
-    try:
-        action()
-    except _Called as found:
-        return found.call
-    finally:
-        handle.remove()
-    raise ModelError("the trainer's compute_loss does not call the model with gradients; call the model in it")
-
-
-def _example(trainer: Any) -> Any:
-    """Returns a batch of the trainer's own data: its largest, or its first batch if the data set cannot be indexed."""
-    loader = trainer.get_train_dataloader()
-    batch = largest_batch(getattr(loader, "dataset", None), trainer._train_batch_size, loader.collate_fn)
-    batch = next(iter(loader), None) if batch is None else batch
-    if not batch:
-        raise ContractError("the Trainer's train_dataset gives no batch; give a data set of at least one batch")
-    return trainer._prepare_inputs(batch)
-
-
-@contextlib.contextmanager
-def _untouched_generators() -> Iterator[None]:
-    """Inside this context, samplers and collators may draw random numbers. Afterwards the generators are as before."""
-    before = generator_states()
-    try:
-        yield
-    finally:
-        set_generators(before)

@@ -59,6 +59,7 @@ EXECUTOR_FLOORS = (
     # what puts one together
     ("prepare",),
     ("longest_rows", "offloading"),
+    ("trainer_capture",),
     ("hf", "lightning"),
     ("axolotl",),
     ("recording",),
