@@ -60,6 +60,12 @@ def test_the_report(browser: Browser, report: Path) -> None:
     light = page.evaluate(paper)
     page.locator("[data-theme-button]").click()
     assert page.evaluate(paper) != light
+    theme, width = "document.documentElement.dataset.theme", "document.querySelector('.chart')._fullLayout.width"
+    screen = page.evaluate(f"[{theme}, {width}]")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.evaluate(theme) == "light" and page.evaluate(width) <= 680, "paper is white and narrow"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate(f"[{theme}, {width}]") == screen
     page.set_viewport_size({"width": 390, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert browser.log == [] and {*browser.asked} == {report.as_uri()}

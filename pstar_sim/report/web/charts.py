@@ -44,7 +44,7 @@ __all__ = [
 
 MOST_CORNERS = 1200
 THINNEST = 0.005  # share of the height that is seen
-RESOLUTION = 400
+RESOLUTION = 200  # a lane on a narrow screen has that many pixels
 LANE, LEAST = 0.78, 0.08  # height of a bar in its lane; least share of that height, which is still seen
 
 Figure = dict[str, Any]

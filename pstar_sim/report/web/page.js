@@ -3,6 +3,8 @@
 
 const values = JSON.parse(document.getElementById("values").textContent);
 const drawn = new Map(); // element -> figure as it was given
+const SHEET = 680; // pixels of a printed page
+let printed = false;
 
 function themed(value, colours) {
   if (typeof value === "string") return value[0] === "@" ? colours[value] || value : value;
@@ -24,9 +26,10 @@ function draw(place, figure) {
     shown.layout.margin = { ...shown.layout.margin, l: 52, r: 6 };
     shown.layout.annotations = (shown.layout.annotations || []).filter((one) => Number(one.name) > 0.2); // shares of the width
   }
+  if (printed) shown.layout.width = Math.min(place.clientWidth, SHEET);
   place.style.height = `${shown.layout.height}px`; // which a change of the width keeps
   Plotly.react(place, shown.data, shown.layout, { responsive: true, displaylogo: false, displayModeBar: false });
-  if (place.clientWidth !== place._fullLayout.width) Plotly.Plots.resize(place); // another column came or went
+  if (!printed && place.clientWidth !== place._fullLayout.width) Plotly.Plots.resize(place); // another column came or went
 }
 
 function setTheme(name) {
@@ -35,6 +38,18 @@ function setTheme(name) {
     button.textContent = name === "dark" ? "light" : "dark";
   for (const [place, figure] of drawn) draw(place, figure);
 }
+
+// Paper is white, and narrower than a screen.
+let before;
+addEventListener("beforeprint", () => {
+  before = document.documentElement.dataset.theme;
+  printed = true;
+  setTheme("light");
+});
+addEventListener("afterprint", () => {
+  printed = false;
+  setTheme(before);
+});
 
 // Calls `chosen` with the value of the button that was pressed.
 function choice(group, chosen) {
