@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["comparison_html", "machine_html", "plan_html", "planned_html", "timeline_html", "workload_html"]
 
 WIDTH, HEIGHT = 640, 120
+LETTER = 8  # pixels of a letter beside a bar
 POINTS = 320  # points of a curve; each is the highest instant of its stretch
 
 
@@ -179,7 +180,10 @@ def _bars(seconds: Mapping[str, tuple[float, float | None]]) -> str:
     for n, (policy, (time_s, error)) in enumerate(seconds.items()):
         length = 0.62 * WIDTH * time_s / longest
         colour, y = policy_colour(policy.split(":")[0], n), n * row
-        text = f"{escape(policy)}, {format_s(time_s)} {format_error(error)}"
+        time = f"{format_s(time_s)} {format_error(error)}"
+        room = max(4, int((WIDTH - length - 6) / LETTER) - len(time) - 2)  # the table above has the whole name
+        name = policy if len(policy) <= room else f"{policy[: room - 1]}\N{HORIZONTAL ELLIPSIS}"
+        text = f"<title>{escape(policy)}</title>{escape(name)}, {time}"
         lines.append(
             f'<rect y="{y + 2}" width="{length:.0f}" height="{row - 5}" fill="{colour}"/>'
             f'<text x="{length + 6:.0f}" y="{y + 15}" font-size="13" fill="currentColor">{text}</text>'

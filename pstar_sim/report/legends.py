@@ -1,17 +1,46 @@
-"""Legends: pictures of one kind that share a figure share one legend, beside the axes that were drawn last."""
+"""Legends and titles. Pictures of one kind that share a figure share a legend, beside the axes that were drawn last. A
+title is no wider than its axes."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Handles", "shared_legend"]
+__all__ = ["Handles", "broken", "ink", "shared_legend", "size_points"]
+
+TITLE_POINTS = 5.3  # width of a letter of a title
 
 Handles = dict[str, Any]
 """Name in a legend -> the drawn element with this name."""
+
+
+def size_points(ax: Axes) -> tuple[float, float]:
+    """Returns width and height of the axes in points, as far as they are known before the layout."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    box = ax.get_position()
+    width, height = figure.get_size_inches()
+    return box.width * width * 72, box.height * height * 72
+
+
+def broken(title: str, ax: Axes) -> str:
+    """Returns the title in lines that are no wider than the axes; a name of a policy may break behind its parts."""
+    letters = max(20, int(size_points(ax)[0] / TITLE_POINTS))
+    lines = [""]
+    for part in re.split(r"(?<=[ ,:])", title):
+        if len(lines[-1]) + len(part.rstrip()) > letters and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.strip() for line in lines)
+
+
+def ink(ax: Axes) -> Any:
+    """Returns the colour of words and lines on the axes: light in a dark style."""
+    return ax.xaxis.label.get_color()
 
 
 def shared_legend(ax: Axes, handles: Mapping[str, Any], kind: str, in_order: Callable[[Handles], list[str]]) -> None:

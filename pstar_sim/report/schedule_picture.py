@@ -20,7 +20,7 @@ from pstar_sim.core.step import Kind, Part, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.compare import Planned
 from pstar_sim.report.byte_curves import steady_start_s
-from pstar_sim.report.legends import Handles, shared_legend
+from pstar_sim.report.legends import Handles, broken, shared_legend
 from pstar_sim.report.palette import PHASES, QUEUE_NAMES, STEPS
 from pstar_sim.units import format_s
 
@@ -65,7 +65,7 @@ def plot_schedule(timeline: Timeline | Planned, ax: Axes | None = None, *, plan:
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel("time in the iteration [s]")
     label = timeline.label or timeline.source
-    ax.set_title(f"{label}: {format_s(timeline.iteration_s)} per iteration", fontsize=10, loc="left")
+    ax.set_title(broken(f"{label}: {format_s(timeline.iteration_s)} per iteration", ax), fontsize=10, loc="left")
     for side in ("top", "right", "left"):
         ax.spines[side].set_visible(False)
     shared_legend(ax, {**bars, **{words: Line2D([], [], linestyle="") for words in numbered}}, "schedule", _in_order)

@@ -15,7 +15,7 @@ import numpy as np
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.sweep import COLUMNS
-from pstar_sim.report.legends import shared_legend
+from pstar_sim.report.legends import ink, shared_legend
 from pstar_sim.report.palette import BINDS, BLUE, WINE, policy_colour
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.units import GB
@@ -100,7 +100,7 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
         ax.plot(mine["at"], mine["iteration_s"], marker + "-", label=policy, **style)
     if bound and frame["lower_bound_s"].notna().any():
         line = frame.dropna(subset="lower_bound_s").groupby("at")["lower_bound_s"].min()
-        ax.plot(line.index, line.to_numpy(), "--", lw=1.1, color="black", label="lower bound")
+        ax.plot(line.index, line.to_numpy(), "--", lw=1.1, color=ink(ax), label="lower bound")
     ax.set_xlabel(_axis_name(x, list(frame[x])), fontsize=9)
     ax.set_ylabel("seconds per iteration", fontsize=9)
     ax.set_ylim(0, None)

@@ -29,7 +29,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import Comparison, Planned
 from pstar_sim.report.byte_curves import Curves, axis_unit, byte_curves, phase_bands
-from pstar_sim.report.legends import Handles, shared_legend
+from pstar_sim.report.legends import TITLE_POINTS, Handles, broken, ink, shared_legend, size_points
 from pstar_sim.report.palette import CATEGORIES as COLOURS
 from pstar_sim.report.palette import PHASES as PHASE_COLOURS
 from pstar_sim.units import format_bytes, format_s
@@ -50,7 +50,6 @@ NAMES = {
 }
 _WASTE = "free, but out of reach of a static partition"
 STRIP_POINTS, LETTER_POINTS = 12, 7.0  # height of a strip of phases; width of one of its letters
-TITLE_POINTS = 5.3  # width of a letter of a title
 
 
 def plot_tide(
@@ -140,20 +139,11 @@ class _Strip:
 
     @classmethod
     def on(cls, ax: Axes, capacity: float, strips: int) -> _Strip:
-        points = _size_points(ax)[1]
+        points = size_points(ax)[1]
         share = min(0.3, (STRIP_POINTS + 2) * strips / points)  # of the axes
         whole = capacity / (1 - share - 2 / points)
         gap = 2 / points * whole
         return cls(start=capacity + gap, height=STRIP_POINTS / points * whole, end=whole + gap)
-
-
-def _size_points(ax: Axes) -> tuple[float, float]:
-    """Returns width and height of the axes in points, as far as they are known before the layout."""
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    box = ax.get_position()
-    width, height = figure.get_size_inches()
-    return box.width * width * 72, box.height * height * 72
 
 
 def _axes_for(ax: Axes | Iterable[Axes] | None, count: int) -> list[Any]:
@@ -293,12 +283,12 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
             xs, low, high, facecolor="none", edgecolor="#555555", hatch="////", linewidth=0, zorder=1.5
         )
         (handles["capacity of a static partition"],) = ax.plot(
-            ends, [constant / unit] * 2, color="black", linestyle=":", linewidth=1.2, zorder=3
+            ends, [constant / unit] * 2, color=ink(ax), linestyle=":", linewidth=1.2, zorder=3
         )
     if len(curves.edges) <= 400:  # a line along dense teeth would look like an area of its own
         ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.9, zorder=3)
     (handles["capacity (the plan's budget)"],) = ax.plot(
-        ends, [capacity / unit] * 2, color="black", linestyle="--", linewidth=1.4, zorder=4
+        ends, [capacity / unit] * 2, color=ink(ax), linestyle="--", linewidth=1.4, zorder=4
     )
     ax.set_xlim(curves.edges[0], curves.edges[-1])
     ax.set_xlabel("time in the iteration [s]" if x == "time" else "moment")
@@ -306,7 +296,8 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
     copies = f", {format_bytes(moved)} copied to the GPU" if moved else ""
     says = f"{timeline.label or timeline.source}: {format_s(timeline.iteration_s)} per iteration"
     whole = says + copies
-    ax.set_title(whole if len(whole) * TITLE_POINTS < _size_points(ax)[0] else says, fontsize=10.5, loc="left")
+    says = whole if len(whole) * TITLE_POINTS < size_points(ax)[0] else says
+    ax.set_title(broken(says, ax), fontsize=10.5, loc="left")
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
 
@@ -324,7 +315,7 @@ def _phases(
         return
     left, right = ax.get_xlim()
     low = strip.start + (strip.height * 1.15 if measured else 0.0)
-    width = _size_points(ax)[0]
+    width = size_points(ax)[0]
     for band in bands:
         colour = PHASE_COLOURS.get(band.name, "#CCCCCC")
         drawn = ax.fill_between([band.start, band.end], low, low + strip.height, color=colour, linewidth=0, zorder=2)
@@ -335,9 +326,9 @@ def _phases(
         if room >= 1:  # else nothing is seen
             (named if label else unnamed)[band.name] = drawn
         if label:
-            ink = "white" if band.name == "ADAM" else "black"
+            words = "white" if band.name == "ADAM" else "black"
             at = (band.start + band.end) / 2, low + strip.height / 2
-            ax.text(*at, label, ha="center", va="center_baseline", fontsize=8, color=ink, zorder=5, clip_on=True)
+            ax.text(*at, label, ha="center", va="center_baseline", fontsize=8, color=words, zorder=5, clip_on=True)
 
 
 def _overlay(
@@ -347,7 +338,7 @@ def _overlay(
     capacity = _capacity(predicted, place)
     xs, model = _polyline(curves, curves.model_data, unit)
     _, line = _polyline(curves, capacity - curves.tide, unit)
-    (handles["measured model data"],) = ax.plot(xs, model, color="black", linewidth=1.3, zorder=6)
+    (handles["measured model data"],) = ax.plot(xs, model, color=ink(ax), linewidth=1.3, zorder=6)
     (handles["measured tide line"],) = ax.plot(xs, line, color="#D55E00", linewidth=1.3, linestyle="--", zorder=6)
     left, right = ax.get_xlim()
     ax.set_xlim(left, max(right, float(curves.edges[-1])))
@@ -356,7 +347,7 @@ def _overlay(
     if x == "time":
         predicted_s, measured_s = format_s(predicted.iteration_s), format_s(measured.iteration_s)
         said = f"{name}: {predicted_s} per iteration predicted, {measured_s} measured"
-    ax.set_title(said, fontsize=10.5, loc="left")
+    ax.set_title(broken(said, ax), fontsize=10.5, loc="left")
 
 
 def _in_order(handles: Handles) -> list[str]:

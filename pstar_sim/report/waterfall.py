@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pstar_sim.arguments import instance, refused
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.ablate import Ablation, Line
+from pstar_sim.report.legends import ink
 from pstar_sim.report.palette import BLUE, GREEN, GREY, SKY, VERMILION
 from pstar_sim.report.tables import heading
 from pstar_sim.units import GB
@@ -96,7 +97,7 @@ def _seconds(ablation: Ablation, ax: Axes) -> None:
     ends = f"{before:.2f} s"
     if last.gap is not None:
         bound_s = before / (1 + last.gap)
-        ax.axvline(bound_s, color="black", ls=(0, (4, 3)), lw=1.0, zorder=0)
+        ax.axvline(bound_s, color=ink(ax), ls=(0, (4, 3)), lw=1.0, zorder=0)
         ends += f", {last.gap * 100:.1f} % above the lower bound (dashed)"
     white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
     ax.text(before + 0.01 * widest, len(lines), ends, va="center", fontsize=8, bbox=white)

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib import style
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
@@ -170,6 +171,19 @@ def test_policies_share_their_axes_and_one_legend_so_that_the_faster_one_is_shor
     assert first.get_ylim() == second.get_ylim() and first.get_xlim() == second.get_xlim() == (0, 6)
     assert first.get_title(loc="left").startswith("a: ") and second.get_title(loc="left").startswith("b: ")
     assert first.get_legend() is None and second.get_legend() is None and len(figure.legends) == 1
+
+
+def test_a_long_title_breaks_at_the_width_of_its_axes_and_lines_are_light_in_a_dark_style() -> None:
+    """Axes of 304 points have room for 57 letters of 5.3 points; the name of the policy has more."""
+    policy = "tide:capacity=peak,eviction=lru,prefetch=3,adam=after-backward,pins=0"
+    with style.context("dark_background"):
+        left, right = Figure(figsize=(12, 4)).subplots(1, 2)
+        plot_tide(timeline().labelled(policy), ax=left)
+        plot_schedule(timeline().labelled(policy), ax=right)
+    for ax in (left, right):
+        lines = ax.get_title(loc="left").splitlines()
+        assert len(lines) > 1 and max(map(len, lines)) <= 57 < len(policy) and "".join(lines).startswith(policy)
+    assert {line.get_color() for line in left.lines if line.get_linestyle() == "--"} == {"white"}
 
 
 def test_pictures_in_the_subplots_of_one_figure_share_a_legend() -> None:
