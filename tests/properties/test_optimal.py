@@ -199,8 +199,8 @@ def test_other_trials_are_made_before_the_search_goes_on_from_the_fastest_of_the
     best = search.best[1]
     others = [replace(best, streams=best.streams // parts) for parts in (2, 1, 4)]
     made = search._fastest_first(others)
-    assert [trial.streams for _, trial in made] == [best.streams, best.streams // 2, best.streams // 4]
-    assert [seconds for seconds, _ in made] == sorted(search.tried[trial] for trial in others)
+    assert [trial.streams for trial in made] == [best.streams, best.streams // 2, best.streams // 4]
+    assert [search.tried[trial] for trial in made] == sorted(search.tried[trial] for trial in others)
 
 
 def test_a_chunk_size_that_is_continued_in_vain_promises_less() -> None:

@@ -332,23 +332,29 @@ class Search:
         before = None
         while self.best is not None and self.best[1] != before:
             before = self.best[1]
-            for seconds, trial in self._fastest_first(self._elsewhere(before)):
+            for trial in self._others(before):
                 if self.good_enough or self.spent:
                     return self.fastest
-                if seconds != self.seconds:  # an equal plan has the same way down
-                    self.here = seconds, trial
+                self.here, least_s = None, self.seconds
+                if self.try_one(trial) and self.tried[trial] != least_s:  # an equal plan has the same way down
                     self._downhill()
         self.exhausted = not self.spent
         return self.fastest
 
-    def _fastest_first(self, trials: Iterable[Trial]) -> list[tuple[float, Trial]]:
-        """Make these trials. Returns the trials that fit and their seconds, the fastest first."""
-        made: list[tuple[float, Trial]] = []
+    def _others(self, best: Trial) -> Iterable[Trial]:
+        """Returns the trials of `_elsewhere`. Without a barrier, the search makes them all first, and goes on from the
+        fastest. Behind a barrier, a trial with another knob begins far slower than its descent ends."""
+        trials = self._elsewhere(best)
+        return trials if self.facts.pins.barrier else self._fastest_first(trials)
+
+    def _fastest_first(self, trials: Iterable[Trial]) -> list[Trial]:
+        """Make these trials. Returns the trials that fit, the fastest first."""
+        made: list[Trial] = []
         for trial in trials:
             self.here = None
             if self.try_one(trial):
-                made.append((self.tried[trial], trial))
-        return sorted(made, key=lambda one: one[0])
+                made.append(trial)
+        return sorted(made, key=self.tried.__getitem__)
 
     def _downhill(self, parts: int = NEXT_STRIDE) -> None:
         """Go downhill from `here`. The first changes are by the number of chunks divided by `parts`."""
