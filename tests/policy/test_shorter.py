@@ -13,7 +13,7 @@ from pstar_sim.policy.family.attempt import attempt_course
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.search import Search
 from pstar_sim.policy.family.searched import own_plans
-from pstar_sim.policy.family.shorter import FEWEST, SHOWN, shorter
+from pstar_sim.policy.family.shorter import FEWEST, FEWEST_BEHIND_BARRIER, SHOWN, shorter
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.schedule import Modes
@@ -45,7 +45,7 @@ def _modes(job: Job, *, pins: int, streams: int, sums: int) -> Modes:
 def test_the_seconds_are_those_of_the_whole_job(memory: str, pins: int, streams: int, sums: int, within: float) -> None:
     where = machine("rtx4090", gpu_memory=memory)
     whole = _job(repeat_micro_batch(ONE, WHOLE), where)
-    short_workload = shorter(whole.workload)
+    short_workload = shorter(whole.workload, barrier=False)
     assert short_workload is not None
     short = _job(short_workload, where)
     modes = _modes(whole, pins=pins, streams=streams, sums=sums)
@@ -62,7 +62,7 @@ def test_what_is_left_out() -> None:
     """16 micro-batches less 5 are 11 times the middle one. All sums are on the host, so a micro-batch sends the
     gradient of each chunk down once."""
     where = machine("rtx4090")
-    short_workload = shorter(repeat_micro_batch(ONE, WHOLE))
+    short_workload = shorter(repeat_micro_batch(ONE, WHOLE), barrier=False)
     assert short_workload is not None and short_workload.micro_batches == 5
     job = _job(short_workload, where)
     modes = _modes(job, pins=0, streams=0, sums=0)
@@ -76,12 +76,15 @@ def test_what_is_left_out() -> None:
 
 
 def test_which_jobs_are_shortened() -> None:
-    assert shorter(repeat_micro_batch(ONE, FEWEST - 1)) is None
-    assert shorter(ONE) is None
+    for barrier, fewest in ((False, FEWEST), (True, FEWEST_BEHIND_BARRIER)):
+        assert shorter(repeat_micro_batch(ONE, fewest - 1), barrier=barrier) is None
+        assert shorter(repeat_micro_batch(ONE, fewest), barrier=barrier) is not None
+    assert shorter(ONE, barrier=False) is None
     long = repeat_micro_batch(ONE, FEWEST)
-    assert shorter(long) is not None
     slower = replace(long.moments[4], flops=2 * long.moments[4].flops)
-    assert shorter(replace(long, moments=(*long.moments[:4], slower, *long.moments[5:]))) is None  # they differ
+    assert (
+        shorter(replace(long, moments=(*long.moments[:4], slower, *long.moments[5:])), barrier=False) is None
+    )  # they differ
 
 
 def test_the_plan_has_all_micro_batches() -> None:
@@ -95,7 +98,7 @@ def test_the_plan_has_all_micro_batches() -> None:
 def test_if_no_attempt_fits_the_whole_job_the_whole_job_is_searched() -> None:
     """Here the shorter job has a larger GPU, so all its chunks are pinned. They do not fit the smaller GPU."""
     workload = repeat_micro_batch(ONE, FEWEST)
-    short_workload = shorter(workload)
+    short_workload = shorter(workload, barrier=False)
     assert short_workload is not None
     whole = _job(workload, machine("rtx4090", gpu_memory="6GB"))
     search = Search(whole, _job(short_workload, machine("a100-80")))

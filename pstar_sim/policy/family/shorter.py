@@ -9,7 +9,8 @@ queue. Plans are made in the whole job (`Search.whole`).
 
 Where an attempt gets into a steady state, its seconds are those of the whole job to 1e-5. With few micro-batches, a
 queue may fall behind until the end of the iteration, and no other queue waits for it. The seconds are then too many.
-So jobs with fewer than FEWEST micro-batches are not shortened.
+So jobs with fewer than FEWEST micro-batches are not shortened. Behind a barrier the updates wait for every queue that
+brings gradients, so jobs from FEWEST_BEHIND_BARRIER micro-batches on are shortened.
 """
 
 from __future__ import annotations
@@ -29,13 +30,18 @@ __all__ = ["LeftOut", "left_out_of", "shorter"]
 # Number of micro-batches of a shorter job. With 4, the middle micro-batch is sometimes not in the steady state yet, and
 # seconds differ by 1 to 5 %.
 SHOWN = 5
-FEWEST = 12  # fewest micro-batches of a job whose attempts are made in a shorter job
+# Fewest micro-batches of a job whose attempts are made in a shorter job: without a barrier, and with a barrier.
+FEWEST, FEWEST_BEHIND_BARRIER = 12, 8
 
 
-def shorter(workload: Workload) -> Workload | None:
-    """Returns the workload with SHOWN micro-batches; None for a workload with fewer than FEWEST micro-batches, with
-    micro-batches that differ or do not run one after the other, or with stashes."""
-    if workload.micro_batches < FEWEST or workload.layer_major or workload.stashes:
+def shorter(workload: Workload, *, barrier: bool) -> Workload | None:
+    """Returns the workload with SHOWN micro-batches; None for a workload with too few micro-batches, with micro-batches
+    that differ or do not run one after the other, or with stashes.
+
+    barrier: whether updates wait for the end of the last micro-batch.
+    """
+    fewest = FEWEST_BEHIND_BARRIER if barrier else FEWEST
+    if workload.micro_batches < fewest or workload.layer_major or workload.stashes:
         return None
     try:
         return repeat_micro_batch(single_micro_batch(workload), SHOWN)
