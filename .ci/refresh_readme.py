@@ -418,6 +418,7 @@ def load_weights() -> str:
 
 def planning() -> str:
     planned, certified = result("planning_speed")["rows"], result("certify")["rows"]
+    planned = [row for row in planned if "cpu_s" in row]  # other rows: the job does not fit
     one = max(row["cpu_s"] for row in planned if row["gpus"] == 1 and row.get("group", "one gpu") == "one gpu")
     most_gpus = max(row["gpus"] for row in planned)
     many = max(row["cpu_s"] for row in planned if row["gpus"] == most_gpus)
