@@ -243,7 +243,7 @@ def predicted_bar(plan: Plan, machine: Machine) -> str:
         return "at least: matrix products, copies and updates count, other operators and Python do not"
     from pstar_sim.planner.trust import trust
 
-    return trust(machine, plan.policy).label
+    return trust(machine, plan.policy, plan.workload).label
 
 
 def is_lower_bound(plan: Plan, machine: Machine) -> bool:

@@ -42,7 +42,7 @@ class ConfigurationPrediction:
         host lacks memory.
     iteration_s: simulated seconds per iteration; None if the configuration does not fit.
     tokens_per_s: simulated tokens per second; None if the configuration does not fit.
-    error: as in `Fit`, for the policy.
+    expected_error: as in `Fit`, for the policy.
     trust: as in `Fit`, for the policy.
     plan: the policy's plan; None if the configuration does not fit.
     timeline: simulation of the plan; None if the configuration does not fit.
@@ -60,7 +60,7 @@ class ConfigurationPrediction:
     gpu_needed_bytes: int | None = None
     iteration_s: float | None = None
     tokens_per_s: float | None = None
-    error: float | None = None
+    expected_error: float | None = None
     trust: str | None = None
     plan: Plan | None = None
     timeline: Timeline | None = None
@@ -95,7 +95,7 @@ class ConfigurationPrediction:
             reason=self.reason,
             iteration_s=self.iteration_s,
             tokens_per_s=self.tokens_per_s,
-            error=self.error,
+            expected_error=self.expected_error,
             trust=self.trust,
         )
 
@@ -137,7 +137,7 @@ def predict(
     """
     share = share_out(workload, machine)
     configuration = configuration.for_model(share.workload)
-    belief = trust(machine, configuration.policy)
+    belief = trust(machine, configuration.policy, share.workload)
     found = ConfigurationPrediction(
         label=label,
         configuration=configuration,
@@ -165,7 +165,7 @@ def predict(
         gpu_needed_bytes=timeline.peak_bytes["gpu"],
         iteration_s=timeline.iteration_s,
         tokens_per_s=share.tokens / timeline.iteration_s,
-        error=belief.error,
+        expected_error=belief.error,
         trust=belief.label,
         plan=plan,
         timeline=timeline,

@@ -33,7 +33,6 @@ from pstar_sim.planner.batch_shares import machine_of, shares_of_batch, tightest
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
 from pstar_sim.planner.memory_needs import memory_need
-from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
 from pstar_sim.workload.lora import Adapter, adapter
@@ -81,8 +80,8 @@ class Offer:
     usd_per_hour: price of all nodes; None without a price.
     batch: sequences per micro-batch, of all GPUs together.
     price_of: the offer from which the price comes, and its date.
-    error: error of tokens_per_s, as in `Fit`.
-    trust: the basis of error, as in `Fit`.
+    expected_error: error of tokens_per_s, as in `Fit`.
+    trust: the basis of expected_error, as in `Fit`.
     least_days: days that the matmuls alone take; if these miss the deadline, nothing is planned.
     reason: why there are no figures, or why more nodes were not tried.
     """
@@ -101,7 +100,7 @@ class Offer:
     days: float | None = None
     usd: float | None = None
     usd_per_million_tokens: float | None = None
-    error: float | None = None
+    expected_error: float | None = None
     trust: str | None = None
     least_days: float | None = None
     reason: str | None = None
@@ -376,7 +375,6 @@ def _so_many(
         return replace(base, reason=str(error)), True
     assert row.tokens_per_s is not None
     cost = bill(tokens, row.tokens_per_s, usd * machine.nodes)
-    belief = trust(machine, row.policy)
     offer = replace(
         base,
         in_time=deadline_s is None or cost.days * DAY_S <= deadline_s,
@@ -387,8 +385,8 @@ def _so_many(
         days=cost.days,
         usd=cost.usd,
         usd_per_million_tokens=cost.usd_per_million_tokens,
-        error=belief.error,
-        trust=belief.label,
+        expected_error=row.expected_error,
+        trust=row.trust,
     )
     return offer, False
 

@@ -29,7 +29,7 @@ from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.machine_notes import machine_notes
 from pstar_sim.planner.nearest import Elsewhere, nearest
-from pstar_sim.planner.trust import trust
+from pstar_sim.planner.trust import Trust, trust
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.registry import Policy, can_follow, find_policy, is_built_in, policy_name
@@ -395,7 +395,8 @@ class _Found:
             self.gains.append(f"{name}: {gain}")
             certifier = Certifier(job.share.workload, job.machine, settings, lp=certify, ranked=job.share.ranked)
         peaks = timeline.peak_bytes if job.share.ranked is None else play(plan).peak_bytes
-        row = _figures(name, machine, timeline, peaks, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
+        belief = trust(machine, name, job.share.workload)
+        row = _figures(name, belief, timeline, peaks, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
         self.planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         self.rows.append(row)
 
@@ -598,7 +599,7 @@ def _unfit(name: str, certificate: Certificate | None, *, reason: str | None = N
 
 def _figures(
     name: str,
-    machine: Machine,
+    belief: Trust,
     timeline: Timeline,
     peaks: Mapping[str, int],
     tokens: int,
@@ -606,7 +607,6 @@ def _figures(
     barrier_cost_s: float | None,
 ) -> Row:
     bound_s = certificate.seconds
-    belief = trust(machine, name)
     return Row(
         policy=name,
         fits=True,

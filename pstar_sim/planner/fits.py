@@ -56,8 +56,8 @@ class Fit:
     changes: the changes that would make it fit, as flags ("with --host-memory 128GB"), at most one of each kind.
     iteration_s: simulated seconds per iteration, if the policy fits.
     tokens_per_s: simulated tokens per second, if the policy fits.
-    error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
-    trust: the basis of error, or that there is none.
+    expected_error: one standard deviation of such times, as a share of them, from published runs (planner/trust.py).
+    trust: the basis of expected_error, or that there is none.
     """
 
     policy: str
@@ -76,7 +76,7 @@ class Fit:
     changes: tuple[str, ...] = ()
     iteration_s: float | None = None
     tokens_per_s: float | None = None
-    error: float | None = None
+    expected_error: float | None = None
     trust: str | None = None
 
     @property
@@ -283,12 +283,12 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
     if times:
         plan = need.plan or find_policy(name)(workload, machine, settings)
         seconds = play(plan, workloads=share.ranked).iteration_s
-        belief = trust(machine, name)
+        belief = trust(machine, name, workload)
         row = replace(
             row,
             iteration_s=seconds,
             tokens_per_s=share.tokens / seconds,
-            error=belief.error,
+            expected_error=belief.error,
             trust=belief.label,
         )
     return row, None

@@ -286,7 +286,10 @@ class _MachineQuestion:
             if seconds is None or kept_s < seconds * (1 - ROUNDING):
                 how = REPLAYED if replayed_s <= now.iteration_s else AS_NOW
                 policy, seconds, planned_s = now.policy, kept_s, seconds
-        change, belief = self._change(seconds, where, now), None if policy is None else trust(where, policy)
+        change, belief = (
+            self._change(seconds, where, now),
+            None if policy is None else trust(where, policy, self.share.workload),
+        )
         return PartEffect(
             part=part,
             policy=policy,

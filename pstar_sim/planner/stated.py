@@ -256,7 +256,7 @@ class _Notes:
         """Compare the expected error. An earlier validation, with other rows, may have found another error, so only an
         impossible error is false."""
         plan = self.plan
-        error, known = plan.predictions.get("expected_error"), trust(plan.machine, plan.policy).error
+        error, known = plan.predictions.get("expected_error"), trust(plan.machine, plan.policy, plan.workload).error
         if error is None:
             return
         if not 0 <= error < inf:

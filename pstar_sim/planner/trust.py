@@ -1,13 +1,16 @@
 """Trust: the errors of predicted iteration times, by class of machine.
 
-[Note: classes] A class is a kind of GPU (the first part of its catalog name: "v100", "a100", "h100") and the number of
-GPUs: "one GPU", "node" (several in one node) or "nodes". Its errors are those of the rows of whole iterations to which
-nothing is fitted ("tested"). The errors are kept in catalog/expected_errors.json, which `pstar validate --write` makes.
-A policy without published runs has the errors of its class.
+[Note: classes] A class is a kind of GPU (the first part of its catalog name: "v100", "a100", "h100"), the number of
+GPUs ("one GPU", "node" for several in one node, or "nodes"), the flavour of the kernels (workload/kernels.py) and
+whether the model has experts. Captured modules run their operators one by one, as eager kernels do. The errors of a
+class are those of the rows of whole iterations to which nothing is fitted ("tested"). They are kept in
+catalog/expected_errors.json, which `pstar validate --write` makes. A policy without published runs has the errors of
+its class.
 
 [Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy had at most this
-error. A class without enough rows has the bar of ANY_CLASS: that of all rows, times the factor by which the errors of a
-class exceed those of all other classes. The answer then says that no measurement is near.
+error. A class without enough rows has the bar of ANY_CLASS: that of all rows, times the factor by which the errors of
+a kind and number of GPUs exceed those of all others. If a class of the same machines has a larger bar, the answer has
+that bar. The answer then says that no measurement is near.
 
 [Note: error of a change] Two times of one model and one machine share most of their errors, which cancel in their
 ratio. The remaining error is that of the seconds by which the two times differ. The difference is predicted like all
@@ -29,10 +32,12 @@ from importlib.resources import files
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.units import format_error
+from pstar_sim.workload.kernels import FLAVOURS
+from pstar_sim.workload.workload import Workload
 
 __all__ = [
     "ANY", "ANY_CLASS", "FEWEST_ROWS", "FILE", "NOT_NEAR", "ExpectedError", "Trust", "class_name", "class_of",
-    "error_of_change", "error_of_ratio", "expected_error", "trust",
+    "error_of_change", "error_of_ratio", "expected_error", "machines_of", "trust",
 ]  # fmt: skip
 
 FILE = files("pstar_sim.catalog") / "expected_errors.json"
@@ -64,7 +69,7 @@ class ExpectedError:
     bar: the error that 68 % of the rows do not exceed ([Note: bars]).
     rows: number of rows.
     policy: policy to which the rows belong, or "any policy" of the class if that policy has no rows.
-    machine_class: for example "h100 node".
+    machine_class: class of the answer, for example "h100 node".
     """
 
     median: float
@@ -98,21 +103,35 @@ def error_of_ratio(ratio: float, *errors: float) -> float:
     return ratio * math.hypot(*errors)
 
 
-def class_of(machine: Machine) -> str:
-    """Returns the class of a machine: [Note: classes]. Unequal GPUs are a class of their own ("a100 + v100 node")."""
-    generations = " + ".join(dict.fromkeys(r.gpu.name.split("-")[0] for r in machine.ranks))
-    return class_name(generations, ranks=len(machine.ranks), nodes=machine.nodes)
+def class_of(machine: Machine, workload: Workload) -> str:
+    """Returns the class of a job on a machine: [Note: classes]. Unequal GPUs are a class of their own
+    ("a100 + v100 node")."""
+    return class_name(
+        " + ".join(dict.fromkeys(r.gpu.name.split("-")[0] for r in machine.ranks)),
+        ranks=len(machine.ranks),
+        nodes=machine.nodes,
+        kernels=workload.kernels,
+        experts=any(".experts." in t.name for t in workload.tensors),
+    )
 
 
-def class_name(generation: str, *, ranks: int, nodes: int) -> str:
-    return f"{generation} {'nodes' if nodes > 1 else 'node' if ranks > 1 else 'one GPU'}"
+def class_name(generation: str, *, ranks: int, nodes: int, kernels: str, experts: bool = False) -> str:
+    """Returns words such as "h100 node" (eager kernels) or "h100 node with fused kernels" ([Note: classes])."""
+    flavour = [f"{kernels} kernels"] if kernels in FLAVOURS and kernels != "eager" else []
+    rest = " and ".join(flavour + (["experts"] if experts else []))
+    return f"{generation} {'nodes' if nodes > 1 else 'node' if ranks > 1 else 'one GPU'}{rest and f' with {rest}'}"
 
 
-def expected_error(machine: Machine, policy: str) -> ExpectedError | None:
-    """Returns the errors that validation found for the machine's class and the policy (a name or a spec; options do not
+def machines_of(name: str) -> str:
+    """Returns the machines of a class, without kernels and experts: "h100 node" for "h100 node with fused kernels"."""
+    return name.split(" with ")[0]
+
+
+def expected_error(machine: Machine, policy: str, workload: Workload) -> ExpectedError | None:
+    """Returns the errors that validation found for the job's class and the policy (a name or a spec; options do not
     matter). If the policy has fewer than FEWEST_ROWS rows, returns the errors of the whole class. Returns None if the
     class has too few rows as well."""
-    name = class_of(machine)
+    name = class_of(machine, workload)
     known = _shipped().get(name)
     if known is None:
         return None
@@ -131,13 +150,15 @@ def expected_error(machine: Machine, policy: str) -> ExpectedError | None:
     )
 
 
-def trust(machine: Machine, policy: str) -> Trust:
-    """Returns the error that validation found for this class of machine and this policy, or for the class with other
-    policies. If no measurement is near, returns the bar of any class."""
-    found = expected_error(machine, policy)
+def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
+    """Returns the error that validation found for this class of job and this policy, or for the class with other
+    policies. If no measurement is near, returns the bar of any class, or a larger one of the same machines."""
+    found = expected_error(machine, policy, workload)
     if found is not None:
         return Trust(found.bar, found.label)
-    name, bar = class_of(machine), _shipped()[ANY_CLASS][ANY]["bar"]
+    name = class_of(machine, workload)
+    same = [c[ANY]["bar"] for other, c in _shipped().items() if machines_of(other) == machines_of(name)]
+    bar = max([_shipped()[ANY_CLASS][ANY]["bar"], *same])
     known = int(_shipped().get(name, {}).get(ANY, {"rows": 0})["rows"])
     return Trust(
         bar,

@@ -125,7 +125,7 @@ def _yes(answer: Fits) -> list[str]:
     under = best.policy if total == 1 else f"{len(fitting)} of the {total} policies"
     said = [f"Yes: {answer.workload.model} fits on {_named(answer.machine)} under {under}."]
     if best.iteration_s is not None:
-        belief = "" if best.error is None else f" ({format_error(best.error)})"
+        belief = "" if best.expected_error is None else f" ({format_error(best.expected_error)})"
         ties = len(fast) - 1
         equals = f" ({ties} {'other is' if ties == 1 else 'others are'} as fast)" if ties else ""
         fastest = f"The fastest is {best.policy}{equals}: it" if total > 1 else "It"
@@ -218,7 +218,7 @@ def _fit_cells(row: Fit, *, why: bool) -> tuple[str, ...]:
         format_size(row.gpu_headroom_bytes),
         format_size(row.host_needed_bytes),
         format_size(row.host_headroom_bytes),
-        f"{seconds} {format_error(row.error)}" if seconds and row.error is not None else seconds,
+        f"{seconds} {format_error(row.expected_error)}" if seconds and row.expected_error is not None else seconds,
     ]
     if why:
         parts = row.host_rounding_bytes, row.host_startup_bytes, row.host_buffer_bytes
@@ -345,7 +345,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
         row.policy or "",
         f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
-        format_error(row.error),
+        format_error(row.expected_error),
         "" if row.days is None else _days(row.days),
         "" if row.usd_per_hour is None else f"{row.usd_per_hour:,.2f}",
         "" if row.usd is None else f"{row.usd:,.0f}",

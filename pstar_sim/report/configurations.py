@@ -57,7 +57,7 @@ def _said(p: ConfigurationPrediction) -> list[str]:
     said = [f"{p.label}: host memory per GPU: {', '.join(p.host.parts()) or 'none'}."]
     if p.reason is not None:
         said.append(f"{p.reason}.")
-    error = "" if p.error is None else f" ({format_error(p.error)})"
+    error = "" if p.expected_error is None else f" ({format_error(p.expected_error)})"
     said.append(f"{p.label}: {p.configuration.framework}, predicted by its own policy {p.policy}{error}.")
     said += [f"{p.label}: {note}." for note in p.configuration.notes]
     if p.configuration.without_effect:

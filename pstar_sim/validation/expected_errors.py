@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
-from pstar_sim.planner.trust import ANY, ANY_CLASS, FEWEST_ROWS, FILE, class_name
+from pstar_sim.planner.trust import ANY, ANY_CLASS, FEWEST_ROWS, FILE, class_name, machines_of
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of, quantile
 from pstar_sim.validation.rows import published_rows
@@ -49,21 +49,24 @@ def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, 
 
 
 def left_out_factor(groups: dict[str, dict[str, list[Result]]]) -> float:
-    """Returns the factor by which the bar of a class exceeds the bar of the rows of all other classes: the 68th
-    percentile over the classes with enough rows, at least 1.
+    """Returns the factor by which the bar of some machines exceeds the bar of the rows of all others, whatever the
+    kernels: the 68th percentile over the machines with enough rows, at least 1.
     """
-    ratios = []
+    rows: dict[str, list[Result]] = {}
     for name, of_class in groups.items():
-        others = [r for other in groups if other != name for r in groups[other][ANY]]
-        if len(of_class[ANY]) >= FEWEST_ROWS and others:
-            ratios.append(_bar(of_class[ANY]) / _bar(others))
+        rows.setdefault(machines_of(name), []).extend(of_class[ANY])
+    ratios = []
+    for name, own in rows.items():
+        others = [r for other in rows if other != name for r in rows[other]]
+        if len(own) >= FEWEST_ROWS and others:
+            ratios.append(_bar(own) / _bar(others))
     return max(1.0, quantile(sorted(ratios), INSIDE)) if ratios else 1.0
 
 
 def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
     """Returns the rows of whole iterations to which nothing is fitted. Each comes with the bar that an answer would
     quote for it without knowing the row itself: the bar of its class and policy, of its class, or of every class times
-    `left_out_factor`.
+    `left_out_factor` (at least the bar of a class of the same machines).
     """
     judged = _judged(results)
     groups = _groups(judged)
@@ -79,7 +82,12 @@ def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
         else:
             others = [o for other in groups if other != name for o in groups[other][ANY]]
             if others:
-                found.append((r, _bar(others) * factor))
+                same = [
+                    _bar(groups[other][ANY])
+                    for other in groups
+                    if other != name and machines_of(other) == machines_of(name)
+                ]
+                found.append((r, max([_bar(others) * factor, *same])))
     return found
 
 
@@ -103,7 +111,7 @@ def _judged(results: Iterable[Result]) -> list[Result]:
 
 
 def _class(r: Result) -> str:
-    return class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=r.nodes)
+    return class_name(r.gpu.split("-")[0], ranks=r.gpus, nodes=r.nodes, kernels=r.kernels)
 
 
 def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:

@@ -71,6 +71,7 @@ class Result:
     machine: the machine with which the row was replayed.
     nodes: its number of nodes.
     policy: the policy with which the row was replayed.
+    kernels: flavour of its kernels.
     """
 
     file: str
@@ -92,6 +93,7 @@ class Result:
     published: float
     predicted: float | None
     reason: str = ""
+    kernels: str = "eager"
 
     @property
     def error(self) -> float:
@@ -415,6 +417,7 @@ def _result(row: PublishedRow, rule: ScopeRule, experiment: Experiment, value: f
         published=row.value,
         predicted=value,
         reason=reason,
+        kernels=experiment.kernels,
     )
 
 

@@ -431,15 +431,18 @@ def test_the_answer_begins_with_yes_or_no_then_why_then_the_smallest_change() ->
 def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_is_unvalidated() -> None:
     w = preset("1B", batch=1, seq=128)
     known = fits(w, ps.machine("a100-80"), policies=["all_on_gpu"]).rows[0]
-    assert known.error is not None and 0 < known.error < 1
+    assert known.expected_error is not None and 0 < known.expected_error < 1
     assert known.trust is not None and "class a100 one GPU" in known.trust
     unknown = fits(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
     assert unknown.iteration_s is not None
     label = "not validated for class l4 one GPU (no published runs of it are known, 4 are needed)"
-    assert unknown.error is not None and unknown.error > known.error
-    assert unknown.trust == f"± {unknown.error:.0%}".replace("%", " %") + f", no measurement is near this: {label}"
+    assert unknown.expected_error is not None and unknown.expected_error > known.expected_error
+    assert (
+        unknown.trust
+        == f"± {unknown.expected_error:.0%}".replace("%", " %") + f", no measurement is near this: {label}"
+    )
     row = ps.compare(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
-    assert (row.expected_error, row.trust) == (unknown.error, unknown.trust)
+    assert (row.expected_error, row.trust) == (unknown.expected_error, unknown.trust)
 
 
 def test_the_limit_of_optimal_is_the_furthest_of_all() -> None:

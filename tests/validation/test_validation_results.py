@@ -1,6 +1,7 @@
 """Errors, orders and misses of results made by hand; and a small part of the real validation."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from pstar_sim.report.validation import validation_text
 from pstar_sim.validation import expected_errors
 from pstar_sim.validation.expected_errors import binomial_interval, errors_by_class, quoted_bars, write_errors
 from pstar_sim.validation.results import Result, Validation, errors_of, validate
+from pstar_sim.workload.presets import preset
 
 
 def result(published: float, predicted: float | None, **changes: object) -> Result:
@@ -229,23 +231,49 @@ def test_a_class_that_is_left_out_widens_the_bar_of_others() -> None:
 
 
 def test_an_expected_error_names_its_class() -> None:
-    node = load_machine("h100-80x8")
-    known = expected_error(node, "zero3_offload:ratio=0.5")
-    assert known is not None and class_of(node) == known.machine_class == "h100 node"
+    node, eager, fused = (
+        load_machine("h100-80x8"),
+        preset("1B", batch=1, seq=128),
+        preset("1B", batch=1, seq=128, kernels="fused"),
+    )
+    known = expected_error(node, "zero3_offload:ratio=0.5", eager)
+    assert known is not None and class_of(node, eager) == known.machine_class == "h100 node"
     assert known.label == f"± {known.bar:.0%} ({known.rows} rows, class h100 node)".replace("%", " %")
-    other = expected_error(node, "tide")
+    other = expected_error(node, "tide", eager)
     assert other is not None and other.rows > known.rows and "other policies" in other.label
-    assert expected_error(load_machine("t4"), "tide") is None
-    fsdp = expected_error(load_machine("h100-80x8"), "zero3_resident")
+    assert expected_error(load_machine("t4"), "tide", eager) is None
+    fsdp = expected_error(node, "zero3_resident", fused)
     assert fsdp is not None and (fsdp.rows, fsdp.policy) == (18, "zero3_resident") and fsdp.bar > fsdp.median
-    far = trust(load_machine("t4"), "tide")
-    assert far.label.startswith(f"± {far.error:.0%}, no measurement is near".replace("%", " %"))
+    assert fsdp.machine_class == "h100 node with fused kernels"
+    unfused = expected_error(node, "zero3_resident", eager)  # all its rows are fused
+    assert unfused is not None and unfused == expected_error(node, "tide", eager)
+    far = trust(load_machine("t4"), "tide", eager)
+    assert far.label.startswith(f"± {far.error:.0%}, no measurement is near this".replace("%", " %"))
     assert far.error > fsdp.bar
 
 
-def test_few_rows_of_a_policy_say_nothing_of_it() -> None:
+def test_kernels_and_experts_that_no_row_has_are_not_near() -> None:
+    """The bar is no smaller than any of the same machines."""
     card = load_machine("v100-32")
-    infinity, class_ = expected_error(card, "zero_infinity"), expected_error(card, "tide")  # two rows of the former
+    near = expected_error(card, "tide", preset("1B", batch=1, seq=128))
+    assert near is not None
+    for workload, with_ in (
+        (preset("1B", batch=1, seq=128, kernels="compiled"), "compiled kernels"),
+        (preset("1B", batch=1, seq=128, kernels="megatron"), "megatron kernels"),
+        (preset("Qwen3-30B-A3B", batch=1, seq=128), "experts"),
+        (preset("Qwen3-30B-A3B", batch=1, seq=128, kernels="fused"), "fused kernels and experts"),
+    ):
+        assert expected_error(card, "tide", workload) is None
+        far = trust(card, "tide", workload)
+        assert f"not validated for class v100 one GPU with {with_} (no published runs" in far.label
+        assert far.error >= near.bar
+    by_hand = replace(preset("1B", batch=1, seq=128), kernels="captured")
+    assert expected_error(card, "tide", by_hand) == near  # its operators run one by one
+
+
+def test_few_rows_of_a_policy_say_nothing_of_it() -> None:
+    card, w = load_machine("v100-32"), preset("1B", batch=1, seq=128)
+    infinity, class_ = expected_error(card, "zero_infinity", w), expected_error(card, "tide", w)  # two of the former
     assert infinity is not None and infinity == class_ and infinity.rows >= FEWEST_ROWS
 
 
@@ -268,7 +296,8 @@ def test_shipped_errors_are_of_whole_classes() -> None:
     assert expected_errors.ERRORS_FILE.is_file()
     kept = json.loads(expected_errors.ERRORS_FILE.read_text(encoding="utf-8"))
     assert set(kept) == {
-        "a100 node", "a100 nodes", "a100 one GPU", "any class", "h100 node", "h100 nodes", "v100 node", "v100 one GPU",
+        "a100 node", "a100 nodes", "a100 nodes with fused kernels", "a100 one GPU", "any class", "h100 node",
+        "h100 node with fused kernels", "h100 nodes with fused kernels", "v100 node", "v100 one GPU",
     }  # fmt: skip
     assert all(any_policy["any policy"]["rows"] >= 1 for any_policy in kept.values())
 
