@@ -226,6 +226,9 @@ class Batches:
         if len(moments) - 1 != len(body) or any(a.name != b.name for a, b in zip(moments, body)):
             return False
         if w.relayed:
+            planned = self.host.shapes.planned
+            if planned is not None:
+                return covers(planned, self.form)
             return all(size <= most for size, most in zip(self.shape, (self.planned_size, w.sequence)))
         return all(a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body))
 

@@ -17,7 +17,7 @@ import executor
 from executor.measuring.measure import measure_iteration
 from executor.models import enable_checkpointing
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import ContractError, DoesNotFit
 from pstar_sim.workload.workload import repeat_micro_batch
 
 
@@ -196,3 +196,34 @@ def test_a_model_that_cannot_be_cut_is_refused_before_anything_runs(start: Calla
         assert optimizer.session.cursor.moment == -1 and not optimizer.session.cursor.off_plan
     finally:
         optimizer.session.close(restore=False)
+
+
+class Pair(nn.Module):
+    """Blocks for one input, and a head for another input of its own length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x.square().mean() + self.head(y).square().mean()
+
+
+def test_a_longer_second_input_does_not_run_on_plan() -> None:
+    torch.manual_seed(0)
+    model = Pair()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, offloaded = executor.offload(
+        model, optimizer, {"x": torch.randn(8, 16), "y": torch.randn(8, 16)}, gpu_memory="64kB", micro_batches=2,
+        device="virtual", policy="l2l",
+    )  # fmt: skip
+    rows = [{"x": torch.randn(8, 16), "y": torch.randn(8, 16)} for _ in range(2)]
+    offloaded.session.step(rows)
+    with pytest.raises(DoesNotFit, match="a new plan for this batch"):
+        offloaded.session.step([{"x": row["x"], "y": torch.randn(1000, 16)} for row in rows])
+    offloaded.session.step(rows)
+    assert offloaded.session.deviations == 0, list(offloaded.session.deviation_log)
+    offloaded.session.close()
