@@ -122,6 +122,10 @@ CHANGES: tuple[Change, ...] = (
     *instead("search", "policy.family.searched.OTHER_OPS", 15_000),
     *instead("search", "policy.family.searched.NEXT_OPS", 20_000, 80_000),
     *instead("search", "policy.family.searched.OPS_OF_FEW", 185_000, 740_000),
+    *instead("small batches", "policy.family.searched.MORE", 1.0, 2.0),
+    *instead("small batches", "policy.family.searched.WORTH_MORE", 0.0, 0.06),
+    *instead("small batches", "policy.family.search.WANDER", 0.02, 0.08),
+    *instead("small batches", "policy.family.search.WANDER_LIMIT", 1.0, 1.1),
     *instead("many chunks", "policy.family.searched.OPS", 145_000, 580_000),
     *instead("one size", "policy.family.searched.ALONE", 0.33, 1.0),
     *instead("search", "policy.family.searched.FACTORS_OF_FEW", (0.5, 2.0), none=()),
@@ -240,6 +244,19 @@ def of_large_chunks() -> dict[str, Job]:
         "4B, rtx4090": (gpt("4B", 1), ps.machine("rtx4090"), BARRIER),
         "llama-30b, h100-80": (gpt("llama-30b", 4), ps.machine("h100-80"), BARRIER),
     }
+
+
+def of_small_batches() -> dict[str, Job]:
+    """Returns jobs with short iterations, in which all queues are busy, and which a search leaves
+    far above the roofline."""
+    return {
+        f"{model}, {machine}, batch {batch}, eager": (gpt(model, batch), ps.machine(machine), EAGER)
+        for model, machine, batch in (
+            ("qwen2.5-7b", "a100-80", 1), ("qwen2.5-7b", "h100-80", 2), ("llama-3-8b", "h100-80", 1),
+            ("llama-3-8b", "h100-80", 2), ("8B", "h100-80", 1), ("15B", "rtx4090", 1), ("18B", "rtx4090", 1),
+            ("4B", "v100-32", 2),
+        )
+    }  # fmt: skip
 
 
 def of_plenty() -> dict[str, Job]:
@@ -413,6 +430,7 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
     "one size": (of_one_size, lambda job: own(job, POINT)),
     "many chunks": (of_many_chunks, lambda job: own(job, POINT)),
     "plenty": (of_plenty, lambda job: own(job, POINT)),
+    "small batches": (of_small_batches, lambda job: own(job, POINT)),
     "large chunks": (of_large_chunks, lambda job: own(job, POINT)),
     "net": (partial(of_net, "optimal"), lambda job: by_policy(*job)),
     "net of tide": (partial(of_net, "tide", "static_partition"), lambda job: by_policy(*job)),

@@ -111,6 +111,12 @@ class Window:
     periods_s: list[float] = field(default_factory=list)
     starts_s: Sequence[float] = ()
 
+    @property
+    def repeats(self) -> bool:
+        """Whether the last two periods agree. If they do not, the seconds of a plan made from this window may differ
+        from `iteration_s`."""
+        return len(self.periods_s) > 1 and agree(self.periods_s[-1], self.periods_s[-2], TOLERANCE)
+
 
 def choose(draft: Draft, *, limit_s: float = math.inf) -> Window:
     """Advance the draft from the cut until its window repeats and two successive periods agree within TOLERANCE, for at

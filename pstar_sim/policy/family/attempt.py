@@ -29,6 +29,7 @@ class Attempt:
     draft: draft of the schedule.
     window: the order that `choose` found for the draft.
     left_out: micro-batches that the job of the course leaves out ([Note: a shorter job]); None if the job is whole.
+    followed_s: seconds per iteration of the plan as followed; None if the plan was not followed.
     """
 
     course: Course
@@ -36,6 +37,7 @@ class Attempt:
     draft: Draft
     window: Window
     left_out: LeftOut | None = None
+    followed_s: float | None = None
 
     @property
     def fetched_bytes(self) -> int:
@@ -74,6 +76,8 @@ class Attempt:
     @property
     def iteration_s(self) -> float:
         """Seconds per iteration of an attempt that fits."""
+        if self.followed_s is not None:
+            return self.followed_s
         return self.window.iteration_s + (self.left_out.seconds(self.window) if self.left_out is not None else 0.0)
 
     def plan(self, choices: Mapping[str, object] | None = None) -> Plan:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from random import Random
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from pstar_sim.errors import DoesNotFit
 from pstar_sim.policy.family.attempt import Attempt, attempt_course, burden_of
 from pstar_sim.policy.family.course import Course, Knobs
 from pstar_sim.policy.family.modes import Roofline, interleave, mode_facts, roofline
+from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.family.pins import iteration_bounds, most_pins_of
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
@@ -60,6 +62,9 @@ MOST_PAIRS = 250_000  # pairs of pins and streams that the roofline evaluates: 1
 SPILLS = (0.0, 0.5, 0.75)
 # Changes of (sums on the host, sums that spill) that a descent tries.
 SUMS_TURNS = ((-1, 1), (1, -1), (-1, 0), (1, 0), (0, 1), (0, -1))
+# A random trial changes pins and streams by at most WANDER times the number of chunks. The search goes downhill from
+# random trials that are slower than the best by at most the factor WANDER_LIMIT.
+WANDER, WANDER_LIMIT = 0.04, 1.02
 MOST_WHOLE = 3  # attempts that are made in the whole job, if attempts are made in a shorter job
 USUAL = Knobs()  # knobs with which a search begins
 
@@ -236,6 +241,8 @@ class Search:
         key = self._key(trial)
         if key not in self._seconds_of:
             found = self._fit(*key)
+            if found is not None and found.iteration_s < self.seconds and not found.window.repeats:
+                self._follow(found)
             self._seconds_of[key] = math.inf if found is None else found.iteration_s
             if found is not None:
                 self._busy[key] = found.busy_s
@@ -245,6 +252,13 @@ class Search:
                 first = least_of(known, seconds=lambda a: a.iteration_s, burden=burden_of)
                 self.fastest = [first, *(a for a in known if a is not first)][:2]
         return self._seconds_of[key]
+
+    def _follow(self, found: Attempt) -> None:
+        """Follow the plan of an attempt whose window does not repeat. The seconds of `choose` may then be too few by
+        several per cent. An attempt in a shorter job is not followed, because `whole` makes it again."""
+        if not self._times_left_out:
+            found.followed_s = period_s(found.plan())
+            self.effort_ops -= len(found.draft.rows)
 
     def _key(self, trial: Trial) -> tuple[Modes, Knobs]:
         return self._modes(trial), trial.knobs
@@ -340,6 +354,33 @@ class Search:
                     self._downhill()
         self.exhausted = not self.spent
         return self.fastest
+
+    def wander(self, effort_ops: int) -> None:
+        """Continue the search with random trials near the best trial, and go downhill from each that is nearly as fast
+        as the best. Equal searches make equal trials. Needs a trial that fits.
+
+        effort_ops: steps that the search may schedule.
+        """
+        self.effort_ops = effort_ops
+        random = Random(len(self.tried))
+        spread = max(1, round(WANDER * self.count))
+        while not self.good_enough and not self.spent:
+            assert self.best is not None
+            seconds, best = self.best
+            pins = max(self.fewest, min(self.most, best.pins + random.randint(-spread, spread)))
+            streams = max(0, best.streams + random.randint(-spread, spread)) if best.streams else 0
+            trial = replace(
+                best,
+                pins=pins,
+                streams=streams,
+                head=min(pins, random.choice((0, pins // 4, pins // 2, pins, best.head))),
+                front=min(streams, random.choice((0, FRONT // 2, FRONT, 2 * FRONT))),
+                knobs=replace(best.knobs, linger=random.random() < 0.5, states_first=random.random() < 0.25),
+            )
+            self.effort_ops -= self.count  # so that a search ends that finds no new trial
+            self.here = (seconds * WANDER_LIMIT, best)
+            if self.try_one(trial):
+                self._downhill()
 
     def _others(self, best: Trial) -> Iterable[Trial]:
         """Returns the trials of `_elsewhere`. Without a barrier, the search makes them all first, and goes on from the

@@ -10,7 +10,7 @@ continue. The plans found are followed (pace.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -43,6 +43,9 @@ COARSE = 100  # up to this number of chunks, chunks count as few
 OPS, OPS_OF_FEW, ALONE = 380_000, 480_000, 0.65
 # Effort for the usual chunk size, for each other size, and for each continuation of a search.
 FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
+# Jobs with one micro-batch get MORE times the effort if the plans of all searches are slower than their floors by
+# WORTH_MORE. Other jobs do not, because planning takes long there.
+WORTH_MORE, MORE = 3e-2, 1.5
 # Fewest attempts that a look at another size should allow. Where chunks are few, a look gets the effort for them, up to
 # the share LONG_LOOK of all effort. A size that allows fewer attempts waits until the other searches are exhausted.
 FEWEST_ATTEMPTS, LONG_LOOK = 3, 0.2
@@ -120,7 +123,8 @@ class _Sizes:
     ) -> None:
         workload = in_order(name, workload, point.order)
         self._job = partial(Job, name, machine=machine, settings=settings)
-        self._short = shorter(workload, barrier=settings.barrier(workload.dtype) is not None)
+        self._barrier = settings.barrier(workload.dtype) is not None
+        self._short = shorter(workload, barrier=self._barrier)
         self._workload, self._machine, self._settings, self._point = workload, machine, settings, point
         self._open = sizes and settings.chunk_bytes is None
         self.usual = self._layout(settings.chunk_bytes)
@@ -145,6 +149,16 @@ class _Sizes:
         if not self.searches:
             assert self._reason is not None
             raise self._reason
+        self._continue()
+        if self._workload.micro_batches == 1 and self._above_floor(WORTH_MORE):
+            more = round((MORE - 1) * self.all_ops)
+            self.all_ops, self.left_ops = self.all_ops + more, self.left_ops + more
+            if self.few and not self._barrier:  # behind a barrier, descents from other trials find faster plans
+                self._run_on(self.best(), Search.wander, self.left_ops)
+            self._continue()
+
+    def _continue(self) -> None:
+        """Continue the most promising searches, until the effort is used up or there is nothing to gain."""
         while self.left_ops > 0 and not self.best().good_enough:
             if (search_left := self._promising()) is not None:
                 self._go_on(search_left, NEXT_OPS)
@@ -218,18 +232,25 @@ class _Sizes:
         """Continue a search. The search also tries the best trial of the other searches."""
         best = self._by_seconds()[0] if self.searches else None
         least = effort_ops if best is None else min(effort_ops, self.left_ops)
+        self._run_on(search, partial(Search.run, like=None if best is search else best), least)
+
+    def _run_on(self, search: Search, run: Callable[[Search, int], object], effort_ops: int) -> None:
+        """Let a search continue by `run` with this effort, and record what came of it."""
         before_s = search.seconds
-        search.run(least, None if best is search else best)
+        run(search, effort_ops)
         self._in_vain[search] = 0 if search.seconds < before_s else self._in_vain[search] + 1
-        search.spent_ops += least - search.effort_ops
-        self.left_ops -= least - search.effort_ops
+        search.spent_ops += effort_ops - search.effort_ops
+        self.left_ops -= effort_ops - search.effort_ops
         if search.fastest:
             size = format_bytes(search.job.layout.chunk_bytes)
             self.tried[size + ("" if search.job.follow_tide else ", constant capacity")] = format_s(search.seconds)
 
     def _far(self) -> bool:
-        worth = WORTH_A_SIZE_OF_FEW if self.few else WORTH_A_SIZE
-        return not any(search.seconds <= search.floor_s * (1 + worth) for search in self.searches)
+        return self._above_floor(WORTH_A_SIZE_OF_FEW if self.few else WORTH_A_SIZE)
+
+    def _above_floor(self, distance: float) -> bool:
+        """Returns whether the plans of all searches are slower than their floors by this relative distance."""
+        return not any(search.seconds <= search.floor_s * (1 + distance) for search in self.searches)
 
     def _by_seconds(self) -> list[Search]:
         return sorted(self.searches, key=lambda search: search.seconds)
