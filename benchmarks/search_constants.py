@@ -123,6 +123,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("search", "policy.family.searched.NEXT_OPS", 20_000, 80_000),
     *instead("search", "policy.family.searched.OPS_OF_FEW", 185_000, 740_000),
     *instead("small batches", "policy.family.searched.MORE", 1.0, 2.0),
+    *instead("few chunks", "policy.family.searched.MORE_OF_SEVERAL", 1.0, 1.6),
     *instead("small batches", "policy.family.searched.WORTH_MORE", 0.0, 0.06),
     *instead("small batches", "policy.family.search.WANDER", 0.02, 0.08),
     *instead("small batches", "policy.family.search.WANDER_LIMIT", 1.0, 1.1),

@@ -369,12 +369,19 @@ class Search:
             seconds, best = self.best
             pins = max(self.fewest, min(self.most, best.pins + random.randint(-spread, spread)))
             streams = max(0, best.streams + random.randint(-spread, spread)) if best.streams else 0
+            hosts, spills = best.hosts, best.spills
+            if self.job.may_sum:
+                hosts = max(0, min(self.count - pins, hosts + random.randint(-spread, spread)))
+            if spills:
+                spills = max(0, min(self.count - pins - hosts, spills + random.randint(-spread, spread)))
             trial = replace(
                 best,
                 pins=pins,
                 streams=streams,
                 head=min(pins, random.choice((0, pins // 4, pins // 2, pins, best.head))),
                 front=min(streams, random.choice((0, FRONT // 2, FRONT, 2 * FRONT))),
+                hosts=hosts,
+                spills=spills,
                 knobs=replace(best.knobs, linger=random.random() < 0.5, states_first=random.random() < 0.25),
             )
             self.effort_ops -= self.count  # so that a search ends that finds no new trial

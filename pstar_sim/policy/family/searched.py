@@ -44,8 +44,8 @@ OPS, OPS_OF_FEW, ALONE = 380_000, 480_000, 0.65
 # Effort for the usual chunk size, for each other size, and for each continuation of a search.
 FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
 # Jobs with one micro-batch get MORE times the effort if the plans of all searches are slower than their floors by
-# WORTH_MORE. Other jobs do not, because planning takes long there.
-WORTH_MORE, MORE = 3e-2, 1.5
+# WORTH_MORE. Jobs with several micro-batches, whose attempts take longer, get MORE_OF_SEVERAL times the effort.
+WORTH_MORE, MORE, MORE_OF_SEVERAL = 3e-2, 1.5, 1.3
 # Fewest attempts that a look at another size should allow. Where chunks are few, a look gets the effort for them, up to
 # the share LONG_LOOK of all effort. A size that allows fewer attempts waits until the other searches are exhausted.
 FEWEST_ATTEMPTS, LONG_LOOK = 3, 0.2
@@ -150,10 +150,11 @@ class _Sizes:
             assert self._reason is not None
             raise self._reason
         self._continue()
-        if self._workload.micro_batches == 1 and self._above_floor(WORTH_MORE):
-            more = round((MORE - 1) * self.all_ops)
+        several = self._workload.micro_batches > 1
+        if self._above_floor(WORTH_MORE):
+            more = round(((MORE_OF_SEVERAL if several else MORE) - 1) * self.all_ops)
             self.all_ops, self.left_ops = self.all_ops + more, self.left_ops + more
-            if self.few and not self._barrier:  # behind a barrier, descents from other trials find faster plans
+            if self.few and (several or not self._barrier):  # else descents from other trials find faster plans
                 self._run_on(self.best(), Search.wander, self.left_ops)
             self._continue()
 
