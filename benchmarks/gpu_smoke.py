@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -268,11 +269,17 @@ PARTS: dict[str, Callable[[str, Say], dict[str, Any]]] = {
 
 
 def inside(args: argparse.Namespace, partial: Path) -> None:
-    """Run the parts one after the other, in a process of its own; each part's figures are a line of the file."""
+    """Run the parts one after the other, in a process of its own; each part's figures are a line of the file.
+
+    A part whose time is up ends the process by SIGALRM, after its stacks are written. The signal stops the thread that
+    it reads, whatever C code that thread hangs in; the thread of faulthandler.dump_traceback_later reads frames while
+    they change, and has crashed.
+    """
+    faulthandler.register(signal.SIGALRM, chain=True)
     for name in args.parts:
         append(partial, {"begun": name})
         print(f"-- {name}", flush=True)
-        faulthandler.dump_traceback_later(args.part_limit_s, exit=True)
+        signal.setitimer(signal.ITIMER_REAL, args.part_limit_s)
         begun_s = time.perf_counter()
         try:
             result = PARTS[name](args.device, lambda line, name=name: print(f"{name}: {line}", flush=True))
@@ -282,7 +289,7 @@ def inside(args: argparse.Namespace, partial: Path) -> None:
         except Exception as error:
             traceback.print_exc()
             result = {"failed": f"{type(error).__name__}: {error}"[:500]}
-        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         append(partial, {"part": name, "took_s": round(time.perf_counter() - begun_s, 2), "result": result})
 
 
@@ -324,8 +331,11 @@ def run(keep: Keep, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         )  # fmt: skip
         broken = next((name for name in args.parts if name not in done_parts(keep.partial)), None)
         if broken is not None:
-            keep.say(f"{broken}: the process ended with status {status} in it")
-            append(keep.partial, {"part": broken, "result": {"failed": f"the process ended with status {status}"}})
+            why = f"the process ended with status {status}"
+            if status == -signal.SIGALRM:
+                why = f"longer than {args.part_limit_s:g} s"
+            keep.say(f"{broken}: {why}")
+            append(keep.partial, {"part": broken, "result": {"failed": why}})
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -237,11 +237,10 @@ class TestSmoke:
         argv = ["--device", "virtual", "--parts", "versions,training", "--part-limit-s", "0.01", "--out", str(tmp_path)]
         assert load("gpu_smoke").main(argv) == 1
         parts = json.loads((tmp_path / "gpu_smoke.json").read_text(encoding="utf-8"))["parts"]
-        assert parts == {name: {"failed": "the process ended with status 1"} for name in ("versions", "training")}
+        assert parts == {name: {"failed": "longer than 0.01 s"} for name in ("versions", "training")}
         log = (tmp_path / "gpu_smoke.log").read_text(encoding="utf-8")
-        # the frames are read while the thread runs on, so that a dump may end early: its head is what is sure
         stacks = re.findall(
-            r"^-- (\w+)\nTimeout \(0:00:00[.\d]*\)!\nThread .* \(most recent call first\):", log, re.MULTILINE
+            r"^-- (\w+)\n(?:Current t|T)hread .* \(most recent call first\):\n  File", log, re.MULTILINE
         )
         assert stacks == ["versions", "training"]
         assert load("gpu_smoke").main(["--device", "virtual", "--parts", "versions", "--out", str(tmp_path)]) == 1
