@@ -124,8 +124,11 @@ CHANGES: tuple[Change, ...] = (
     *instead("search", "policy.family.searched.OPS_OF_FEW", 185_000, 740_000),
     *instead("small batches", "policy.family.searched.MORE", 1.0, 2.0),
     *instead("few chunks", "policy.family.searched.MORE_OF_SEVERAL", 1.0, 1.6),
+    *instead("small batches, few chunks", "policy.family.searched.RANDOM", 0.0, 1.0),
+    *instead("large chunks, full GPUs", "policy.family.search.FLAT", 1.0, 1.05),
     *instead("small batches", "policy.family.searched.WORTH_MORE", 0.0, 0.06),
     *instead("small batches", "policy.family.search.WANDER", 0.02, 0.08),
+    *instead("small batches", "policy.family.search.OTHER_MODES", 0.0, 0.5),
     *instead("small batches", "policy.family.search.WANDER_LIMIT", 1.0, 1.1),
     *instead("many chunks", "policy.family.searched.OPS", 145_000, 580_000),
     *instead("one size", "policy.family.searched.ALONE", 0.33, 1.0),
@@ -256,6 +259,16 @@ def of_small_batches() -> dict[str, Job]:
             ("qwen2.5-7b", "a100-80", 1), ("qwen2.5-7b", "h100-80", 2), ("llama-3-8b", "h100-80", 1),
             ("llama-3-8b", "h100-80", 2), ("8B", "h100-80", 1), ("15B", "rtx4090", 1), ("18B", "rtx4090", 1),
             ("4B", "v100-32", 2),
+        )
+    }  # fmt: skip
+
+
+def of_full_gpus() -> dict[str, Job]:
+    """Returns jobs behind a barrier whose GPUs have room for most of the states."""
+    return {
+        f"{model}, {machine}, {batch} x {times}, barrier": (gpt(model, batch, times), ps.machine(machine), BARRIER)
+        for model, machine, batch, times in (
+            ("8B", "a100-80", 8, 1), ("8B", "a100-80", 4, 1), ("12B", "h100-80", 8, 1), ("8B", "h100-80", 4, 4),
         )
     }  # fmt: skip
 
@@ -431,6 +444,7 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
     "one size": (of_one_size, lambda job: own(job, POINT)),
     "many chunks": (of_many_chunks, lambda job: own(job, POINT)),
     "plenty": (of_plenty, lambda job: own(job, POINT)),
+    "full GPUs": (of_full_gpus, lambda job: own(job, POINT)),
     "small batches": (of_small_batches, lambda job: own(job, POINT)),
     "large chunks": (of_large_chunks, lambda job: own(job, POINT)),
     "net": (partial(of_net, "optimal"), lambda job: by_policy(*job)),

@@ -43,7 +43,9 @@ VERSION, and `changed_since` says which plans it changes. Version 1, which files
 the GPU, and its bounds for several micro-batches were lower. Version 2 took no time for adds in updates. Its joint
 bounds for several micro-batches were also lower than today's, and its fluid bounds for many micro-batches may be
 higher. Version 3 took the longer of arithmetic and memory on cards with datasheet figures, and no time for the Python
-of a framework. Version 4 predicted the same seconds as version 5, with lower bounds for several micro-batches.
+of a framework. Versions 4 and 5 predicted the same seconds as version 6. In version 4 bounds for several micro-batches
+were lower; in version 5 fluid bounds behind a barrier were lower, and other bounds for several micro-batches higher or
+lower.
 
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, and its part of the node's cores
 (`Machine.adam_params_per_s`) and of the node's disks. All ranks use these at the same time because they run the same
@@ -97,7 +99,7 @@ _COST = ("cost",)  # key of `Workload.derived`
 ADAM_TRAFFIC_BYTES_PER_PARAM = 28
 """Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
 
-VERSION = 5
+VERSION = 6
 """Version of the model, by [Note: versions of the model]."""
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})

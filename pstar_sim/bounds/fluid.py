@@ -159,6 +159,8 @@ class _FluidProgram:
         # adds on the host and on the gpu.
         self.held = Expression.zero(n) + facts.read
         self.sums_down = self.sums_up = self.adds = self.early_down = self.gpu_adds = Expression.zero(n)
+        # Per chunk: the part of Adam on the gpu whose last gradient is added on the host, too.
+        self.whole = Expression.zero(len(facts.chunks))
 
         lp.minimise(self.stall.upto[-1])
         if facts.batches > 1:
@@ -327,9 +329,12 @@ class _FluidProgram:
         """Add rows: chunks updated on the gpu stay from their last gradient to their next first read, or leave and come
         back."""
         facts, points = self.facts, np.arange(self.facts.intervals)
-        there = self._there(points, facts.over_the_border(), (self.p + self.q) * facts.size, self.all_units)
+        units = (self.p + self.q - self.whole) * facts.size
+        there = self._there(points, facts.over_the_border(), units, self.all_units)
         absent = self._stock(self.all_units, self.leave - self.back)
         self.lp.add(absent <= there)
+        if self.barrier:  # what is absent when the last moment ends is a gradient, which the update needs
+            self.lp.add(absent[facts.end] <= self.back[facts.end])
         self.held += there - absent
 
     def _between_reads(self) -> None:
@@ -359,15 +364,17 @@ class _FluidProgram:
         self.cpu_sum = lp.variables(len(facts.chunks), most=1.0)
         self.gpu_sum = lp.variables(len(facts.chunks), most=1.0)
         lp.add(self.cpu_sum + on_gpu <= 1.0)
-        lp.add(self.gpu_sum <= on_gpu)
-        if batches == 2:
-            lp.add(on_gpu <= self.gpu_sum)
+        self.whole = lp.variables(len(facts.chunks), most=1.0)
+        lp.add(self.gpu_sum + self.whole <= on_gpu)
+        whole_sums = self.clip and batches > 2 and facts.layout.ranks == 1
+        if batches == 2 or whole_sums:
+            lp.add(on_gpu <= self.gpu_sum + self.whole)
         # of each chunk: the part of Adam on the gpu whose sum is on the host and whose last gradient but one is never
         # added there: it waits for the update, on the gpu or on the host
-        most = 1.0 if batches > 2 else 0.0
+        most = 1.0 if batches > 2 and not whole_sums else 0.0
         self.waits = lp.variables(len(facts.chunks), most=most)
         self.waits_on_host = lp.variables(len(facts.chunks), most=most)
-        lp.add(self.waits <= on_gpu - self.gpu_sum)
+        lp.add(self.waits <= on_gpu - self.gpu_sum - self.whole)
         lp.add(self.waits_on_host <= self.waits)
         self._down_each_time()
         for batch in range(facts.shown - 1):
@@ -396,6 +403,9 @@ class _FluidProgram:
         most = self.all_units * (facts.batches - 1)
         self.early_down = self._flow(most).within
         self.held += self._stock(most, (units * facts.size[chunk]).gathered(interval, n) - self.early_down)
+        last = self._flow(self.all_units)
+        self._window(last, self._running(self.whole * facts.size, self.all_units), self._final(), 0 * facts.first_at)
+        self.early_down += last.within
 
     def _added_on_gpu(self, batch: int) -> None:
         """Add rows: sums stay on the gpu from the backward pass of `batch` to the next backward pass, or go down and up
@@ -454,7 +464,7 @@ class _FluidProgram:
         facts, batches = self.facts, self.facts.batches
         add_s = np.array([facts.cost.cpu_add_s(c) for c in facts.chunks], dtype=float)
         each_time = self.on_cpu - self.cpu_sum
-        lists = summed_on_host * (batches - 1) - self.waits if batches > 2 else summed_on_host * 0.0
+        lists = summed_on_host * (batches - 1) - self.waits + (self.whole if batches > 2 else 0.0)
         added = each_time * (batches if self.clip or batches > 2 else 1) + lists
         adds = self._flow(self.far_s)
         first = np.array([facts.interval_of_end(arrivals[0]) for arrivals in facts.arrivals], dtype=np.intp)
@@ -463,15 +473,12 @@ class _FluidProgram:
         self._window(adds, self._running(each_time * add_s, self.far_s), last, facts.first_at)
         self.lp.add((added * add_s).sum() <= adds.upto[-1])
         self.adds = adds.within
-        if batches > 2:
-            added_in = [facts.interval_of_end(arrivals[facts.shown - 3]) for arrivals in facts.arrivals]
-            sums = summed_on_host * (facts.params * (4 / facts.unit))
-            up = self._flow(4 * self.all_units)
-            self._window(
-                up, self._running(sums, 4 * self.all_units), np.minimum.accumulate(added_in), 0 * facts.first_at
-            )
-            self.held += self._stock(4 * self.all_units, up.within - self._used(sums))
-            self.sums_up += up.within
+        added_in = [facts.interval_of_end(arrivals[max(0, facts.shown - 3)]) for arrivals in facts.arrivals]
+        sums = summed_on_host * (facts.params * (4 / facts.unit))
+        up = self._flow(4 * self.all_units)
+        self._window(up, self._running(sums, 4 * self.all_units), np.minimum.accumulate(added_in), 0 * facts.first_at)
+        self.held += self._stock(4 * self.all_units, up.within - self._used(sums))
+        self.sums_up += up.within
 
     def _used(self, units: Expression) -> Expression:
         """Returns the units of gradients that Adam on the gpu uses up in each interval.

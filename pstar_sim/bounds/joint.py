@@ -25,9 +25,9 @@ that is ever dropped crosses the link in both directions each iteration. Notatio
   micro-batches come before m. Behind a barrier the updates come between two iterations. The bytes that they need and
   that are not on the gpu at the end of the last moment come up before the next iteration begins: T >= all moments + (v
   s + gradients - room) / rate. Gradients are w bytes per parameter; with several micro-batches a sum of 4 (or two lists
-  of w); and if the host made the sum, 4 for the sum and w for the last gradient. The excess over the room of the first
-  moment has gone down: T >= all moments + (v s + w s - room) / rate. Without a barrier this holds from the first final
-  gradient on.
+  of w); and if the host made the sum, 4 for the sum and w for the last gradient, unless the host has added this one
+  too. The excess over the room of the first moment has gone down: T >= all moments + (v s + w s - room) / rate. Without
+  a barrier this holds from the first final gradient on.
 - border windows: the bytes of the chunks J_j that are not kept go down and come up between the end of b_j and the next
   f_j: T >= span_j + (bytes(J_j) - kept) / rate.
 - barrier, streamed: when the last moment ends, at most room - v x bytes of chunks are on the gpu. Of the chunks first
@@ -188,6 +188,7 @@ class _JointFacts:
     up, down: bytes per second of the link.
     per_param_s: seconds of CPU Adam per parameter.
     add_bytes: DRAM traffic of adding a parameter.
+    whole_sums: whether sums on the host contain every gradient before any update, because clipping takes their norm.
     gpu_add_s: least seconds of all adds of a parameter on the gpu.
     late_room: least room from the moment on after which nothing is read.
     end_room: room at the last moment.
@@ -223,6 +224,7 @@ class _JointFacts:
         self.per_param_s = facts.traffic / cost.adam_bytes_per_s
         self.add_bytes = 8.0 + self.w
         self.add_s = self.add_bytes / cost.adam_bytes_per_s
+        self.whole_sums = clip and self.u > 2 and layout.ranks == 1
         self.gpu_add_s = facts.gpu_add_s if self.u > 2 else 0.0
         beside = facts.room - facts.read_bytes
         fits = float(beside.min()) / self.v if self.v else np.inf
@@ -305,8 +307,10 @@ class _JointProgram:
         self.spilt = self._params(job.total, count=job.u - 1 if several else 0)
         # parameters of Adam on the gpu whose sum is on the host and whose last gradient but one is never added there:
         # it waits for the update, on the gpu or on the host
-        waits = several and job.u > 2
+        waits = several and job.u > 2 and not job.whole_sums
         self.waits, self.waits_on_host = (self._params(job.total if waits else 0.0) for _ in range(2))
+        # parameters of Adam on the gpu whose last gradient is added on the host, too: the sum alone comes up
+        self.whole = self._params(job.total if several else 0.0)
         self.sum_bytes = 4.0 if job.u > 2 else min(job.w, 4.0)  # bytes of a held sum, per parameter
         # Bytes that each turn cannot keep, of this rank's slices and of the others' slices.
         most = [turn.bytes + abs(turn.room) + (job.v + 8) * self.all_params for turn in job.turns]
@@ -330,7 +334,7 @@ class _JointProgram:
         if several:
             self._sums()
         self._turns()
-        lp.add(job.w * self.s <= self.kept + self.gone, unit=self.all_bytes)
+        lp.add(job.w * (self.s - self.whole) <= self.kept + self.gone, unit=self.all_bytes)
         self._compute_and_adam()
         if job.total:
             self._windows()
@@ -362,11 +366,11 @@ class _JointProgram:
         backward pass to the next."""
         lp, job, facts = self.lp, self.job, self.job.facts
         lp.add(self.cpu_sum + self.s <= job.total, unit=self.all_params)
-        lp.add(self.gpu_sum <= self.s, unit=self.all_params)
+        lp.add(self.gpu_sum + self.whole <= self.s, unit=self.all_params)
         lp.add(self.spilt <= self.cpu_sum + self.gpu_sum, unit=self.all_params)
-        if job.u == 2:
-            lp.add(self.s <= self.gpu_sum, unit=self.all_params)
-        lp.add(self.waits <= self.s - self.gpu_sum, unit=self.all_params)
+        if job.u == 2 or job.whole_sums:
+            lp.add(self.s <= self.gpu_sum + self.whole, unit=self.all_params)
+        lp.add(self.waits <= self.s - self.gpu_sum - self.whole, unit=self.all_params)
         lp.add(self.waits_on_host <= self.waits, unit=self.all_params)
         for batch in range(1, job.u):
             low, high = facts.between(batch)
@@ -400,12 +404,13 @@ class _JointProgram:
 
     def _added(self) -> Expression:
         """Returns the number of parameters added on the host, counted once per addition: all gradients for CPU Adam,
-        all but two for Adam on the gpu."""
+        all but two for Adam on the gpu, unless the host makes the whole sum."""
         job = self.job
         if job.u == 1:
             return Expression.zero(1)
         each = job.u if job.clip or job.u > 2 else 1
-        return each * (job.total - self.s - self.cpu_sum) + self._own_lists()
+        whole = self.whole if job.u > 2 else Expression.zero(1)
+        return each * (job.total - self.s - self.cpu_sum) + self._own_lists() + whole
 
     def _own_lists(self) -> Expression:
         """Returns the number of parameters of Adam on the gpu whose gradients go down and are added on the host. A
@@ -500,7 +505,7 @@ class _JointProgram:
         """
         if not len(self.spilt):
             return width * self.s
-        return 4 * self.gpu_sum + (4 + width) * (self.s - self.gpu_sum)
+        return 4 * self.gpu_sum + (4 + width) * (self.s - self.gpu_sum) - width * self.whole
 
     def _copies(self) -> None:
         """Add the terms of h2d, of d2h, of a link that both directions share, and of host DRAM."""
@@ -531,7 +536,7 @@ class _JointProgram:
         down = u * (job.bytes - job.most_w * self.s) + self.gone + job.v * self.y
         if len(self.spilt):
             down += (4 - u * job.most_w) * self.cpu_sum
-            down += self.sum_bytes * self.spilt.sum() + job.w * (self._own_lists() + self.waits_on_host)
+            down += self.sum_bytes * self.spilt.sum() + job.w * (self._own_lists() + self.waits_on_host + self.whole)
         return down
 
     def _collectives(self) -> None:

@@ -14,6 +14,8 @@ from pstar_sim.errors import PlanError
 
 __all__ = ["Walk"]
 
+MASTER = "param32"  # the list from which an update writes the working list
+
 
 @dataclass(slots=True)
 class _Content:
@@ -65,6 +67,7 @@ class Walk:
     due: (chunk, micro-batch) -> the entries of `expected` that belong to the micro-batch.
     sums: chunks whose gradients add up on the gpu.
     target: (chunk, micro-batch) -> list on the gpu in which its gradients arrive.
+    given_up: chunk -> words for the latest step that gave up the only current copy of its parameters.
     """
 
     def __init__(self, plan: Plan, program: Unrolled) -> None:
@@ -98,6 +101,7 @@ class Walk:
             self.finals[m].append(t)
             self.expected.setdefault(layout.chunk_of[t], set()).add((u, t))
             self.due.setdefault((layout.chunk_of[t], u), set()).add((u, t))
+        self.given_up: dict[int, str] = {}
         self.parts = part_counts(plan.steps)
         self.sums = self._sums()
         self.target = self._targets()
@@ -207,6 +211,8 @@ class Walk:
             wanted = iteration + 1 if chunk in self.expected else 0
             held = (self.content.get((chunk, "param", place)) for place in Place)
             if not any(c is not None and c.version == wanted and not c.marks for c in held):
+                if chunk in self.given_up:
+                    raise PlanError(self.given_up[chunk])
                 name = self._name(self.plan.layout.chunks[chunk].slots[0].tensor)
                 raise PlanError(
                     f"between two iterations no place holds the current parameters of chunk {chunk} ({name}, ...); "
@@ -382,7 +388,9 @@ class Walk:
             raise PlanError(f"{label(step)} gives up gradients that no reduce_scatter has summed over the ranks")
 
     def _check_not_lost(self, step: Step, key: _Key, content: _Content) -> None:
-        """Check that another place holds the contents that a step frees, or newer contents."""
+        """Check that another place holds the contents that a step frees, or newer contents. The parameters may also be
+        given up until the iteration's update, which writes them anew from their master copy: a read before the update
+        finds nothing, and `_check_nothing_lost` finds what no update has written."""
         for place in Place:
             other = self.content.get((key[0], key[1], place))
             if other is None:
@@ -390,7 +398,11 @@ class Walk:
             if other.version > content.version or (other.version == content.version and other.marks >= content.marks):
                 return
         what = "gradients" if content.marks else "parameters" if key[1] == "param" else "states"
-        raise PlanError(f"{label(step)} gives up the only current copy of the {what} in {_key_name(key)}")
+        words = f"{label(step)} gives up the only current copy of the {what} in {_key_name(key)}"
+        masters = [self.content.get((key[0], MASTER, place)) for place in Place] if what == "parameters" else []
+        if not any(master is not None and master.version == content.version for master in masters):
+            raise PlanError(words)
+        self.given_up[key[0]] = words
 
     def _copy(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None
@@ -587,15 +599,17 @@ class Walk:
             )
 
     def _check_norm(self, k: int, step: Step, place: Place, found: set[tuple[int, int]]) -> None:
-        """Check that the sums on the host contain each gradient, if gradients add up there, because the norm is that of
-        these sums. (A sum that the gpu adds up may be on the host in between; the update then has all of it.)"""
-        assert step.chunk is not None
-        on_host = (step.chunk, "grad32", Place.HOST)
-        summed = place is Place.HOST or (on_host in self.content and step.chunk not in self.sums)
-        if not (summed and self.plan.settings.clip and self.plan.workload.micro_batches > 1):
+        """Check that the sum of a chunk's gradients has every gradient if gradients add up on the host, because the
+        norm is taken of these sums. (A sum that the gpu adds up may be on the host in between; the update then has all
+        of it.)"""
+        if not (self.plan.settings.clip and self.plan.workload.micro_batches > 1):
             return
-        total = self.content.get(on_host)
-        added = total.marks if total is not None and total.version == k else set()
+        assert step.chunk is not None
+        keys = [key for other in (Place.HOST, place) if (key := (step.chunk, "grad32", other)) in self.content]
+        if place is Place.GPU and (not keys or step.chunk in self.sums):
+            return
+        totals = [total for key in keys if (total := self.content[key]) is not None and total.version == k]
+        added = set[tuple[int, int]]().union(*(total.marks for total in totals))
         if found - added:
             u, t = min(found - added)
             raise PlanError(

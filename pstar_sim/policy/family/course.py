@@ -69,6 +69,7 @@ class Course:
         self.touched, self.needed_whole = self._needs()
         self.sums = {c: self._sum_stretches(c) for c in sorted(modes.summed)}
         self.room = self._needed_room()
+        self._add_given_up()
         self._take(self._leaving() if knobs.linger else [0] * len(self.room))
         self.least_room_bytes = min(self.room)
         if self.sums:
@@ -143,6 +144,14 @@ class Course:
         sums = gradient_rows.held(job, self.sums, self.at, len(room))
         return [left - other - held for left, other, held in zip(room, others, sums)]
 
+    def _add_given_up(self) -> None:
+        """Add the bytes of pinned chunks' working lists at the positions at which the lists are dropped."""
+        job, pinned = self.job, self.modes.pinned
+        behind = update_rows.resident_updates(job, pinned, self.at, self.updates)
+        for c, (last, update) in update_rows.given_up(job, pinned, self.at, behind).items():
+            for n in range(last + 1, update + 1):
+                self.room[n] += job.sizes[c]
+
     def _sum_stretches(self, c: int) -> list[Stretch]:
         """Returns the stretches of positions that need the chunk's sum of gradients on the GPU. Between the last
         gradient and an update behind the barrier, the sum need not be there."""
@@ -165,7 +174,7 @@ class Course:
     def _keep(self) -> set[UseGap]:
         """Returns the gaps over which a chunk stays on the GPU because there is room for it."""
         job, knobs = self.job, self.knobs
-        gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c])]
+        gaps = [gap for c in self.moving for gap in gaps_of(c, self.touched[c]) if not self._is_dead(gap)]
         for c in self.moving:
             border = self.border(c)
             short = border.end - border.start <= knobs.stay * len(self.positions)
@@ -176,6 +185,13 @@ class Course:
         kept = keep_set(job.point.eviction, gaps, job.sizes, room, first)
         self.room = [left - held for left, held in zip(self.room, held_over(kept, job.sizes, len(self.room)))]
         return kept
+
+    def _is_dead(self, gap: UseGap) -> bool:
+        """Returns whether nothing reads what a working list holds over a gap: all of the gradient is in grad32, and the
+        update behind the barrier writes the list anew."""
+        job, c = self.job, gap.chunk
+        summed = job.sums_on_gpu or job.add_last or c in self.modes.summed
+        return job.barrier is not None and summed and gap.end == self.updates.get(c)
 
     def _keep_sums(self) -> None:
         """Keep sums of gradients on the GPU from the last gradient to an update behind the barrier, where there is

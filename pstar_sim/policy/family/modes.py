@@ -48,6 +48,7 @@ class ModeFacts:
     lists: number of times per iteration that a chunk's gradient goes down if its sum is not on the GPU.
     lists_streamed: the same number for a streamed chunk.
     sums: whether gradients may add up on the GPU although the states live elsewhere.
+    all_in_sum: whether the last gradient of a chunk whose sum is on the host is added to the sum before the update.
     h2d_bytes_per_s: rate of copies to the GPU.
     d2h_bytes_per_s: rate of copies to the host.
     dram_bytes_per_s: bandwidth of the rank's part of host DRAM.
@@ -70,6 +71,7 @@ class ModeFacts:
     lists: int
     lists_streamed: int
     sums: bool
+    all_in_sum: bool
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     dram_bytes_per_s: float
@@ -103,6 +105,7 @@ def mode_facts(job: Job) -> ModeFacts:
         lists=1 if job.sums_on_gpu else w.micro_batches,
         lists_streamed=1 if job.sums_on_gpu else last + job.add_last,
         sums=job.may_sum,
+        all_in_sum=job.add_last,
         h2d_bytes_per_s=link.h2d_bytes_per_s,
         d2h_bytes_per_s=link.d2h_bytes_per_s,
         dram_bytes_per_s=job.machine.host.dram_bytes_per_s / job.machine.local_ranks,
@@ -145,6 +148,11 @@ class Roofline:
     floor_s: Array
     spilt: Array
 
+    def at(self, number: int) -> Roofline:
+        """Returns the part with this one of the numbers of pins."""
+        only = slice(number, number + 1)
+        return Roofline(self.seconds[only], self.floor_s[only], self.spilt[only])
+
 
 def roofline(
     facts: ModeFacts,
@@ -177,8 +185,9 @@ def roofline(
     up, down = float(np.sum(f.up_s)), float(np.sum(f.down_s))
     states, sum_bytes = float(np.sum(facts.states_bytes)), float(np.sum(facts.sum_bytes))
     visiting = z * states + (z - summed_z) * sum_bytes  # bytes
-    # Room behind a barrier, and the sums that have no room there.
-    last = facts.last_room_bytes - x * pinned.sum() - z * everything - summed_z * sum_bytes
+    # Room behind a barrier, and the sums that have no room there. Working lists whose gradient is in a sum are dropped.
+    listed = x + z if facts.lists == 1 else (0.0 if facts.all_in_sum else 1.0) * (z - summed_z)
+    last = facts.last_room_bytes - x * (pinned.sum() - everything) - listed * everything - summed_z * sum_bytes
     visiting = visiting + (np.clip(-last, 0.0, summed_z * sum_bytes) if spill and f.barrier else 0.0)
     # Copies up: each unpinned chunk once, and again over every gap that it leaves.
     passing = np.where(z > 0, float(facts.passing_bytes), 0.0)

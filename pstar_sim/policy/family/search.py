@@ -60,11 +60,16 @@ MOST_PAIRS = 250_000  # pairs of pins and streams that the roofline evaluates: 1
 # trial of the roofline with each share. The roofline does not know how much room sums on their way take, so its best
 # share is often not the best.
 SPILLS = (0.0, 0.5, 0.75)
+# Behind a barrier, more pins in place of streams hardly change the roofline, because either needs room there. Streams
+# take turns on the link, which the roofline does not count, so a plan with more pins is often faster. The search begins
+# with several numbers of pins for which the roofline is slower than its minimum by at most the factor FLAT.
+FLAT = 1.015
 # Changes of (sums on the host, sums that spill) that a descent tries.
 SUMS_TURNS = ((-1, 1), (1, -1), (-1, 0), (1, 0), (0, 1), (0, -1))
-# A random trial changes pins and streams by at most WANDER times the number of chunks. The search goes downhill from
-# random trials that are slower than the best by at most the factor WANDER_LIMIT.
-WANDER, WANDER_LIMIT = 0.04, 1.02
+# A random trial changes pins and streams by at most WANDER times the number of chunks, and with probability OTHER_MODES
+# also the modes of the large chunks. The search goes downhill from random trials that are slower than the best by at
+# most the factor WANDER_LIMIT.
+WANDER, OTHER_MODES, WANDER_LIMIT = 0.04, 0.25, 1.02
 MOST_WHOLE = 3  # attempts that are made in the whole job, if attempts are made in a shorter job
 USUAL = Knobs()  # knobs with which a search begins
 
@@ -125,8 +130,8 @@ class Search:
     fastest: at most two attempts that fit. The first has the least burden among equally fast attempts (ties.py).
     best: seconds and trial of the fastest attempt.
     here: seconds and trial from which the search goes downhill.
-    starts: the best trials by the roofline for each share of SPILLS (for 0 alone where spilling is no choice), the
-        fastest first.
+    starts: the best trials by the roofline for each share of SPILLS (for 0 alone where spilling is no choice), behind a
+        barrier with several numbers of pins; the fastest first.
     """
 
     def __init__(self, job: Job, short: Job | None = None) -> None:
@@ -171,8 +176,8 @@ class Search:
         for spill in SPILLS if job.may_sum else (0.0,):
             roof = roofline(self.facts, pins, shares, sums, spill=spill)
             self.floor_s = min(self.floor_s, float(roof.floor_s.min()))
-            self.starts.append(self._best_start(roof, pins, shares, sums))
-        self.starts.sort()
+            self.starts += self._best_starts(roof, pins, shares, sums)
+        self.starts = sorted(set(self.starts))
         # The best trial of a roofline without the term of `_in_turn_s`. It lies far from some starts, where few large
         # chunks stand between.
         roof = roofline(self.facts, pins, shares, sums, in_turn=False) if job.may_sum else roof
@@ -181,6 +186,19 @@ class Search:
         p, z = np.unravel_index(int(roof.seconds[..., 0].argmin()), roof.seconds.shape[:2])
         self.without_sums = float(roof.seconds[p, z, 0]), pins[p], round(shares[z] * (self.count - pins[p]))
         self.alone_s = float(iteration_bounds(self.facts.pins, self.first_fit).min())
+
+    def _best_starts(
+        self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float]
+    ) -> list[_Start]:
+        """Returns the best trial by the roofline. Behind a barrier, also returns the best trials with the fewest pins,
+        with a middle number and with the most pins of those numbers for which the roofline is within FLAT of its
+        minimum."""
+        least_s = roof.seconds.min(axis=(1, 2))
+        chosen = {int(least_s.argmin())}
+        if self.facts.pins.barrier:
+            flat = np.flatnonzero(least_s <= least_s.min() * FLAT)
+            chosen.update(int(flat[k]) for k in (0, len(flat) // 2, -1))
+        return [self._best_start(roof.at(p), pins[p : p + 1], shares, sums) for p in sorted(chosen)]
 
     def _best_start(
         self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float]
@@ -364,6 +382,7 @@ class Search:
         self.effort_ops = effort_ops
         random = Random(len(self.tried))
         spread = max(1, round(WANDER * self.count))
+        large = list(self._modes_of_large())
         while not self.good_enough and not self.spent:
             assert self.best is not None
             seconds, best = self.best
@@ -384,6 +403,8 @@ class Search:
                 spills=spills,
                 knobs=replace(best.knobs, linger=random.random() < 0.5, states_first=random.random() < 0.25),
             )
+            if large and trial.streams and random.random() < OTHER_MODES:
+                trial = self._beside(trial, random.choice(large))
             self.effort_ops -= self.count  # so that a search ends that finds no new trial
             self.here = (seconds * WANDER_LIMIT, best)
             if self.try_one(trial):

@@ -44,8 +44,10 @@ OPS, OPS_OF_FEW, ALONE = 380_000, 480_000, 0.65
 # Effort for the usual chunk size, for each other size, and for each continuation of a search.
 FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
 # Jobs with one micro-batch get MORE times the effort that they used, if the plans of all searches are slower than their
-# floors by WORTH_MORE. Jobs with several micro-batches get MORE_OF_SEVERAL times this effort: attempts take longer.
-WORTH_MORE, MORE, MORE_OF_SEVERAL = 3e-2, 1.5, 1.3
+# floors by WORTH_MORE. Jobs with several micro-batches get MORE_OF_SEVERAL times this effort: attempts take longer. The
+# share RANDOM of what is added goes into random trials near the best, except behind a barrier with one micro-batch,
+# where descents from other trials find faster plans.
+WORTH_MORE, MORE, MORE_OF_SEVERAL, RANDOM = 1e-2, 1.8, 1.9, 0.5
 # Fewest attempts that a look at another size should allow. Where chunks are few, a look gets the effort for them, up to
 # the share LONG_LOOK of all effort. A size that allows fewer attempts waits until the other searches are exhausted.
 FEWEST_ATTEMPTS, LONG_LOOK = 3, 0.2
@@ -156,8 +158,8 @@ class _Sizes:
             more = round(((MORE_OF_SEVERAL if several else MORE) - 1) * used)
             if self.left_ops <= 0:
                 self.all_ops, self.left_ops = self.all_ops + more, self.left_ops + more
-            if self.few and (several or not self._barrier):  # else descents from other trials find faster plans
-                self._run_on(self.best(), Search.wander, min(more, self.left_ops))
+            if several or not self._barrier:
+                self._run_on(self.best(), Search.wander, min(round(RANDOM * more), self.left_ops))
             self._continue()
 
     def _continue(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import NamedTuple
 
 from pstar_sim.policy.kit.job import Job
@@ -108,10 +109,13 @@ class Schedule:
         return stretches[1:] if chunk in self.stays else stretches
 
     def never_leaves(self, chunk: int) -> bool:
-        """Returns whether the working list of a streamed chunk is on the GPU all the time and never on the host, not
-        even with a gradient."""
-        alone = chunk in self.updates and chunk in self.stays and len(self.visits[chunk]) == 1
-        return alone and (self.sums_on_gpu(chunk) or not self.job.add_last)
+        """Returns whether the working list of a streamed chunk is never on the host, not even with a gradient. The list
+        is on the GPU all the time, or until its gradient is in a sum there and again from the update on."""
+        update, summed = self.updates.get(chunk), self.sums_on_gpu(chunk)
+        if update is None or chunk not in self.stays:
+            return False
+        alone = all(summed and following.first == update for _, following in pairwise(self.visits[chunk]))
+        return alone and (summed or not self.job.add_last)
 
     def sums_on_gpu(self, chunk: int) -> bool:
         """Returns whether the gradients of all micro-batches of a chunk that is not resident add up on the GPU."""

@@ -4,7 +4,7 @@ all others."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.facts import Facts
@@ -13,13 +13,60 @@ from pstar_sim.policy.kit.schedule import Modes, Position
 from pstar_sim.policy.passes.draft_rows import After, DraftRows, ends_of
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
-__all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "room"]
+__all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "given_up", "resident_updates", "room"]
 
 
 def room(job: Job, position: Position, modes: Modes) -> int:
     """Returns the bytes that come to the GPU for the update at a position, without a sum that a mode asks for."""
     c = position.chunk
     return job.visiting_bytes(c, held=c in modes.summed) if c >= 0 else 0
+
+
+def resident_updates(
+    job: Job, pinned: Collection[int], at: Sequence[int], updates: Mapping[int, int]
+) -> dict[int, list[int]]:
+    """Returns position -> the resident chunks that are updated behind the position, in order.
+
+    Behind a barrier, the updates of resident chunks run between the updates of streamed chunks, whose states queue on
+    the link. So the copies down of streamed chunks begin at once, and room for copies up is free early.
+
+    pinned: resident chunks besides the small chunks.
+    at, updates: as in `Schedule`.
+    """
+    uses = job.uses
+    residents = sorted(filter(uses.updated, (*job.small, *pinned)), key=lambda c: (uses.first_use(c), c))
+    behind: dict[int, list[int]] = {}
+    if job.barrier is None:
+        for c in residents:
+            behind.setdefault(at[job.update_block[c]], []).append(c)
+        return behind
+    if len(updates) < 2:
+        return {at[-1]: residents}
+    done = 0
+    for number, n in enumerate(sorted(updates.values()), start=1):
+        until = min(len(residents), round(number / (len(updates) - 1) * len(residents)))
+        behind[n] = residents[done:until]
+        done = until
+    return behind
+
+
+def given_up(
+    job: Job, pinned: Collection[int], at: Sequence[int], behind: Mapping[int, Sequence[int]]
+) -> dict[int, tuple[int, int]]:
+    """Returns pinned chunk -> position behind which its working list is dropped, and position behind which the list is
+    there again, for its update.
+
+    Behind a barrier nothing reads the working list between the chunk's last gradient and its update, which writes the
+    list anew from the master copy: the gradients of several micro-batches are in grad32.
+
+    pinned, at: as for `resident_updates`.
+    behind: the result of `resident_updates`.
+    """
+    if job.barrier is None or not job.several or job.ranks > 1:
+        return {}
+    until = {c: n for n, chunks in behind.items() for c in chunks}
+    unused = {c: (at[job.update_block[c]], until[c]) for c in pinned if job.uses.updated(c)}
+    return {c: (last, update) for c, (last, update) in unused.items() if last < update}
 
 
 def adam_key(adam: str, uses: Facts, chunk: int) -> tuple[float, ...]:
@@ -41,17 +88,13 @@ class UpdateRows:
         self._rows = rows
         self._working = working
         self._parameters_down: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
-        self._streamed = 0  # number of updates of streamed chunks written so far
-        self._resident = 0  # number of updates of resident chunks behind the barrier so far
-        self._residents_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> chunks
+        self._barrier_passed = False  # whether an update of a resident chunk waits for the barrier already
         schedule = rows.schedule
-        job = schedule.job
-        uses = job.uses
-        residents = (c for c in (*job.small, *schedule.modes.pinned) if uses.updated(c))
-        self._residents = sorted(residents, key=lambda c: (uses.first_use(c), c))
-        if job.barrier is None:
-            for c in self._residents:
-                self._residents_behind[schedule.at[job.update_block[c]]].append(c)
+        pinned = schedule.modes.pinned
+        self._residents_behind = resident_updates(schedule.job, pinned, schedule.at, schedule.updates)
+        self._drops_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> pinned chunks
+        for c, (last, _) in given_up(schedule.job, pinned, schedule.at, self._residents_behind).items():
+            self._drops_behind[last].append(c)
 
     def before(self, n: int) -> Sequence[int]:
         """Fetch the states of a streamed chunk. Returns the rows for which the update waits."""
@@ -79,19 +122,13 @@ class UpdateRows:
         return here
 
     def behind(self, n: int, here: int) -> None:
-        schedule = self._rows.schedule
-        position, barrier = schedule.positions[n], schedule.job.barrier is not None
-        if position.chunk >= 0:
-            self._send_states(position.chunk, here)
-            if barrier and len(schedule.updates) > 1:
-                self._streamed += 1
-                share = self._streamed / (len(schedule.updates) - 1)
-                self._residents_behind_barrier(min(len(self._residents), round(share * len(self._residents))))
-            return
+        rows, schedule = self._rows, self._rows.schedule
+        if schedule.positions[n].chunk >= 0:
+            self._send_states(schedule.positions[n].chunk, here)
+        for c in self._drops_behind.get(n, ()):
+            rows.release_of[c, "param"] = rows.drop(c, "param", schedule.job.uses.last_gradient(c))
         for c in self._residents_behind.get(n, ()):
             self._update_resident(c)
-        if barrier and n == schedule.at[-1] and len(schedule.updates) < 2:
-            self._residents_behind_barrier(len(self._residents))
 
     def _send_states(self, c: int, here: int) -> None:
         """Write the copies down of updated states, and of updated parameters unless they never leave the GPU. Drop the
@@ -110,18 +147,16 @@ class UpdateRows:
         order = (2.0, float(job.uses.first_use(c))) if stays and schedule.states_first else (*key, 0.0)
         self._parameters_down[c] = rows.writeback(c, "param", moment, ready, order, drop=not stays)
 
-    def _residents_behind_barrier(self, until: int) -> None:
-        """Write Adam of the resident chunks up to number `until`. These updates run between the updates of streamed
-        chunks, whose states queue on the link. So the copies down of streamed chunks begin at once, and room for copies
-        up is free early."""
-        for c in self._residents[self._resident : until]:
-            self._update_resident(c, () if self._resident else ends_of(self._rows.last_adds))
-            self._resident += 1
-
-    def _update_resident(self, c: int, after: After = ()) -> None:
-        rows = self._rows
+    def _update_resident(self, c: int) -> None:
+        rows, schedule = self._rows, self._rows.schedule
+        job = schedule.job
+        after: After = () if job.barrier is None or self._barrier_passed else ends_of(rows.last_adds)
+        self._barrier_passed = True
         if c in rows.sum_of:
             after += ((rows.sum_of[c], 0),)
+        if (c, "param") in rows.release_of:
+            gone: After = ((rows.release_of[c, "param"], 0),)
+            rows.add(Queue.COMPUTE, Kind.ALLOC, c, "param", job.uses.last_gradient(c), after=gone)
         rows.gpu_update_of[c] = rows.add(Queue.COMPUTE, Kind.GPU_ADAM, c, after=after)
 
     def close(self) -> None:

@@ -270,3 +270,49 @@ def test_sums_that_are_dropped_do_not_go_to_the_host(kit: Any, trained: Callable
     run.session.loop.drain()
     on_host = {(r.place, r.chunk, r.list) for r in run.session.arena.present if r.place is Place.HOST}
     assert on_host <= run.session.timetable.cut
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_between_backward_and_update_no_working_list_is_kept_for_its_own_sake(
+    kit: Any, trained: Callable[..., Any], dtype: torch.dtype, clip: float | None
+) -> None:
+    """Behind the barrier the pinned chunk and the streamed chunk with its sum on the GPU have their gradients in
+    grad32, so their working lists are dropped without a copy until the update. In between the loop reads parameters,
+    evaluates and drops the gradients as in plain PyTorch."""
+    run = trained("step", clip, dtype)
+    pinned, _, stream_sum, *_ = sorted(c.index for c in run.plan.layout.chunks)
+    kinds = {c: [s.kind for s in run.plan.steps if (s.chunk, s.list) == (c, "param")] for c in (pinned, stream_sum)}
+    assert kinds[pinned] == kinds[stream_sum] == [Kind.DROP, Kind.ALLOC]
+    relative = 0.0 if clip is None else 1e-6
+    both(kit, run, relative=relative)
+    for updates in (True, False):
+        rows = [next(run.batches)["x"] for _ in range(MICRO_BATCHES)]
+        for model in (run.model, run.reference.model):
+            for x in rows:
+                (model(x) / MICRO_BATCHES).backward()
+                if model is run.reference.model:
+                    run.reference.after_backward()
+        run.session.loop.drain()
+        held = {(r.chunk, r.list) for r in run.session.arena.present if r.place is Place.GPU}
+        assert not held & {(pinned, "param"), (stream_sum, "param")}
+        for mine, theirs in zip(run.model.parameters(), run.reference.model.parameters()):
+            torch.testing.assert_close(mine.detach().clone(), theirs.detach(), rtol=0, atol=1e-6 if clip else 0)
+        if updates:
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.reference.step()
+            continue
+        with torch.no_grad():
+            for model in (run.model, run.reference.model):
+                model.eval()
+            values = [float(model(rows[0])) for model in (run.model, run.reference.model)]
+            assert values[0] == pytest.approx(values[1], rel=relative, abs=0)
+            for model in (run.model, run.reference.model):
+                model.train()
+        run.optimizer.zero_grad()
+        for parameter in (*run.reference.model.parameters(), *run.reference.master.values()):
+            parameter.grad = None
+    both(kit, run, relative=relative)
+    assert run.session.deviations == 1  # the evaluation, which needs chunks that gradients have overwritten
+    assert_same(run, exact=clip is None)
