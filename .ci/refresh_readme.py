@@ -573,11 +573,23 @@ def gemm_figures() -> str:
 
 
 def families() -> str:
-    """A row per pair of machines: how many times the tokens twice the GPUs give."""
-    found = result("families")
+    """A row per pair of machines that hardware decides: how many times the tokens twice the GPUs give."""
     lines = ["| GPUs of | twice as many of | model | times the tokens |", "|---|---|---|---:|"]
-    for r in found["pairs"]:
-        lines.append(f"| {r['gpus']} of {r['small']} | {r['of']} of {r['large']} | {r['model']} | {r['factor']:.2f} |")
+    for r in result("families")["rows"]:
+        if r["kind"] == "hardware":
+            cells = (f"{r['gpus']} of {r['small']}", f"{r['of']} of {r['large']}", r["model"], f"{r['factor']:.2f}")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def families_bound() -> str:
+    """A row per pair of machines that hosts or networks may decide, with the reason."""
+    lines = ["| kind | GPUs of | twice as many of | model | times the tokens | reason |", "|---|---|---|---|---:|---|"]
+    for r in result("families")["rows"]:
+        if r["kind"] != "hardware":
+            large = f"{r['of']} of {r['large']}" + (f", {r['nodes']} nodes" if r["nodes"] > 1 else "")
+            cells = (r["kind"], f"{r['gpus']} of {r['small']}", large, r["model"], f"{r['factor']:.2f}", r["why"])
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -621,6 +633,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "contract": contract_table,
     "demo": demo,
     "families": families,
+    "families-bound": families_bound,
     "fit-numbers": fit_numbers,
     "fit-without": fit_without,
     "frameworks": frameworks_table,
