@@ -572,6 +572,14 @@ def gemm_figures() -> str:
     return "\n".join(lines)
 
 
+def captured_peaks() -> str:
+    found = result("captured_peaks")
+    return (
+        f"{100 * found['largest']:.2f} % off at most in {len(found['rows'])} cases, presets "
+        f"{100 * found['largest_of_presets']:.2f} % ({link('captured_peaks')})"
+    )
+
+
 def families() -> str:
     """A row per pair of machines that hardware decides: how many times the tokens twice the GPUs give."""
     lines = ["| GPUs of | twice as many of | model | times the tokens |", "|---|---|---|---:|"]
@@ -614,7 +622,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     for f in (
         accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, interleavings, leaks, mutations,
         faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated, tide_bytes, whale,
-        gemm_carried, gemm_seen, frameworks,
+        gemm_carried, gemm_seen, frameworks, captured_peaks,
     )
 } | {
     "demo-taken": lambda: link("demo"),

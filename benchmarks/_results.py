@@ -41,6 +41,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "capture": (
         "executor/capture.py", "executor/models.py", "executor/moments/**", "pstar_sim/workload/**",
     ),
+    "captured_peaks": (*EXECUTED, "tests/executor/moments/test_kernel_flavours.py"),
     "certify": PLANNED,
     "event_cost": EXECUTED,
     "demo": (*EXECUTED, "pstar_sim/cli/**", "pstar_sim/report/**"),
