@@ -580,6 +580,10 @@ def captured_peaks() -> str:
     )
 
 
+def capture_ratio() -> str:
+    return f"{100 * abs(result('capture')['peak_ratio'] - 1):.4f} % ({link('capture')})"
+
+
 def families() -> str:
     """A row per pair of machines that hardware decides: how many times the tokens twice the GPUs give."""
     lines = ["| GPUs of | twice as many of | model | times the tokens |", "|---|---|---|---:|"]
@@ -622,7 +626,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     for f in (
         accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, interleavings, leaks, mutations,
         faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated, tide_bytes, whale,
-        gemm_carried, gemm_seen, frameworks, captured_peaks,
+        gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio,
     )
 } | {
     "demo-taken": lambda: link("demo"),
