@@ -13,11 +13,12 @@ the same with 16 forms of it, each alone and corrected by the errors of like pro
 each (k, n), the predictor with the smallest 90th percentile on the other shapes (eight parts of them, each left out).
 `by_a100` is the error on the B200 of the predictor with the smallest 90th percentile on the A100.
 
-`order` says what shapes cannot know. The rows stand in the order in which they were measured. It correlates the error
-of each product below 0.5 ms with the mean error of the short products of other shapes that stand up to three rows away;
-95 of 100 random orders have a smaller correlation than `random`. Products of one model stand together and have like
-extents, so it is taken of the corrected errors, too. SimuMax times 75 calls in a row by the wall clock, after 25 calls
-(simu_tools/efficency_test/test_gemm_efficiency.py), so that the GPU's clock and heat depend on what ran before.
+`order` looks for something that shapes do not know: the state of the GPU. SimuMax times 75 calls in a row by the wall
+clock, after 25 calls (simu_tools/efficency_test/test_gemm_efficiency.py), so that clock and heat of the GPU depend on
+what ran before. Its files list products as they were measured, but for the last 107 of the B200, which are sorted. The
+error of each product below 0.5 ms is correlated with the mean error of the short products of other shapes that stand up
+to three rows away; 95 of 100 random orders have a smaller correlation than `random`. Products of one model stand
+together and have like extents, so it is taken of the corrected errors, too.
 
     python benchmarks/gemm_forms.py      # five minutes; writes benchmarks/results/gemm_forms.json
 """
