@@ -554,6 +554,21 @@ def gemm_seen() -> str:
     return f"{100 * result('gemm')['B200']['same_extents']['seen_p90']:.1f} %"
 
 
+def farthest() -> str:
+    """A row per machine, system and figure whose tested rows are far off."""
+    lines = ["| machine | system | figure | rows | errors |", "|---|---|---|---:|---:|"]
+    for r in result("validation")["farthest"]:
+        ends = [f"{100 * r[end]:+.0f}" for end in ("least", "most")]
+        errors = ends[0] if ends[0] == ends[1] else " to ".join(ends)
+        lines.append(f"| {r['hardware']} | {r['system']} | `{r['figure']}` | {r['rows']} | {errors} % |")
+    return "\n".join(lines)
+
+
+def two_nodes() -> str:
+    r = result("validation")["iterations_of_two_nodes"]
+    return f"{-100 * r['most']:.0f} to {-100 * r['least']:.0f} %"
+
+
 def forms() -> str:
     """A row per formula for matrix products: errors on the B200, 90th percentiles."""
     lines = ["| form | alone: median, 90th | corrected: median, 90th |", "|---|---:|---:|"]
@@ -662,7 +677,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
         accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, interleavings, leaks, mutations,
         faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated, tide_bytes, whale,
         gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio,
-        forms_choice, forms_order,
+        forms_choice, forms_order, two_nodes,
     )
 } | {
     "demo-taken": lambda: link("demo"),
@@ -685,6 +700,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "families-bound": families_bound,
     "fit-numbers": fit_numbers,
     "fit-without": fit_without,
+    "farthest": farthest,
     "forms": forms,
     "frameworks": frameworks_table,
     "gaps": gaps_table,
