@@ -41,6 +41,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "capture": (
         "executor/capture.py", "executor/models.py", "executor/moments/**", "pstar_sim/workload/**",
     ),
+    "captured_peaks": (*EXECUTED, "tests/executor/moments/test_kernel_flavours.py"),
     "certify": PLANNED,
     "event_cost": EXECUTED,
     "demo": (*EXECUTED, "pstar_sim/cli/**", "pstar_sim/report/**"),
@@ -48,6 +49,7 @@ DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "fit_efficiency": (*PLANNED, "pstar_sim/validation/**"),
     "frameworks": (*PLANNED, "pstar_sim/frameworks/**"),
     "gemm": ("benchmarks/data/gemm_efficiency.csv", "pstar_sim/catalog/product_shape.py"),
+    "gemm_forms": ("benchmarks/data/gemm_efficiency.csv", "benchmarks/gemm.py"),
     "gpu_*": (*EXECUTED, "tests/**"),
     "interrupts": (*EXECUTED, "benchmarks/_interrupts.py"),
     "karma": EXECUTED,

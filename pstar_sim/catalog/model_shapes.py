@@ -42,6 +42,7 @@ class ExpertsShape(Table, frozen=True, kw_only=True):
     shared: Annotated[int, between(0, MOST_WIDTH), says("experts that every token goes through, beside the others")] = 0
     dense_layers: Annotated[int, between(0, MOST_WIDTH), says("first layers, which have one feed-forward layer")] = 0
     biases: Annotated[bool, says("biases of router and experts")] = False
+    fp32_router: Annotated[bool, says("a router that computes in fp32, on copies of its input and its weights")] = False
 
 
 class LatentShape(Table, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
-from pstar_sim.report.tables import batch_words, format_barred, format_size, trust_lines
+from pstar_sim.report.tables import batch_words, format_barred, format_size, sources_of_times, trust_lines
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_error, format_params, format_s
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
@@ -96,11 +96,12 @@ def _asked(answer: Fits) -> tuple[str, str]:
 
 
 def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
-    """Yields the notes below the table: errors of the times, why policies do not fit, and what is not modelled.
+    """Yields the notes below the table: sources and errors of times, why policies do not fit, and what is not modelled.
 
     why: whether policies that lack room have a note, too.
     """
-    yield from trust_lines([(row.policy, row.trust) for row in answer.rows if row.fits])
+    known = [(row.policy, row.trust) for row in answer.rows if row.fits]
+    yield from sources_of_times(answer.workload, answer.machine, known)
     short = {row.short_of for row in answer.rows if row.short_of is not None}
     yield from (row.reason for row in answer.rows if row.reason is not None and (why or row.short_of is None))
     if short and not why:
@@ -367,7 +368,7 @@ def sensitivity_text(answer: Sensitivity, *, width: int | None = None) -> str:
         rows.append(_effect_cells(f"{row.part}{each}", row))
     lines.append(table_text(columns, rows, width=width).rstrip())
     known = dict.fromkeys((r.policy, r.trust) for r in (answer.now, *answer.rows) if r.policy is not None)
-    times = trust_lines(list(known))
+    times = sources_of_times(w, answer.machine, list(known))
     tried = f"tried: {', '.join(answer.policies)}"
     if "optimal" not in answer.policies:
         tried += "; optimal, which may be faster, was left out for speed: --policy optimal asks for it"

@@ -31,6 +31,7 @@ __all__ = [
     "heading",
     "reasons",
     "refusal_text",
+    "sources_of_times",
     "trust_lines",
 ]
 
@@ -169,8 +170,9 @@ def comparison_text(comparison: Comparison, *, width: int | None = None) -> str:
     lines = [*wrap(heading(comparison), width), "", table.rstrip()]
     for text in _bounds(comparison.rows):
         lines += ["", *wrap(text, width)]
-    lines += ["", *wrap(confidence_line(confidence(comparison.workload, comparison.machine)), width)]
-    for line in trust_lines([(row.policy, row.trust) for row in comparison.rows if row.fits]):
+    lines.append("")
+    known = [(row.policy, row.trust) for row in comparison.rows if row.fits]
+    for line in (confidence_line(confidence(comparison.workload, comparison.machine)), *trust_lines(known)):
         lines += wrap(line, width)
     for reason in reasons(comparison):
         lines += ["", *wrap(reason, width)]
@@ -218,6 +220,16 @@ def trust_lines(pairs: Sequence[tuple[str, str | None]]) -> list[str]:
     if len(by_label) == 1:
         return [f"times: {next(iter(by_label))}"]
     return ["times: " + "; ".join(f"{', '.join(names)} {label}" for label, names in by_label.items())]
+
+
+def sources_of_times(workload: Workload, machine: Machine, pairs: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Returns a line on how the inputs of the shown times are known, and a line on the errors of the times; no line
+    without times.
+
+    pairs: as for `trust_lines`.
+    """
+    errors = trust_lines(pairs)
+    return [f"inputs: {confidence_line(confidence(workload, machine))}", *errors] if errors else []
 
 
 def _bounds(rows: Sequence[Row]) -> list[str]:

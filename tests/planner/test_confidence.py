@@ -57,3 +57,12 @@ def test_the_command_line_says_it(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert json.loads(capsys.readouterr().out)["confidence"]["DRAM"] == "datasheet"
     assert main(["explain", plan]) == 0
     assert "compute: assumed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["fits", "sensitivity"])
+def test_every_answer_with_seconds_says_it_and_none_without(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [command, "--model", "1B", "--batch", "4", "--seq", "1024", "--machine", "v100-32", "--policy", "tide"]
+    assert main(flags) == 0
+    assert f"inputs: {WORDS}" in " ".join(capsys.readouterr().out.split())
+    main([*flags, "--host-memory", "8GB", "--gpu-memory", "4GB"])
+    assert "inputs:" not in capsys.readouterr().out

@@ -40,6 +40,9 @@ The policy does not reproduce the following:
 - On several GPUs the reserve of PatrickStar in backward is k * k, because k is multiplied twice. Here the reserve is k.
   Remote chunks that have to make room are dropped here; PatrickStar may write them back.
 - The broken out-of-memory fallback of PatrickStar has no counterpart here.
+- The rules are those of v0.4.3. The first release and v0.3 are other systems (no memory saving communication, another
+  margin, another rule of eviction) and out of scope: no published measurement in pstar_sim/validation/data names one
+  of them, so that a model of them could not be held against anything. There is no option `version`.
 """
 
 from __future__ import annotations

@@ -105,7 +105,11 @@ class Experts:
         rows = s.tokens * x.per_token
         self.u = s.tokens * s.model.hidden * t.width
         self.rows_h, self.rows_f = rows * s.model.hidden * t.width, rows * x.ffn * t.width
-        self.logits, self.chosen = s.tokens * x.count * t.width, s.tokens * x.count * 4 + rows * (4 + 8 + 2 * 8)
+        # A router in fp32 keeps copies of its input and of its weights.
+        copied = x.fp32_router and t.width < 4
+        self.input32, self.weight32 = (4 * n * s.model.hidden if copied else 0 for n in (s.tokens, x.count))
+        self.logits = s.tokens * x.count * (4 if copied else t.width)
+        self.chosen = s.tokens * x.count * 4 + rows * (4 + 8 + 2 * 8)
         self.normed, self.again = (self.u, self.rows_f) if s.flavour.recomputed else (0, 0)
         # Bytes that operators of the activation keep in addition to gate, up and their product. gpt-oss clamps both and
         # keeps more.
@@ -150,7 +154,8 @@ class Experts:
         """Write the forward: from the norm's output to the sum of the experts' outputs (1 u)."""
         t, s, u, wide, f = self.t, self.s, self.u, self.rows_h, self.rows_f
         h = s.model.hidden
-        t.op(self.logits, products=[s.product(h, self.x.count)], read=u)
+        t.op(self.input32 + self.weight32, read=u if self.input32 else 0)
+        t.op(self.logits, products=[s.product(h, self.x.count)], read=self.input32 or u)
         t.op(self.chosen, dead=self.logits, read=self.logits)
         experts = [*self._of(block, "gate_up_proj"), *self._of(block, "down_proj")]
         t.open("begin", f"{block}.mlp.experts", phase, experts)
@@ -161,7 +166,7 @@ class Experts:
         t.op(wide, products=[self._grouped(self.x.ffn, h)], dead=self.again, read=f)
         t.op(wide)
         t.op(wide, dead=wide)
-        kept = 2 * wide + 3 * f + self.steps - self.again + self.chosen
+        kept = 2 * wide + 3 * f + self.steps - self.again + self.chosen + self.input32 + self.weight32
         t.op(u, dead=wide, unsaved=kept + (0 if self.shared else u), read=wide)
         if self.shared is not None:
             t.open("begin", f"{block}.mlp.shared_experts", phase, self.shared.first(block))
@@ -201,6 +206,11 @@ class Experts:
         t.op(self.logits, dead=self.chosen)
         product = s.product(h, self.x.count)
         names = self._router(block)
-        t.linear_backward(names, grad_in=u, grad_out=self.logits, saved=u, product=product, dead=self.logits + u)
+        dead = self.logits + (self.input32 + self.weight32 or u)
+        t.linear_backward(
+            names, grad_in=self.input32 or u, grad_out=self.logits, saved=self.input32 or u, product=product, dead=dead
+        )
+        if self.input32:
+            t.op(u, dead=self.input32 + u)
         for _ in range(1 if self.shared is None else 2):
             t.op(u, dead=2 * u, read=2 * u)
