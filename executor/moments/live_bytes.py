@@ -2,7 +2,8 @@
 
 A dispatch mode that sees every operator, forward and backward. A storage counts from the operator that makes it until
 its last reference is gone. A storage made earlier counts if it is a buffer of the module, or from the first operator
-that takes it (the batch). Parameters never count. An operator that takes a parameter is reported as a read of that
+that takes it (the batch). If operators take a part of such a storage only, that part counts: a batch may be a slice of
+a data set in one tensor. Parameters never count. An operator that takes a parameter is reported as a read of that
 parameter, whichever module owns it. Views count as reads too, because views of an evicted parameter must not be made.
 Logical bytes are `nbytes` of the storage, without allocator rounding and without workspaces inside a kernel.
 """
@@ -112,11 +113,17 @@ class _Traits:
 
 
 class _Watched(weakref.ref):  # type: ignore[type-arg]
-    """Weak reference to a storage, with the storage's key and the bytes that count for it."""
+    """Weak reference to a storage.
 
-    __slots__ = ("key", "size")
+    key: key of the storage.
+    size: bytes that count for it.
+    in_part: whether these may be less than the storage has: it was made earlier.
+    """
+
+    __slots__ = ("in_part", "key", "size")
     key: int
     size: int
+    in_part: bool
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -248,11 +255,14 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in inputs:
             storage = tensor.untyped_storage()
             key = storage_key(storage)
-            if key not in live:
-                if key in ours:
-                    self._report_read(key, tensor)
-                else:
-                    self._add(storage, key)
+            watched = live.get(key)
+            if watched is not None:
+                if watched.in_part:
+                    self._count_more(watched, self._size_of_part(tensor))
+            elif key in ours:
+                self._report_read(key, tensor)
+            else:
+                self._add(storage, key, self._size_of_part(tensor))
 
     def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
         """Handle the results of an operator.
@@ -287,15 +297,34 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._live and key not in self._ours:
             self._add(storage, key)
 
-    def _add(self, storage: torch.UntypedStorage, key: int) -> None:
+    def _add(self, storage: torch.UntypedStorage, key: int, part_bytes: int | None = None) -> None:
+        """Begin to count a storage: the whole storage, or a part of it for now."""
         watched = _Watched(storage, self._gone)
         watched.key = key
-        watched.size = self._size(storage)
+        whole = self._size(storage)
+        watched.size = whole if part_bytes is None else min(part_bytes, whole)
+        watched.in_part = watched.size < whole
         self._live[key] = watched
         self.current += watched.size
 
     def _size(self, storage: torch.UntypedStorage) -> int:
         return storage.nbytes() if self._device is None or storage.device == self._device else 0
+
+    def _size_of_part(self, tensor: torch.Tensor) -> int:
+        """Returns the bytes from the first to the last element of the tensor, and all of its storage where elements
+        have no strides."""
+        if tensor.layout is not torch.strided:
+            return tensor.untyped_storage().nbytes()
+        if not tensor.numel():
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        return (int(last) + 1) * tensor.element_size()
+
+    def _count_more(self, watched: _Watched, size: int) -> None:
+        """Count the largest part that an operator has taken."""
+        if size > watched.size:
+            self.current += size - watched.size
+            watched.size = size
 
     def _gone(self, watched: Any) -> None:
         key, size = watched.key, watched.size
@@ -306,7 +335,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _resized(self, watched: _Watched, storage: torch.UntypedStorage) -> None:
         size = self._size(storage)
         self.current += size - watched.size
-        watched.size = size
+        watched.size, watched.in_part = size, False
 
     def _report_read(self, key: int, tensor: torch.Tensor) -> None:
         starts, indices = self._ours[key]

@@ -136,6 +136,26 @@ def test_groups_states_and_a_scheduler_that_is_there_already_go_on() -> None:
         optimizer.session.close()
 
 
+def test_batches_may_be_slices_of_a_data_set_that_is_larger_than_the_gpu() -> None:
+    """Neither the plan nor the first iteration's count takes the data set for memory of the GPU."""
+    data = torch.randn(400, 48, generator=torch.Generator().manual_seed(1))
+    model = net()
+    model, optimizer = executor.offload(
+        model, adamw(model)[0], (data[:4],), gpu_memory="40KB", micro_batches=2, policy="tide"
+    )
+    try:
+        for step in range(2):
+            for number in (2 * step, 2 * step + 1):
+                (model(data[4 * number : 4 * number + 4]) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        status = optimizer.session.status()
+        assert data.nbytes > 40_000 > status.gpu_peak_bytes and status.deviations == 0
+        assert status.tide is not None and status.tide.above == 0
+    finally:
+        optimizer.session.close()
+
+
 def test_masters_begin_as_the_values_that_were_there() -> None:
     model = net()
     before = copy.deepcopy(model.state_dict())
