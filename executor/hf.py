@@ -251,9 +251,9 @@ def offload(
 
     `bf16` and `fp16` become the plan's dtype ([Note: mixed precision] in offloading.py). `max_grad_norm` and
     `gradient_accumulation_steps` become settings of the plan. `gradient_checkpointing` is captured with the model.
-    `auto_find_batch_size` halves the batch until a plan fits. `torch_compile` compiles the operations between the
-    plan's moments. Raises ContractError, here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers
-    other than torch's AdamW.
+    `auto_find_batch_size` makes the batch smaller until a plan fits. `torch_compile` compiles the operations between
+    the plan's moments, from the second step on: the first step is counted operator by operator. Raises ContractError,
+    here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers other than torch's AdamW.
     """
     if not hasattr(trainer, "create_optimizer"):
         raise ContractError(

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from executor.devices.torch_private import LOCAL_SCALAR, RESHAPE_ALIAS, UNSAFE_VIEW, storage_key
+from executor.moments.compiled import pause_compiler
 from pstar_sim.workload.workload import Product
 
 __all__ = ["LiveStorages"]
@@ -127,7 +128,7 @@ class _Watched(weakref.ref):  # type: ignore[type-arg]
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered. Bytes are ints.
+    """Counts while it is entered; compiled functions then run as they were written. Bytes are ints.
 
     parameters: tensors by index; their storages never count. Several may share one storage (views of a chunk); the
         offset then tells which parameter is read.
@@ -170,11 +171,28 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ours: dict[int, tuple[list[int], list[int]]] = {}  # storage -> byte offsets, parameter indices
         self._keep: list[Any] = []  # keeps the storages of `_ours` alive, so that no other storage gets their keys
         self._traits: dict[Any, _Traits] = {}
+        self._resumes: list[Callable[[], None]] = []
         for index, tensor in enumerate(parameters):
             self.add_parameter(index, tensor)
         for tensor in buffers:
             self._see(tensor)
         self.peak = self.current
+
+    def __enter__(self) -> LiveStorages:
+        self._resumes.append(pause_compiler())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failed: Any) -> None:
+        super().__exit__(*failed)  # type: ignore[no-untyped-call]
+        if self._resumes:
+            self._resumes.pop()()
+
+    def resume_compiler(self) -> None:
+        """Let compiled functions run compiled again. For a mode that leaves its stack otherwise than by the end of its
+        context."""
+        while self._resumes:
+            self._resumes.pop()()
 
     def add_parameter(self, index: int, tensor: torch.Tensor) -> None:
         """Note that `tensor` has moved into a chunk as parameter `index`. Its storage does not count any more."""

@@ -453,11 +453,18 @@ def test_a_batch_that_fits_is_found(trainer: Callable[..., Any]) -> None:
     assert mine.offload_session.plan.workload.batch == mine._train_batch_size
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's compiler
 def test_a_compiled_trainer_trains_by_the_plan(trainer: Callable[..., Any]) -> None:
-    mine = offloaded(trainer(torch_compile=True, torch_compile_backend="eager"))
+    """The first step is counted, and runs as the model is written. Then the blocks between hooks are compiled."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    mine = offloaded(trainer(torch_compile=True, torch_compile_backend="eager", max_steps=3))
     torch.manual_seed(3)
     mine.train()
-    plain = trainer()  # its arguments replace accelerate's state, which says whether to compile
+    assert counters["frames"]["ok"] > 5 and counters["stats"]["unique_graphs"] > 5
+    plain = trainer(max_steps=3)  # its arguments replace accelerate's state, which says whether to compile
     torch.manual_seed(3)
     plain.train()
     assert isinstance(mine.model_wrapped, torch._dynamo.eval_frame.OptimizedModule)
