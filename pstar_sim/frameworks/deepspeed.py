@@ -154,6 +154,8 @@ KEYS = (
         f"{_ZERO}.leaf_module.*",
         f"{_ZERO}.offload_optimizer.fast_init",
         f"{_ZERO}.offload_optimizer.cpuadam_cores_perc",
+        "torch_autocast.dtype",
+        "torch_autocast.lower_precision_safe_modules",
         "bf16.immediate_grad_update",
         "bf16.check_grad_overflow",
         "bf16.loss_scale",
