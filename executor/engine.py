@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,7 +173,7 @@ class Session:
         self.hooks += self.following.hook_gradients(self.parameters, untraced)
         scaling = self.scaling
         if scaling is not None:
-            self.hooks += guard_boundary(self.model, lambda: scaling.scale, wrap=untraced)
+            self.hooks += guard_boundary(self.model, lambda: scaling.at_boundary, wrap=untraced)
 
     def install(self, plan: Plan, arena: Arena, queues: Queues) -> None:
         """Make the objects of one plan, each after the objects that it reads. `start` is called later, when the values
@@ -248,6 +248,11 @@ class Session:
     def loss_scale(self) -> float | None:
         """Factor by which gradients inside the model are scaled in the next iteration; None without loss scaling."""
         return None if self.scaling is None else self.scaling.scale
+
+    def scaled(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """Returns a context that gives the loss for a backward inside the context: multiplied by the loss scale, where
+        there is one."""
+        return nullcontext(loss) if self.scaling is None else self.scaling.of_loss(loss)
 
     @property
     def skipped_steps(self) -> int:

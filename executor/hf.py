@@ -98,6 +98,7 @@ def _join(trainer: Any, optimizer: OffloadedAdamW) -> _RunFiles:
     accelerator.device_placement = False  # else accelerate would copy the states to its device and back
     norm = _Norm(optimizer.session)
     accelerator.clip_grad_norm_ = norm.clip_grad_norm_
+    accelerator.backward = _backward_of(accelerator.backward, weakref.ref(optimizer.session))
     if hasattr(trainer, "_has_mixed_mesh_grads"):  # transformers 5.2x reads p.grad there to choose how to clip
         trainer._has_mixed_mesh_grads = _one_mesh
     trainer.add_callback(_callback(norm))
@@ -182,6 +183,19 @@ class _RunFiles:
         self._trainer.lr_scheduler.load_state_dict(scheduler)
 
 
+def _backward_of(plain: Callable[..., Any], kept: weakref.ref[Session]) -> Callable[..., None]:
+    """Returns accelerate's backward with the session's loss scale, in the place of that of an earlier session."""
+    own = getattr(plain, "own", plain)
+
+    def backward(loss: torch.Tensor, **more: Any) -> None:
+        session = kept()
+        with contextlib.nullcontext(loss) if session is None else session.scaled(loss) as scaled:
+            own(scaled, **more)
+
+    backward.own = own  # type: ignore[attr-defined]
+    return backward
+
+
 def _one_mesh(model: Any) -> bool:
     return False
 
@@ -251,9 +265,9 @@ def offload(
 
     `bf16` and `fp16` become the plan's dtype ([Note: mixed precision] in offloading.py). `max_grad_norm` and
     `gradient_accumulation_steps` become settings of the plan. `gradient_checkpointing` is captured with the model.
-    `auto_find_batch_size` halves the batch until a plan fits. `torch_compile` compiles the operations between the
-    plan's moments. Raises ContractError, here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers
-    other than torch's AdamW.
+    `auto_find_batch_size` makes the batch smaller until a plan fits. `torch_compile` compiles the operations between
+    the plan's moments, from the second step on: the first step is counted operator by operator. Raises ContractError,
+    here or in `train()`, for DeepSpeed, FSDP, `nn.DataParallel` and optimizers other than torch's AdamW.
     """
     if not hasattr(trainer, "create_optimizer"):
         raise ContractError(

@@ -206,6 +206,16 @@ class OffloadStrategy(SingleDeviceStrategy):
         if getattr(plugin, "scaler", None) is not None:
             plugin.scaler = None  # the session scales the loss: AdamW(loss_scale=)
 
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the backward pass from the loss, multiplied by the loss scale. Returns the loss."""
+        with (
+            contextlib.nullcontext(closure_loss)
+            if self.offloaded is None
+            else self.session.scaled(closure_loss) as scaled
+        ):
+            super().backward(scaled, *args, **kwargs)
+        return closure_loss
+
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (`training_step` and backward), then update the parameters and clear the gradients. Returns
         the result of the closure."""

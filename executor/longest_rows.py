@@ -8,6 +8,7 @@ row.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,14 +21,17 @@ __all__ = ["LOOKED_AT", "largest_batch", "longest_rows"]
 
 LOOKED_AT = 512
 """Number of rows that are measured in a data set whose rows may be costly to read. They are spread evenly."""
+JOINED = 6
+"""Number of columns of which each pair is taken as joined by the collator. The columns with the longest rows count."""
 _AT_ONCE = 10_000  # rows of Arrow
 
 
 def largest_batch(rows: Any, count: int, collate: Callable[[list[Any]], Any]) -> Any:
-    """Returns the larger of two batches of `count` rows, by the elements of their tensors: that of `longest_rows`, for
-    a collator that pads, and that of the rows which are longest together, for a collator that joins rows into one
-    (packing). Returns None where `longest_rows` returns none."""
-    batches = [collate([rows[number] for number in numbers]) for numbers in _choices(rows, count)]
+    """Returns the largest of several batches of `count` rows, by the elements of their tensors: that of `longest_rows`,
+    for a collator that pads column by column; that of the rows which are longest together, for a collator that joins
+    rows into one (packing); and for each pair of columns that of the rows which are longest in both together, for a
+    collator that joins columns (a prompt and its answer). Returns None where `longest_rows` returns none."""
+    batches = (collate([rows[number] for number in numbers]) for numbers in _choices(rows, count))
     return max(batches, key=lambda batch: sum(t.numel() for t in tensors_of(batch)), default=None)
 
 
@@ -39,19 +43,37 @@ def longest_rows(rows: Any, count: int) -> list[Any]:
 
 
 def _choices(rows: Any, count: int) -> list[list[int]]:
-    """Returns the numbers of `count` rows in up to two choices: with the longest row of each column, and the longest
-    rows over all columns."""
+    """Returns the numbers of `count` rows in one or more choices, in the order of `largest_batch`."""
     if rows is None or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__") or len(rows) < count:
         return []
     lengths = dict(_arrow_lengths(rows) or _lengths(rows, count))
     order = heapq.nlargest(count, lengths, key=lambda number: sum(lengths[number].values()))
     chosen = order[:1]
-    for column in sorted({column for of_row in lengths.values() for column in of_row}):
+    names = sorted({column for of_row in lengths.values() for column in of_row})
+    for column in names:
         longest = max(lengths, key=lambda number: lengths[number].get(column, 0))
         if all(lengths[number].get(column, 0) < lengths[longest].get(column, 0) for number in chosen):
             chosen.append(longest)
     by_column = list(dict.fromkeys([*chosen, *order]))[:count]
-    return [by_column] if set(by_column) == set(order) else [by_column, order]
+    joined = [
+        heapq.nlargest(count, lengths, key=lambda number: lengths[number].get(a, 0) + lengths[number].get(b, 0))
+        for a, b in itertools.combinations(_columns_that_differ(lengths, names), 2)
+    ]
+    choices: dict[frozenset[int], list[int]] = {}
+    for numbers in (by_column, order, *joined):
+        choices.setdefault(frozenset(numbers), numbers)
+    return list(choices.values())
+
+
+def _columns_that_differ(lengths: Mapping[int, Mapping[str, int]], names: Sequence[str]) -> list[str]:
+    """Returns the names of up to JOINED columns: those with the longest rows, without columns whose rows all have one
+    length, and one of those that have the same lengths (a mask beside its tokens)."""
+    found: dict[tuple[int, ...], str] = {}
+    for name in names:
+        column = tuple(of_row.get(name, 0) for of_row in lengths.values())
+        if len(set(column)) > 1:
+            found.setdefault(column, name)
+    return [found[column] for column in heapq.nlargest(JOINED, found, key=max)]
 
 
 def _lengths(rows: Any, count: int) -> Iterator[tuple[int, dict[str, int]]]:

@@ -11,15 +11,20 @@ whose backward divides. A tensor hook on the output itself would be wrong: an ou
 value of the loss beside it, and the gradient from the loss is scaled already. Gradients outside the model (of the
 loop's own tensors, of modules before the model) are plain torch's, and a model called on its own output scales once.
 
+The gradient of an output in fp16 (logits, from which the loop computes its loss) is rounded to fp16 before it is
+multiplied, so that small ones are lost. Where the caller has the loss in hand before its backward (a Trainer,
+Lightning), `of_loss` multiplies the loss itself, as GradScaler does, and nothing is multiplied at the boundary.
+
 Knows neither chunks nor plans; `Update` (memory/update.py) carries the decision of one iteration.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -96,6 +101,21 @@ class LossScaling:
         self.skipped_steps = 0
         self._good_in_a_row = 0
         self._norms: list[torch.Tensor] = []
+        self._on_loss = False
+
+    @property
+    def at_boundary(self) -> float:
+        """Factor by which gradients are multiplied where they enter the model."""
+        return 1.0 if self._on_loss else self.scale
+
+    @contextlib.contextmanager
+    def of_loss(self, loss: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yields the loss, multiplied by the scale, for a backward inside this context."""
+        self._on_loss = True
+        try:
+            yield loss * self.scale
+        finally:
+            self._on_loss = False
 
     def begin_iteration(self) -> None:
         self._norms = []

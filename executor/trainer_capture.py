@@ -37,7 +37,8 @@ def captured(trainer: Any, spec: Any, dtype: str | None) -> Any:
     `capture_module` does.
     """
     model = trainer.model
-    name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__).name
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # beneath adapters of peft
+    name = Path(getattr(getattr(model, "config", None), "_name_or_path", "") or type(base).__name__).name
     with _untouched_generators(), _refusing_to_generate(trainer):
         inputs = _example(trainer)
         accumulated = [inputs] * trainer.args.gradient_accumulation_steps

@@ -32,6 +32,7 @@ __all__ = [
     "modes_of_thread",
     "node_class",
     "non_persistent_buffers",
+    "outside_compiled_code",
     "override",
     "parameter_table",
     "reduce_scatter",
@@ -56,6 +57,17 @@ def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:
     RuntimeError for a tensor without storage (sparse, ...)."""
     storage = of.untyped_storage() if isinstance(of, torch.Tensor) else of
     return int(storage._cdata)
+
+
+@contextlib.contextmanager
+def outside_compiled_code() -> Iterator[None]:
+    """Inside this context, torch's compiler does not watch this thread, as if no compiled function had been called."""
+    set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+    before = set_eval_frame(None)
+    try:
+        yield
+    finally:
+        set_eval_frame(before)
 
 
 def version_of(tensor: torch.Tensor) -> int:

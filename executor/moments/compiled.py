@@ -1,8 +1,10 @@
-"""torch.compile beside the engine: the engine's hooks are never traced, and a capture runs compiled blocks eagerly.
+"""torch.compile beside the engine: the engine's hooks are never traced; captures and counted iterations run compiled
+blocks eagerly.
 
 A compiled block keeps its graphs under a plan. A graph ends where a hook of the engine is called between two modules,
-because chunks move there. Importing torch's compiler takes seconds: `untraced` imports it, as every torch optimizer
-does; `eagerly` does not.
+because chunks move there. While operators are counted, compiled functions run as they were written: torch's compiler
+does not compile under a dispatch mode, and what it has passed over under a mode it never compiles again. Importing
+torch's compiler takes seconds: `untraced` imports it, as every torch optimizer does; the others do not.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
 from executor.devices.torch26 import compiler_watches
+from executor.devices.torch_private import outside_compiled_code
 
-__all__ = ["eagerly", "untraced"]
+__all__ = ["eagerly", "pause_compiler", "untraced"]
 
 R = TypeVar("R")
 
@@ -57,3 +61,31 @@ def eagerly() -> contextlib.AbstractContextManager[Any]:
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+_LOCK = threading.Lock()
+_pauses: set[object] = set()
+_stance: list[Any] = []  # the stance that all pauses together have taken, at most one
+
+
+def pause_compiler() -> Callable[[], None]:
+    """Let compiled functions run as they were written, in all threads, until the returned function is called. Several
+    pauses may overlap: the compiler goes on after the last one. A function that is called within compiled code may
+    begin and end a pause; code that runs already keeps its graphs."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return lambda: None
+    mine = object()
+
+    def resume() -> None:
+        with _LOCK, outside_compiled_code():
+            if mine in _pauses:
+                _pauses.discard(mine)
+                if not _pauses:
+                    _stance.pop().__exit__(None, None, None)
+
+    with _LOCK, outside_compiled_code():
+        if not _pauses:
+            _stance.append(torch.compiler.set_stance("force_eager"))
+            _stance[-1].__enter__()
+        _pauses.add(mine)
+    return resume

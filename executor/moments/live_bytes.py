@@ -2,7 +2,8 @@
 
 A dispatch mode that sees every operator, forward and backward. A storage counts from the operator that makes it until
 its last reference is gone. A storage made earlier counts if it is a buffer of the module, or from the first operator
-that takes it (the batch). Parameters never count. An operator that takes a parameter is reported as a read of that
+that takes it (the batch). If operators take a part of such a storage only, that part counts: a batch may be a slice of
+a data set in one tensor. Parameters never count. An operator that takes a parameter is reported as a read of that
 parameter, whichever module owns it. Views count as reads too, because views of an evicted parameter must not be made.
 Logical bytes are `nbytes` of the storage, without allocator rounding and without workspaces inside a kernel.
 """
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from executor.devices.torch_private import LOCAL_SCALAR, RESHAPE_ALIAS, UNSAFE_VIEW, storage_key
+from executor.moments.compiled import pause_compiler
 from pstar_sim.workload.workload import Product
 
 __all__ = ["LiveStorages"]
@@ -112,15 +114,21 @@ class _Traits:
 
 
 class _Watched(weakref.ref):  # type: ignore[type-arg]
-    """Weak reference to a storage, with the storage's key and the bytes that count for it."""
+    """Weak reference to a storage.
 
-    __slots__ = ("key", "size")
+    key: key of the storage.
+    size: bytes that count for it.
+    in_part: whether these may be less than the storage has: it was made earlier.
+    """
+
+    __slots__ = ("in_part", "key", "size")
     key: int
     size: int
+    in_part: bool
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered. Bytes are ints.
+    """Counts while it is entered; compiled functions then run as they were written. Bytes are ints.
 
     parameters: tensors by index; their storages never count. Several may share one storage (views of a chunk); the
         offset then tells which parameter is read.
@@ -163,11 +171,28 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ours: dict[int, tuple[list[int], list[int]]] = {}  # storage -> byte offsets, parameter indices
         self._keep: list[Any] = []  # keeps the storages of `_ours` alive, so that no other storage gets their keys
         self._traits: dict[Any, _Traits] = {}
+        self._resumes: list[Callable[[], None]] = []
         for index, tensor in enumerate(parameters):
             self.add_parameter(index, tensor)
         for tensor in buffers:
             self._see(tensor)
         self.peak = self.current
+
+    def __enter__(self) -> LiveStorages:
+        self._resumes.append(pause_compiler())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *failed: Any) -> None:
+        super().__exit__(*failed)  # type: ignore[no-untyped-call]
+        if self._resumes:
+            self._resumes.pop()()
+
+    def resume_compiler(self) -> None:
+        """Let compiled functions run compiled again. For a mode that leaves its stack otherwise than by the end of its
+        context."""
+        while self._resumes:
+            self._resumes.pop()()
 
     def add_parameter(self, index: int, tensor: torch.Tensor) -> None:
         """Note that `tensor` has moved into a chunk as parameter `index`. Its storage does not count any more."""
@@ -248,11 +273,14 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in inputs:
             storage = tensor.untyped_storage()
             key = storage_key(storage)
-            if key not in live:
-                if key in ours:
-                    self._report_read(key, tensor)
-                else:
-                    self._add(storage, key)
+            watched = live.get(key)
+            if watched is not None:
+                if watched.in_part:
+                    self._count_more(watched, self._size_of_part(tensor))
+            elif key in ours:
+                self._report_read(key, tensor)
+            else:
+                self._add(storage, key, self._size_of_part(tensor))
 
     def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
         """Handle the results of an operator.
@@ -287,15 +315,34 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key not in self._live and key not in self._ours:
             self._add(storage, key)
 
-    def _add(self, storage: torch.UntypedStorage, key: int) -> None:
+    def _add(self, storage: torch.UntypedStorage, key: int, part_bytes: int | None = None) -> None:
+        """Begin to count a storage: the whole storage, or a part of it for now."""
         watched = _Watched(storage, self._gone)
         watched.key = key
-        watched.size = self._size(storage)
+        whole = self._size(storage)
+        watched.size = whole if part_bytes is None else min(part_bytes, whole)
+        watched.in_part = watched.size < whole
         self._live[key] = watched
         self.current += watched.size
 
     def _size(self, storage: torch.UntypedStorage) -> int:
         return storage.nbytes() if self._device is None or storage.device == self._device else 0
+
+    def _size_of_part(self, tensor: torch.Tensor) -> int:
+        """Returns the bytes from the first to the last element of the tensor, and all of its storage where elements
+        have no strides."""
+        if tensor.layout is not torch.strided:
+            return tensor.untyped_storage().nbytes()
+        if not tensor.numel():
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+        return (int(last) + 1) * tensor.element_size()
+
+    def _count_more(self, watched: _Watched, size: int) -> None:
+        """Count the largest part that an operator has taken."""
+        if size > watched.size:
+            self.current += size - watched.size
+            watched.size = size
 
     def _gone(self, watched: Any) -> None:
         key, size = watched.key, watched.size
@@ -306,7 +353,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _resized(self, watched: _Watched, storage: torch.UntypedStorage) -> None:
         size = self._size(storage)
         self.current += size - watched.size
-        watched.size = size
+        watched.size, watched.in_part = size, False
 
     def _report_read(self, key: int, tensor: torch.Tensor) -> None:
         starts, indices = self._ours[key]

@@ -73,7 +73,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         for other in list(_LEFT):
             if other.thread == self.thread and take_off(other):
                 _LEFT.discard(other)
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()
         self._entered = True
 
     def end(self) -> None:
@@ -83,6 +83,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         self._keep.clear()
         if self._entered and not (threading.get_ident() == self.thread and take_off(self)):
             _LEFT.add(self)
+        self.resume_compiler()
         self._entered = False
 
 

@@ -268,4 +268,5 @@ def _deviations(status: Any) -> str:
     shapes = f", {status.other_shapes} batches of another shape than planned" if status.other_shapes else ""
     if not left:
         return f"all on plan{shapes}"
-    return f"{left} times a step left the plan{shapes}, last: {status.last_deviation}"
+    times = "once" if left == 1 else f"{left} times"
+    return f"a step left the plan {times}{shapes}, last: {status.last_deviation}"

@@ -11,13 +11,14 @@ import msgspec.yaml
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PstarError
-from pstar_sim.frameworks import deepspeed
+from pstar_sim.frameworks import deepspeed, fsdp
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
 from pstar_sim.frameworks.keys import AUTO, PARALLELISM, Count, KeyReading, ignored, nested, read_keys, unmodelled, used
 from pstar_sim.schema.fields import least
 from pstar_sim.schema.reading import brief, nearest
+from pstar_sim.workload.workload import Workload
 
 __all__ = ["ACCELERATE", "KEYS", "express", "read", "write"]
 
@@ -103,12 +104,16 @@ KEYS = (
 )
 
 _TYPES = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED")
+_UNQUOTED = {"distributed_type": "NO", "mixed_precision": "no"}
+"""Keys whose value "no" is false in YAML, where it has no quotes."""
 
 
 def read(content: object, file: str) -> Configuration:
     """Returns the configuration that a file says, by KEYS. Raises PstarError as `read_keys` does, and for a distributed
     type or strategy that is not known.
     """
+    if isinstance(content, dict):
+        content = {key: _UNQUOTED.get(key, value) if value is False else value for key, value in content.items()}
     found = read_keys(KEYS, content, file, "an accelerate configuration")
     kind = str(found["type"]).upper()
     if kind not in _TYPES:
@@ -208,6 +213,26 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
     made = deepspeed.read(content, file)
     details = _details(found, dict(made.details))
     return replace(made, details=details, notes=(*notes, *made.notes), without_effect=found.without_effect)
+
+
+def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
+    """Returns the bytes that the GPU holds beside the plan's lists where the model is whole on every GPU.
+
+    A single process ends its backward pass with 16 bytes per parameter: the fp32 parameters, their fp32 gradients, and
+    two moments. In 16 bits, the lists of all_on_gpu are 14 bytes beside all activations, which are gone by then.
+    DistributedDataParallel has its buckets beside the gradients, in fp32 (gradient_as_bucket_view is off by default).
+    """
+    if configuration.base != "all_on_gpu":
+        return 0
+    trained = workload.trainable_params
+    buckets = 4 * trained if ranks > 1 else 0
+    if workload.micro_batches > 1 or workload.dtype == "fp32":  # the lists have fp32 gradients already
+        return buckets
+    return max(buckets, buckets + 2 * trained - workload.peak_non_model_bytes)
+
+
+MEMORY = replace(fsdp.MEMORY, gpu_beyond_bytes=_gpu_beyond_bytes)
+"""Rules by which the types of accelerate allocate: FSDP, a single process, and DistributedDataParallel."""
 
 
 def values_of(configuration: Configuration) -> dict[str, object]:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from pstar_sim.policy.kit.iteration_order import ON_HOST, in_order
 from pstar_sim.policy.kit.options import Specified, options_of, show, split_spec
 from pstar_sim.policy.registry import find_policy, policy_name
 from pstar_sim.workload.workload import Workload
@@ -84,6 +85,11 @@ class Configuration:
         if none_kept:
             changed["checkpoints"] = "gpu"
         return replace(self, policy=spec(self.base, {**options, **changed}))
+
+    def job(self, workload: Workload) -> Workload:
+        """Returns the workload as the configuration's policy runs it: the inputs of recomputed blocks may go to the
+        host."""
+        return in_order(self.base, workload, ON_HOST) if self.options.get("checkpoints") == "host" else workload
 
 
 def in_full(policy: str) -> dict[str, object]:

@@ -41,10 +41,14 @@ def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
 
 
 class Follows:
-    """A policy (workload, machine, settings) -> Plan that follows a configuration; `__name__` is its label."""
+    """A policy (workload, machine, settings) -> Plan that follows a configuration; `__name__` is its label.
+
+    plans_by: the spec of the policy that stands for the configuration.
+    """
 
     def __init__(self, configuration: Configuration, label: str) -> None:
         self.configuration = configuration
+        self.plans_by = configuration.policy
         self.__name__ = label
 
     def __repr__(self) -> str:
@@ -55,7 +59,7 @@ class Follows:
         exceed the GPU or the disks."""
         configuration = self.configuration.for_model(workload)
         memory, ranks = target_of(configuration).memory, len(machine.ranks)
-        need = memory.host_need(configuration, workload, ranks)
+        need = memory.host_need(configuration, configuration.job(workload), ranks)
         short = need.shortage(machine, self.__name__)
         if short is not None:
             raise short
@@ -93,7 +97,7 @@ class Follows:
             )
         own_buffers = ((_BUFFER, Place.HOST, host_bytes - lists), (_GPU_BUFFER, Place.GPU, gpu_bytes))
         more = tuple(buffer for buffer in own_buffers if buffer[2] > 0)
-        return replace(
+        made = replace(
             plan,
             policy=self.__name__,
             machine=machine,
@@ -102,3 +106,5 @@ class Follows:
             buffers=(*kept, *more),
             choices={**plan.choices, "follows": self.configuration.policy},
         )
+        made.check()
+        return made

@@ -76,12 +76,13 @@ def ignored(*paths: str) -> tuple[Key, ...]:
     return tuple(Key(path=path, effect=KeyEffect.NONE) for path in paths)
 
 
-def unmodelled(path: str, why: str, off: object = False) -> Key:
+def unmodelled(path: str, why: str, off: object = False, *, also: tuple[str, ...] = ()) -> Key:
     """Returns a key that is not modelled, although it may have an effect.
 
     off: the value at which the key has no effect.
+    also: other paths that are read as this key.
     """
-    return Key(path=path, effect=KeyEffect.NOT_MODELLED, default=off, why=why)
+    return Key(path=path, effect=KeyEffect.NOT_MODELLED, default=off, why=why, also=also)
 
 
 @dataclass(frozen=True, kw_only=True)

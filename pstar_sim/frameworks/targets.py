@@ -56,7 +56,7 @@ TARGETS = {
             express=accelerate.express,
             read=accelerate.read,
             write=accelerate.write,
-            memory=fsdp.MEMORY,
+            memory=accelerate.MEMORY,
             endings=(".yaml", ".yml"),
         ),
         Target(

@@ -47,8 +47,11 @@ def policies() -> dict[str, Policy]:
 
 
 def is_built_in(policy: Policy) -> bool:
-    """Returns whether the function is one of the policies shipped here, with or without options."""
-    return (policy.policy if isinstance(policy, Specified) else policy) in _BUILT_IN.values()
+    """Returns whether the function is one of the policies shipped here, with or without options, or plans by one of
+    them (its attribute `plans_by` is the spec)."""
+    spec = getattr(policy, "plans_by", None)
+    found = find_policy(spec) if isinstance(spec, str) else policy
+    return (found.policy if isinstance(found, Specified) else found) in _BUILT_IN.values()
 
 
 def can(policy: str | Policy) -> Capabilities:

@@ -54,6 +54,22 @@ def test_weights_while_they_are_loaded_are_in_both_tables(ds: Path, capsys: pyte
     assert row["like"]["host_needed_bytes"] == row["peak_host_bytes"] == row["like"]["host_startup_bytes"] > 10**9
 
 
+def test_checkpoints_on_the_host_are_predicted_by_both(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSpeed's cpu_checkpointing: block inputs are host memory, which the GPU does not have to hold."""
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    checkpoints = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    ds.write_text(json.dumps({**OFFLOAD, "zero_optimization": zero}))
+    ds.with_name("host.json").write_text(json.dumps({**OFFLOAD, "zero_optimization": zero, **checkpoints}))
+    both = ["--like", "ds.json", "--like", "host.json", *JOB, "--checkpointing"]
+    kept, moved, _ = answer(capsys, "fits", *both)
+    rows = {row["policy"]: row for row in answer(capsys, "compare", *both)}
+    assert rows["host.json"]["like"] == moved["like"] and rows["ds.json"]["like"] == kept["like"]
+    assert rows["host.json"]["peak_host_bytes"] == moved["host_needed_bytes"]
+    stash_bytes = moved["host_needed_bytes"] - kept["host_needed_bytes"]
+    assert 0 < stash_bytes <= 24 * 2 * 128 * 2048 * 2  # inputs of 24 blocks: 2 sequences, 128 tokens, 2048 wide, fp16
+    assert moved["gpu_needed_bytes"] < kept["gpu_needed_bytes"]
+
+
 def test_an_assumption_about_recomputation_is_said(ds: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, said in (([], True), (["--no-checkpointing"], False), (["--checkpointing"], False)):
         assert main(["fits", "--like", "ds.json", *JOB, *flags]) == 0

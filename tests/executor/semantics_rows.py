@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import executor
@@ -355,6 +356,23 @@ class Stack(nn.Module):
         return square(x)
 
 
+class Gated(nn.Module):
+    """A block with work of its own around a layer. torch's compiler leaves a bare nn.Linear as it is."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x) * self.inner(torch.relu(x) + 1)
+
+
+def gated_stack() -> nn.Module:
+    model = Stack()
+    model.layers = nn.ModuleList(Gated(40) for _ in range(5))
+    return model
+
+
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -652,8 +670,21 @@ def quietly() -> Iterator[None]:
         yield
 
 
+def met_hooks(session: Any) -> None:
+    """The compiler was at work in the offloaded model: it broke its graphs at the engine's hooks, which the twin does
+    not have."""
+    assert any("untraced" in reason for reason in counters["graph_break"])
+
+
+def forget_compiled() -> None:
+    """Let the compiler begin anew: it would use what it has of another row's models."""
+    torch._dynamo.reset()
+    counters.clear()
+
+
 def compiled(backend: str, whole: bool) -> Callable[[nn.Module], None]:
     def apply(model: nn.Module) -> None:
+        forget_compiled()
         for module in [model] if whole else model.layers:
             module.compile(backend=backend)
 
@@ -662,7 +693,8 @@ def compiled(backend: str, whole: bool) -> Callable[[nn.Module], None]:
 
 def compiled_blocks() -> nn.Module:
     """Blocks replaced by compiled ones: their parameters have other names."""
-    model = Stack()
+    forget_compiled()
+    model = gated_stack()
     for number, layer in enumerate(model.layers):
         model.layers[number] = torch.compile(layer, backend="aot_eager")
     return model
@@ -830,14 +862,29 @@ ROWS = [
     ),
     Row("session.step", lambda: Case(model=gpt2(), draw=text(), driven=True, micro_batches=2, clip=0.5)),
     Row("two forwards, one backward", lambda: Case(model=Pair(), draw=pairs, loss=between_two)),
-    Row("torch.compile before prepare", lambda: Case(model=compiled_blocks(), draw=vectors(), inside=quietly)),
+    Row(
+        "torch.compile before prepare",
+        lambda: Case(model=compiled_blocks(), draw=vectors(), inside=quietly, check=met_hooks),
+    ),
     Row(
         "torch.compile of blocks",
-        lambda: Case(model=Stack(), draw=vectors(), after_prepare=compiled("aot_eager", False), inside=quietly),
+        lambda: Case(
+            model=gated_stack(),
+            draw=vectors(),
+            after_prepare=compiled("aot_eager", False),
+            inside=quietly,
+            check=met_hooks,
+        ),
     ),
     Row(
         "torch.compile of the model",
-        lambda: Case(model=Stack(), draw=vectors(), after_prepare=compiled("aot_eager", True), inside=quietly),
+        lambda: Case(
+            model=gated_stack(),
+            draw=vectors(),
+            after_prepare=compiled("aot_eager", True),
+            inside=quietly,
+            check=met_hooks,
+        ),
     ),
     *(architecture(name) for name in ARCHITECTURES),
     *(architecture(name, recorded=True, on_plan=False) for name in EXPERTS),

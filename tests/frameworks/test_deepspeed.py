@@ -72,6 +72,23 @@ def test_checkpoints_on_the_host_are_the_policys_where_the_model_recomputes() ->
     assert any("cpu_checkpointing without stage 3" in note for note in resident.notes)
 
 
+def test_keys_under_their_other_names() -> None:
+    """DeepSpeed takes some keys of stage 3 with and without "stage3_"; both name one thing that is not modelled."""
+    for name in ("stage3_max_live_parameters", "max_live_parameters"):
+        found = deepspeed.read({"zero_optimization": {"stage": 3, name: 5}}, "ds.json")
+        assert any(f"zero_optimization.{name} = 5: gathered parameters are not limited" in note for note in found.notes)
+        usual = deepspeed.read({"zero_optimization": {"stage": 3, name: 1e9}}, "ds.json")
+        assert not any(name in note for note in usual.notes)
+    other = {"cpu_offload_use_pin_memory": True, "save_muon_momentum_buffer_in_memory": False}
+    content = {"zero_optimization": {"stage": 2, **other}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    found = deepspeed.read({**content, "vocabulary_size": 32000, "disable_allgather": True}, "ds.json")
+    assert set(found.without_effect) == {
+        *(f"zero_optimization.{name}" for name in other), "torch_autocast.dtype", "vocabulary_size",
+    }  # fmt: skip
+    assert any("torch_autocast.enabled" in note for note in found.notes)
+    assert any("disable_allgather" in note for note in found.notes)
+
+
 def test_what_a_file_leaves_to_the_script_is_not_said() -> None:
     auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
     zero = {"stage": 3, "offload_optimizer": CPU, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}

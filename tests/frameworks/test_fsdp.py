@@ -20,6 +20,7 @@ from pstar_sim import Plan, PstarError, Settings
 from pstar_sim.frameworks import accelerate, fsdp, fsdp2
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.load import load_configuration
+from pstar_sim.frameworks.prediction import predict
 from pstar_sim.frameworks.targets import TARGETS, target_of
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.testing import chain_workload, round_machine
@@ -124,11 +125,28 @@ def test_other_types_and_what_is_not_modelled() -> None:
     old = read(f"distributed_type: FSDP\nfsdp_config: {{{keys}}}")
     assert old.policy == "zero3_resident" and "fsdp_sharding_strategy has no effect with FSDP 2" in old.notes[0]
     assert read("distributed_type: MULTI_GPU").policy == "all_on_gpu"
+    for unquoted, quoted in (("distributed_type: NO", "distributed_type: 'NO'"), ("mixed_precision: no",) * 2):
+        assert read(unquoted) == read(quoted) and read(unquoted).policy == "all_on_gpu"
+    assert read("mixed_precision: no").dtype == "fp32"
     hybrid = read(
         "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 4, fsdp_backward_prefetch: NO_PREFETCH}"
     )
     assert hybrid.policy == "zero3_resident" and len(hybrid.notes) == 2
     assert "HYBRID_SHARD" in hybrid.notes[1] and "fsdp_backward_prefetch" in hybrid.notes[0]
+
+
+def test_a_whole_model_on_each_gpu_has_gradients_of_its_own() -> None:
+    """fp32 parameters, gradients and two moments: 16 bytes per parameter behind the last gradient; the buckets of
+    DistributedDataParallel are 4 more."""
+    alone = read("mixed_precision: bf16\nnum_processes: 1")
+    w = chain_workload(2, 100_000)
+    assert predict(alone, w, round_machine(), Settings(), label="no").gpu_needed_bytes == 16 * w.params
+    many = replace(w, moments=tuple(replace(m, peak_bytes=3 * w.params) for m in w.moments))  # activations beside 14
+    assert predict(alone, many, round_machine(), Settings(), label="no").gpu_needed_bytes == (14 + 3) * w.params
+    beyond = accelerate.MEMORY.gpu_beyond_bytes
+    assert beyond(read("distributed_type: MULTI_GPU\nmixed_precision: bf16"), w, 2) == (4 + 2) * w.params
+    assert beyond(alone, chain_workload(2, 100_000, micro_batches=2), 1) == 0
+    assert beyond(read(yaml(version=2, offload="true", reshard="true")), w, 2) == 0
 
 
 def test_host_memory_by_hand() -> None:

@@ -19,7 +19,11 @@ from pstar_sim.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
-    p for p in ROOT.rglob("*.md") if not {".venv", "node_modules", "site"} & {*p.parts} and p.stem != "CHANGELOG"
+    p
+    for p in ROOT.rglob("*.md")
+    if not {"node_modules", "site"} & {*p.parts}
+    and not any(part.startswith(".venv") for part in p.parts)  # environments: .venv-peers, .venv-axolotl, ...
+    and p.stem != "CHANGELOG"
 )
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SESSIONS = [

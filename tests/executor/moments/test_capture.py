@@ -131,6 +131,26 @@ def test_mlp_bytes_by_hand() -> None:
     assert w.moments[1].bytes_read == x + up
 
 
+def test_a_batch_that_is_a_slice_counts_without_the_rest_of_its_data_set() -> None:
+    data = torch.zeros(1000, 8)
+    whole, sliced = (both(Mlp(), batch) for batch in (torch.zeros(32, 8), data[64:96]))
+    assert [m.peak_bytes for m in sliced.moments] == [m.peak_bytes for m in whole.moments]
+
+
+def test_of_a_storage_that_was_made_earlier_the_largest_part_counts() -> None:
+    data = torch.zeros(100)
+    parts = [data[:10], data[20:25], data[50:80:2], data[3:3], data]
+    with LiveStorages([]) as live:
+        for part, counted in zip(parts, (10, 10, 29, 29, 100), strict=True):
+            part.sum()
+            assert live.current == counted * FP32
+        made = torch.zeros(50)
+        made[:5].sum()  # a storage that was made inside counts whole
+        assert live.current == 150 * FP32
+        del data, part, parts
+    assert live.current == 50 * FP32
+
+
 def test_capture_leaves_the_module_as_it_was() -> None:
     model = Mlp()
     before = dict(model.named_parameters())

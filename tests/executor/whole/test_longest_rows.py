@@ -72,6 +72,22 @@ def test_the_largest_batch_depends_on_whether_the_collator_joins_rows_or_pads_th
     assert largest_batch(iter(rows), 2, collate) is None
 
 
+def test_columns_that_the_collator_joins_are_longest_together() -> None:
+    """As preferences are: prompt and chosen in one row of the batch, prompt and rejected in another."""
+
+    def row(prompt: int, chosen: int, rejected: int) -> dict[str, Any]:
+        return {"prompt": [0] * prompt, "chosen": [0] * chosen, "rejected": [0] * rejected, "id": 7}
+
+    def collate(rows: list[dict[str, Any]]) -> torch.Tensor:
+        texts = [row["prompt"] + row[answer] for answer in ("chosen", "rejected") for row in rows]
+        return torch.zeros(len(texts), max(map(len, texts)))
+
+    longest_of_each = [row(20, 1, 1), row(1, 20, 1), row(1, 1, 20), row(10, 15, 15)]  # the last over all columns
+    for both in (row(14, 19, 1), row(14, 1, 19)):
+        batch = largest_batch([row(2, 2, 2), both, *longest_of_each, row(3, 3, 3)], 2, collate)
+        assert batch.shape == (4, 33)
+
+
 @pytest.mark.parametrize("changed", ["plain", "shuffled", "torch"])
 def test_a_data_set_of_arrow_is_looked_at_by_its_columns(changed: str) -> None:
     datasets = pytest.importorskip("datasets")
