@@ -302,11 +302,14 @@ def load_results(path: str | Path) -> tuple[list[str], list[dict[str, object]]]:
 
     file = file_path("results", path)
     try:
-        table = parquet.read_table(file)
+        with file.open("rb") as opened:
+            table = parquet.read_table(opened)
         found = (table.schema.metadata or {}).get(_METADATA)
         kept = None if found is None else json.loads(found)
-    except (ArrowException, OSError, ValueError) as error:
+    except (ArrowException, ValueError) as error:
         raise PstarError(f"{file}: is not a results file of a sweep: {error}") from None
+    except OSError as error:
+        raise PstarError(f"{file}: cannot be read: {error.strerror or error}") from None
     if not isinstance(kept, dict) or not isinstance(kept.get("axes"), dict) or set(COLUMNS) - {*table.column_names}:
         raise PstarError(f"{file}: is not a results file of a sweep; `pstar sweep` writes one")
     rows = [{name: None if value != value else value for name, value in row.items()} for row in table.to_pylist()]

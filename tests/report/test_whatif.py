@@ -94,6 +94,12 @@ def test_weights_that_are_loaded_whole_lie_beside_the_payloads() -> None:
         assert (short > 0) == (payload == 55 * GB)
 
 
+def test_a_point_of_several_files_counts_once(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = results.with_name("twice.html")
+    assert main(["page", str(results), str(results), "-o", str(out)]) == 0
+    assert f"{out}: 8 points; " in capsys.readouterr().out and len(page_values(out)["rows"]) == 8
+
+
 def test_the_shipped_grid_answers_the_questions_of_the_page() -> None:
     grid = load_grid("whatif")
     assert {"rtx4090-128gb"} <= {*grid.axes["machine"]} and {"8B"} <= {*grid.axes["model"]}
@@ -104,7 +110,12 @@ def test_mistakes_are_named(results: Path, tmp_path: Path, capsys: pytest.Captur
     text = tmp_path / "no.parquet"
     text.write_text("no", encoding="utf-8")
     out = str(tmp_path / "whatif.html")
-    for file, said in ((text, "is not a results file of a sweep"), (tmp_path / "none.parquet", "none.parquet")):
+    nothing = tmp_path / "none.parquet"
+    for file, said in (
+        (text, f"{text}: is not a results file of a sweep"),
+        (nothing, f"{nothing}: cannot be read: No such file or directory"),
+        (tmp_path, f"{tmp_path}: cannot be read: Is a directory"),
+    ):
         assert main(["page", str(file), "-o", out]) == 2
         assert said in capsys.readouterr().err
     import pandas

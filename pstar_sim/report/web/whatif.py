@@ -26,7 +26,7 @@ from pstar_sim.report.web.document import document
 from pstar_sim.workload.presets import default_dtype
 from pstar_sim.workload.workload import DTYPE_BYTES
 
-__all__ = ["whatif_page"]
+__all__ = ["distinct_points", "whatif_page"]
 
 TOKENS, DAYS = 3e9, 14.0
 _FIGURES = (
@@ -48,6 +48,7 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
     if not points or not {"machine", "policy", model} <= {*axes}:
         raise PstarError("a page needs the points of a sweep, with machine, policy, and model or trace")
     axes = _in_order(axes, model)
+    points = distinct_points(points, axes)
     values = {axis: _values(points, axis) for axis in axes}
     params: list[int | None] = [None] * len(values[model])
     if model == "model":
@@ -76,6 +77,11 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
         "days": DAYS,
     }
     return document("What if?", _body(), data, script="whatif.js")
+
+
+def distinct_points(points: Sequence[Mapping[str, object]], axes: Sequence[str]) -> list[Mapping[str, object]]:
+    """Returns the points; of several rows for the same point, the last."""
+    return list({tuple(_value(point, axis) for axis in axes): point for point in points}.values())
 
 
 def _parts(axes: Sequence[str]) -> list[str]:
