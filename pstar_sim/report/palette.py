@@ -16,7 +16,7 @@ SKY, VERMILION, YELLOW, WINE, GREY = "#56B4E9", "#D55E00", "#F0E442", "#882255",
 CATEGORIES = {"states": GREEN, "param": BLUE, "grad": ORANGE, "buffer": PINK, "non-model": SKY, "free": "#FFFFFF"}
 """Category of bytes -> colour; in grey, the order of the stack tells them apart."""
 
-PHASES = {"FWD": "#DDDDDD", "BWD": "#9E9E9E", "BWD + recompute": "#9E9E9E", "RECOMPUTE": "#BDBDBD", "ADAM": "#5A5A5A"}
+PHASES = {"FWD": "#DDDDDD", "BWD": "#787878", "BWD + recompute": "#787878", "RECOMPUTE": "#BDBDBD", "ADAM": "#5A5A5A"}
 
 STEPS = {
     Kind.FETCH: ("fetch", BLUE, "white"),

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pstar_sim.report.palette import BINDS, CATEGORIES, POLICIES, SPARE, STEPS, WAITS
+from pstar_sim.core.step import Kind
+from pstar_sim.report.palette import BINDS, CATEGORIES, PHASES, POLICIES, SPARE, STEPS, WAITS
 from pstar_sim.report.sweeps import words_colour
+from pstar_sim.report.web.charts import THEMES
 
 LEAST = 10.0  # CIE76; about 2 are just told apart side by side, larger areas of a picture lie apart
 SEEN = {  # of linear RGB, severity 1.0: Machado, Oliveira, Fernandes 2009, table 1
@@ -21,9 +23,11 @@ SEEN = {  # of linear RGB, severity 1.0: Machado, Oliveira, Fernandes 2009, tabl
 }
 XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 WHITE = XYZ.sum(axis=1)
+ON_LANES = [*PHASES.values(), *(colour for kind, (_, colour, _) in STEPS.items() if kind is not Kind.GPU_ADAM)]
 PICTURES = {
-    "categories": CATEGORIES.values(),
-    "steps": [colour for _, colour, _ in STEPS.values()],
+    "categories": [*CATEGORIES.values(), *PHASES.values()],
+    "steps": [*PHASES.values(), *(colour for _, colour, _ in STEPS.values())],
+    **{f"lanes of a {name} page": [*ON_LANES, theme["@deep"], theme["@paper"]] for name, theme in THEMES.items()},
     "waits": WAITS.values(),
     "binds": BINDS.values(),
     "policies": [*POLICIES.values(), *SPARE],

@@ -157,7 +157,7 @@ class _Page:
         says: the charts in words.
         """
         cells = [self._drawn(f"{name} {n}", *one, says) for n, one in enumerate(zip(self.subjects, charts))]
-        return f"{legend_html(_merged([chart.legend for chart in charts]))}{self._columns(cells)}"
+        return f"{_legend(charts)}{self._columns(cells)}"
 
     def _drawn(self, name: str, subject: Subject, chart: Chart, says: str) -> str:
         """Returns the chart under the subject's title."""
@@ -166,7 +166,7 @@ class _Page:
         return f"<h3>{breakable(subject.title)}</h3>{place}{_notes(chart)}"
 
     def _tides(self) -> str:
-        legends = []
+        drawn: dict[str, list[Chart]] = {x: [] for x in XS}
         cells = []
         for n, subject in enumerate(self.subjects):
             after = self.subjects[n + 1 : n + 2]
@@ -175,7 +175,7 @@ class _Page:
             above, below = "", ""
             for x in XS[:1] if alone else XS:
                 chart = self._tide(n, x, over if x == "moment" else None)
-                legends.append(chart.legend)
+                drawn[x].append(chart)
                 title = f"{subject.title} (areas), measured (lines)" if over and x == "moment" else subject.title
                 above += f'<div data-x="{x}"{self._hidden(x)}><h3>{breakable(title)}</h3></div>'
                 below += f'<div data-x="{x}"{self._hidden(x)}>{_notes(chart)}</div>'  # charts side by side stay level
@@ -183,11 +183,12 @@ class _Page:
             cell = f"{above}{place}{below}"
             cells.append(f'<div data-x="{XS[0]}"{self._hidden(XS[0])}>{cell}</div>' if alone else cell)
         pressed = {x: str(x == self.first_x).lower() for x in XS}
+        legends = "".join(f'<div data-x="{x}"{self._hidden(x)}>{_legend(charts)}</div>' for x, charts in drawn.items())
         buttons = "".join(f'<button value="{x}" aria-pressed="{pressed[x]}">by {x}</button>' for x in XS)
         return (
             f'<div class="row head"><h2>What fills the GPU</h2><div data-choice="x">{buttons}</div></div>'
             "<p>Model data stands on the floor, the tide hangs from the capacity. What is between them is free.</p>"
-            f"{legend_html(_merged(legends))}{self._columns(cells)}"
+            f"{legends}{self._columns(cells)}"
         )
 
     def _tide(self, n: int, x: str, over: Timeline | None) -> Chart:
@@ -256,6 +257,12 @@ class _Page:
                 f"<details open><summary>{breakable(subject.title)}</summary><pre>{escape(text)}</pre></details>"
             )
         return "<h2>Explanation</h2>" + "".join(parts)
+
+
+def _legend(charts: Sequence[Chart]) -> str:
+    """Returns the legend of all the charts."""
+    lines = {name: style for chart in charts for name, style in chart.lines.items()}
+    return legend_html(_merged([chart.legend for chart in charts]), lines)
 
 
 def _merged(legends: Sequence[Mapping[str, str]]) -> dict[str, str]:

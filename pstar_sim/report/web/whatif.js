@@ -197,7 +197,7 @@ function more() {
 // A change of time with its bar: [Note: error of a change] in planner/trust.py; in words as report/tables.format_change.
 function change(share, errors) {
   if (Math.abs(share) < SAME) return "no change";
-  const percent = (value) => (100 * value).toFixed(Math.abs(share) < 0.00995 ? 2 : 1);
+  const percent = (value) => (100 * value).toFixed(Math.abs(share) < 0.000995 ? 3 : Math.abs(share) < 0.00995 ? 2 : 1);
   const bar = errors.includes(null) ? "?" : percent(Math.min(Math.abs(share), 1 + share) * Math.hypot(...errors));
   return `${share > 0 ? "+" : ""}${percent(share)} ± ${bar} %`;
 }
