@@ -6,8 +6,8 @@ from __future__ import annotations
 from pstar_sim.core.step import Kind, Queue
 
 __all__ = [
-    "BINDS", "BLUE", "CATEGORIES", "GREEN", "GREY", "ORANGE", "PHASES", "PINK", "POLICIES", "QUEUE_NAMES", "SKY",
-    "SPARE", "STEPS", "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colour",
+    "BINDS", "BLUE", "CATEGORIES", "GREEN", "GREY", "ON_DARK", "ORANGE", "PHASES", "PINK", "POLICIES", "QUEUE_NAMES",
+    "SKY", "SPARE", "STEPS", "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colour",
 ]  # fmt: skip
 
 GREEN, BLUE, ORANGE, PINK = "#009E73", "#0072B2", "#E69F00", "#CC79A7"
@@ -32,6 +32,9 @@ STEPS = {
     Kind.STASH_IN: ("activations in", "#AA66FF", "black"),
 }
 """Kind of step -> its name in a legend, its colour, and the colour of what is written on it."""
+
+ON_DARK = {STEPS[Kind.GPU_ADAM][1]: ("#AAEE99", "black")}
+"""Colour that a dark paper would hide -> the colour there, and that of what is written on it."""
 
 BINDS = {
     "compute": GREEN,
@@ -76,7 +79,7 @@ POLICIES = {
     "tide": BLUE,
     "optimal": GREEN,
 }
-SPARE = (VERMILION, YELLOW, "#000000", WINE, "#F5A6C9")
+SPARE = (VERMILION, YELLOW, "#AA66FF", WINE, "#F5A6C9")
 
 
 def policy_colour(policy: str, number: int) -> str:

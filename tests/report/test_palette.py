@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pstar_sim.core.step import Kind
-from pstar_sim.report.palette import BINDS, CATEGORIES, PHASES, POLICIES, SPARE, STEPS, WAITS
+from pstar_sim.report.palette import BINDS, CATEGORIES, ON_DARK, PHASES, POLICIES, SPARE, STEPS, WAITS
 from pstar_sim.report.sweeps import words_colour
 from pstar_sim.report.web.charts import THEMES
 
@@ -55,6 +55,12 @@ def test_no_two_colours_of_a_picture_look_alike(picture: str, seen: str) -> None
     assert min(near.values()) >= LEAST, min(near, key=lambda pair: near[pair])
 
 
+@pytest.mark.parametrize("paper", ["#FFFFFF", "#000000"])
+def test_colours_of_policies_are_seen_on_every_paper(paper: str) -> None:
+    far = {c: np.linalg.norm(lab(c, seen) - lab(paper, seen)) for c in (*POLICIES.values(), *SPARE) for seen in SEEN}
+    assert min(far.values()) >= 2 * LEAST, far
+
+
 def test_what_is_written_on_a_bar_can_be_read() -> None:
     """The contrast of WCAG 2 for text: at least 4.5."""
 
@@ -64,7 +70,8 @@ def test_what_is_written_on_a_bar_can_be_read() -> None:
         return float(XYZ[1] @ linear)
 
     inks = {"black": 0.0, "white": 1.0}
-    on_steps = [(colour, ink) for _, colour, ink in STEPS.values()]
+    on_steps = [*((colour, ink) for _, colour, ink in STEPS.values()), *ON_DARK.values()]
+    on_steps += [(colour, "white" if name == "ADAM" else "black") for name, colour in PHASES.items()]
     on_fields = [(colour, words_colour(name)) for name, colour in BINDS.items()]
     for colour, ink in (*on_steps, *on_fields):
         high, low = sorted((luminance(colour), inks[ink]), reverse=True)

@@ -24,7 +24,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.explain import WAITS as WAITS_FOR
 from pstar_sim.report.byte_curves import Curves, axis_unit, byte_curves, phase_bands, steady_start_s
-from pstar_sim.report.palette import CATEGORIES, PHASES, QUEUE_NAMES, STEPS
+from pstar_sim.report.palette import CATEGORIES, ON_DARK, PHASES, QUEUE_NAMES, STEPS
 from pstar_sim.report.palette import WAITS as WAIT_COLOURS
 from pstar_sim.report.residence import CONTENTS, Residence
 from pstar_sim.report.step_names import chunk_words
@@ -54,7 +54,7 @@ THEMES = {
     "light": {"@ink": "#1a1a1a", "@paper": "#ffffff", "@grid": "#dcdcdc", "@line": "#000000", "@faint": "#eeeeee",
               "@deep": STEPS[Kind.GPU_ADAM][1]},
     "dark": {"@ink": "#e8e8e8", "@paper": "#16181c", "@grid": "#3a3d44", "@line": "#ffffff", "@faint": "#24272d",
-             "@deep": "#AAEE99"},
+             "@deep": ON_DARK[STEPS[Kind.GPU_ADAM][1]][0]},
 }  # fmt: skip
 CATEGORY_NAMES = {
     "states": "optimizer states",

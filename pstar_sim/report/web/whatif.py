@@ -20,7 +20,7 @@ from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.prices import load_prices
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.grid import machine_of
-from pstar_sim.report.palette import POLICIES, SPARE
+from pstar_sim.report.palette import policy_colour
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
 from pstar_sim.workload.presets import default_dtype
@@ -127,8 +127,7 @@ def _title(axis: str) -> str:
 
 
 def _colours(policies: Sequence[str]) -> list[str]:
-    spare = [colour for colour in SPARE if colour != "#000000"]
-    return [POLICIES.get(name.split(":")[0], spare[n % len(spare)]) for n, name in enumerate(policies)]
+    return [policy_colour(name.split(":")[0], n) for n, name in enumerate(policies)]
 
 
 def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices: str | None) -> dict[str, Any]:
