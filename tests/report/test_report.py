@@ -188,6 +188,15 @@ def test_a_long_title_breaks_at_the_width_of_its_axes_and_lines_are_light_in_a_d
     assert (1.0, 1.0, 1.0, 1.0) not in edges, "white edges would be bars of their own"
 
 
+def test_a_legend_names_the_tide_where_there_is_one() -> None:
+    on_host = tuple(dataclasses.replace(s, place="host") for s in timeline().samples if s.category != "non-model")
+    both = dataclasses.replace(timeline(), samples=(*timeline().samples, *on_host))
+    for place, names in (("gpu", {"non-model (the tide)", "parameters"}), ("host", {"parameters"})):
+        ax = plot_tide(both, ax=Figure(figsize=(8, 3)).subplots(), place=place)
+        shown = {text.get_text() for text in ax.get_legend().get_texts()}
+        assert shown & {"non-model (the tide)", "parameters"} == names
+
+
 def test_pictures_in_the_subplots_of_one_figure_share_a_legend() -> None:
     """The second picture has gradients, which the first one has not: the one legend names both."""
     figure = Figure(figsize=(10, 6))
