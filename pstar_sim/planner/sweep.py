@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,12 +212,15 @@ def evaluate(group: Group) -> Done:
 
 
 def _computed(group: Group) -> list[dict[str, object]]:
+    """Returns the results of a group. A policy that has no plan for such a machine takes no other policy along."""
     policies = [policy for _, policy in group.policies]
     try:
         workload, machine, settings = job_of(group)
         answer = compare(workload, machine, policies=policies, settings=settings, barrier_cost=False, near=False)
     except PstarError as error:
-        return [{"fits": None, "reason": str(error)} for _ in policies]
+        if len(policies) == 1:
+            return [{"fits": None, "reason": str(error)}]
+        return [row for one in group.policies for row in _computed(replace(group, policies=(one,)))]
     return [row.to_json() for row in answer.rows]
 
 

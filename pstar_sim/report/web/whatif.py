@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from pstar_sim.catalog.model_shapes import model_entry
@@ -56,18 +57,24 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
         params = [model_entry(str(name)).params for name in values[model]]
     parts = _parts(axes)
     index = {axis: {value: n for n, value in enumerate(found)} for axis, found in values.items()}
+    reasons = list(dict.fromkeys(str(p.get("reason")) for p in points if p.get("fits") is None))
     rows = {
         tuple(index[axis][_value(p, axis)] for axis in axes): [
             *(p.get(name) for name in _FIGURES),
             _loading_short(p, parts),
+            reasons.index(str(p.get("reason"))) if p.get("fits") is None else None,
         ]
         for p in points
     }
     costs = _costs(points, ["machine", *parts], prices)
     data = {
-        "axes": [{"name": axis, "title": _title(axis), "values": values[axis]} for axis in axes],
+        "axes": [
+            {"name": axis, "title": _title(axis), "values": values[axis], "labels": _labels(axis, values[axis])}
+            for axis in axes
+        ],
         "model": model,
-        "figures": [*_FIGURES, "loading_short_bytes"],
+        "figures": [*_FIGURES, "loading_short_bytes", "senseless"],
+        "reasons": reasons,
         "rows": [[*at, *figures] for at, figures in rows.items()],
         "prices": costs,
         "params": params,
@@ -104,6 +111,13 @@ def _value(point: Mapping[str, object], axis: str) -> object:
 
 def _values(points: Sequence[Mapping[str, object]], axis: str) -> list[object]:
     return list(dict.fromkeys(_value(point, axis) for point in points))
+
+
+def _labels(axis: str, values: Sequence[object]) -> list[object]:
+    """Returns what the page calls the values: files without their folders, where their names differ. A page is sent to
+    others, who do not have the folders."""
+    names: list[object] = [Path(str(value)).name for value in values]
+    return names if axis in ("machine", "trace") and len({*names}) == len(names) else list(values)
 
 
 def _loading_short(point: Mapping[str, object], parts: Sequence[str]) -> int:
@@ -164,17 +178,19 @@ that validation found for this class of machine; without such runs the bar is th
 are those that the plan takes, and a run stays within them.</p>
 <div class="row choices" id="choices"></div>
 <h2>This job</h2><p class="answer" id="job" aria-live="polite"></p><div id="job-table"></div>
+<p class="note" id="job-reasons"></p>
 <h2>The largest model on this machine</h2><p class="answer" id="largest" aria-live="polite"></p>
 <div id="largest-table"></div>
 <h2>The cheapest machine for this model</h2>
 <div class="choices"><label>tokens, in billions<input id="tokens" type="number" min="0.001" step="any"></label>
 <label>days<input id="days" type="number" min="0.1" step="any"></label></div>
 <p class="answer" id="cheapest" aria-live="polite"></p><div id="cheapest-table"></div><p class="note" id="prices"></p>
+<div data-priced>
 <p class="note">A price is what its list said on that day. It is no prediction and has no bar; $ have the bar of the
 seconds.</p>
 <div id="legend"></div><div class="chart" role="img" aria-label="{escape(says)}" id="pareto"></div>
 <p class="note">A point is a machine with a policy; its bars are the errors. No other point is both cheaper and faster
-than those on the line.</p>
+than those on the line.</p></div>
 <h2>What another part brings</h2><p class="answer" id="more" aria-live="polite"></p><div id="more-table"></div>
 <p class="note">Both times of a change come from one model of one machine, so most of their errors go the same way. The
 bar of a change is that of both times, on the seconds by which they differ.</p>"""
