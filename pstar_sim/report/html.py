@@ -16,7 +16,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.explain import WAITS, held_between
 from pstar_sim.report.byte_curves import byte_curves
-from pstar_sim.report.palette import CATEGORIES, policy_colour
+from pstar_sim.report.palette import CATEGORIES, policy_colours
 from pstar_sim.report.tables import HEADS, cells, heading, reasons
 from pstar_sim.report.tide_picture import NAMES
 from pstar_sim.units import format_bytes, format_error, format_s
@@ -186,9 +186,10 @@ def _bars(seconds: Mapping[str, tuple[float, float | None]]) -> str:
     """Returns the seconds per iteration as bars, each with its policy and its error beside it."""
     longest, row = max(time_s for time_s, _ in seconds.values()), 22
     lines = []
+    colours = policy_colours(seconds)
     for n, (policy, (time_s, error)) in enumerate(seconds.items()):
         length = 0.62 * WIDTH * time_s / longest
-        colour, y = policy_colour(policy.split(":")[0], n), n * row
+        colour, y = colours[n], n * row
         time = f"{format_s(time_s)} {format_error(error)}"
         room = max(4, int((WIDTH - length - 6) / LETTER) - len(time) - 2)  # the table above has the whole name
         name = policy if len(policy) <= room else f"{policy[: room - 1]}\N{HORIZONTAL ELLIPSIS}"

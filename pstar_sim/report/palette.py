@@ -3,11 +3,14 @@ common colour blindness, and the names of queues beside them. The pictures say w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import cycle
+
 from pstar_sim.core.step import Kind, Queue
 
 __all__ = [
     "BINDS", "BLUE", "CATEGORIES", "GREEN", "GREY", "ON_DARK", "ORANGE", "PHASES", "PINK", "POLICIES", "QUEUE_NAMES",
-    "SKY", "SPARE", "STEPS", "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colour",
+    "SKY", "SPARE", "STEPS", "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colours",
 ]  # fmt: skip
 
 GREEN, BLUE, ORANGE, PINK = "#009E73", "#0072B2", "#E69F00", "#CC79A7"
@@ -79,12 +82,21 @@ POLICIES = {
     "tide": BLUE,
     "optimal": GREEN,
 }
-SPARE = (VERMILION, YELLOW, "#AA66FF", WINE, "#F5A6C9")
+SPARE = (VERMILION, YELLOW, "#AA66FF", WINE, "#F5A6C9", "#AAEE88", "#220088", "#442200")
+"""Colours of policies without a colour of their own, as many as there are."""
 
 
-def policy_colour(policy: str, number: int) -> str:
-    """Returns the colour of a policy.
-
-    number: index of the policy in the picture, for a policy without a colour of its own.
-    """
-    return POLICIES.get(policy, SPARE[number % len(SPARE)])
+def policy_colours(policies: Iterable[str]) -> list[str]:
+    """Returns the colours of the policies of one picture, which differ for up to eight policies without a colour of
+    their own. A policy with options has the colour of its name if no other policy of the picture has it."""
+    names = list(policies)
+    taken = {POLICIES[name] for name in names if name in POLICIES}
+    spare = cycle(SPARE)
+    colours = []
+    for name in names:
+        own = POLICIES.get(name.partition(":")[0])
+        if own is None or (name not in POLICIES and own in taken):
+            own = next(spare)
+        taken.add(own)
+        colours.append(own)
+    return colours

@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from pstar_sim.core.step import Kind
-from pstar_sim.report.palette import BINDS, CATEGORIES, ON_DARK, PHASES, POLICIES, SPARE, STEPS, WAITS
+from pstar_sim.policy.registry import built_in
+from pstar_sim.report.palette import BINDS, CATEGORIES, ON_DARK, PHASES, POLICIES, SPARE, STEPS, WAITS, policy_colours
 from pstar_sim.report.sweeps import words_colour
 from pstar_sim.report.web.charts import THEMES
 
@@ -53,6 +54,15 @@ def test_no_two_colours_of_a_picture_look_alike(picture: str, seen: str) -> None
     colours: Iterable[str] = dict.fromkeys(PICTURES[picture])
     near = {pair: float(np.linalg.norm(lab(pair[0], seen) - lab(pair[1], seen))) for pair in combinations(colours, 2)}
     assert min(near.values()) >= LEAST, min(near, key=lambda pair: near[pair])
+
+
+def test_each_policy_of_a_picture_has_a_colour_of_its_own() -> None:
+    variants = ["tide:pins=0", "tide", "optimal:order=relay", "tide:capacity=peak"]
+    own = policy_colours([*variants, *built_in()])
+    assert len({*policy_colours(built_in())}) == len(built_in())
+    assert own[1] == POLICIES["tide"] not in (own[0], own[3])
+    assert policy_colours(["optimal:order=relay"]) == [POLICIES["optimal"]] != policy_colours(variants[:1])
+    assert len({*policy_colours(variants)}) == len(variants)
 
 
 @pytest.mark.parametrize("paper", ["#FFFFFF", "#000000"])

@@ -21,7 +21,7 @@ from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.prices import load_prices
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.grid import machine_of
-from pstar_sim.report.palette import policy_colour
+from pstar_sim.report.palette import policy_colours
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
 from pstar_sim.workload.presets import default_dtype
@@ -79,7 +79,7 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
         "prices": costs,
         "params": params,
         "binds": BINDS_WORDS,
-        "colours": _colours([str(policy) for policy in values["policy"]]),
+        "colours": policy_colours(str(policy) for policy in values["policy"]),
         "tokens": TOKENS,
         "days": DAYS,
     }
@@ -138,10 +138,6 @@ def _loading_short(point: Mapping[str, object], parts: Sequence[str]) -> int:
 
 def _title(axis: str) -> str:
     return axis.removeprefix("set.").replace(".", " ") if axis.startswith("set.") else _NAMES.get(axis, axis)
-
-
-def _colours(policies: Sequence[str]) -> list[str]:
-    return [policy_colour(name.split(":")[0], n) for n, name in enumerate(policies)]
 
 
 def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices: str | None) -> dict[str, Any]:
