@@ -153,6 +153,29 @@ def test_the_run_is_drawn_over_its_prediction_by_moment(folder: Path) -> None:
     assert "tide, predicted beside tide, measured" in text and "% longer" in text and ">difference<" in text
 
 
+def test_a_prediction_by_other_rates_has_neither_the_bound_nor_the_error_of_the_plan(
+    compared: Comparison, folder: Path
+) -> None:
+    """The run's rates are twice as fast as the plan's: its prediction is below the plan's bound, which is no fault.
+    Each run is compared with its own prediction."""
+    plan = compared["tide"].plan
+    fast = play(plan, jitter=lambda step, k: 0.5)
+    slower = replace(play(plan, jitter=lambda step, k: 0.75), source="measured")
+    RunTimelines(predicted=fast, measured=slower).save(folder / "fast.json")
+    files = [str(folder / name) for name in ("zero_offload.json", "tide.json", "fast.json")]
+    out = folder / "fast.html"
+    assert main(["report", *files, "-o", str(out), "--quiet"]) == 0
+    text = out.read_text(encoding="utf-8").replace("&nbsp;", " ")
+    answer = re.search(r'<p class="answer">(.*?)</p>', text)
+    assert answer is not None and "tide, measured: " in answer[1] and answer[1].endswith(" % longer than predicted.")
+    rows = dict(re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', text))
+    bounds, times = (re.findall(r"<td[^>]*>([^<]*)</td>", rows[name]) for name in ("lower bound", "iteration"))
+    assert bounds[0] and bounds[1:] == ["", ""] and "±" in times[0] and "±" not in times[1]
+    assert "tide, predicted: predicted with the rates that the run measured at its start" in text
+    own = (folder / "run.html").read_text(encoding="utf-8")
+    assert "above the bound" in own and "predicted with the rates" not in own
+
+
 def test_a_legend_names_what_its_chart_draws_and_shows_lines_as_lines(folder: Path) -> None:
     text = (folder / "run.html").read_text(encoding="utf-8")
     found = re.findall(r'<div data-x="(time|moment)"(?: hidden)?><ul class="legend">(.*?)</ul>', text)
