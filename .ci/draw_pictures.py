@@ -33,6 +33,9 @@ from pstar_sim.workload.workload import Workload, repeat_micro_batch
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 KEY = "timelines"
 
+WIDTH = 7.6  # inches; a page shows 750 pixels, in which letters of 9 points are 12 pixels high
+DPI = 200  # for screens with two pixels for one
+
 LAYERS = 6
 LAYER_PARAMS = 64 * MIB
 TOKENS = 12_288
@@ -147,7 +150,7 @@ def whale_timelines() -> list[Timeline]:
 
 def whale_picture(timelines: Sequence[Timeline]) -> Figure:
     """A GPU above the other: what its queues do, and what fills it."""
-    figure = Figure(figsize=(10.0, 6.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 8.0), layout="constrained")
     axes = figure.subplots(4, 1, sharex=True, height_ratios=[1.05, 1.5] * 2)
     for n, timeline in enumerate(timelines):
         ps.plot_schedule(timeline, ax=axes[2 * n])
@@ -155,18 +158,33 @@ def whale_picture(timelines: Sequence[Timeline]) -> Figure:
         axes[2 * n].set_xlabel("")
         axes[2 * n + 1].set_title("", loc="left")
     axes[1].set_xlabel("")
+    legend_below(figure)
     return figure
+
+
+def legend_below(figure: Figure) -> None:
+    """Put the legends below the axes, which are then as wide as the figure: of the queues left, of the bytes right."""
+    shown = [legend for ax in figure.axes if (legend := ax.get_legend()) is not None]
+    for legend, corner, columns in zip(shown, ("left", "right"), (2, 1), strict=True):
+        words = [text.get_text() for text in legend.get_texts()]
+        place = {"loc": f"outside lower {corner}", "ncols": columns}
+        legend.remove()
+        figure.legend(legend.legend_handles, words, frameon=False, fontsize=9, columnspacing=1.0, **place)
 
 
 def schedule_picture(timeline: Timeline, plan: Plan) -> Figure:
     """What every queue does, over what fills the GPU."""
     queues = len({span.queue for span in timeline.spans if span.end_s > span.start_s})
-    figure = Figure(figsize=(10.0, 3.3 + 0.4 * queues), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.6 + 0.4 * queues), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[0.25 + 0.4 * queues, 2.3])
     ps.plot_schedule(timeline, ax=above, plan=plan)
     ps.plot_tide(timeline, ax=below)
     above.set_xlabel("")
+    if plan.workload.micro_batches > 1:  # else it would seem slower than a policy whose picture has one
+        title = f"{above.get_title(loc='left')} of {plan.workload.micro_batches} micro-batches"
+        above.set_title(title, fontsize=10, loc="left")
     below.set_title("", loc="left")
+    legend_below(figure)
     return figure
 
 
@@ -179,7 +197,7 @@ def tide_timelines() -> list[Timeline]:
 
 
 def tide_picture(timelines: Sequence[Timeline]) -> Figure:
-    return tide_figure(timelines, xs=("time",), title=TIDE_TITLE)
+    return tide_figure(timelines, xs=("time",), title=TIDE_TITLE, width=WIDTH)
 
 
 # Name of the file -> the timelines that it shows; they alone decide whether it is drawn again.
@@ -217,7 +235,7 @@ def draw(name: str, timelines: Sequence[Timeline]) -> None:
     """A palette of 256 colours makes the file a third as large. With fewer colours, thin bars lost theirs."""
     figure = figure_of(name, timelines)
     drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=110)
+    figure.savefig(drawn, format="png", dpi=DPI)
     about = PngImagePlugin.PngInfo()
     about.add_text(KEY, digest(timelines))
     IMAGES.mkdir(parents=True, exist_ok=True)

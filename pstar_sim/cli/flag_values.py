@@ -25,8 +25,10 @@ __all__ = [
     "model_names",
     "natural",
     "new_file",
+    "new_page",
     "one_of",
     "policy_names",
+    "port",
     "positive",
     "share",
 ]
@@ -70,6 +72,14 @@ def _whole(text: str, *, least: int) -> int:
 
 
 @_value
+def port(text: str) -> int:
+    value = _whole(text, least=1)
+    if not 1 <= value <= 65535:
+        raise typer.BadParameter(f"must be a port from 1 to 65535, not {value}")
+    return value
+
+
+@_value
 def learning_rate(text: str) -> float:
     try:
         value = float(text)
@@ -88,6 +98,15 @@ def new_file(text: str) -> str:
     except PstarError as error:
         raise typer.BadParameter(str(error)) from None
     return text
+
+
+@_value
+def new_page(text: str) -> str:
+    """Returns the name of a web page that can be written."""
+    path = Path(text)
+    if path.suffix.lower() not in (".html", ".htm") and not path.is_dir():
+        raise typer.BadParameter(f"{text} is a web page; give it a name that ends in .html, such as {path.stem}.html")
+    return str(new_file(text))
 
 
 @_value

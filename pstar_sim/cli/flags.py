@@ -3,6 +3,7 @@ together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -89,9 +90,9 @@ def certify(what: str) -> Any:
     return typer.Option("--certify", help=what)
 
 
-def output(what: str) -> Any:
+def output(what: str, *, parser: Callable[[Any], str] = new_file) -> Any:
     """Returns the flag -o FILE. The flag's parser checks that the file can be written before the work begins."""
-    return typer.Option("-o", "--output", parser=new_file, metavar="FILE", help=what)
+    return typer.Option("-o", "--output", parser=parser, metavar="FILE", help=what)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import typer
 
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
-from pstar_sim.cli.flag_values import positive
+from pstar_sim.cli.flag_values import new_page, port
 from pstar_sim.cli.flags import Quiet, output
 from pstar_sim.cli.output import check_apart, tell
 from pstar_sim.cli.planning import named
@@ -40,7 +40,7 @@ def report(
             help="plan files, shown side by side; after a plan also the file that its `pstar run --timeline` wrote",
         ),
     ],
-    path: Annotated[str, output("the page to write (.html)")],
+    path: Annotated[str, output("the page to write (.html)", parser=new_page)],
     quiet: Quiet = False,
 ) -> int:
     """Write plans as one page that works offline: memory over time, queues, chunks, figures, proof and explanation;
@@ -64,7 +64,7 @@ def report(
 def page(
     *,
     results: Annotated[list[str], typer.Argument(metavar="RESULTS", help="files that `pstar sweep` wrote (.parquet)")],
-    path: Annotated[str, output("the page to write (.html)")],
+    path: Annotated[str, output("the page to write (.html)", parser=new_page)],
     prices: Annotated[
         str | None, typer.Option(metavar="FILE", help="prices of your own: [MACHINE] usd_per_hour = ...")
     ] = None,
@@ -73,7 +73,7 @@ def page(
     seconds, dollars per million tokens and what binds, each with its error."""
     from pstar_sim.files import write_atomically
     from pstar_sim.planner.sweep import load_results
-    from pstar_sim.report.web.whatif import whatif_page
+    from pstar_sim.report.web.whatif import distinct_points, whatif_page
 
     check_apart(results, [path])
     axes: dict[str, None] = {}
@@ -84,14 +84,15 @@ def page(
         points += its_points
     text = whatif_page(points, list(axes), prices=prices)
     write_atomically(Path(path), text)
-    tell(f"{path}: {len(points)} points; {len(text.encode()) / 1e6:.1f} MB, opens without a network")
+    count = len(distinct_points(points, list(axes)))
+    tell(f"{path}: {count} points; {len(text.encode()) / 1e6:.1f} MB, opens without a network")
     return 0
 
 
 @command(commands, "pstar app")
 def app(
     *,
-    port: Annotated[int, typer.Option(parser=positive, metavar="N", help="port on this machine")] = 8501,
+    at: Annotated[int, typer.Option("--port", parser=port, metavar="N", help="port on this machine")] = 8501,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="open no browser; only say the address")] = False,
 ) -> int:
     """Answer what-if questions in a browser on this machine: the planner behind sliders. Ends with Ctrl-C."""
@@ -99,6 +100,7 @@ def app(
 
     if find_spec("streamlit") is None:
         raise PstarError("the app needs streamlit, which is not installed: pip install 'pstar-sim[app]'")
+    _check_free(at)
     import subprocess
     import sys
 
@@ -107,7 +109,7 @@ def app(
     script = Path(web.__file__).with_name("app.py")
     flags = {
         "server.address": "127.0.0.1",
-        "server.port": str(port),
+        "server.port": str(at),
         "server.headless": str(no_browser).lower(),
         "server.fileWatcherType": "none",
         "server.showEmailPrompt": "false",
@@ -116,8 +118,22 @@ def app(
         "global.developmentMode": "false",
     }
     words = [sys.executable, "-m", "streamlit", "run", str(script), *(f"--{k}={v}" for k, v in flags.items())]
-    tell(f"http://127.0.0.1:{port}")
+    tell(f"http://127.0.0.1:{at}")
     return subprocess.call(words)
+
+
+def _check_free(at: int) -> None:
+    """Raise PstarError for a port on which no server can listen."""
+    import socket
+
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("127.0.0.1", at))
+        except OSError as error:
+            raise PstarError(
+                f"argument --port: {at} cannot be used ({error.strerror}); give another port of this machine"
+            ) from None
 
 
 def _subjects(paths: Sequence[str], on_part: OnPart) -> list[Subject]:
@@ -159,9 +175,15 @@ def _run_of(planned: Subject, timelines: dict[str, Timeline], path: str) -> list
     from dataclasses import replace
 
     from pstar_sim.errors import TraceError
+    from pstar_sim.report.residence import check_of_plan
 
     if "measured" not in timelines:
         raise TraceError(f"{path}: holds a predicted timeline and no measured one; `pstar run --timeline` writes both")
+    for timeline in timelines.values():
+        try:
+            check_of_plan(planned.plan, timeline)
+        except PstarError as error:
+            raise TraceError(f"{path}: {error}") from None
     predicted = timelines.get("predicted", planned.timeline)
     first = replace(planned, title=f"{planned.title}, predicted", timeline=predicted)
     return [first, replace(planned, title=f"{planned.title}, measured", timeline=timelines["measured"], examined=None)]

@@ -142,7 +142,10 @@ def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: Ru
 
         w = plan.workload
         each = " per GPU" if len(plan.machine.ranks) > 1 else ""
-        title = f"{plan.policy}, {w.model}, batch {w.batch}{each}: a run over its prediction; below, both by time"
+        times = f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
+        title = (
+            f"{plan.policy}, {w.model}, batch {w.batch}{each}{times}: a run over its prediction; below, both by time"
+        )
         drawn = tide_figure([predicted], measured=result.timeline, measured_as=measured_words(result), title=title)
         save_picture(drawn, Path(flags.plot), dpi=150)
 

@@ -108,6 +108,7 @@ def tide_gain(plan: Plan) -> str:
     the GPU; if there is no gain, words that say why."""
     w = plan.workload
     both: dict[str, Plan] = {}
+    short: dict[str, DoesNotFit] = {}
     constant, following = policy_at(Point(capacity="peak")), policy_at(Point())
     for name in (constant, following):
         try:
@@ -115,14 +116,20 @@ def tide_gain(plan: Plan) -> str:
         except CannotPlan as reason:
             return f"not known here: {reason}"
         except DoesNotFit as error:
-            both.pop(name, None)
-            if name == following:
-                return f"neither capacity rule fits here: {error}"
-            return f"the plan itself: with a constant capacity sized for the tide's peak nothing fits ({error})"
+            short[name] = error
+    if following in short:
+        return f"{'neither capacity rule fits' if constant in short else 'not known'} here: {short[following]}"
+    neither = "" if plan.policy in both else f"; this plan of {plan.policy} is neither"
+    if constant in short:
+        gained = "a plan" if neither else "the plan itself"
+        return (
+            f"{gained}: with a constant capacity sized for the tide's peak nothing fits ({short[constant]}), and "
+            f"{following} fits{neither}"
+        )
     static, tide = both[constant].moved_bytes["h2d"], both[following].moved_bytes["h2d"]
     figures = f"{format_bytes(tide)} to the GPU per iteration, against {format_bytes(static)} with a constant capacity"
-    if plan.policy not in both:  # the question is about the tide in this job, and only these two differ in nothing else
-        figures += f" ({following} against {constant}; this plan of {plan.policy} is neither)"
+    if neither:  # the question is about the tide in this job, and only these two differ in nothing else
+        figures += f" ({following} against {constant}{neither})"
     peak = max(range(len(w.moments)), key=lambda m: w.moments[m].peak_bytes)
     gaps = chunk_gaps(both[following])
     over = sum(g.start < peak < g.end for g in gaps)

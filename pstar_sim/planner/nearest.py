@@ -10,7 +10,7 @@ comes from a trace is not changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pstar_sim.catalog.loader import as_listed, load_machine, machine_names, resize
@@ -134,7 +134,8 @@ def remedies(
     ask_of: Callable[[str], Ask] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[Remedy, ...]:
-    """Returns changes that make the policy fit, at most one of each kind; none if no tried change does.
+    """Returns changes that make the policy fit, at most one of each kind; none if no tried change does. Host memory may
+    come twice: with the options for disks, which need less, and alone.
 
     ask: returns why a job does not fit, or None if it fits; None: the policy's own planning.
     ask_of: returns the `ask` of another spec; None: its own planning.
@@ -145,6 +146,8 @@ def remedies(
     if error.place == "host":
         disks = _on_disks(policy, workload, machine, settings, ask_of or (lambda spec: _planned(find_policy(spec))))
         more = _host_memory(ask, workload, machine, settings, error)
+        if disks is not None and more is not None and disks.size >= more.size:
+            disks = None  # the options are given already, or save no host memory
         return tuple(one for one in (disks, more) if one is not None)
     bigger = _gpu_memory(ask, workload, machine, settings, error)
     bigger = bigger or next(_machines(ask, elsewhere, settings, error), None)
@@ -168,9 +171,11 @@ def _planned(policy: Policy) -> Ask:
 def _on_disks(
     policy: Policy, workload: Workload, machine: Machine, settings: Settings, ask_of: Callable[[str], Ask]
 ) -> Remedy | None:
-    """Returns the policy with the options under which lists live on the machine's disks, if the job fits then."""
+    """Returns the policy with the options under which lists live on the machine's disks, if the job fits then; with
+    more host memory if the job fits with it alone, under the options that need the least of it."""
     if machine.nvme is None:
         return None
+    least: tuple[str, DoesNotFit] | None = None
     name, given = split_spec(policy_name(policy))
     for options in can(policy.policy if isinstance(policy, Specified) else policy).from_disks:
         keys = {option.partition("=")[0] for option in options.split(",")}
@@ -182,7 +187,15 @@ def _on_disks(
             continue
         if short is None:
             return Remedy(kind="policy", size=0, words=f"with --policy {spec}")
-    return None
+        if short.place == "host" and (least is None or short.needed_bytes < least[1].needed_bytes):
+            least = spec, short
+    if least is None:
+        return None
+    spec, short = least
+    more = _host_memory(ask_of(spec), workload, machine, settings, short)
+    if more is None:
+        return None
+    return replace(more, words=f"with --policy {spec} and {more.words.removeprefix('with ')}")
 
 
 def _machines(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNotFit) -> Iterator[Remedy]:

@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -212,12 +212,15 @@ def evaluate(group: Group) -> Done:
 
 
 def _computed(group: Group) -> list[dict[str, object]]:
+    """Returns the results of a group. A policy that has no plan for such a machine takes no other policy along."""
     policies = [policy for _, policy in group.policies]
     try:
         workload, machine, settings = job_of(group)
         answer = compare(workload, machine, policies=policies, settings=settings, barrier_cost=False, near=False)
     except PstarError as error:
-        return [{"fits": None, "reason": str(error)} for _ in policies]
+        if len(policies) == 1:
+            return [{"fits": None, "reason": str(error)}]
+        return [row for one in group.policies for row in _computed(replace(group, policies=(one,)))]
     return [row.to_json() for row in answer.rows]
 
 
@@ -302,11 +305,14 @@ def load_results(path: str | Path) -> tuple[list[str], list[dict[str, object]]]:
 
     file = file_path("results", path)
     try:
-        table = parquet.read_table(file)
+        with file.open("rb") as opened:
+            table = parquet.read_table(opened)
         found = (table.schema.metadata or {}).get(_METADATA)
         kept = None if found is None else json.loads(found)
-    except (ArrowException, OSError, ValueError) as error:
+    except (ArrowException, ValueError) as error:
         raise PstarError(f"{file}: is not a results file of a sweep: {error}") from None
+    except OSError as error:
+        raise PstarError(f"{file}: cannot be read: {error.strerror or error}") from None
     if not isinstance(kept, dict) or not isinstance(kept.get("axes"), dict) or set(COLUMNS) - {*table.column_names}:
         raise PstarError(f"{file}: is not a results file of a sweep; `pstar sweep` writes one")
     rows = [{name: None if value != value else value for name, value in row.items()} for row in table.to_pylist()]

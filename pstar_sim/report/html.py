@@ -3,6 +3,7 @@ notebook's own theme. A picture is an SVG inside the HTML, stacked as in the tid
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.explain import WAITS, held_between
 from pstar_sim.report.byte_curves import byte_curves
-from pstar_sim.report.palette import CATEGORIES, policy_colour
+from pstar_sim.report.palette import CATEGORIES, policy_colours
 from pstar_sim.report.tables import HEADS, cells, heading, reasons
 from pstar_sim.report.tide_picture import NAMES
 from pstar_sim.units import format_bytes, format_error, format_s
@@ -34,18 +35,26 @@ POINTS = 320  # points of a curve; each is the highest instant of its stretch
 def machine_html(machine: Machine) -> str:
     """Returns parts, memory, rates and sources of a machine, as HTML."""
     m, count = machine, len(machine.ranks)
+    gpus = " + ".join(f"{n} x {name}" for name, n in Counter(rank.gpu.name for rank in m.ranks).items())
+    each, node = (" per GPU", " of a node") if count > 1 else ("", "")
     rows = [
-        ("GPU", m.gpu.name if count == 1 else f"{count} x {m.gpu.name} on {m.nodes} node{'s'[: m.nodes > 1]}"),
+        ("GPU", m.gpu.name if count == 1 else f"{gpus} on {m.nodes} node{'s'[: m.nodes > 1]}"),
         ("GPU memory for a plan", f"{format_bytes(m.gpu_budget_bytes)} of {format_bytes(m.gpu.memory_bytes)}"),
-        ("host memory for a plan", f"{format_bytes(m.host_budget_bytes)} of {format_bytes(m.host.memory_bytes)}"),
+        (
+            "host memory for a plan",
+            f"{format_bytes(m.host_budget_bytes)}{each} of {format_bytes(m.host.memory_bytes)}{node}",
+        ),
         ("link to the GPU", f"{m.link.name}, {format_bytes(m.link.h2d_bytes_per_s)}/s"),
-        ("host DRAM", f"{format_bytes(m.host.dram_bytes_per_s)}/s"),
-        ("CPU Adam", f"{m.adam_params_per_s / 1e9:.3g} billion parameters/s"),
+        ("host DRAM", f"{format_bytes(m.host.dram_bytes_per_s)}/s{node}"),
+        ("CPU Adam", f"{m.adam_params_per_s / 1e9:.3g} billion parameters/s{each}"),
         *((dtype, f"{rate / 1e12:.4g} Tflops/s") for dtype, rate in m.gpu.flops_per_s.items()),
-        *([("disks", format_bytes(m.nvme_budget_bytes))] if m.nvme is not None else []),
+        *([("disks", f"{format_bytes(m.nvme_budget_bytes)}{each}")] if m.nvme is not None else []),
         ("figures", m.confidence),
     ]
-    note = f"<p><small>{escape(m.notes)}</small></p>" if m.notes else ""
+    notes = [m.notes] if m.notes else []
+    if m.mixed:
+        notes.append("GPUs and links differ: the figures of each are the least of all")
+    note = "".join(f"<p><small>{escape(text)}</small></p>" for text in notes)
     return f"<p><b>{escape(m.name)}</b></p>{_table((), rows)}{note}"
 
 
@@ -177,9 +186,10 @@ def _bars(seconds: Mapping[str, tuple[float, float | None]]) -> str:
     """Returns the seconds per iteration as bars, each with its policy and its error beside it."""
     longest, row = max(time_s for time_s, _ in seconds.values()), 22
     lines = []
+    colours = policy_colours(seconds)
     for n, (policy, (time_s, error)) in enumerate(seconds.items()):
         length = 0.62 * WIDTH * time_s / longest
-        colour, y = policy_colour(policy.split(":")[0], n), n * row
+        colour, y = colours[n], n * row
         time = f"{format_s(time_s)} {format_error(error)}"
         room = max(4, int((WIDTH - length - 6) / LETTER) - len(time) - 2)  # the table above has the whole name
         name = policy if len(policy) <= room else f"{policy[: room - 1]}\N{HORIZONTAL ELLIPSIS}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Handles", "broken", "ink", "shared_legend", "size_points"]
+__all__ = ["Handles", "broken", "dark", "ink", "shared_legend", "size_points"]
 
 TITLE_POINTS = 5.3  # width of a letter of a title
 
@@ -41,6 +41,13 @@ def broken(title: str, ax: Axes) -> str:
 def ink(ax: Axes) -> Any:
     """Returns the colour of words and lines on the axes: light in a dark style."""
     return ax.xaxis.label.get_color()
+
+
+def dark(ax: Axes) -> bool:
+    """Returns whether words on the axes are light, as on dark paper. Paper may be transparent, words are not."""
+    from matplotlib.colors import to_rgb
+
+    return min(to_rgb(ink(ax))) > 0.5
 
 
 def shared_legend(ax: Axes, handles: Mapping[str, Any], kind: str, in_order: Callable[[Handles], list[str]]) -> None:

@@ -3,11 +3,14 @@ common colour blindness, and the names of queues beside them. The pictures say w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import cycle
+
 from pstar_sim.core.step import Kind, Queue
 
 __all__ = [
-    "BINDS", "BLUE", "CATEGORIES", "GREEN", "GREY", "ORANGE", "PHASES", "PINK", "POLICIES", "QUEUE_NAMES", "SKY",
-    "SPARE", "STEPS", "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colour",
+    "BINDS", "BLUE", "CATEGORIES", "GREEN", "GREY", "ON_DARK", "ORANGE", "PHASES", "PINK", "POLICIES", "QUEUE_NAMES",
+    "SKY", "SPARE", "STEPS", "VERMILION", "WAITS", "WINE", "YELLOW", "policy_colours",
 ]  # fmt: skip
 
 GREEN, BLUE, ORANGE, PINK = "#009E73", "#0072B2", "#E69F00", "#CC79A7"
@@ -16,7 +19,7 @@ SKY, VERMILION, YELLOW, WINE, GREY = "#56B4E9", "#D55E00", "#F0E442", "#882255",
 CATEGORIES = {"states": GREEN, "param": BLUE, "grad": ORANGE, "buffer": PINK, "non-model": SKY, "free": "#FFFFFF"}
 """Category of bytes -> colour; in grey, the order of the stack tells them apart."""
 
-PHASES = {"FWD": "#DDDDDD", "BWD": "#9E9E9E", "BWD + recompute": "#9E9E9E", "RECOMPUTE": "#BDBDBD", "ADAM": "#5A5A5A"}
+PHASES = {"FWD": "#DDDDDD", "BWD": "#787878", "BWD + recompute": "#787878", "RECOMPUTE": "#BDBDBD", "ADAM": "#5A5A5A"}
 
 STEPS = {
     Kind.FETCH: ("fetch", BLUE, "white"),
@@ -32,6 +35,9 @@ STEPS = {
     Kind.STASH_IN: ("activations in", "#AA66FF", "black"),
 }
 """Kind of step -> its name in a legend, its colour, and the colour of what is written on it."""
+
+ON_DARK = {STEPS[Kind.GPU_ADAM][1]: ("#AAEE99", "black")}
+"""Colour that a dark paper would hide -> the colour there, and that of what is written on it."""
 
 BINDS = {
     "compute": GREEN,
@@ -76,12 +82,21 @@ POLICIES = {
     "tide": BLUE,
     "optimal": GREEN,
 }
-SPARE = (VERMILION, YELLOW, "#000000", WINE, "#F5A6C9")
+SPARE = (VERMILION, YELLOW, "#AA66FF", WINE, "#F5A6C9", "#AAEE88", "#220088", "#442200")
+"""Colours of policies without a colour of their own, as many as there are."""
 
 
-def policy_colour(policy: str, number: int) -> str:
-    """Returns the colour of a policy.
-
-    number: index of the policy in the picture, for a policy without a colour of its own.
-    """
-    return POLICIES.get(policy, SPARE[number % len(SPARE)])
+def policy_colours(policies: Iterable[str]) -> list[str]:
+    """Returns the colours of the policies of one picture, which differ for up to eight policies without a colour of
+    their own. A policy with options has the colour of its name if no other policy of the picture has it."""
+    names = list(policies)
+    taken = {POLICIES[name] for name in names if name in POLICIES}
+    spare = cycle(SPARE)
+    colours = []
+    for name in names:
+        own = POLICIES.get(name.partition(":")[0])
+        if own is None or (name not in POLICIES and own in taken):
+            own = next(spare)
+        taken.add(own)
+        colours.append(own)
+    return colours

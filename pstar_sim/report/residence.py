@@ -7,7 +7,6 @@ iteration on.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +20,7 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
 from pstar_sim.report.byte_curves import steady_start_s
 
-__all__ = ["AWAY", "CONTENTS", "Residence", "residence"]
+__all__ = ["AWAY", "CONTENTS", "Residence", "check_of_plan", "residence"]
 
 CONTENTS = ("not on the GPU", "parameters", "gradients", "optimizer states")
 """Kinds of data that a chunk can have on the GPU. A chunk that has several counts as the last of them in this order."""
@@ -81,7 +80,7 @@ def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float
     steady iteration."""
     book = _Book(plan)
     known = {step.id: step for step in plan.steps}
-    _check_of_plan(known, timeline)
+    check_of_plan(plan, timeline)
     origin = steady_start_s(timeline)
     events: list[tuple[float, int, int, bool]] = []
     for n, span in enumerate(timeline.spans):
@@ -103,13 +102,16 @@ def _spells(plan: Plan, timeline: Timeline) -> dict[int, list[tuple[float, float
     return spells
 
 
-def _check_of_plan(known: Mapping[int, Step], timeline: Timeline) -> None:
+def check_of_plan(plan: Plan, timeline: Timeline) -> None:
+    """Raise PstarError for a timeline with steps that are not in the plan."""
+    known = {step.id: step for step in plan.steps}
     for span in timeline.spans:
         step = known.get(span.step)
         if step is None or (step.queue, step.kind, step.chunk) != (span.queue, span.kind, span.chunk):
+            of = "" if span.chunk is None else f" of chunk {span.chunk}"
             raise PstarError(
-                f"the {timeline.source} timeline is not of this plan: its step {span.step}, a {span.kind.value} of "
-                f"chunk {span.chunk}, is not in the plan; give the plan that was run"
+                f"the {timeline.source} timeline is not of this plan: its step {span.step}, a {span.kind.value}{of}, "
+                "is not in the plan; give the plan that was run"
             )
 
 

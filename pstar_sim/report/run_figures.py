@@ -30,9 +30,14 @@ class Figure:
 
     def words(self) -> tuple[str, str, str, str]:
         form = format_bytes if self.unit == "B" else format_s
-        equal = self.predicted == self.measured
-        difference = "equal" if equal else f"{self.difference:+.1%}" if self.predicted else "none predicted"
-        return self.name, form(self.predicted), form(self.measured), difference
+        return self.name, form(self.predicted), form(self.measured), self._difference()
+
+    def _difference(self) -> str:
+        if self.predicted == self.measured:
+            return "equal"
+        if not self.predicted:
+            return "none predicted"
+        return f"{self.difference:+.1%}" if abs(self.difference) >= 5e-4 else "< 0.1%"
 
 
 def figures(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[Figure]:

@@ -20,8 +20,8 @@ from pstar_sim.core.step import Kind, Part, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.compare import Planned
 from pstar_sim.report.byte_curves import steady_start_s
-from pstar_sim.report.legends import Handles, broken, shared_legend
-from pstar_sim.report.palette import PHASES, QUEUE_NAMES, STEPS
+from pstar_sim.report.legends import Handles, broken, dark, shared_legend
+from pstar_sim.report.palette import ON_DARK, PHASES, QUEUE_NAMES, STEPS
 from pstar_sim.units import format_s
 
 if TYPE_CHECKING:
@@ -86,11 +86,14 @@ def _draw_bars(
     """
     found: dict[str, Any] = {}
     numbered: set[str] = set()
+    paper, on_dark = ax.get_facecolor(), dark(ax)
     for span, start_s, end_s in shown:
         row = rows.index(span.queue)
         name, colour, ink = _style(timeline, span)
+        if on_dark:
+            colour, ink = ON_DARK.get(colour, (colour, ink))
         share = (end_s - start_s) / timeline.iteration_s
-        edge = "white" if share > 0.01 else colour  # a white edge would hide a thin bar
+        edge = paper if share > 0.01 else colour  # an edge like the paper would hide a thin bar
         bar = ax.barh(row, end_s - start_s, left=start_s, height=0.78, color=colour, edgecolor=edge, linewidth=0.5)
         found.setdefault(name, bar)
         number = span.moment if span.kind is Kind.COMPUTE else span.chunk

@@ -16,7 +16,7 @@ from pstar_sim.arguments import parse_bytes
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.sweep import COLUMNS
 from pstar_sim.report.legends import ink, shared_legend
-from pstar_sim.report.palette import BINDS, BLUE, WINE, policy_colour
+from pstar_sim.report.palette import BINDS, BLUE, WINE, policy_colours
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.units import GB
 
@@ -45,13 +45,13 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
     policies = list(dict.fromkeys(row.policy for one in limits for row in one.rows))
     thick = 0.8 / len(policies)
     widest = max((row.params or 0) / 1e9 for one in limits for row in one.rows)
-    for n, policy in enumerate(policies):
+    for n, (policy, colour) in enumerate(zip(policies, policy_colours(policies))):
         for at, one in enumerate(limits):
             row = next((row for row in one.rows if row.policy == policy), None)
             if row is None:
                 continue
             y = at + (n - (len(policies) - 1) / 2) * thick
-            _bar(ax, y, row, thick, widest, policy_colour(policy, n), machine=one.machine.name, legend=at == 0)
+            _bar(ax, y, row, thick, widest, colour, machine=one.machine.name, legend=at == 0)
     ax.set_yticks(range(len(limits)), [_with_memory(one) for one in limits], fontsize=9)
     ax.invert_yaxis()
     ax.set_xlim(0, widest * 1.1)
@@ -92,11 +92,12 @@ def plot_times(frame: pandas.DataFrame, x: str, ax: Axes | None = None, *, bound
     """
     frame = _over(frame, [x])
     ax = _axes(ax, (8.0, 4.2))
-    for n, policy in enumerate(dict.fromkeys(frame["policy"])):
+    policies = dict.fromkeys(frame["policy"])
+    for n, (policy, colour) in enumerate(zip(policies, policy_colours(policies))):
         mine = frame[(frame["policy"] == policy) & frame["iteration_s"].notna()].sort_values("at")
         marker = MARKERS[n % len(MARKERS)]
         size = max(4.0, 11.0 - 1.8 * n)  # shows the markers of equally fast policies
-        style: dict[str, Any] = {"ms": size, "lw": 1.4, "color": policy_colour(policy, n)}
+        style: dict[str, Any] = {"ms": size, "lw": 1.4, "color": colour}
         ax.plot(mine["at"], mine["iteration_s"], marker + "-", label=policy, **style)
     if bound and frame["lower_bound_s"].notna().any():
         line = frame.dropna(subset="lower_bound_s").groupby("at")["lower_bound_s"].min()

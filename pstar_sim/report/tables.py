@@ -140,10 +140,10 @@ def format_change(change: float, *errors: float | None) -> str:
 
 def format_barred(change: float, bar: float | None) -> str:
     """Returns a change and its bar, both as shares: "-2.1 ± 0.4 %", with "?" for a bar of None. Below 1 % both have two
-    digits after the point."""
+    digits after the point, and below 0.1 % three, so that the bar of a small change is not shown as 0."""
     if abs(change) < 5e-5:
         return "no change"
-    digits = 2 if abs(change) < 0.00995 else 1
+    digits = 3 if abs(change) < 0.000995 else 2 if abs(change) < 0.00995 else 1
     words = "?" if bar is None else f"{bar * 100:.{digits}f}"
     return f"{change * 100:+.{digits}f} ± {words} %"
 

@@ -192,6 +192,7 @@ def tide_figure(
     measured: Timeline | None = None,
     measured_as: str = "",
     title: str = "",
+    width: float | None = None,
 ) -> Figure:
     """Returns a whole figure without pyplot: a row for every timeline, a column for every x of `xs`, one legend below.
     Save it with `.savefig(file)`.
@@ -199,12 +200,13 @@ def tide_figure(
     measured: a run of the first timeline. By moment the run is drawn over the prediction; by time the figure has a row
         for the prediction and a row for the run, on one axis of time. `xs` is ignored then.
     measured_as: title of the row of the run (default: the seconds of the iteration that is drawn).
+    width: width of the figure in inches (default: 11, or 14 for two x). Words are as large in every width.
     """
     from matplotlib.figure import Figure
 
     if measured is not None:
-        return _measured_figure(timelines[0], measured, measured_as, title)
-    size = (11.0 if len(xs) == 1 else 14.0, 1.6 + 2.4 * len(timelines))
+        return _measured_figure(timelines[0], measured, measured_as, title, width or 11.0)
+    size = (width or (11.0 if len(xs) == 1 else 14.0), 1.6 + 2.4 * len(timelines))
     figure = Figure(figsize=size, layout="constrained")
     cells = figure.subplots(len(timelines), len(xs), sharex="col", sharey=True, squeeze=False)
     handles: Handles = {}
@@ -218,11 +220,11 @@ def tide_figure(
     return figure
 
 
-def _measured_figure(predicted: Timeline, measured: Timeline, measured_as: str, title: str) -> Figure:
+def _measured_figure(predicted: Timeline, measured: Timeline, measured_as: str, title: str, width: float) -> Figure:
     """Returns the figure of a run and its prediction: by moment the run over the prediction, below it both by time."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.0, 9.4), layout="constrained")
+    figure = Figure(figsize=(width, 9.4), layout="constrained")
     over, *apart = figure.subplots(3, 1)
     run = replace(measured, budget_bytes=measured.budget_bytes or predicted.budget_bytes, label="measured")
     handles = _plot([predicted], [over], "moment", "gpu", measured)
@@ -270,9 +272,10 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
     line = capacity - curves.tide
     ends = [curves.edges[0], curves.edges[-1]]  # a line that went on would suggest that the iteration does
     xs, tide_line = _polyline(curves, line, unit)
-    handles[NAMES["non-model"]] = ax.fill_between(
-        xs, tide_line, capacity / unit, color=COLOURS["non-model"], linewidth=0, alpha=0.85
-    )
+    if curves.tide.any():  # on the host and on disks nothing hangs from the capacity
+        handles[NAMES["non-model"]] = ax.fill_between(
+            xs, tide_line, capacity / unit, color=COLOURS["non-model"], linewidth=0, alpha=0.85
+        )
     constant = int(line.min())
     # Only above the model data: the room that a static partition leaves empty at low tide.
     reachable = np.maximum(floor, constant)
@@ -285,7 +288,7 @@ def _draw(timeline: Timeline, ax: Axes, x: str, place: str, unit: int, handles: 
         (handles["capacity of a static partition"],) = ax.plot(
             ends, [constant / unit] * 2, color=ink(ax), linestyle=":", linewidth=1.2, zorder=3
         )
-    if len(curves.edges) <= 400:  # a line along dense teeth would look like an area of its own
+    if len(curves.edges) <= 400 and curves.tide.any():  # a line along dense teeth would look like an area of its own
         ax.plot(xs, tide_line, color="#1F5F8B", linewidth=0.9, zorder=3)
     (handles["capacity (the plan's budget)"],) = ax.plot(
         ends, [capacity / unit] * 2, color=ink(ax), linestyle="--", linewidth=1.4, zorder=4

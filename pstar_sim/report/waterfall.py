@@ -47,6 +47,9 @@ def plot_waterfall(ablation: Ablation, ax: Axes | Iterable[Axes] | None = None) 
     _seconds(ablation, axes[0])
     if len(axes) == 2:
         _bytes(ablation, axes[1])
+        if not axes[0].get_shared_y_axes().joined(*axes):  # axes of the caller's, whose rows are the same all the same
+            axes[1].set_yticks(axes[0].get_yticks(), [""] * len(axes[0].get_yticks()))
+            axes[1].set_ylim(axes[0].get_ylim())
     return ax
 
 
@@ -99,8 +102,8 @@ def _seconds(ablation: Ablation, ax: Axes) -> None:
         bound_s = before / (1 + last.gap)
         ax.axvline(bound_s, color=ink(ax), ls=(0, (4, 3)), lw=1.0, zorder=0)
         ends += f", {last.gap * 100:.1f} % above the lower bound (dashed)"
-    white = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-    ax.text(before + 0.01 * widest, len(lines), ends, va="center", fontsize=8, bbox=white)
+    paper = {"facecolor": ax.get_facecolor(), "edgecolor": "none", "pad": 1.0}
+    ax.text(before + 0.01 * widest, len(lines), ends, va="center", fontsize=8, bbox=paper)
     names = [f"{line.change}" for line in lines]
     names[0] = f"{lines[0].policy} ({names[0]})"
     ax.set_yticks(range(len(lines) + 1), [*names, ablation.policy], fontsize=8.5)

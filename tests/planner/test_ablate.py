@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from matplotlib import style
 from matplotlib.figure import Figure
 
 import pstar_sim as ps
@@ -214,6 +215,17 @@ def test_the_waterfall_has_a_bar_for_each_line(found: Ablation) -> None:
 def test_it_draws_on_axes_of_ones_own(found: Ablation) -> None:
     own = Figure().subplots()
     assert plot_waterfall(found, ax=own) is own
+    left, right = Figure().subplots(1, 2)
+    plot_waterfall(found, ax=[left, right])
+    first = [min(ax.patches, key=lambda bar: bar.get_xy()[1]).get_y() for ax in (left, right)]
+    rows = [ax.transAxes.inverted().transform(ax.transData.transform((0, y)))[1] for ax, y in zip((left, right), first)]
+    assert rows == pytest.approx([rows[0]] * 2, abs=0.02) and rows[0] > 0.8, "the first line is the top of both"
+    assert left.get_yticklabels()[0].get_text() and not right.get_yticklabels()[0].get_text()
+    with style.context("dark_background"):
+        own = Figure().subplots()
+        plot_waterfall(found, ax=own)
+    boxes = [text.get_bbox_patch() for text in own.texts if text.get_bbox_patch() is not None]
+    assert [box.get_facecolor() for box in boxes] == [own.get_facecolor()], "light words on a white box cannot be read"
     with pytest.raises(PstarError, match="one axes or two, not 3"):
         plot_waterfall(found, ax=list(Figure().subplots(1, 3)))
 

@@ -14,6 +14,7 @@ from pstar_sim.core.slabs import host_payloads, pack_slabs
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PstarError
 from pstar_sim.planner import memory_needs
+from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.limits import Written, _largest, _others_go_on, deeper, max_batch, max_model
 from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, shortage, startup_bytes
@@ -479,6 +480,36 @@ def test_where_the_host_is_short_and_there_are_disks_the_options_for_disks_are_n
     compared = ps.compare(w, m, policies=[spec], barrier_cost=False)
     assert compared.rows[0].fits and compared.rows[0].gap is None and compared.rows[0].lower_bound_s is not None
     assert any("counts no disks" in note for note in compared.notes)
+
+
+def test_where_the_host_is_short_even_with_the_disks_more_memory_and_the_options_are_named() -> None:
+    """One memory of 128 GB, of which the host has 20: the states of 18 billion parameters fit the disks alone. With the
+    options given, only the memory is named."""
+    w, m = preset("18B", batch=2, seq=1024), ps.machine("gb10")
+    spec = "zero_infinity:params=nvme,states=nvme"
+    first, second = ps.compare(w, m, policies=["zero_infinity", spec], barrier_cost=False).rows
+    assert first.reason is not None and first.reason.endswith(f"; fits with --policy {spec} and --host-memory 48GB")
+    assert second.reason is not None and second.reason.endswith("; fits with --host-memory 48GB")
+    enough = ps.compare(w, ps.machine("gb10", host_memory="48GB"), policies=[spec], barrier_cost=False)
+    assert enough.rows[0].fits
+
+
+def test_what_the_tide_gains_is_said_of_a_plan_that_does_not_follow_it() -> None:
+    """With optimizer states on disks: 248 GB of host memory are too little for both capacity rules, 388 GB for the
+    constant one, which pins fewer chunks."""
+    w = preset("qwen2.5-32b", batch=4, seq=2048)
+    gains = {}
+    for memory in (None, "396GB"):
+        m = ps.machine("rtxpro6000", host_memory=memory)
+        found = ps.compare(w, m, policies=["tide", "zero_infinity:states=nvme"], barrier_cost=False, near=False)
+        gains[memory] = {row.policy: tide_gain(found[row.policy].plan) for row in found.rows if row.fits}
+    (neither,) = gains[None].values()
+    assert neither.startswith("neither capacity rule fits here: tide does not fit: host needs ")
+    short = "with a constant capacity sized for the tide's peak nothing fits (static_partition does not fit: host needs"
+    tide, disks = gains["396GB"].values()
+    assert tide.startswith(f"the plan itself: {short} ") and tide.endswith(", and tide fits")
+    assert disks.startswith(f"a plan: {short} ")
+    assert disks.endswith("; this plan of zero_infinity:states=nvme is neither")
 
 
 def test_where_not_even_one_sequence_fits_the_nearest_yes_is_named() -> None:

@@ -214,6 +214,16 @@ def test_a_grid_may_say_its_version(tmp_path: Path) -> None:
         load_grid(file)
 
 
+def test_a_policy_without_a_plan_for_a_machine_takes_no_other_along() -> None:
+    """No policy can put states on the disks of a machine that has none; the other policies are what compare says."""
+    policies = ["zero_infinity:states=nvme", "all_on_gpu", "tide"]
+    disks, *others = sweep(changed(machine="v100-16", batch=2, policy=policies, set=None)).rows
+    assert disks["fits"] is None and "'v100-16' has no disks" in str(disks["reason"])
+    w = ps.preset("tiny-gpt2", batch=2, seq=32, dtype="fp16")
+    same = ps.compare(w, ps.machine("v100-16"), policies=policies[1:], barrier_cost=False)
+    assert [row["iteration_s"] for row in others] == [row.iteration_s for row in same.rows] != [None, None]
+
+
 def test_a_point_that_makes_no_sense_by_itself_is_an_answer() -> None:
     """A sequence longer than the model's, and a batch that eight GPUs cannot share."""
     answer = sweep(changed(seq=[32, 4096], machine="virtual", set=None), jobs=1)

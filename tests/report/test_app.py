@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import warnings
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,16 @@ def test_without_streamlit_one_line_says_what_to_install(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["app"]) == 2
     assert "pip install 'pstar-sim[app]'" in capsys.readouterr().err
+
+
+def test_a_port_that_cannot_be_used_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for port, says in (("65536", "must be a port from 1 to 65535, not 65536"), ("0", "must be a port from 1 to 65535")):
+        assert main(["app", "--port", port]) == 2
+        assert f"argument --port: {says}" in capsys.readouterr().err
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["app", "--port", port, "--no-browser"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"argument --port: {port} cannot be used" in err and "give another port" in err

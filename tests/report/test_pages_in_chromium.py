@@ -137,6 +137,27 @@ def test_the_what_if_page_answers_in_three_clicks(browser: Browser, whatif: Path
     assert browser.log == [] and {*browser.asked} == {whatif.as_uri()}
 
 
+def test_the_what_if_page_tells_no_plan_from_too_little_memory(browser: Browser, tmp_path: Path) -> None:
+    grid = {
+        "machine": "v100-16", "model": "gpt2", "batch": 1, "seq": 128, "policy": ["zero_infinity:states=nvme", "tide"],
+    }  # fmt: skip
+    ps.sweep(grid, tmp_path / "results.parquet", jobs=1)
+    assert main(["page", str(tmp_path / "results.parquet"), "-o", str(tmp_path / "page.html")]) == 0
+    browser.log.clear()
+    page = browser.open((tmp_path / "page.html").as_uri())
+    assert page.locator("#job").text_content().startswith("gpt2 trains with tide: ")
+    assert (
+        "zero_infinity:states=nvme has no plan: machine 'v100-16' has no disks"
+        in page.locator("#job-reasons").text_content()
+    )
+    assert not page.locator("#pareto").is_visible(), "no price, no picture of prices"
+    page.select_option("select#policy", label="zero_infinity:states=nvme")
+    assert page.locator("#job").text_content().startswith("gpt2 has no plan here: machine 'v100-16' has no disks")
+    assert page.locator("#largest").text_content() == "No model of the sweep has a plan on this machine."
+    page.locator("[data-theme-button]").click()
+    assert browser.log == []
+
+
 @pytest.fixture
 def address() -> Iterator[str]:
     """Of a server of `pstar app`, which ends with the test."""

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pstar_sim.report.palette import BINDS, CATEGORIES, POLICIES, SPARE, STEPS, WAITS
+from pstar_sim.core.step import Kind
+from pstar_sim.policy.registry import built_in
+from pstar_sim.report.palette import BINDS, CATEGORIES, ON_DARK, PHASES, POLICIES, SPARE, STEPS, WAITS, policy_colours
 from pstar_sim.report.sweeps import words_colour
+from pstar_sim.report.web.charts import THEMES
 
 LEAST = 10.0  # CIE76; about 2 are just told apart side by side, larger areas of a picture lie apart
 SEEN = {  # of linear RGB, severity 1.0: Machado, Oliveira, Fernandes 2009, table 1
@@ -21,9 +24,11 @@ SEEN = {  # of linear RGB, severity 1.0: Machado, Oliveira, Fernandes 2009, tabl
 }
 XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 WHITE = XYZ.sum(axis=1)
+ON_LANES = [*PHASES.values(), *(colour for kind, (_, colour, _) in STEPS.items() if kind is not Kind.GPU_ADAM)]
 PICTURES = {
-    "categories": CATEGORIES.values(),
-    "steps": [colour for _, colour, _ in STEPS.values()],
+    "categories": [*CATEGORIES.values(), *PHASES.values()],
+    "steps": [*PHASES.values(), *(colour for _, colour, _ in STEPS.values())],
+    **{f"lanes of a {name} page": [*ON_LANES, theme["@deep"], theme["@paper"]] for name, theme in THEMES.items()},
     "waits": WAITS.values(),
     "binds": BINDS.values(),
     "policies": [*POLICIES.values(), *SPARE],
@@ -51,6 +56,21 @@ def test_no_two_colours_of_a_picture_look_alike(picture: str, seen: str) -> None
     assert min(near.values()) >= LEAST, min(near, key=lambda pair: near[pair])
 
 
+def test_each_policy_of_a_picture_has_a_colour_of_its_own() -> None:
+    variants = ["tide:pins=0", "tide", "optimal:order=relay", "tide:capacity=peak"]
+    own = policy_colours([*variants, *built_in()])
+    assert len({*policy_colours(built_in())}) == len(built_in())
+    assert own[1] == POLICIES["tide"] not in (own[0], own[3])
+    assert policy_colours(["optimal:order=relay"]) == [POLICIES["optimal"]] != policy_colours(variants[:1])
+    assert len({*policy_colours(variants)}) == len(variants)
+
+
+@pytest.mark.parametrize("paper", ["#FFFFFF", "#000000"])
+def test_colours_of_policies_are_seen_on_every_paper(paper: str) -> None:
+    far = {c: np.linalg.norm(lab(c, seen) - lab(paper, seen)) for c in (*POLICIES.values(), *SPARE) for seen in SEEN}
+    assert min(far.values()) >= 2 * LEAST, far
+
+
 def test_what_is_written_on_a_bar_can_be_read() -> None:
     """The contrast of WCAG 2 for text: at least 4.5."""
 
@@ -60,7 +80,8 @@ def test_what_is_written_on_a_bar_can_be_read() -> None:
         return float(XYZ[1] @ linear)
 
     inks = {"black": 0.0, "white": 1.0}
-    on_steps = [(colour, ink) for _, colour, ink in STEPS.values()]
+    on_steps = [*((colour, ink) for _, colour, ink in STEPS.values()), *ON_DARK.values()]
+    on_steps += [(colour, "white" if name == "ADAM" else "black") for name, colour in PHASES.items()]
     on_fields = [(colour, words_colour(name)) for name, colour in BINDS.items()]
     for colour, ink in (*on_steps, *on_fields):
         high, low = sorted((luminance(colour), inks[ink]), reverse=True)

@@ -153,6 +153,45 @@ def test_the_run_is_drawn_over_its_prediction_by_moment(folder: Path) -> None:
     assert "tide, predicted beside tide, measured" in text and "% longer" in text and ">difference<" in text
 
 
+def test_a_prediction_by_other_rates_has_neither_the_bound_nor_the_error_of_the_plan(
+    compared: Comparison, folder: Path
+) -> None:
+    """The run's rates are twice as fast as the plan's: its prediction is below the plan's bound, which is no fault.
+    Each run is compared with its own prediction."""
+    plan = compared["tide"].plan
+    fast = play(plan, jitter=lambda step, k: 0.5)
+    slower = replace(play(plan, jitter=lambda step, k: 0.75), source="measured")
+    RunTimelines(predicted=fast, measured=slower).save(folder / "fast.json")
+    files = [str(folder / name) for name in ("zero_offload.json", "tide.json", "fast.json")]
+    out = folder / "fast.html"
+    assert main(["report", *files, "-o", str(out), "--quiet"]) == 0
+    text = out.read_text(encoding="utf-8").replace("&nbsp;", " ")
+    answer = re.search(r'<p class="answer">(.*?)</p>', text)
+    assert answer is not None and "tide, measured: " in answer[1] and answer[1].endswith(" % longer than predicted.")
+    rows = dict(re.findall(r'<tr><th scope="row">([^<]*)</th>(.*?)</tr>', text))
+    bounds, times = (re.findall(r"<td[^>]*>([^<]*)</td>", rows[name]) for name in ("lower bound", "iteration"))
+    assert bounds[0] and bounds[1:] == ["", ""] and "±" in times[0] and "±" not in times[1]
+    assert "tide, predicted: predicted with the rates that the run measured at its start" in text
+    own = (folder / "run.html").read_text(encoding="utf-8")
+    assert "above the bound" in own and "predicted with the rates" not in own
+
+
+def test_a_legend_names_what_its_chart_draws_and_shows_lines_as_lines(folder: Path) -> None:
+    text = (folder / "run.html").read_text(encoding="utf-8")
+    found = re.findall(r'<div data-x="(time|moment)"(?: hidden)?><ul class="legend">(.*?)</ul>', text)
+    legends = {
+        x: re.findall(r'class="(swatch|swatch line)" style="([^"]*)"></span>([^<]*)', items) for x, items in found
+    }
+    lines = {x: {name: style for kind, style, name in items if kind == "swatch line"} for x, items in legends.items()}
+    assert lines["time"] == {"capacity (dashed)": "border-top:3px dashed var(--line)"}
+    assert lines["moment"] == {
+        **lines["time"],
+        "measured model data (line)": "border-top:3px solid var(--ink)",
+        "measured tide line (dotted)": "border-top:3px dotted #D55E00",
+    }
+    assert len(legends["time"]) > 3 and "parameters" in {name for kind, _, name in legends["time"] if kind == "swatch"}
+
+
 def test_the_table_of_bytes_has_the_peak_of_an_instant(compared: Comparison, folder: Path) -> None:
     """The peak that the figures name stands in the table of bytes, too, whether or not a curve can show it."""
     text = (folder / "two.html").read_text(encoding="utf-8")
@@ -211,15 +250,21 @@ def test_mistakes_are_named(folder: Path, capsys: pytest.CaptureFixture[str], mo
     assert main(["report", plan, run, run, "-o", out, "--quiet"]) == 2, "a second run would take the first one's place"
     assert "is a run; give the file of its plan" in capsys.readouterr().err
     before = Path(plan).read_bytes()
-    for command in (["report", plan, "-o", plan], ["export", plan, "--deepspeed", plan]):
+    page_of_itself = str(folder / "plan.html")
+    Path(page_of_itself).write_bytes(before)
+    for command in (["report", page_of_itself, "-o", page_of_itself], ["export", plan, "--deepspeed", plan]):
         assert main(command) == 2
-        assert "tide.json: is a file that this command reads" in capsys.readouterr().err
+        assert f"{command[1]}: is a file that this command reads" in capsys.readouterr().err
+    for name in ("report.pdf", "report", "tide.json"):
+        assert main(["report", plan, "-o", str(folder / name)]) == 2
+        assert f"{name} is a web page; give it a name that ends in .html, such as " in capsys.readouterr().err
     assert main(["export", plan, "--fsdp2", out, "--megatron", out]) == 2 and "give another" in capsys.readouterr().err
     assert Path(plan).read_bytes() == before
     assert main(["report", str(folder / "no.json"), "-o", out, "--quiet"]) == 2
     assert "no.json" in capsys.readouterr().err
     assert main(["report", str(folder / "zero_offload.json"), str(folder / "run.json"), "-o", out, "--quiet"]) == 2
-    assert "not of this plan" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{folder / 'run.json'}: the simulated timeline is not of this plan: its step" in said
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     from pstar_sim.report.web import document
 

@@ -184,6 +184,17 @@ def test_a_long_title_breaks_at_the_width_of_its_axes_and_lines_are_light_in_a_d
         lines = ax.get_title(loc="left").splitlines()
         assert len(lines) > 1 and max(map(len, lines)) <= 57 < len(policy) and "".join(lines).startswith(policy)
     assert {line.get_color() for line in left.lines if line.get_linestyle() == "--"} == {"white"}
+    edges = {bar.get_edgecolor() for bar in right.patches}
+    assert (1.0, 1.0, 1.0, 1.0) not in edges, "white edges would be bars of their own"
+
+
+def test_a_legend_names_the_tide_where_there_is_one() -> None:
+    on_host = tuple(dataclasses.replace(s, place="host") for s in timeline().samples if s.category != "non-model")
+    both = dataclasses.replace(timeline(), samples=(*timeline().samples, *on_host))
+    for place, names in (("gpu", {"non-model (the tide)", "parameters"}), ("host", {"parameters"})):
+        ax = plot_tide(both, ax=Figure(figsize=(8, 3)).subplots(), place=place)
+        shown = {text.get_text() for text in ax.get_legend().get_texts()}
+        assert shown & {"non-model (the tide)", "parameters"} == names
 
 
 def test_pictures_in_the_subplots_of_one_figure_share_a_legend() -> None:
@@ -292,7 +303,8 @@ def test_what_a_notebook_shows_is_html_with_pictures_and_without_scripts() -> No
     found = ps.compare(w, ps.machine("v100-32"), policies=["zero_offload", "tide"], barrier_cost=False, near=False)
     best = found.best()
     for answer, says in (
-        (machine, ("v100-32x8", "8 x ", "link to the GPU", "30.00 GB of")),
+        (machine, ("v100-32x8", "8 x v100-32 on 1 node", "link to the GPU", "30.00 GB of", "29.00 GB per GPU of 240")),
+        (ps.machine("a100-80x2+v100-32"), ("2 x a100-80 + 1 x v100-32 on 1 node", "the least of all")),
         (w, ("tiny-gpt2", "peak of the tide", "<polygon")),
         (best.plan, (f"<b>{best.policy}</b>", f"{len(best.plan.steps)} steps", "gpu between iterations")),
         (best, (best.policy, "<polygon", "GPU memory over the iteration")),

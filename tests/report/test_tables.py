@@ -263,5 +263,14 @@ def test_a_change_has_the_bar_of_both_times_on_the_seconds_by_which_they_differ(
     assert format_change(-0.05, 0.3, 0.4) == "-5.0 ± 2.5 %"
     assert format_change(0.004, 0.3, 0.4) == "+0.40 ± 0.20 %"
     assert format_change(0.05, 0.3, None) == "+5.0 ± ? %"
+    assert format_change(-0.00013, 0.13, 0.13) == "-0.013 ± 0.002 %", "a bar of 0.00 would say that there is none"
     assert format_change(1e-5, 0.3, 0.4) == "no change"
     assert format_change(-0.97, 0.3, 0.4) == "-97.0 ± 1.5 %", "half of the 3 % that are left, not of the 97 %"
+
+
+def test_a_difference_too_small_for_its_digits_is_not_shown_as_zero() -> None:
+    rows = figures(
+        {"a_bytes": 10**6, "b_bytes": 10**6, "c_bytes": 10**6},
+        {"a_bytes": 10**6 - 1, "b_bytes": 10**6, "c_bytes": 998_000},
+    )
+    assert [row.words()[3] for row in rows] == ["< 0.1%", "equal", "-0.2%"]

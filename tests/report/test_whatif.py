@@ -58,6 +58,7 @@ def test_every_point_is_on_the_page_with_its_figures_and_its_error(results: Path
         for axis in page["axes"]:
             assert axis["values"][row[axis["name"]]] == point[axis["name"]]
         assert row.pop("loading_short_bytes") == 0, "hosts of 512 GB"
+        assert row.pop("senseless") is None
         assert all(row[name] == point[name] for name in page["figures"] if name in row)
     assert {row["expected_error"] is None for row in shown} == {False}, "both machines were validated"
 
@@ -94,6 +95,23 @@ def test_weights_that_are_loaded_whole_lie_beside_the_payloads() -> None:
         assert (short > 0) == (payload == 55 * GB)
 
 
+def test_a_job_without_a_plan_is_not_called_too_large_and_folders_of_files_stay_here(results: Path) -> None:
+    _, points = load_results(results)
+    without = {**points[0], "fits": None, "reason": "no disks", "machine": "/home/me/mine.toml"}
+    page = values_in(whatif_page([*points, without], ["machine", "model", "policy", "set.link.bandwidth"]))
+    row = dict(zip(page["figures"], page["rows"][-1][4:]))
+    assert row["fits"] is None and page["reasons"][row["senseless"]] == "no disks"
+    assert all(one[-1] is None for one in page["rows"][:-1])
+    machine = page["axes"][0]
+    assert (machine["labels"][-1], machine["values"][-1]) == ("mine.toml", "/home/me/mine.toml")
+
+
+def test_a_point_of_several_files_counts_once(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = results.with_name("twice.html")
+    assert main(["page", str(results), str(results), "-o", str(out)]) == 0
+    assert f"{out}: 8 points; " in capsys.readouterr().out and len(page_values(out)["rows"]) == 8
+
+
 def test_the_shipped_grid_answers_the_questions_of_the_page() -> None:
     grid = load_grid("whatif")
     assert {"rtx4090-128gb"} <= {*grid.axes["machine"]} and {"8B"} <= {*grid.axes["model"]}
@@ -104,7 +122,12 @@ def test_mistakes_are_named(results: Path, tmp_path: Path, capsys: pytest.Captur
     text = tmp_path / "no.parquet"
     text.write_text("no", encoding="utf-8")
     out = str(tmp_path / "whatif.html")
-    for file, said in ((text, "is not a results file of a sweep"), (tmp_path / "none.parquet", "none.parquet")):
+    nothing = tmp_path / "none.parquet"
+    for file, said in (
+        (text, f"{text}: is not a results file of a sweep"),
+        (nothing, f"{nothing}: cannot be read: No such file or directory"),
+        (tmp_path, f"{tmp_path}: cannot be read: Is a directory"),
+    ):
         assert main(["page", str(file), "-o", out]) == 2
         assert said in capsys.readouterr().err
     import pandas

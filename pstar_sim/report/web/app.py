@@ -220,8 +220,10 @@ def _more(
 
 
 def _whole(text: str) -> str:
-    """Returns the text with each unit kept on the line of its figure."""
-    return text.replace(" %", "\N{NO-BREAK SPACE}%").replace(" s", "\N{NO-BREAK SPACE}s")
+    """Returns the text with each unit, and each sign of an error, kept on the line of its figure."""
+    for apart in (" %", " s", "± "):
+        text = text.replace(apart, apart.replace(" ", "\N{NO-BREAK SPACE}"))
+    return text
 
 
 def _pictures(fitting: list[Planned]) -> None:
@@ -252,10 +254,16 @@ def _pictures(fitting: list[Planned]) -> None:
 def _legend(chart: Chart, kind: str) -> str:
     """Returns a legend as HTML: names beside their colours."""
     items = (
-        f'<span style="color:{themed(colour, kind)}">&#9632;</span>&nbsp;{escape(name)}'
+        f"{_swatch(themed(colour, kind), chart.lines.get(name))}&nbsp;{escape(name)}"
         for name, colour in chart.legend.items()
     )
     return f"<small>{' &nbsp; '.join(items)}</small>"
+
+
+def _swatch(colour: str, line: str | None) -> str:
+    if line is None:
+        return f'<span style="color:{colour}">&#9632;</span>'
+    return f'<span style="display:inline-block;width:20px;vertical-align:3px;border-top:3px {line} {colour}"></span>'
 
 
 if __name__ == "__main__":

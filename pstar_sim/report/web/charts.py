@@ -13,7 +13,7 @@ queue with a short step every 1/RESOLUTION would look busy all the time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -24,7 +24,7 @@ from pstar_sim.core.step import Kind, Queue
 from pstar_sim.core.timeline import Span, Timeline
 from pstar_sim.planner.explain import WAITS as WAITS_FOR
 from pstar_sim.report.byte_curves import Curves, axis_unit, byte_curves, phase_bands, steady_start_s
-from pstar_sim.report.palette import CATEGORIES, PHASES, QUEUE_NAMES, STEPS
+from pstar_sim.report.palette import CATEGORIES, ON_DARK, PHASES, QUEUE_NAMES, STEPS
 from pstar_sim.report.palette import WAITS as WAIT_COLOURS
 from pstar_sim.report.residence import CONTENTS, Residence
 from pstar_sim.report.step_names import chunk_words
@@ -33,6 +33,7 @@ from pstar_sim.units import format_bytes, format_s
 __all__ = [
     "CATEGORY_NAMES",
     "CONTENT_COLOURS",
+    "LINE_STYLES",
     "THEMES",
     "Chart",
     "lanes_chart",
@@ -53,7 +54,7 @@ THEMES = {
     "light": {"@ink": "#1a1a1a", "@paper": "#ffffff", "@grid": "#dcdcdc", "@line": "#000000", "@faint": "#eeeeee",
               "@deep": STEPS[Kind.GPU_ADAM][1]},
     "dark": {"@ink": "#e8e8e8", "@paper": "#16181c", "@grid": "#3a3d44", "@line": "#ffffff", "@faint": "#24272d",
-             "@deep": "#8FE3CB"},
+             "@deep": ON_DARK[STEPS[Kind.GPU_ADAM][1]][0]},
 }  # fmt: skip
 CATEGORY_NAMES = {
     "states": "optimizer states",
@@ -62,6 +63,7 @@ CATEGORY_NAMES = {
     "buffer": "buffers",
     "non-model": "the tide: activations and other non-model data",
 }
+LINE_STYLES = ("solid", "dashed", "dotted")
 WAITS = "compute waits"
 LANES = (QUEUE_NAMES[Queue.COMPUTE], WAITS, *list(QUEUE_NAMES.values())[1:])
 CONTENT_COLOURS = ("@faint", CATEGORIES["param"], CATEGORIES["grad"], CATEGORIES["states"])
@@ -73,11 +75,13 @@ class Chart:
 
     figure: "data" and "layout" of a Plotly figure; colours as in [Note: colours of the theme].
     legend: name of each drawn element -> its colour.
+    lines: name in the legend of each element that is a line -> its style, one of LINE_STYLES.
     notes: one line per kind of elements that were joined.
     """
 
     figure: Figure
     legend: Mapping[str, str]
+    lines: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -155,6 +159,7 @@ def tide_chart(
     data.append({**top, "line": {"color": "@line", "width": 1.5, "dash": "dash"}, "hovertemplate":
                  f"capacity: {format_bytes(capacity)}<extra></extra>"})  # fmt: skip
     legend |= {CATEGORY_NAMES["non-model"]: tide, "capacity (dashed)": "@line"}
+    lines = {"capacity (dashed)": "dashed"}
     there = {band.name for band in phase_bands(timeline, x=x) if band.end - band.start > right / RESOLUTION}
     legend |= {name: colour for name, colour in PHASES.items() if name in there}
     notes = [note] if note else []
@@ -165,6 +170,7 @@ def tide_chart(
         more, said = _measured_lines(measured, x, capacity, scale, unit)
         data += more
         legend |= {"measured model data (line)": "@ink", "measured tide line (dotted)": "#D55E00"}
+        lines |= {"measured model data (line)": "solid", "measured tide line (dotted)": "dotted"}
         notes += [f"measured: {said}"] if said else []
     name = "time in the iteration [s]" if x == "time" else "moment"
     shown = layout(
@@ -174,7 +180,7 @@ def tide_chart(
         hovermode="x unified",
         **_phases(timeline, x, top_bytes / scale, right),
     )
-    return Chart(figure={"data": data, "layout": shown}, legend=legend, notes=tuple(notes))
+    return Chart(figure={"data": data, "layout": shown}, legend=legend, lines=lines, notes=tuple(notes))
 
 
 def _measured_lines(measured: Timeline, x: str, capacity: int, scale: int, unit: str) -> tuple[list[Figure], str]:

@@ -77,13 +77,19 @@ def chart_place(name: str, says: str) -> str:
     return f'<div class="chart" role="img" aria-label="{escape(says)}" data-figure="{escape(name)}"></div>'
 
 
-def legend_html(legend: Mapping[str, str]) -> str:
-    """Returns a legend: names beside their colours. A colour may be one of the theme's."""
-    items = (
-        f'<li><span class="swatch" style="background:{_css(colour)}"></span>{escape(name)}</li>'
-        for name, colour in legend.items()
-    )
+def legend_html(legend: Mapping[str, str], lines: Mapping[str, str]) -> str:
+    """Returns a legend: names beside their colours. A colour may be one of the theme's.
+
+    lines: name of each element that is a line -> its style, as in CSS.
+    """
+    items = (f"<li>{_swatch(_css(colour), lines.get(name))}{escape(name)}</li>" for name, colour in legend.items())
     return f'<ul class="legend">{"".join(items)}</ul>'
+
+
+def _swatch(colour: str, line: str | None) -> str:
+    if line is None:
+        return f'<span class="swatch" style="background:{colour}"></span>'
+    return f'<span class="swatch line" style="border-top:3px {line} {colour}"></span>'
 
 
 def breakable(text: str) -> str:

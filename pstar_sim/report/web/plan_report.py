@@ -3,9 +3,11 @@ prediction, as one HTML file. The report computes none of the planner's figures:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Any
 
 from pstar_sim.catalog.machine import Machine
@@ -55,6 +57,14 @@ class Subject:
     @property
     def measured(self) -> bool:
         return self.timeline.source == "measured"
+
+    @property
+    def as_planned(self) -> bool:
+        """Whether the seconds are those of the plan's own machine. A run is predicted with the rates that it measures
+        at its start; bound and error of the plan are not about such seconds."""
+        if self.measured or self.examined is None:
+            return False
+        return math.isclose(self.timeline.iteration_s, self.examined.timeline.iteration_s, rel_tol=1e-6)
 
 
 def plan_report(subjects: Sequence[Subject]) -> str:
@@ -116,19 +126,22 @@ class _Page:
         )
 
     def _verdict(self) -> str:
-        """Returns a sentence with the seconds of each subject, compared with the first."""
+        """Returns a sentence with the seconds of each subject: a prediction compared with the first one, a run with its
+        own prediction."""
         first, *others = self.subjects
-        base_s = first.timeline.iteration_s
-        said = [f"{first.title}: {format_s(base_s)} per iteration{_error(first)}"]
-        for other in others:
+        said = [f"{first.title}: {format_s(first.timeline.iteration_s)} per iteration{_error(first)}"]
+        for before, other in pairwise(self.subjects):
+            base = before if other.measured else first
             seconds = other.timeline.iteration_s
-            share = seconds / base_s - 1
-            errors = [] if other.measured else [s.plan.predictions.get("expected_error") for s in (first, other)]
+            share = seconds / base.timeline.iteration_s - 1
+            errors = [] if other.measured else [_expected(first), _expected(other)]
             change = format_change(share, *errors) if errors else f"{share:+.1%}".replace("%", " %")
-            if _work(other.plan) != _work(first.plan):
+            if _work(other.plan) != _work(base.plan):
                 said.append(f"{other.title}: {format_s(seconds)}{_error(other)} for another job")
                 continue
             than = "as long" if abs(share) < 5e-4 else f"{change[1:]} {'longer' if share > 0 else 'shorter'}"
+            if other.measured and len(others) > 1:
+                than += " as predicted" if than == "as long" else " than predicted"
             said.append(f"{other.title}: {format_s(seconds)}{_error(other)}, {than}")
         return "; ".join(said) + "."
 
@@ -143,6 +156,12 @@ class _Page:
             rows = [(*row, apart.get(row[0], "")) for row in rows]
         wear = [disk_life(s.plan, s.timeline.iteration_s) for s in self.subjects]
         notes = [f"{s.title}: measured in one iteration, the last of the run" for s in self.subjects if s.measured]
+        notes += [
+            f"{s.title}: predicted with the rates that the run measured at its start; the plan's bound and error, "
+            "which are of the rates in its file, are left out"
+            for s in self.subjects
+            if not s.measured and not s.as_planned
+        ]
         notes += [one for one in dict.fromkeys(wear) if one]
         said = "".join(f'<p class="note">{escape(note)}.</p>' for note in notes)
         return f"<h2>Figures</h2>{table_html(heads, rows)}{said}"
@@ -157,7 +176,7 @@ class _Page:
         says: the charts in words.
         """
         cells = [self._drawn(f"{name} {n}", *one, says) for n, one in enumerate(zip(self.subjects, charts))]
-        return f"{legend_html(_merged([chart.legend for chart in charts]))}{self._columns(cells)}"
+        return f"{_legend(charts)}{self._columns(cells)}"
 
     def _drawn(self, name: str, subject: Subject, chart: Chart, says: str) -> str:
         """Returns the chart under the subject's title."""
@@ -166,7 +185,7 @@ class _Page:
         return f"<h3>{breakable(subject.title)}</h3>{place}{_notes(chart)}"
 
     def _tides(self) -> str:
-        legends = []
+        drawn: dict[str, list[Chart]] = {x: [] for x in XS}
         cells = []
         for n, subject in enumerate(self.subjects):
             after = self.subjects[n + 1 : n + 2]
@@ -175,7 +194,7 @@ class _Page:
             above, below = "", ""
             for x in XS[:1] if alone else XS:
                 chart = self._tide(n, x, over if x == "moment" else None)
-                legends.append(chart.legend)
+                drawn[x].append(chart)
                 title = f"{subject.title} (areas), measured (lines)" if over and x == "moment" else subject.title
                 above += f'<div data-x="{x}"{self._hidden(x)}><h3>{breakable(title)}</h3></div>'
                 below += f'<div data-x="{x}"{self._hidden(x)}>{_notes(chart)}</div>'  # charts side by side stay level
@@ -183,11 +202,12 @@ class _Page:
             cell = f"{above}{place}{below}"
             cells.append(f'<div data-x="{XS[0]}"{self._hidden(XS[0])}>{cell}</div>' if alone else cell)
         pressed = {x: str(x == self.first_x).lower() for x in XS}
+        legends = "".join(f'<div data-x="{x}"{self._hidden(x)}>{_legend(charts)}</div>' for x, charts in drawn.items())
         buttons = "".join(f'<button value="{x}" aria-pressed="{pressed[x]}">by {x}</button>' for x in XS)
         return (
             f'<div class="row head"><h2>What fills the GPU</h2><div data-choice="x">{buttons}</div></div>'
             "<p>Model data stands on the floor, the tide hangs from the capacity. What is between them is free.</p>"
-            f"{legend_html(_merged(legends))}{self._columns(cells)}"
+            f"{legends}{self._columns(cells)}"
         )
 
     def _tide(self, n: int, x: str, over: Timeline | None) -> Chart:
@@ -258,6 +278,12 @@ class _Page:
         return "<h2>Explanation</h2>" + "".join(parts)
 
 
+def _legend(charts: Sequence[Chart]) -> str:
+    """Returns the legend of all the charts."""
+    lines = {name: style for chart in charts for name, style in chart.lines.items()}
+    return legend_html(_merged([chart.legend for chart in charts]), lines)
+
+
 def _merged(legends: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Returns one legend. A name that a later legend brings stands behind the name before it there."""
     names: list[str] = []
@@ -294,11 +320,13 @@ def _notes(chart: Chart) -> str:
     return "".join(f'<p class="note">{escape(note)}.</p>' for note in chart.notes)
 
 
+def _expected(subject: Subject) -> float | None:
+    return subject.plan.predictions.get("expected_error") if subject.as_planned else None
+
+
 def _error(subject: Subject) -> str:
     """Returns the error of predicted seconds that validation found, in words."""
-    if subject.measured:
-        return ""
-    error = subject.plan.predictions.get("expected_error")
+    error = _expected(subject)
     return "" if error is None else f" {format_error(error)}"
 
 
@@ -310,7 +338,7 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
     tokens = plan.workload.tokens * len(plan.machine.ranks)
     yield "tokens/s", f"{tokens / seconds:,.0f}{_error(subject)}"
     bound_s = said.get("lower_bound_s")
-    if bound_s and not subject.measured:  # the bound is one of the predicted seconds
+    if bound_s and subject.as_planned:
         on_disks = moves_on_disks(timeline.moved_bytes)
         yield "lower bound", format_s(bound_s) + (" (counts no disks)" if on_disks else "")
         if not on_disks:

@@ -11,7 +11,7 @@ const SAME = 5e-5; // a change of seconds below this share is none
 const chosen = Object.fromEntries(axes.map((name) => [name, name === "policy" ? BEST : 0]));
 
 const label = (axis, index) => {
-  const value = titles[axis].values[index];
+  const value = titles[axis].labels[index];
   return value === "x1" ? "as it is" : value === true ? "yes" : value === false ? "no" : String(value);
 };
 const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[c]);
@@ -21,6 +21,7 @@ const seconds = (s) => (s >= 1 ? `${digits(s)} s` : `${digits(1000 * s)} ms`);
 const gigabytes = (bytes) => `${digits(bytes / 1e9)} GB`;
 const billions = (params) => `${digits(params / 1e9)} B`;
 const binds = (point) => values.binds[point.bound_by] || point.bound_by;
+const senseless = (point) => point.senseless !== null; // no question of memory: the job has no plan there
 const priceOf = (point) => values.prices[parts.map((name) => titles[name].values[point[name]]).join("|")] || null;
 const perMillion = (point) => (priceOf(point) ? (priceOf(point)[0] / 3600 / point.tokens_per_s) * 1e6 : null);
 
@@ -50,13 +51,16 @@ function job() {
   write("job", best
     ? `${name} trains with ${label("policy", best.policy)}: ${seconds(best.iteration_s)}${error(best)} per iteration, ` +
       `${digits(best.tokens_per_s)} tokens/s${error(best)}. What binds: ${binds(best)}.${loading(best)}`
-    : found.length ? `${name} does not fit here.` : "The sweep has no such point.");
+    : found.length === 0 ? "The sweep has no such point."
+      : found.every(senseless) ? `${name} has no plan here: ${values.reasons[found[0].senseless]}.` : `${name} does not fit here.`);
   table("job-table", ["policy", "seconds per iteration", "tokens/s", "$ per million tokens", "above the bound", "binds", "GPU", "host"],
     found.map((p) => p.fits === true
       ? [label("policy", p.policy), seconds(p.iteration_s) + error(p), digits(p.tokens_per_s) + error(p),
         perMillion(p) === null ? "no price" : `$${digits(perMillion(p))}${error(p)}`, p.gap === null ? "" : `${(100 * p.gap).toFixed(p.gap < 0.00995 ? 2 : 1)} %`,
         binds(p), gigabytes(p.peak_gpu_bytes), gigabytes(p.peak_host_bytes)]
-      : [label("policy", p.policy), "does not fit", "", "", "", "", "", ""]));
+      : [label("policy", p.policy), senseless(p) ? "no plan" : "does not fit", "", "", "", "", "", ""]));
+  const said = found.filter((p) => senseless(p)).map((p) => `${label("policy", p.policy)} has no plan: ${values.reasons[p.senseless]}.`);
+  write("job-reasons", found.every(senseless) ? "" : said.join(" "));
 }
 
 // The largest model that fits, and the next larger one of the sweep, among points of one policy.
@@ -77,7 +81,7 @@ function largest() {
   const best = each.filter((one) => one.fits).sort((a, b) => b.fits[MODEL] - a.fits[MODEL] || a.fits.iteration_s - b.fits.iteration_s)[0];
   write("largest", best
     ? `${size(best.fits[MODEL])} with ${label("policy", best.policy)}; ${upTo(best)}.${loading(best.fits)}`
-    : "No model of the sweep fits this machine.");
+    : found.length && found.every(senseless) ? "No model of the sweep has a plan on this machine." : "No model of the sweep fits this machine.");
   table("largest-table", ["policy", "largest model", "above it", "seconds per iteration", "$ per million tokens"],
     each.map((one) => one.fits
       ? [label("policy", one.policy), size(one.fits[MODEL]), upTo(one), seconds(one.fits.iteration_s) + error(one.fits),
@@ -118,6 +122,11 @@ function cheapest() {
 }
 
 function pareto(all) {
+  for (const part of document.querySelectorAll("[data-priced]")) part.hidden = all.length === 0;
+  if (all.length === 0) {
+    drawn.delete(document.getElementById("pareto")); // a change of the theme draws what has a width
+    return;
+  }
   const x = (offer) => perMillion(offer.point);
   const y = (offer) => offer.point.tokens_per_s;
   const bars = (mine, of) => ({ type: "data", array: mine.map((o) => of(o) * (o.point.expected_error || 0)), thickness: 1.2, width: 3 });
@@ -197,7 +206,7 @@ function more() {
 // A change of time with its bar: [Note: error of a change] in planner/trust.py; in words as report/tables.format_change.
 function change(share, errors) {
   if (Math.abs(share) < SAME) return "no change";
-  const percent = (value) => (100 * value).toFixed(Math.abs(share) < 0.00995 ? 2 : 1);
+  const percent = (value) => (100 * value).toFixed(Math.abs(share) < 0.000995 ? 3 : Math.abs(share) < 0.00995 ? 2 : 1);
   const bar = errors.includes(null) ? "?" : percent(Math.min(Math.abs(share), 1 + share) * Math.hypot(...errors));
   return `${share > 0 ? "+" : ""}${percent(share)} ± ${bar} %`;
 }

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.prices import load_prices
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.grid import machine_of
-from pstar_sim.report.palette import POLICIES, SPARE
+from pstar_sim.report.palette import policy_colours
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
 from pstar_sim.workload.presets import default_dtype
 from pstar_sim.workload.workload import DTYPE_BYTES
 
-__all__ = ["whatif_page"]
+__all__ = ["distinct_points", "whatif_page"]
 
 TOKENS, DAYS = 3e9, 14.0
 _FIGURES = (
@@ -48,6 +49,7 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
     if not points or not {"machine", "policy", model} <= {*axes}:
         raise PstarError("a page needs the points of a sweep, with machine, policy, and model or trace")
     axes = _in_order(axes, model)
+    points = distinct_points(points, axes)
     values = {axis: _values(points, axis) for axis in axes}
     params: list[int | None] = [None] * len(values[model])
     if model == "model":
@@ -55,27 +57,38 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
         params = [model_entry(str(name)).params for name in values[model]]
     parts = _parts(axes)
     index = {axis: {value: n for n, value in enumerate(found)} for axis, found in values.items()}
+    reasons = list(dict.fromkeys(str(p.get("reason")) for p in points if p.get("fits") is None))
     rows = {
         tuple(index[axis][_value(p, axis)] for axis in axes): [
             *(p.get(name) for name in _FIGURES),
             _loading_short(p, parts),
+            reasons.index(str(p.get("reason"))) if p.get("fits") is None else None,
         ]
         for p in points
     }
     costs = _costs(points, ["machine", *parts], prices)
     data = {
-        "axes": [{"name": axis, "title": _title(axis), "values": values[axis]} for axis in axes],
+        "axes": [
+            {"name": axis, "title": _title(axis), "values": values[axis], "labels": _labels(axis, values[axis])}
+            for axis in axes
+        ],
         "model": model,
-        "figures": [*_FIGURES, "loading_short_bytes"],
+        "figures": [*_FIGURES, "loading_short_bytes", "senseless"],
+        "reasons": reasons,
         "rows": [[*at, *figures] for at, figures in rows.items()],
         "prices": costs,
         "params": params,
         "binds": BINDS_WORDS,
-        "colours": _colours([str(policy) for policy in values["policy"]]),
+        "colours": policy_colours(str(policy) for policy in values["policy"]),
         "tokens": TOKENS,
         "days": DAYS,
     }
     return document("What if?", _body(), data, script="whatif.js")
+
+
+def distinct_points(points: Sequence[Mapping[str, object]], axes: Sequence[str]) -> list[Mapping[str, object]]:
+    """Returns the points; of several rows for the same point, the last."""
+    return list({tuple(_value(point, axis) for axis in axes): point for point in points}.values())
 
 
 def _parts(axes: Sequence[str]) -> list[str]:
@@ -100,6 +113,13 @@ def _values(points: Sequence[Mapping[str, object]], axis: str) -> list[object]:
     return list(dict.fromkeys(_value(point, axis) for point in points))
 
 
+def _labels(axis: str, values: Sequence[object]) -> list[object]:
+    """Returns what the page calls the values: files without their folders, where their names differ. A page is sent to
+    others, who do not have the folders."""
+    names: list[object] = [Path(str(value)).name for value in values]
+    return names if axis in ("machine", "trace") and len({*names}) == len(names) else list(values)
+
+
 def _loading_short(point: Mapping[str, object], parts: Sequence[str]) -> int:
     """Returns the host bytes that are short while weights are loaded whole, see [Note: start-up on a page]; 0 where the
     job does not fit, has all on the GPU or comes from a trace, and for a machine file that is not here."""
@@ -118,11 +138,6 @@ def _loading_short(point: Mapping[str, object], parts: Sequence[str]) -> int:
 
 def _title(axis: str) -> str:
     return axis.removeprefix("set.").replace(".", " ") if axis.startswith("set.") else _NAMES.get(axis, axis)
-
-
-def _colours(policies: Sequence[str]) -> list[str]:
-    spare = [colour for colour in SPARE if colour != "#000000"]
-    return [POLICIES.get(name.split(":")[0], spare[n % len(spare)]) for n, name in enumerate(policies)]
 
 
 def _costs(points: Sequence[Mapping[str, object]], parts: Sequence[str], prices: str | None) -> dict[str, Any]:
@@ -159,17 +174,19 @@ that validation found for this class of machine; without such runs the bar is th
 are those that the plan takes, and a run stays within them.</p>
 <div class="row choices" id="choices"></div>
 <h2>This job</h2><p class="answer" id="job" aria-live="polite"></p><div id="job-table"></div>
+<p class="note" id="job-reasons"></p>
 <h2>The largest model on this machine</h2><p class="answer" id="largest" aria-live="polite"></p>
 <div id="largest-table"></div>
 <h2>The cheapest machine for this model</h2>
 <div class="choices"><label>tokens, in billions<input id="tokens" type="number" min="0.001" step="any"></label>
 <label>days<input id="days" type="number" min="0.1" step="any"></label></div>
 <p class="answer" id="cheapest" aria-live="polite"></p><div id="cheapest-table"></div><p class="note" id="prices"></p>
+<div data-priced>
 <p class="note">A price is what its list said on that day. It is no prediction and has no bar; $ have the bar of the
 seconds.</p>
 <div id="legend"></div><div class="chart" role="img" aria-label="{escape(says)}" id="pareto"></div>
 <p class="note">A point is a machine with a policy; its bars are the errors. No other point is both cheaper and faster
-than those on the line.</p>
+than those on the line.</p></div>
 <h2>What another part brings</h2><p class="answer" id="more" aria-live="polite"></p><div id="more-table"></div>
 <p class="note">Both times of a change come from one model of one machine, so most of their errors go the same way. The
 bar of a change is that of both times, on the seconds by which they differ.</p>"""
