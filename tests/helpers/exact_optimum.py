@@ -20,7 +20,7 @@ have a list of their own. Everything else is chosen step by step, whenever a que
 - What a queue does next, or that it waits although it could start a step.
 - Slots hold lists, lists on their way up from the start of the copy, lists on their way down until its end, and the
   tide of the moment that runs (between two moments the lower tide of both). A list whose content the host has too may
-  be given up at any time for nothing.
+  be given up at any time for nothing. So may a working list whose gradients are in a sum on the GPU, until the update.
 - The compute queue does an iteration's updates before the first moment of the next one ([Note: the cut] of plan.py).
   Behind a barrier no Adam starts before the last moment has ended, and with clipping none before the last add and the
   last copy down of a sum.
@@ -33,6 +33,8 @@ What is not searched, and why nothing is lost:
 - Copies of what is there already, a sum that is updated on the CPU and comes up again after its last gradient, a
   gradient list for the last micro-batch (it is a slot more than overwriting the working list, which nothing reads any
   more).
+- With clipping and more than two micro-batches, the checker asks that a sum on the host has every gradient before an
+  update on the GPU. The search does not, so its optimum may be lower than that of legal plans.
 - Updates in parts. All chunks of an instance have one size, and only chunks much larger than the others are updated in
   parts.
 - Ways whose least work on one queue, or whose least way around the border of one chunk, takes no less than the best
@@ -571,7 +573,7 @@ class _Graph:
         x[self.row(i, _PENDING), last] = 1
         if way.summed:
             x[self.row(i, _S), back] = _S_GPU
-            x[self.row(i, _P), last & (x[self.row(i, _P)] == _BOTH)] = _HOST  # the list is not read again
+            x[self.row(i, _P), last] = _HOST  # the list is not read again, and the update writes it anew
             return
         x[self.row(i, _P), last] = _GPU
         w = x[self.row(i, _W)]
