@@ -44,8 +44,8 @@ the GPU, and its bounds for several micro-batches were lower. Version 2 took no 
 bounds for several micro-batches were also lower than today's, and its fluid bounds for many micro-batches may be
 higher. Version 3 took the longer of arithmetic and memory on cards with datasheet figures, and no time for the Python
 of a framework. Versions 4 and 5 predicted the same seconds as version 6. In version 4 bounds for several micro-batches
-were lower; in version 5 fluid bounds behind a barrier were lower, and other bounds for several micro-batches higher or
-lower.
+were lower; in version 5 fluid bounds behind a barrier were lower, and bounds of several micro-batches did not know
+that the host may add a last gradient.
 
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, and its part of the node's cores
 (`Machine.adam_params_per_s`) and of the node's disks. All ranks use these at the same time because they run the same

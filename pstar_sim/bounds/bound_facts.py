@@ -20,7 +20,7 @@ from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.passes.parts import parts_of
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["NAMES", "Array", "Bound", "BoundFacts", "Turn", "rate_with_latency"]
+__all__ = ["NAMES", "Array", "Bound", "BoundFacts", "Turn", "rate_with_latency", "sums_are_whole"]
 
 Array = NDArray[np.float64]
 
@@ -50,6 +50,12 @@ class Bound:
     streamed_params: int = 0
     method: str = "closed form"
     notes: tuple[str, ...] = ()
+
+
+def sums_are_whole(layout: Layout, micro_batches: int, *, clip: bool) -> bool:
+    """Returns whether every sum of a chunk's gradients on the host has all of them before any update. With clipping the
+    norm is taken of these sums, and the checker asks for it on one rank. (Two gradients need no sum.)"""
+    return clip and micro_batches > 2 and layout.ranks == 1
 
 
 def rate_with_latency(rate: float, latency_s: float, largest_bytes: float) -> float:

@@ -28,7 +28,8 @@ points is valid, and more points give a tighter bound. Rows:
 - the compute queue does an iteration's updates before the first moment of the next ([Note: the cut] of core/plan.py).
 - barrier: updates only after the end of the last moment.
 
-With several micro-batches, a gradient goes down each time, or adds up on the gpu (as in [Note: the joint bound]). A
+With several micro-batches, a gradient goes down each time, or adds up on the gpu (as in [Note: the joint bound]). The
+host may make the whole sum for Adam on the gpu; of two gradients, the first may wait there for the update. A
 gradient that goes down waits on the gpu from the moment in which it arrives until its copy. A sum on the gpu takes 4
 bytes per parameter from one backward pass to the next. After the last gradient it takes them until the update or, for
 CPU Adam, until it has gone down. A sum on the host comes up for Adam on the gpu only after its last gradient but two,
@@ -50,7 +51,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pstar_sim.bounds.bound_facts import Array, Bound
+from pstar_sim.bounds.bound_facts import Array, Bound, sums_are_whole
 from pstar_sim.bounds.bounds import lower_bound, unknown_sums
 from pstar_sim.bounds.fluid_facts import FluidFacts, shortened
 from pstar_sim.bounds.linear import Expression, Index, LinearProgram, Solution, Unsolved
@@ -366,9 +367,11 @@ class _FluidProgram:
         lp.add(self.cpu_sum + on_gpu <= 1.0)
         self.whole = lp.variables(len(facts.chunks), most=1.0)
         lp.add(self.gpu_sum + self.whole <= on_gpu)
-        whole_sums = self.clip and batches > 2 and facts.layout.ranks == 1
+        whole_sums = sums_are_whole(facts.layout, batches, clip=self.clip)
+        # of each chunk: the part of Adam on the gpu whose first of two gradients waits on the host for the update
+        self.late = lp.variables(len(facts.chunks), most=1.0 if batches == 2 else 0.0)
         if batches == 2 or whole_sums:
-            lp.add(on_gpu <= self.gpu_sum + self.whole)
+            lp.add(on_gpu == self.gpu_sum + self.whole + self.late)
         # of each chunk: the part of Adam on the gpu whose sum is on the host and whose last gradient but one is never
         # added there: it waits for the update, on the gpu or on the host
         most = 1.0 if batches > 2 and not whole_sums else 0.0
@@ -388,7 +391,8 @@ class _FluidProgram:
 
     def _down_each_time(self) -> None:
         """Let gradients that do not add up on the gpu wait for the link. For CPU Adam these are the gradients of all
-        micro-batches but the last; for Adam on the gpu, of all but the last two."""
+        micro-batches but the last; for Adam on the gpu, of all but the last two, and the last where the host makes the
+        whole sum. Where that gradient waits is not counted."""
         facts, n, before_last = self.facts, self.facts.intervals, self.facts.shown - 1
         arrives = [
             (facts.interval_of_end(m), c, batch == before_last - 1)
@@ -403,9 +407,10 @@ class _FluidProgram:
         most = self.all_units * (facts.batches - 1)
         self.early_down = self._flow(most).within
         self.held += self._stock(most, (units * facts.size[chunk]).gathered(interval, n) - self.early_down)
-        last = self._flow(self.all_units)
-        self._window(last, self._running(self.whole * facts.size, self.all_units), self._final(), 0 * facts.first_at)
-        self.early_down += last.within
+        last_down = self._flow(self.all_units)
+        need = self._running(self.whole * facts.size, self.all_units)
+        self._window(last_down, need, self._final(), 0 * facts.first_at)
+        self.early_down += last_down.within
 
     def _added_on_gpu(self, batch: int) -> None:
         """Add rows: sums stay on the gpu from the backward pass of `batch` to the next backward pass, or go down and up
@@ -457,14 +462,15 @@ class _FluidProgram:
     def _added_on_host(self, summed_on_host: Expression) -> None:
         """Add rows: the host adds gradients between the first gradient that comes down and the next first read. For CPU
         Adam the host adds the last gradient after its arrival, inside the update if nothing is clipped. A sum for Adam
-        on the gpu comes up after the last gradient but two and stays until the update.
+        on the gpu comes up after the last gradient but two and stays until the update; of two gradients, after the
+        first, which comes up as it is if it waits for the update.
 
         summed_on_host: the part of each chunk that the gpu updates while its sum is on the host.
         """
         facts, batches = self.facts, self.facts.batches
         add_s = np.array([facts.cost.cpu_add_s(c) for c in facts.chunks], dtype=float)
         each_time = self.on_cpu - self.cpu_sum
-        lists = summed_on_host * (batches - 1) - self.waits + (self.whole if batches > 2 else 0.0)
+        lists = summed_on_host * (batches - 1) - self.waits - self.late + (self.whole if batches > 2 else 0.0)
         added = each_time * (batches if self.clip or batches > 2 else 1) + lists
         adds = self._flow(self.far_s)
         first = np.array([facts.interval_of_end(arrivals[0]) for arrivals in facts.arrivals], dtype=np.intp)
@@ -473,8 +479,9 @@ class _FluidProgram:
         self._window(adds, self._running(each_time * add_s, self.far_s), last, facts.first_at)
         self.lp.add((added * add_s).sum() <= adds.upto[-1])
         self.adds = adds.within
-        added_in = [facts.interval_of_end(arrivals[max(0, facts.shown - 3)]) for arrivals in facts.arrivals]
-        sums = summed_on_host * (facts.params * (4 / facts.unit))
+        before = max(0, facts.shown - 3)
+        added_in = np.array([facts.interval_of_end(arrivals[before]) for arrivals in facts.arrivals], dtype=np.intp)
+        sums = (summed_on_host - self.late) * (facts.params * (4 / facts.unit)) + self.late * facts.size
         up = self._flow(4 * self.all_units)
         self._window(up, self._running(sums, 4 * self.all_units), np.minimum.accumulate(added_in), 0 * facts.first_at)
         self.held += self._stock(4 * self.all_units, up.within - self._used(sums))

@@ -63,7 +63,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pstar_sim.bounds.bound_facts import NAMES, Array, Bound, BoundFacts, Turn, rate_with_latency
+from pstar_sim.bounds.bound_facts import (
+    NAMES,
+    Array,
+    Bound,
+    BoundFacts,
+    Turn,
+    rate_with_latency,
+    sums_are_whole,
+)
 from pstar_sim.bounds.linear import Expression, LinearProgram
 from pstar_sim.bounds.windows import barrier_windows, update_windows
 from pstar_sim.core.layout import Layout
@@ -188,7 +196,7 @@ class _JointFacts:
     up, down: bytes per second of the link.
     per_param_s: seconds of CPU Adam per parameter.
     add_bytes: DRAM traffic of adding a parameter.
-    whole_sums: whether sums on the host contain every gradient before any update, because clipping takes their norm.
+    whole_sums: the result of `sums_are_whole`.
     gpu_add_s: least seconds of all adds of a parameter on the gpu.
     late_room: least room from the moment on after which nothing is read.
     end_room: room at the last moment.
@@ -224,7 +232,7 @@ class _JointFacts:
         self.per_param_s = facts.traffic / cost.adam_bytes_per_s
         self.add_bytes = 8.0 + self.w
         self.add_s = self.add_bytes / cost.adam_bytes_per_s
-        self.whole_sums = clip and self.u > 2 and layout.ranks == 1
+        self.whole_sums = sums_are_whole(layout, self.u, clip=clip)
         self.gpu_add_s = facts.gpu_add_s if self.u > 2 else 0.0
         beside = facts.room - facts.read_bytes
         fits = float(beside.min()) / self.v if self.v else np.inf

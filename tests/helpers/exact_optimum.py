@@ -25,6 +25,9 @@ have a list of their own. Everything else is chosen step by step, whenever a que
   Behind a barrier no Adam starts before the last moment has ended, and with clipping none before the last add and the
   last copy down of a sum.
 
+What is searched and the checker refuses, so that the optimum may be lower than that of legal plans: with clipping, an
+update on the GPU after a sum on the host, or a gradient there, that lacks a gradient on the GPU.
+
 What is not searched, and why nothing is lost:
 
 - A step starts when another step ends, not in between: with the order of all steps fixed, starting each of them as
@@ -33,8 +36,6 @@ What is not searched, and why nothing is lost:
 - Copies of what is there already, a sum that is updated on the CPU and comes up again after its last gradient, a
   gradient list for the last micro-batch (it is a slot more than overwriting the working list, which nothing reads any
   more).
-- With clipping and more than two micro-batches, the checker asks that a sum on the host has every gradient before an
-  update on the GPU. The search does not, so its optimum may be lower than that of legal plans.
 - Updates in parts. All chunks of an instance have one size, and only chunks much larger than the others are updated in
   parts.
 - Ways whose least work on one queue, or whose least way around the border of one chunk, takes no less than the best

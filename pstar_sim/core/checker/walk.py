@@ -67,7 +67,8 @@ class Walk:
     due: (chunk, micro-batch) -> the entries of `expected` that belong to the micro-batch.
     sums: chunks whose gradients add up on the gpu.
     target: (chunk, micro-batch) -> list on the gpu in which its gradients arrive.
-    given_up: chunk -> words for the latest step that gave up the only current copy of its parameters.
+    lost_by: chunk -> words for the step that gave up the only current copy of its parameters, until they are updated.
+    sent: chunk -> the latest iteration in which a gradient went to the host by itself, not in a sum.
     """
 
     def __init__(self, plan: Plan, program: Unrolled) -> None:
@@ -101,7 +102,8 @@ class Walk:
             self.finals[m].append(t)
             self.expected.setdefault(layout.chunk_of[t], set()).add((u, t))
             self.due.setdefault((layout.chunk_of[t], u), set()).add((u, t))
-        self.given_up: dict[int, str] = {}
+        self.lost_by: dict[int, str] = {}
+        self.sent: dict[int, int] = {}
         self.parts = part_counts(plan.steps)
         self.sums = self._sums()
         self.target = self._targets()
@@ -211,8 +213,8 @@ class Walk:
             wanted = iteration + 1 if chunk in self.expected else 0
             held = (self.content.get((chunk, "param", place)) for place in Place)
             if not any(c is not None and c.version == wanted and not c.marks for c in held):
-                if chunk in self.given_up:
-                    raise PlanError(self.given_up[chunk])
+                if chunk in self.lost_by:
+                    raise PlanError(self.lost_by[chunk])
                 name = self._name(self.plan.layout.chunks[chunk].slots[0].tensor)
                 raise PlanError(
                     f"between two iterations no place holds the current parameters of chunk {chunk} ({name}, ...); "
@@ -402,7 +404,7 @@ class Walk:
         masters = [self.content.get((key[0], MASTER, place)) for place in Place] if what == "parameters" else []
         if not any(master is not None and master.version == content.version for master in masters):
             raise PlanError(words)
-        self.given_up[key[0]] = words
+        self.lost_by[key[0]] = words
 
     def _copy(self, s: int, k: int, step: Step) -> None:
         assert step.chunk is not None and step.list is not None
@@ -416,6 +418,8 @@ class Walk:
             self._change(s, target)
         else:
             self._take(s, target)
+        if step.kind is Kind.WRITEBACK and content.marks and step.list != "grad32":
+            self.sent[step.chunk] = content.version
         arrived = content.copy() if content.updating is None else _Content(content.version + 1)
         if step.part is not None and step.part.number:
             self._continue(step, target, arrived)
@@ -556,6 +560,7 @@ class Walk:
             )
         if step.completes:
             self.content[chunk, "param", place] = _Content(k + 1)
+            self.lost_by.pop(chunk, None)
         elif (working := self.content[chunk, "param", place]) is not None:
             self._updated(step, working)
 
@@ -606,8 +611,16 @@ class Walk:
             return
         assert step.chunk is not None
         keys = [key for other in (Place.HOST, place) if (key := (step.chunk, "grad32", other)) in self.content]
-        if place is Place.GPU and (not keys or step.chunk in self.sums):
+        if place is Place.GPU and step.chunk in self.sums:
             return
+        if place is Place.GPU and not keys:
+            if self.sent.get(step.chunk) != k:
+                return  # both gradients are on the gpu, where they are added up before the norm is taken
+            raise PlanError(
+                f"{label(step)}: a gradient of chunk {step.chunk} was on the host while another was on the gpu, so "
+                "the norm misses their sum; with clipping and several micro-batches a cpu_add adds each gradient "
+                "before any Adam"
+            )
         totals = [total for key in keys if (total := self.content[key]) is not None and total.version == k]
         added = set[tuple[int, int]]().union(*(total.marks for total in totals))
         if found - added:

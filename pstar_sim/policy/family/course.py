@@ -69,7 +69,7 @@ class Course:
         self.touched, self.needed_whole = self._needs()
         self.sums = {c: self._sum_stretches(c) for c in sorted(modes.summed)}
         self.room = self._needed_room()
-        self._add_given_up()
+        self._add_dropped_lists()
         self._take(self._leaving() if knobs.linger else [0] * len(self.room))
         self.least_room_bytes = min(self.room)
         if self.sums:
@@ -144,11 +144,11 @@ class Course:
         sums = gradient_rows.held(job, self.sums, self.at, len(room))
         return [left - other - held for left, other, held in zip(room, others, sums)]
 
-    def _add_given_up(self) -> None:
+    def _add_dropped_lists(self) -> None:
         """Add the bytes of pinned chunks' working lists at the positions at which the lists are dropped."""
         job, pinned = self.job, self.modes.pinned
         behind = update_rows.resident_updates(job, pinned, self.at, self.updates)
-        for c, (last, update) in update_rows.given_up(job, pinned, self.at, behind).items():
+        for c, (last, update) in update_rows.dropped_lists(job, pinned, self.at, behind).items():
             for n in range(last + 1, update + 1):
                 self.room[n] += job.sizes[c]
 
@@ -190,8 +190,8 @@ class Course:
         """Returns whether nothing reads what a working list holds over a gap: all of the gradient is in grad32, and the
         update behind the barrier writes the list anew."""
         job, c = self.job, gap.chunk
-        summed = job.sums_on_gpu or job.add_last or c in self.modes.summed
-        return job.barrier is not None and summed and gap.end == self.updates.get(c)
+        waits = job.barrier is not None and gap.end == self.updates.get(c)
+        return waits and job.all_in_grad32(c, self.modes.summed)
 
     def _keep_sums(self) -> None:
         """Keep sums of gradients on the GPU from the last gradient to an update behind the barrier, where there is

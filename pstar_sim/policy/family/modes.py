@@ -48,7 +48,8 @@ class ModeFacts:
     lists: number of times per iteration that a chunk's gradient goes down if its sum is not on the GPU.
     lists_streamed: the same number for a streamed chunk.
     sums: whether gradients may add up on the GPU although the states live elsewhere.
-    all_in_sum: whether the last gradient of a chunk whose sum is on the host is added to the sum before the update.
+    drops_pinned: whether pinned chunks drop their working lists between the last gradient and the update.
+    drops_streamed: whether all streamed chunks do; otherwise those whose sum is on the GPU do.
     h2d_bytes_per_s: rate of copies to the GPU.
     d2h_bytes_per_s: rate of copies to the host.
     dram_bytes_per_s: bandwidth of the rank's part of host DRAM.
@@ -71,7 +72,8 @@ class ModeFacts:
     lists: int
     lists_streamed: int
     sums: bool
-    all_in_sum: bool
+    drops_pinned: bool
+    drops_streamed: bool
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     dram_bytes_per_s: float
@@ -105,7 +107,8 @@ def mode_facts(job: Job) -> ModeFacts:
         lists=1 if job.sums_on_gpu else w.micro_batches,
         lists_streamed=1 if job.sums_on_gpu else last + job.add_last,
         sums=job.may_sum,
-        all_in_sum=job.add_last,
+        drops_pinned=job.barrier is not None and job.several and job.ranks == 1,
+        drops_streamed=job.barrier is not None and (job.add_last or job.sums_on_gpu),
         h2d_bytes_per_s=link.h2d_bytes_per_s,
         d2h_bytes_per_s=link.d2h_bytes_per_s,
         dram_bytes_per_s=job.machine.host.dram_bytes_per_s / job.machine.local_ranks,
@@ -185,9 +188,10 @@ def roofline(
     up, down = float(np.sum(f.up_s)), float(np.sum(f.down_s))
     states, sum_bytes = float(np.sum(facts.states_bytes)), float(np.sum(facts.sum_bytes))
     visiting = z * states + (z - summed_z) * sum_bytes  # bytes
-    # Room behind a barrier, and the sums that have no room there. Working lists whose gradient is in a sum are dropped.
-    listed = x + z if facts.lists == 1 else (0.0 if facts.all_in_sum else 1.0) * (z - summed_z)
-    last = facts.last_room_bytes - x * (pinned.sum() - everything) - listed * everything - summed_z * sum_bytes
+    # Room at the end of the last moment, and the sums that have no room there. Behind a barrier, working lists whose
+    # gradient is in a sum are dropped.
+    dropped = (x * facts.drops_pinned + (z if facts.drops_streamed else summed_z)) * f.barrier
+    last = facts.last_room_bytes - x * pinned.sum() - (z - dropped) * everything - summed_z * sum_bytes
     visiting = visiting + (np.clip(-last, 0.0, summed_z * sum_bytes) if spill and f.barrier else 0.0)
     # Copies up: each unpinned chunk once, and again over every gap that it leaves.
     passing = np.where(z > 0, float(facts.passing_bytes), 0.0)

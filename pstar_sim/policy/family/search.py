@@ -190,9 +190,8 @@ class Search:
     def _best_starts(
         self, roof: Roofline, pins: Sequence[int], shares: Sequence[float], sums: Sequence[float]
     ) -> list[_Start]:
-        """Returns the best trial by the roofline. Behind a barrier, also returns the best trials with the fewest pins,
-        with a middle number and with the most pins of those numbers for which the roofline is within FLAT of its
-        minimum."""
+        """Returns the best trial by the roofline. Behind a barrier, also returns the best trials with the smallest, the
+        middle and the largest of the numbers of pins whose roofline is within FLAT of its minimum."""
         least_s = roof.seconds.min(axis=(1, 2))
         chosen = {int(least_s.argmin())}
         if self.facts.pins.barrier:

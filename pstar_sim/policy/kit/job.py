@@ -6,7 +6,7 @@ each block holds besides chunks. These facts contain no decision.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 from pstar_sim.catalog.machine import Machine
@@ -227,6 +227,14 @@ class Job:
         if summed:
             return [(spans[0][1], spans[-1][2])] if spans else []
         return [(first, last) for _, first, last in spans[:-1]]
+
+    def all_in_grad32(self, chunk: int, summed: Collection[int]) -> bool:
+        """Returns whether the whole gradient of a chunk that is not resident is in grad32 when the chunk is updated,
+        with no part of the gradient in the working list.
+
+        summed: chunks for which a mode asks for the sum on the GPU.
+        """
+        return self.add_last or self.sums_on_gpu or chunk in summed
 
     def leaving(self, chunk: int, *, streamed: bool, summed: bool) -> Sequence[tuple[int, int, float]]:
         """Returns (last moment, bytes, seconds of the copy down) of each gradient of the chunk that leaves the GPU.

@@ -126,9 +126,8 @@ class Schedule:
         return self.sums_on_gpu(chunk) and not self.is_resident(chunk)
 
     def all_in_grad32(self, chunk: int) -> bool:
-        """Returns whether the whole gradient of a chunk that is not resident is in grad32 when the chunk is updated,
-        with no part of the gradient in the working list."""
-        return self.job.add_last or self.sums_on_gpu(chunk)
+        """Returns the answer of `Job.all_in_grad32` for the modes."""
+        return self.job.all_in_grad32(chunk, self.modes.summed)
 
     def folds(self, chunk: int) -> bool:
         """Returns whether the update of a chunk that is not resident adds its last gradient to the sum of the others,

@@ -13,7 +13,7 @@ from pstar_sim.policy.kit.schedule import Modes, Position
 from pstar_sim.policy.passes.draft_rows import After, DraftRows, ends_of
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
-__all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "given_up", "resident_updates", "room"]
+__all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "dropped_lists", "resident_updates", "room"]
 
 
 def room(job: Job, position: Position, modes: Modes) -> int:
@@ -50,11 +50,11 @@ def resident_updates(
     return behind
 
 
-def given_up(
+def dropped_lists(
     job: Job, pinned: Collection[int], at: Sequence[int], behind: Mapping[int, Sequence[int]]
 ) -> dict[int, tuple[int, int]]:
-    """Returns pinned chunk -> position behind which its working list is dropped, and position behind which the list is
-    there again, for its update.
+    """Returns pinned chunk -> position behind which its working list is dropped, and position behind which it is
+    allocated anew and updated.
 
     Behind a barrier nothing reads the working list between the chunk's last gradient and its update, which writes the
     list anew from the master copy: the gradients of several micro-batches are in grad32.
@@ -88,12 +88,12 @@ class UpdateRows:
         self._rows = rows
         self._working = working
         self._parameters_down: dict[int, int] = {}  # streamed chunk -> write-back of its updated parameters
-        self._barrier_passed = False  # whether an update of a resident chunk waits for the barrier already
+        self._barrier_waited_for = False  # by an update of a resident chunk
         schedule = rows.schedule
         pinned = schedule.modes.pinned
         self._residents_behind = resident_updates(schedule.job, pinned, schedule.at, schedule.updates)
         self._drops_behind: defaultdict[int, list[int]] = defaultdict(list)  # position -> pinned chunks
-        for c, (last, _) in given_up(schedule.job, pinned, schedule.at, self._residents_behind).items():
+        for c, (last, _) in dropped_lists(schedule.job, pinned, schedule.at, self._residents_behind).items():
             self._drops_behind[last].append(c)
 
     def before(self, n: int) -> Sequence[int]:
@@ -150,8 +150,8 @@ class UpdateRows:
     def _update_resident(self, c: int) -> None:
         rows, schedule = self._rows, self._rows.schedule
         job = schedule.job
-        after: After = () if job.barrier is None or self._barrier_passed else ends_of(rows.last_adds)
-        self._barrier_passed = True
+        after: After = () if job.barrier is None or self._barrier_waited_for else ends_of(rows.last_adds)
+        self._barrier_waited_for = True
         if c in rows.sum_of:
             after += ((rows.sum_of[c], 0),)
         if (c, "param") in rows.release_of:

@@ -225,6 +225,9 @@ def test_an_overflow_leaves_sums_and_states_as_they_were(kit: Any, trained: Call
                 optimizer_of.zero_grad()
     assert run.session.scaling.skipped_steps == optimizer.session.scaling.skipped_steps == 1
     assert run.session.deviations == 0
+    assert [s for s in run.plan.steps if s.kind is Kind.ALLOC and s.list == "param"]  # lists that the update fills
+    for mine, theirs in zip(run.model.parameters(), other.parameters()):
+        assert torch.equal(mine.detach().clone(), theirs.detach().clone())
     mine, theirs = run.optimizer.state_dict()["state"], optimizer.state_dict()["state"]
     for number, states in theirs.items():
         assert all(torch.equal(mine[number][name], states[name]) for name in ("exp_avg", "exp_avg_sq"))
