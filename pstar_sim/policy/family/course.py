@@ -147,6 +147,8 @@ class Course:
     def _add_dropped_lists(self) -> None:
         """Add the bytes of pinned chunks' working lists at the positions at which the lists are dropped."""
         job, pinned = self.job, self.modes.pinned
+        if not job.drops_pinned_lists:
+            return
         behind = update_rows.resident_updates(job, pinned, self.at, self.updates)
         for c, (last, update) in update_rows.dropped_lists(job, pinned, self.at, behind).items():
             for n in range(last + 1, update + 1):

@@ -49,7 +49,7 @@ class ModeFacts:
     lists_streamed: the same number for a streamed chunk.
     sums: whether gradients may add up on the GPU although the states live elsewhere.
     drops_pinned: whether pinned chunks drop their working lists between the last gradient and the update.
-    drops_streamed: whether all streamed chunks do; otherwise those whose sum is on the GPU do.
+    drops_streamed: whether behind a barrier all streamed chunks do; otherwise those whose sum is on the GPU do.
     h2d_bytes_per_s: rate of copies to the GPU.
     d2h_bytes_per_s: rate of copies to the host.
     dram_bytes_per_s: bandwidth of the rank's part of host DRAM.
@@ -107,8 +107,8 @@ def mode_facts(job: Job) -> ModeFacts:
         lists=1 if job.sums_on_gpu else w.micro_batches,
         lists_streamed=1 if job.sums_on_gpu else last + job.add_last,
         sums=job.may_sum,
-        drops_pinned=job.barrier is not None and job.several and job.ranks == 1,
-        drops_streamed=job.barrier is not None and (job.add_last or job.sums_on_gpu),
+        drops_pinned=job.drops_pinned_lists,
+        drops_streamed=job.add_last or job.sums_on_gpu,
         h2d_bytes_per_s=link.h2d_bytes_per_s,
         d2h_bytes_per_s=link.d2h_bytes_per_s,
         dram_bytes_per_s=job.machine.host.dram_bytes_per_s / job.machine.local_ranks,

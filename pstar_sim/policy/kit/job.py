@@ -228,6 +228,12 @@ class Job:
             return [(spans[0][1], spans[-1][2])] if spans else []
         return [(first, last) for _, first, last in spans[:-1]]
 
+    @property
+    def drops_pinned_lists(self) -> bool:
+        """Whether pinned chunks drop their working lists between the last gradient and the update behind the barrier:
+        the gradients of several micro-batches are in grad32, and the update writes the list from the master copy."""
+        return self.barrier is not None and self.several and self.ranks == 1
+
     def all_in_grad32(self, chunk: int, summed: Collection[int]) -> bool:
         """Returns whether the whole gradient of a chunk that is not resident is in grad32 when the chunk is updated,
         with no part of the gradient in the working list.

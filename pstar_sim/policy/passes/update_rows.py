@@ -56,13 +56,10 @@ def dropped_lists(
     """Returns pinned chunk -> position behind which its working list is dropped, and position behind which it is
     allocated anew and updated.
 
-    Behind a barrier nothing reads the working list between the chunk's last gradient and its update, which writes the
-    list anew from the master copy: the gradients of several micro-batches are in grad32.
-
     pinned, at: as for `resident_updates`.
     behind: the result of `resident_updates`.
     """
-    if job.barrier is None or not job.several or job.ranks > 1:
+    if not job.drops_pinned_lists:
         return {}
     until = {c: n for n, chunks in behind.items() for c in chunks}
     unused = {c: (at[job.update_block[c]], until[c]) for c in pinned if job.uses.updated(c)}
