@@ -17,7 +17,7 @@ from executor.moments.hooks import ModuleEvent
 from executor.session.cursor import ACTS, Answer
 from executor.session.loop import Loop
 from pstar_sim.core.plan import Settings
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import ContractError, DoesNotFit
 
 
 @pytest.fixture(autouse=True)
@@ -498,7 +498,11 @@ class TestEagerUpdates:
         finish(kit, eager)
 
     def test_a_hook_that_reads_in_the_last_backward(self, kit: Any, eager: Any) -> None:
-        """Never a value that plain torch would not have: an error, or the value from before the update."""
+        """Never a value that plain torch would not have: an error, or the value from before the update.
+
+        How many updates have begun depends on the threads. What is read stays on the gpu until the next event, so that
+        reading everything at once does not fit where few updates have begun.
+        """
         steps(kit, eager)
         names = dict(eager.model.named_parameters())
         before = eager.model.state_dict()
@@ -509,7 +513,7 @@ class TestEagerUpdates:
             for name, parameter in names.items():
                 try:
                     seen[name] = parameter.detach().clone()
-                except ContractError as error:
+                except (ContractError, DoesNotFit) as error:
                     refusals.append(str(error))
 
         batch = next(eager.batches)
@@ -519,7 +523,7 @@ class TestEagerUpdates:
         handle.remove()
         assert len(seen) + len(refusals) == len(names)
         assert all(torch.equal(value, before[name]) for name, value in seen.items())
-        assert all("is read between" in text for text in refusals)
+        assert all("is read between" in text or "reads at once, off plan" in text for text in refusals)
         kit.loss_of(eager.reference.model, batch).backward()
         finish(kit, eager)
 
