@@ -150,7 +150,7 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     one = UpdateRows(rows, WorkingLists(rows, floors))
     update = s.updates[1]
     for n in range(update + 1):
-        waits = one.before(n)
+        waits = one.before(n) if n in one.before_at else ()
         here = one.update(1, waits) if n == update else moment(rows)
         rows.end(here)
         one.behind(n, here)

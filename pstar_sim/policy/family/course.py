@@ -12,8 +12,9 @@ from itertools import pairwise
 
 from pstar_sim.policy.family.eviction import keep_set
 from pstar_sim.policy.family.residency import UseGap, gaps_of, held_over
+from pstar_sim.policy.kit.blocks import Position
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Modes, Position, Schedule, Stretch
+from pstar_sim.policy.kit.schedule import Modes, Schedule, Stretch
 from pstar_sim.policy.passes import collective_rows, gradient_rows, update_rows
 
 __all__ = ["Course", "Knobs"]
@@ -135,7 +136,12 @@ class Course:
         position itself."""
         job = self.job
         free = job.machine.gpu_budget_bytes - self.resident_bytes
-        room = [free - position.tide_bytes - self._beside(position) for position in self.positions]
+        room = [free - position.tide_bytes for position in self.positions]
+        for block, lists in enumerate(job.gradient_lists):
+            if lists:
+                room[self.at[block]] -= gradient_rows.room(job, block, self._in_place)
+        for n in self.updates.values():
+            room[n] -= update_rows.room(job, self.positions[n], self.modes)
         for c, mine in self.touched.items():
             size = job.sizes[c]
             for n in mine:
@@ -166,12 +172,6 @@ class Course:
         elif update is not None:
             needed[-1] = Stretch(needed[-1].first, update)
         return _merged(needed)
-
-    def _beside(self, position: Position) -> int:
-        """Returns the bytes that a position needs in addition to working lists."""
-        if position.chunk >= 0:
-            return update_rows.room(self.job, position, self.modes)
-        return gradient_rows.room(self.job, position.block, self._in_place)
 
     def _keep(self) -> set[UseGap]:
         """Returns the gaps over which a chunk stays on the GPU because there is room for it."""
@@ -248,10 +248,13 @@ class Course:
         positions: list[Position] = []
         at: list[int] = []
         updates: dict[int, int] = {}
-        for n, (block, adds_s) in enumerate(zip(job.blocks, gradient_rows.adds_s(job, self.modes))):
+        for n, (position, adds_s) in enumerate(zip(job.positions, gradient_rows.adds_s(job, self.modes))):
             at.append(len(positions))
-            positions.append(Position(n, -1, block.tide_bytes, block.seconds + adds_s))
-            for c in behind.get(n, ()):
+            positions.append(position._replace(seconds=position.seconds + adds_s) if adds_s else position)
+            if n not in behind:
+                continue
+            block = job.blocks[n]
+            for c in behind[n]:
                 tide = min(block.tide_bytes, job.blocks[(n + 1) % len(job.blocks)].tide_bytes)
                 updates[c] = len(positions)
                 positions.append(Position(-1, c, tide, job.cost.gpu_adam_s(c)))

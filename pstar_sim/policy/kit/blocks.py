@@ -1,13 +1,14 @@
-"""Blocks: neighbouring moments that need the same chunks, treated as one."""
+"""Blocks: neighbouring moments that need the same chunks, treated as one. Positions: where blocks and updates run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pstar_sim.policy.kit.facts import Facts
 
-__all__ = ["Block", "blocks_of"]
+__all__ = ["Block", "Position", "blocks_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,21 @@ class Block:
     first: int
     last: int
     chunks: tuple[int, ...]
+    tide_bytes: int
+    seconds: float
+
+
+class Position(NamedTuple):
+    """A place on the compute queue.
+
+    block: index of the block of moments that runs here; -1 for an update.
+    chunk: streamed chunk that is updated here; -1 for a block.
+    tide_bytes: non-model bytes on the GPU.
+    seconds: seconds that the position takes.
+    """
+
+    block: int
+    chunk: int
     tide_bytes: int
     seconds: float
 

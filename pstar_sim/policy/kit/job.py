@@ -16,7 +16,7 @@ from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import cost_of
 from pstar_sim.errors import CannotPlan
-from pstar_sim.policy.kit.blocks import Block, blocks_of
+from pstar_sim.policy.kit.blocks import Block, Position, blocks_of
 from pstar_sim.policy.kit.charges import charges_of
 from pstar_sim.policy.kit.facts import facts_of
 from pstar_sim.policy.kit.points import Point
@@ -129,6 +129,11 @@ class Job:
     def blocks(self) -> list[Block]:
         """Runs of moments that are treated as one position."""
         return blocks_of(self.uses, self.cost.moments_s, self.tide, self.small, self._cuts())
+
+    @cached_property
+    def positions(self) -> list[Position]:
+        """Block -> its position, without adds of gradients."""
+        return [Position(n, -1, block.tide_bytes, block.seconds) for n, block in enumerate(self.blocks)]
 
     @cached_property
     def block_of(self) -> list[int]:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import NamedTuple
 
+from pstar_sim.policy.kit.blocks import Position
 from pstar_sim.policy.kit.job import Job
 
-__all__ = ["Modes", "Position", "Schedule", "Stretch"]
+__all__ = ["Modes", "Schedule", "Stretch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +31,6 @@ class Modes:
     streamed: frozenset[int] = frozenset()
     summed: frozenset[int] = frozenset()
     spilt: frozenset[int] = frozenset()
-
-
-class Position(NamedTuple):
-    """A place on the compute queue.
-
-    block: index of the block of moments that runs here; -1 for an update.
-    chunk: streamed chunk that is updated here; -1 for a block.
-    tide_bytes: non-model bytes on the GPU.
-    seconds: seconds that the position takes.
-    """
-
-    block: int
-    chunk: int
-    tide_bytes: int
-    seconds: float
 
 
 class Stretch(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from pstar_sim.core.step import Kind, Queue
@@ -61,6 +61,14 @@ class Collectives:
             if rows.schedule.job.uses.updated(c) and not rows.schedule.adds_up(c):
                 self._drops_behind[stretches[-1].last].remove(c)
                 self._sums_behind[stretches[-1].last].append(c)
+
+    @property
+    def before_at(self) -> Iterable[int]:
+        return {*self._gathers_before, self._rows.schedule.at[-1]} if self._gathers_before else ()
+
+    @property
+    def behind_at(self) -> Iterable[int]:
+        return {*self._drops_behind, *self._sums_behind}
 
     def before(self, n: int) -> Sequence[int]:
         waits = [self._gather(c, n) for c in self._gathers_before.get(n, ())]

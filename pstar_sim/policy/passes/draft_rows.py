@@ -2,10 +2,11 @@
 
 [Note: passes] A pass writes the rows of one concern of an iteration: working lists, collectives, stashes, gradients,
 updates. `before(n)` writes the rows that bring the lists for position n, and returns the rows for which the position
-waits. `behind(n, here)` writes the rows that follow the position, whose row is `here`. `close()` adds the edges over
-the border of the iteration once all rows are written; it also writes CPU Adam. A pass finds the rows of other passes by
-their meaning (`DraftRows`). The function `room` of a pass's module returns the bytes, per block or position, that the
-pass needs beside the working lists. So these bytes are known before a policy decides which chunks stay.
+waits. `behind(n, here)` writes the rows that follow the position, whose row is `here`. A pass names the positions at
+which it has something to do: at most positions most passes have nothing. `close()` adds the edges over the border of
+the iteration once all rows are written; it also writes CPU Adam. A pass finds the rows of other passes by their meaning
+(`DraftRows`). The function `room` of a pass's module returns the bytes, per block or position, that the pass needs
+beside the working lists. So these bytes are known before a policy decides which chunks stay.
 
 [Note: keys] Of the ready rows of a queue, the row with the smallest key goes first. To the GPU, keys are the position
 served, then the chunk. To the host, keys begin with: -2 for drops; -1 for stashes on their way out, because a forward
@@ -29,7 +30,17 @@ After = tuple[tuple[int, int], ...]
 
 
 class Pass(Protocol):
-    """The rows of one concern of an iteration: [Note: passes]."""
+    """The rows of one concern of an iteration: [Note: passes].
+
+    before_at: positions for which `before` has something to do.
+    behind_at: positions for which `behind` has something to do.
+    """
+
+    @property
+    def before_at(self) -> Iterable[int]: ...
+
+    @property
+    def behind_at(self) -> Iterable[int]: ...
 
     def before(self, n: int) -> Sequence[int]: ...
 

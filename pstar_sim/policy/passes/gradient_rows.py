@@ -7,7 +7,7 @@ on the GPU for the update of a streamed chunk."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from pstar_sim.core.step import Kind, Queue
@@ -107,6 +107,14 @@ class GradientRows:
     def _lists_of(self, c: int) -> Sequence[tuple[int, int]]:
         schedule = self._rows.schedule
         return schedule.job.lists_of(c, summed=schedule.sums_on_gpu(c))
+
+    @property
+    def before_at(self) -> Iterable[int]:
+        return {*self._opens, *self._comes_before}
+
+    @property
+    def behind_at(self) -> Iterable[int]:
+        return {*self._closes, *self._goes_behind, *self._sends_behind, *self._parks_behind, *self._adds_behind}
 
     def before(self, n: int) -> Sequence[int]:
         rows, schedule = self._rows, self._rows.schedule

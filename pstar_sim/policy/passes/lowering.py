@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from pstar_sim.core.draft import Charge, Draft
@@ -32,18 +33,25 @@ def draft_of(schedule: Schedule) -> Draft:
     floors = Floors(rows)
     working, collectives = WorkingLists(rows, floors), Collectives(rows, floors)
     stashes, gradients, updates = StashCopies(rows), GradientRows(rows, working), UpdateRows(rows, working)
-    idle = {collectives: not schedule.whole, stashes: not schedule.job.workload.stashes}
-    before: list[Pass] = [one for one in (working, collectives, gradients, stashes, updates) if not idle.get(one)]
-    behind: list[Pass] = [one for one in (stashes, collectives, working, gradients, updates) if not idle.get(one)]
+    before: defaultdict[int, list[Pass]] = defaultdict(list)  # position -> passes with rows before it, in order
+    behind: defaultdict[int, list[Pass]] = defaultdict(list)
+    one: Pass
+    for one in (working, collectives, gradients, stashes, updates):
+        for n in one.before_at:
+            before[n].append(one)
+    for one in (stashes, collectives, working, gradients, updates):
+        for n in one.behind_at:
+            behind[n].append(one)
     for n, position in enumerate(schedule.positions):
-        waits = [row for one in before for row in one.before(n)]
+        waits = [row for one in before[n] for row in one.before(n)] if n in before else ()
         if position.chunk >= 0:
             here = updates.update(position.chunk, waits)
         else:
             here = _moments(rows, n, waits)
         rows.end(here)
-        for one in behind:
-            one.behind(n, here)
+        if n in behind:
+            for one in behind[n]:
+                one.behind(n, here)
         rows.leave()
     gradients.close()
     updates.close()

@@ -3,7 +3,7 @@ workload/workload.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pstar_sim.core.step import Kind, Queue
 from pstar_sim.policy.kit.stash_moves import StashMoves
@@ -19,6 +19,15 @@ class StashCopies:
     def __init__(self, rows: DraftRows) -> None:
         self._rows = rows
         self._moves = StashMoves(rows.schedule.job.workload)
+
+    @property
+    def before_at(self) -> Iterable[int]:
+        schedule = self._rows.schedule
+        return range(len(schedule.positions)) if schedule.job.workload.stashes else ()
+
+    @property
+    def behind_at(self) -> Iterable[int]:
+        return self.before_at
 
     def before(self, n: int) -> Sequence[int]:
         job, position = self._rows.schedule.job, self._rows.schedule.positions[n]

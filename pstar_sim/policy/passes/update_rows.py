@@ -4,12 +4,13 @@ all others."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pstar_sim.core.step import Kind, Queue
+from pstar_sim.policy.kit.blocks import Position
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.job import Job
-from pstar_sim.policy.kit.schedule import Modes, Position
+from pstar_sim.policy.kit.schedule import Modes
 from pstar_sim.policy.passes.draft_rows import After, DraftRows, ends_of
 from pstar_sim.policy.passes.working_lists import WorkingLists
 
@@ -93,12 +94,18 @@ class UpdateRows:
         for c, (last, _) in dropped_lists(schedule.job, pinned, schedule.at, self._residents_behind).items():
             self._drops_behind[last].append(c)
 
+    @property
+    def before_at(self) -> Iterable[int]:
+        return self._rows.schedule.updates.values()
+
+    @property
+    def behind_at(self) -> Iterable[int]:
+        return {*self._rows.schedule.updates.values(), *self._drops_behind, *self._residents_behind}
+
     def before(self, n: int) -> Sequence[int]:
         """Fetch the states of a streamed chunk. Returns the rows for which the update waits."""
         rows, schedule = self._rows, self._rows.schedule
         job, c = schedule.job, schedule.positions[n].chunk
-        if c < 0:
-            return ()
         added: After = ((rows.add_of[c], 0),) if c in rows.add_of else ()
         lists = job.visiting(held=schedule.sum_waits(c))
         arriving = [self._working.fetch(c, n, name, added if name == "grad32" else ()) for name in lists]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from pstar_sim.core.step import Kind, Queue
@@ -35,6 +35,14 @@ class WorkingLists:
                     self._drops_behind[stretch.last].append(c)
             if c not in schedule.stays and not schedule.job.uses.updated(c):
                 self._drops_behind[stretches[-1].last].append(c)
+
+    @property
+    def before_at(self) -> Iterable[int]:
+        return self._fetches_before
+
+    @property
+    def behind_at(self) -> Iterable[int]:
+        return self._drops_behind
 
     def before(self, n: int) -> Sequence[int]:
         fetched = []
