@@ -48,12 +48,7 @@ class Attempt:
     @property
     def busy_s(self) -> tuple[float, float]:
         """Nominal seconds of CPU Adam, and of the busier direction of the link, per iteration."""
-        seconds = dict.fromkeys(Queue, 0.0)
-        for row in self.draft.rows:
-            seconds[row.queue] += row.charge.seconds
-        if self.left_out is not None:
-            for queue, work_s in self.left_out.work_s.items():
-                seconds[queue] += self.left_out.times * work_s
+        seconds = _work_s(self.draft, self.left_out)
         return seconds[Queue.ADAM], max(seconds[Queue.H2D], seconds[Queue.D2H])
 
     @property
@@ -107,7 +102,7 @@ def attempt_course(
 ) -> Attempt:
     """Returns the same as `attempt`, for a course that is laid out already.
 
-    limit_s: see `choose`; seconds of all micro-batches.
+    limit_s: seconds of all micro-batches. The attempt is given up once it is certain to take longer; see `choose`.
     like: an earlier attempt of the same job, whose rows are used again if the new rows would be equal.
     times_left_out: number of micro-batches that the course's job leaves out.
     """
@@ -117,5 +112,20 @@ def attempt_course(
     else:
         draft = draft_of(schedule)
     left_out = left_out_of(course.job, draft, times_left_out) if times_left_out else None
-    limit_s -= left_out.least_s if left_out is not None else 0.0
-    return Attempt(course, schedule, draft, choose(draft, limit_s=limit_s), left_out)
+    least_s = max(_work_s(draft, left_out).values()) if limit_s < math.inf else 0.0
+    if least_s > limit_s:
+        window = Window(least_s, [], draft.gpu_free_bytes, draft.host_free_bytes)
+    else:
+        window = choose(draft, limit_s=limit_s - (left_out.least_s if left_out is not None else 0.0))
+    return Attempt(course, schedule, draft, window, left_out)
+
+
+def _work_s(draft: Draft, left_out: LeftOut | None) -> dict[Queue, float]:
+    """Returns the nominal seconds of each queue's work per iteration."""
+    seconds = dict.fromkeys(Queue, 0.0)
+    for row in draft.rows:
+        seconds[row.queue] += row.charge.seconds
+    if left_out is not None:
+        for queue, work_s in left_out.work_s.items():
+            seconds[queue] += left_out.times * work_s
+    return seconds

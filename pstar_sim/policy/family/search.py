@@ -70,7 +70,6 @@ SUMS_TURNS = ((-1, 1), (1, -1), (-1, 0), (1, 0), (0, 1), (0, -1))
 # also the modes of the large chunks. The search goes downhill from random trials that are slower than the best by at
 # most the factor WANDER_LIMIT.
 WANDER, OTHER_MODES, WANDER_LIMIT = 0.04, 0.25, 1.02
-MOST_WHOLE = 3  # attempts that are made in the whole job, if attempts are made in a shorter job
 USUAL = Knobs()  # knobs with which a search begins
 
 
@@ -315,29 +314,40 @@ class Search:
         except DoesNotFit as reason:
             self.reason = self.reason or reason
             return None
+        limit_s = self.here[0] * HOPELESS if self.here is not None else math.inf
+        if self._adam_s(modes) > limit_s:
+            self.effort_ops -= self.count
+            return None
         course = Course(self.shown, modes, knobs)
         if course.least_room_bytes < 0:
             self._tight = True
             self.least_short_bytes = min(self.least_short_bytes or -course.least_room_bytes, -course.least_room_bytes)
             return None
-        limit_s = self.here[0] * HOPELESS if self.here is not None else math.inf
         found = attempt_course(course, limit_s=limit_s, times_left_out=self._times_left_out)
         self.effort_ops -= len(found.draft.rows) * (len(found.window.periods_s) + 1)
         return found if found.fits else None
 
+    def _adam_s(self, modes: Modes) -> float:
+        """Returns the nominal seconds of CPU Adam and of the adds on the host, per iteration."""
+        facts, on_gpu = self.facts.pins, modes.pinned | modes.summed
+        seconds = 0.0
+        for c, adam_s, add_s, fold_s in zip(self.job.candidates, facts.adam_s, facts.add_s, facts.fold_s):
+            by_cpu = c not in modes.pinned and c not in modes.streamed
+            seconds += adam_s if by_cpu else 0.0
+            if c not in on_gpu:
+                seconds += add_s + (fold_s if by_cpu else 0.0)
+        return seconds
+
     def whole(self) -> list[Attempt]:
-        """Returns the fastest attempts, made in the whole job. If the shorter job's seconds of the best trial were too
-        few, the next trials are made in the whole job, too."""
+        """Returns the fastest attempts, made in the whole job."""
         if not self._times_left_out:
             return self.fastest
-        known = [((a.modes, a.knobs), a.iteration_s) for a in self.fastest]
-        known += sorted(self._seconds_of.items(), key=lambda item: item[1])
         made: list[Attempt] = []
-        for (modes, knobs), seconds in dict(known).items():
+        for like in self.fastest:
             least_s = min((a.iteration_s for a in made), default=math.inf)
-            if least_s <= seconds * (1 + GOOD_ENOUGH) or len(made) == MOST_WHOLE:
+            if least_s <= like.iteration_s * (1 + GOOD_ENOUGH):
                 break
-            course = Course(self.job, modes, knobs)
+            course = Course(self.job, like.modes, like.knobs)
             found = attempt_course(course, limit_s=least_s) if course.least_room_bytes >= 0 else None
             if found is not None and found.fits:
                 made.append(found)

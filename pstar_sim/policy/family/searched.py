@@ -43,11 +43,13 @@ COARSE = 100  # up to this number of chunks, chunks count as few
 OPS, OPS_OF_FEW, ALONE = 380_000, 480_000, 0.65
 # Effort for the usual chunk size, for each other size, and for each continuation of a search.
 FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
-# Jobs with one micro-batch get MORE times the effort that they used, if the plans of all searches are slower than their
-# floors by WORTH_MORE. Jobs with several micro-batches get MORE_OF_SEVERAL times this effort: attempts take longer. The
-# share RANDOM of what is added goes into random trials near the best, except behind a barrier with one micro-batch,
+# If the plans of all searches are slower than their floors by WORTH_MORE, jobs with one micro-batch get MORE times the
+# effort that they used. Jobs with several micro-batches get MORE_OF_SEVERAL times this effort: attempts take longer.
+# With one micro-batch behind a barrier, floors are farther from what is possible, so WORTH_MORE_BEHIND_BARRIER is used.
+# The share RANDOM of what is added goes into random trials near the best, except behind a barrier with one micro-batch,
 # where descents from other trials find faster plans.
-WORTH_MORE, MORE, MORE_OF_SEVERAL, RANDOM = 1e-2, 1.8, 1.9, 0.5
+WORTH_MORE, WORTH_MORE_BEHIND_BARRIER = 2e-2, 5e-2
+MORE, MORE_OF_SEVERAL, RANDOM = 1.8, 1.5, 0.5
 # Fewest attempts that a look at another size should allow. Where chunks are few, a look gets the effort for them, up to
 # the share LONG_LOOK of all effort. A size that allows fewer attempts waits until the other searches are exhausted.
 FEWEST_ATTEMPTS, LONG_LOOK = 3, 0.2
@@ -153,7 +155,7 @@ class _Sizes:
             raise self._reason
         self._continue()
         several = self._workload.micro_batches > 1
-        if self._above_floor(WORTH_MORE):
+        if self._above_floor(WORTH_MORE_BEHIND_BARRIER if self._barrier and not several else WORTH_MORE):
             used = min(self.all_ops, self.all_ops - self.left_ops)
             more = round(((MORE_OF_SEVERAL if several else MORE) - 1) * used)
             if self.left_ops <= 0:
