@@ -30,7 +30,7 @@ def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]
                 "DRAM GB/s": _short(m.host.dram_bytes_per_s / GB),
                 "16-bit TFLOPS": _tflops(m.gpu.flops_per_s),
                 "Adam G/s": _short(m.host.adam_params_per_s / 1e9),
-                "figures": m.confidence,
+                "compute is": m.confidence_by_input["compute"],
                 "what": m.notes,
             }
         )

@@ -308,7 +308,7 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Nodes and their ranks; a single GPU is one rank. `confidence` is "calibrated" if every part is, else "datasheet".
+    """Nodes and their ranks; a single GPU is one rank.
 
     name: name of the machine.
     ranks: ranks of all nodes, node by node, the same number in each.
@@ -417,9 +417,14 @@ class Machine:
         return self.host.adam_params_per_s / self.local_ranks
 
     @property
+    def calibrated(self) -> bool:
+        """Whether host, GPUs and links were all measured on this machine."""
+        return self.host.measured and all(r.gpu.measured and r.link.measured for r in self.ranks)
+
+    @property
     def confidence(self) -> str:
-        parts = [self.host.measured, *(r.gpu.measured and r.link.measured for r in self.ranks)]
-        return "calibrated" if all(parts) else "datasheet"
+        """How the worst-known input of a prediction is known: a word of `confidence_by_input`."""
+        return _worst((False, word) for word in self.confidence_by_input.values())
 
     @property
     def confidence_by_input(self) -> dict[str, str]:

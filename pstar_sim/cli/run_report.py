@@ -74,7 +74,7 @@ def machine_here(plan: Plan, bandwidth: tuple[float, float], *, virtual: bool) -
         return plan.machine
     rates = executor_module("measuring.rates")
     found: Machine
-    if plan.machine.gpu.launch_s is not None and plan.machine.confidence == "calibrated":
+    if plan.machine.gpu.launch_s is not None and plan.machine.calibrated:
         found = rates.throttled(plan.machine, *bandwidth)  # keeps the plan's own prediction
     else:
         found = rates.measure_virtual_machine(plan.machine, h2d_bytes_per_s=bandwidth[0], d2h_bytes_per_s=bandwidth[1])
@@ -227,16 +227,17 @@ def figures_as_json(rows: Sequence[Figure]) -> list[dict[str, object]]:
 def predicted_from(plan: Plan, machine: Machine) -> str:
     """Returns the sources of the predicted seconds, in words, for a run of the plan on `machine` (see
     `machine_here`)."""
-    w = plan.workload
+    w, known = plan.workload, machine.confidence_by_input
     if w.recorded_on is not None and w.recorded_on == machine.name:
         compute = "compute as recorded in a warm-up"
     elif machine.gpu.measured and "measured here" in machine.gpu.source:
         compute = "compute by the rate of one matrix product measured at the start (a trace without a warm-up)"
     else:
-        compute = f"compute by the {machine.confidence} rates of {machine.name}"
+        compute = f"compute by the {known['compute']} rates of {machine.name}"
     if machine.host.measured and "measured here" in machine.host.source:
         return f"{compute}; copies and CPU Adam by rates measured at the start"
-    return f"{compute}; copies and CPU Adam by the {machine.confidence} rates of {machine.name}"
+    copies = f"copies by its {known['link']} rates, CPU Adam by its {known['CPU Adam']} rate"
+    return f"{compute}; {copies}"
 
 
 def predicted_bar(plan: Plan, machine: Machine) -> str:

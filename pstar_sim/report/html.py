@@ -14,6 +14,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import MODES, Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import PstarError
+from pstar_sim.planner.confidence import confidence_line
 from pstar_sim.planner.explain import WAITS, held_between
 from pstar_sim.report.byte_curves import byte_curves
 from pstar_sim.report.palette import CATEGORIES, policy_colours
@@ -49,7 +50,7 @@ def machine_html(machine: Machine) -> str:
         ("CPU Adam", f"{m.adam_params_per_s / 1e9:.3g} billion parameters/s{each}"),
         *((dtype, f"{rate / 1e12:.4g} Tflops/s") for dtype, rate in m.gpu.flops_per_s.items()),
         *([("disks", f"{format_bytes(m.nvme_budget_bytes)}{each}")] if m.nvme is not None else []),
-        ("figures", m.confidence),
+        ("figures", confidence_line(m.confidence_by_input)),
     ]
     notes = [m.notes] if m.notes else []
     if m.mixed:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.cli import main
 from pstar_sim.core.plan import load_plan
 from pstar_sim.planner.compare import compare
@@ -27,6 +28,20 @@ def test_durations_recorded_on_the_machine_count_as_recorded() -> None:
     recorded = confidence(replace(workload, recorded_on="virtual"), machine)
     assert recorded["compute"] == "recorded" and "operators" not in recorded
     assert confidence(replace(workload, recorded_on="another"), machine)["compute"] == "datasheet"
+
+
+def test_a_heading_says_the_worst_word() -> None:
+    """A machine is known as well as the worst-known input, whose name the line of inputs gives."""
+    machine = load_machine("virtual")
+    assert machine.confidence_by_input["compute"] == "datasheet" and machine.confidence == "assumed"  # operators
+    assert replace(machine, framework=None, ranks=_measured(machine)).confidence == "datasheet"  # DRAM
+    assert not machine.calibrated
+
+
+def _measured(machine: Machine) -> tuple[Rank, ...]:
+    return tuple(
+        replace(r, gpu=replace(r.gpu, measured=True), link=replace(r.link, measured=True)) for r in machine.ranks
+    )
 
 
 WORDS = "calibrated: none; fitted: CPU Adam; datasheet: link, DRAM; assumed: compute, operators, framework"
