@@ -122,7 +122,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("search", "policy.family.searched.NEXT_OPS", 20_000, 80_000),
     *instead("search", "policy.family.searched.OPS_OF_FEW", 185_000, 740_000),
     *instead("small batches", "policy.family.searched.MORE", 1.0, 2.0),
-    *instead("few chunks", "policy.family.searched.MORE_OF_SEVERAL", 1.0, 1.6),
+    *instead("few chunks", "policy.family.searched.MORE_OF_SEVERAL", 1.0, 2.0),
     *instead("small batches, few chunks", "policy.family.searched.RANDOM", 0.0, 1.0),
     *instead("large chunks, full GPUs", "policy.family.search.FLAT", 1.0, 1.05),
     *instead("small batches", "policy.family.searched.WORTH_MORE", 0.0, 0.06),

@@ -124,7 +124,7 @@ def relative_to(workload: Workload, machine: Machine, settings: Settings, layout
     barrier = settings.barrier(w.dtype)
     return ", ".join(
         (
-            f"cost model of {machine.name} ({machine.confidence})",
+            f"cost model of {machine.name}",
             f"chunks of {format_bytes(layout.chunk_bytes)}" + _held_by(machine, layout),
             activations_text(w) if w.activations else f"checkpointing {'on' if w.checkpointing else 'off'}",
             f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"

@@ -422,11 +422,6 @@ class Machine:
         return self.host.measured and all(r.gpu.measured and r.link.measured for r in self.ranks)
 
     @property
-    def confidence(self) -> str:
-        """How the worst-known input of a prediction is known: a word of `confidence_by_input`."""
-        return _worst((False, word) for word in self.confidence_by_input.values())
-
-    @property
     def confidence_by_input(self) -> dict[str, str]:
         """How each input of a prediction is known: input -> "calibrated", or one of KNOWN. Parts that this machine
         lacks are left out. An input of several parts is known as well as the worst of them. "compute" is the rate of

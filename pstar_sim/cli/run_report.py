@@ -236,7 +236,7 @@ def predicted_from(plan: Plan, machine: Machine) -> str:
         compute = f"compute by the {known['compute']} rates of {machine.name}"
     if machine.host.measured and "measured here" in machine.host.source:
         return f"{compute}; copies and CPU Adam by rates measured at the start"
-    copies = f"copies by its {known['link']} rates, CPU Adam by its {known['CPU Adam']} rate"
+    copies = f"copies by the {known['link']} rates and CPU Adam by the {known['CPU Adam']} rate of {machine.name}"
     return f"{compute}; {copies}"
 
 

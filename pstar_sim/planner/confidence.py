@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pstar_sim.catalog.machine import KNOWN, Machine
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["claims_more", "confidence", "confidence_line"]
+__all__ = ["claims_more", "confidence", "confidence_line", "worst_known"]
 
 ORDER = ("recorded", "calibrated", *KNOWN)  # the best known first
 
@@ -16,12 +16,19 @@ ORDER = ("recorded", "calibrated", *KNOWN)  # the best known first
 def confidence(workload: Workload, machine: Machine) -> dict[str, str]:
     """Returns "calibrated", "measured", "fitted", "datasheet" or "assumed" for each input
     (`Machine.confidence_by_input`). For compute it may also be "recorded": the moments' own durations on this very
-    machine, operators included."""
+    machine, operators and framework included."""
     found = machine.confidence_by_input
     if workload.recorded_on is not None and workload.recorded_on == machine.name:
         found["compute"] = "recorded"
-        found.pop("operators", None)
+        for included in ("operators", "framework"):
+            found.pop(included, None)
     return found
+
+
+def worst_known(found: Mapping[str, str]) -> str:
+    """Returns the worst word and its inputs, such as "assumed: operators, framework"."""
+    word = max(found.values(), key=ORDER.index)
+    return f"{word}: {', '.join(name for name, known in found.items() if known == word)}"
 
 
 def claims_more(said: Mapping[str, str], sources: Mapping[str, str]) -> bool:

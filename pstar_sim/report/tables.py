@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from pstar_sim.core.figures import BINDS_NAMES
-from pstar_sim.planner.confidence import confidence, confidence_line
+from pstar_sim.planner.confidence import confidence, confidence_line, worst_known
 from pstar_sim.planner.trust import error_of_change
 from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_params, format_s
@@ -78,7 +78,7 @@ def heading(answer: TableAnswer) -> str:
         f"{m.name}: {each}{format_bytes(m.gpu_budget_bytes)} of GPU and {format_bytes(m.host_budget_bytes)} of host "
         "memory"
     )
-    lines = [", ".join(parts), f"on {where} ({m.confidence})"]
+    lines = [", ".join(parts), f"on {where} ({worst_known(confidence(w, m))})"]
     if w.dtype not in m.gpu.flops_per_s:
         lines.append(f"{w.dtype} is forced: {m.gpu.name} has no {w.dtype} units; timed at the rate of another type")
     if m.name == "here" and m.notes:

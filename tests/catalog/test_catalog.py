@@ -122,7 +122,7 @@ def test_machines_differ_in_data_alone(
     assert m.host.memory_bytes == 512 * GB
     assert m.gpu.launch_s == e.launch_s and m.gpu.products is not None
     assert m.framework is not None and m.framework.name == "pytorch"
-    assert m.confidence == "assumed"
+    assert not m.calibrated
 
 
 def test_no_shipped_machine_carries_rates_of_whole_iterations() -> None:
@@ -150,7 +150,7 @@ def test_desktops_have_two_channels() -> None:
     # DDR4-3600: 2 x 3600e6 x 8 B = 57.6 GB/s, of which 80 % are reached.
     assert load_machine("rtx3090-64gb").host.dram_bytes_per_s == pytest.approx(46.08e9)
     assert load_machine("rtx4090-128gb").host.dram_bytes_per_s < load_machine("rtx4090").host.dram_bytes_per_s / 3
-    assert load_machine("rtx4090-128gb").confidence == "assumed"
+    assert load_machine("rtx4090-128gb").confidence_by_input["compute"] == "assumed"
 
 
 def test_uncalibrated_rates_are_peak_times_efficiency(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_uncalibrated_rates_are_peak_times_efficiency(tmp_path: Path) -> None:
     assert (m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s, m.link.latency_s) == (5e9, 4e9, pytest.approx(1e-5))
     assert m.host_budget_bytes == 30 * GB
     assert m.host.dram_bytes_per_s == 40e9
-    assert m.confidence == "assumed"
+    assert not m.calibrated
     assert "my.toml" in m.gpu.source
 
 

@@ -41,7 +41,7 @@ def test_without_a_gpu_it_says_so_and_takes_the_virtual_one(root: Path, smi: str
     assert "no GPU found" in m.notes
     assert m.host.memory_bytes == 64 * 2**30
     assert m.host_budget_bytes == 60 * 2**30
-    assert m.confidence == "assumed"
+    assert not m.calibrated
     assert m.host.cores == 4
 
 

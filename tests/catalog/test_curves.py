@@ -95,7 +95,7 @@ def test_a_measured_machine_comes_back_from_its_file(tmp_path: Path) -> None:
     save_machine(machine, file)
     back = load_machine(file)
     assert back.name == "my"
-    assert back.confidence == "calibrated"
+    assert back.calibrated
     assert back.slowdowns == machine.slowdowns
     for dtype, curve in machine.gpu.matmul_tables.items():
         for found, wanted in zip(back.gpu.matmul_tables[dtype], curve, strict=True):

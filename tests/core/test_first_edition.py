@@ -49,7 +49,7 @@ def test_its_machine_file_is_read() -> None:
     assert machine.gpu_budget_bytes == catalog.gpu_budget_bytes == 30 * 10**9
     assert machine.link.h2d_bytes_per_s == pytest.approx(12e9)
     assert machine.host.adam_params_per_s == pytest.approx(1.2e9)
-    assert machine.calibrated and machine.confidence == "datasheet"  # its DRAM was not measured
+    assert machine.calibrated and machine.confidence_by_input["DRAM"] == "datasheet"
 
 
 @pytest.mark.parametrize("name", ["plan.json", "timeline.json", "run.json"])

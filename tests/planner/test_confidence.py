@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from pstar_sim.catalog.loader import load_machine
-from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.cli import main
-from pstar_sim.core.plan import load_plan
+from pstar_sim.cli.run_report import predicted_from
+from pstar_sim.core.plan import Settings, load_plan
 from pstar_sim.planner.compare import compare
-from pstar_sim.planner.confidence import confidence, confidence_line
+from pstar_sim.planner.confidence import confidence, confidence_line, worst_known
+from pstar_sim.policy import find_policy
+from pstar_sim.report.tables import heading
 from pstar_sim.testing import chain_workload
 
 
@@ -30,18 +32,28 @@ def test_durations_recorded_on_the_machine_count_as_recorded() -> None:
     assert confidence(replace(workload, recorded_on="another"), machine)["compute"] == "datasheet"
 
 
-def test_a_heading_says_the_worst_word() -> None:
-    """A machine is known as well as the worst-known input, whose name the line of inputs gives."""
-    machine = load_machine("virtual")
-    assert machine.confidence_by_input["compute"] == "datasheet" and machine.confidence == "assumed"  # operators
-    assert replace(machine, framework=None, ranks=_measured(machine)).confidence == "datasheet"  # DRAM
-    assert not machine.calibrated
+def test_a_heading_says_the_worst_known_inputs() -> None:
+    workload, machine = chain_workload(2, 1024), load_machine("a100-80")
+    assert worst_known(confidence(workload, machine)) == "assumed: operators, framework"
+    assert "host memory (assumed: operators, framework)" in heading(compare(workload, machine, policies=["tide"]))
+    recorded = confidence(replace(workload, recorded_on="a100-80"), machine)  # with its operators and its Python
+    assert worst_known(recorded) == "datasheet: link, DRAM"
 
 
-def _measured(machine: Machine) -> tuple[Rank, ...]:
-    return tuple(
-        replace(r, gpu=replace(r.gpu, measured=True), link=replace(r.link, measured=True)) for r in machine.ranks
-    )
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "a100-80",
+            "compute by the fitted rates of a100-80; copies by the datasheet rates and CPU Adam by the fitted ",
+        ),
+        ("v100-32", "compute by the assumed rates of v100-32; copies by the datasheet rates and CPU Adam by the "),
+    ],
+)
+def test_a_run_says_where_its_prediction_comes_from(name: str, words: str) -> None:
+    machine = load_machine(name)
+    plan = find_policy("tide")(chain_workload(3, 1 << 20), machine, Settings())
+    assert predicted_from(plan, machine).startswith(words)
 
 
 WORDS = "calibrated: none; fitted: CPU Adam; datasheet: link, DRAM; assumed: compute, operators, framework"

@@ -66,10 +66,12 @@ def write(rows: DraftRows, one: Pass) -> list[tuple[int, Kind, int, str]]:
     written: list[tuple[int, Kind, int, str]] = []
     for n in range(len(rows.schedule.positions)):
         first = len(rows.rows)
-        one.before(n)
+        waits = one.before(n)
+        assert n in one.before_at or (not waits and len(rows.rows) == first)
         here = moment(rows)
         rows.end(here)
         one.behind(n, here)
+        assert n in one.behind_at or len(rows.rows) == here + 1
         rows.leave()
         new = [row for i, row in enumerate(rows.rows[first:], first) if i != here]
         written += [(n, row.kind, row.chunk, row.list_name) for row in new]
@@ -161,9 +163,7 @@ def test_states_of_a_streamed_chunk_come_and_go() -> None:
     assert [row.list_name for row in mine if row.kind is Kind.WRITEBACK] == [*lists, "param"]
     adam = next(i for i, row in enumerate(rows.rows) if row.kind is Kind.GPU_ADAM and row.chunk == 1)
     assert rows.gpu_update_of[1] == adam
-    assert update_rows.room(s.job, s.positions[update], s.modes) == sum(
-        s.job.layout.payload_bytes(1, name) for name in lists
-    )
+    assert update_rows.room(s.job, 1, s.modes) == sum(s.job.layout.payload_bytes(1, name) for name in lists)
 
 
 def test_a_list_of_gradients_takes_room_unless_it_is_pinned() -> None:

@@ -65,7 +65,7 @@ class Attempt:
 
     @property
     def fits(self) -> bool:
-        """Whether every step found room, and `choose` did not give up."""
+        """Whether every step found room, and the attempt was not given up."""
         return self.window.stuck is None and bool(self.window.events)
 
     @property
@@ -112,7 +112,7 @@ def attempt_course(
     else:
         draft = draft_of(schedule)
     left_out = left_out_of(course.job, draft, times_left_out) if times_left_out else None
-    least_s = max(_work_s(draft, left_out).values()) if limit_s < math.inf else 0.0
+    least_s = max(_work_s(draft, left_out).values())
     if least_s > limit_s:
         window = Window(least_s, [], draft.gpu_free_bytes, draft.host_free_bytes)
     else:

@@ -140,8 +140,8 @@ class Course:
         for block, lists in enumerate(job.gradient_lists):
             if lists:
                 room[self.at[block]] -= gradient_rows.room(job, block, self._in_place)
-        for n in self.updates.values():
-            room[n] -= update_rows.room(job, self.positions[n], self.modes)
+        for c, n in self.updates.items():
+            room[n] -= update_rows.room(job, c, self.modes)
         for c, mine in self.touched.items():
             size = job.sizes[c]
             for n in mine:
@@ -248,7 +248,7 @@ class Course:
         positions: list[Position] = []
         at: list[int] = []
         updates: dict[int, int] = {}
-        for n, (position, adds_s) in enumerate(zip(job.positions, gradient_rows.adds_s(job, self.modes))):
+        for n, (position, adds_s) in enumerate(zip(job.block_positions, gradient_rows.adds_s(job, self.modes))):
             at.append(len(positions))
             positions.append(position._replace(seconds=position.seconds + adds_s) if adds_s else position)
             if n not in behind:

@@ -121,8 +121,9 @@ class Search:
 
     job: the job.
     shown: the job in which attempts are made: `job` itself, or the same job with fewer micro-batches.
-    effort_ops: steps that the search may still schedule. Until a trial fits, the search goes on without effort.
-    spent_ops: steps that the search has scheduled.
+    effort_ops: steps that the search may still schedule. A trial that is given up before it is scheduled counts as a
+        step per chunk. Until a trial fits, the search goes on without effort.
+    spent_ops: effort that the search has used.
     no_room: trials without room -> the nearest trial that has room, None until it is sought.
     exhausted: whether the search has nothing more to try.
     tried: trial -> its seconds; inf if the trial does not fit or was given up as too slow.
@@ -328,7 +329,8 @@ class Search:
         return found if found.fits else None
 
     def _adam_s(self, modes: Modes) -> float:
-        """Returns the nominal seconds of CPU Adam and of the adds on the host, per iteration."""
+        """Returns the nominal seconds of CPU Adam and of the adds on the host, per iteration. They are known before a
+        course is laid out."""
         facts, on_gpu = self.facts.pins, modes.pinned | modes.summed
         seconds = 0.0
         for c, adam_s, add_s, fold_s in zip(self.job.candidates, facts.adam_s, facts.add_s, facts.fold_s):
@@ -339,7 +341,7 @@ class Search:
         return seconds
 
     def whole(self) -> list[Attempt]:
-        """Returns the fastest attempts, made in the whole job."""
+        """Returns the fastest attempts, made in the whole job. If none fits there, searches the whole job."""
         if not self._times_left_out:
             return self.fastest
         made: list[Attempt] = []
@@ -351,7 +353,7 @@ class Search:
             found = attempt_course(course, limit_s=least_s) if course.least_room_bytes >= 0 else None
             if found is not None and found.fits:
                 made.append(found)
-        return sorted(made, key=lambda a: a.iteration_s) or Search(self.job).run()
+        return sorted(made, key=lambda a: a.iteration_s) or Search(self.job).run(self.spent_ops)
 
     def run(self, effort_ops: int = 0, like: Search | None = None) -> list[Attempt]:
         """Continue the search. Returns the attempts that fit and were kept; an empty list if none fits.
@@ -375,6 +377,7 @@ class Search:
             before = self.best[1]
             for trial in self._others(before):
                 if self.good_enough or self.spent:
+                    self.exhausted = self.good_enough
                     return self.fastest
                 self.here, least_s = None, self.seconds
                 if self.try_one(trial) and self.tried[trial] != least_s:  # an equal plan has the same way down
@@ -414,7 +417,7 @@ class Search:
             )
             if large and trial.streams and random.random() < OTHER_MODES:
                 trial = self._beside(trial, random.choice(large))
-            self.effort_ops -= self.count  # so that a search ends that finds no new trial
+            self.effort_ops -= max(1, self.count)  # so that a search ends that finds no new trial
             self.here = (seconds * WANDER_LIMIT, best)
             if self.try_one(trial):
                 self._downhill()

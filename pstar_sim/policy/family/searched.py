@@ -45,9 +45,9 @@ OPS, OPS_OF_FEW, ALONE = 380_000, 480_000, 0.65
 FIRST_OPS, OTHER_OPS, NEXT_OPS = 50_000, 30_000, 40_000
 # If the plans of all searches are slower than their floors by WORTH_MORE, jobs with one micro-batch get MORE times the
 # effort that they used. Jobs with several micro-batches get MORE_OF_SEVERAL times this effort: attempts take longer.
-# With one micro-batch behind a barrier, floors are farther from what is possible, so WORTH_MORE_BEHIND_BARRIER is used.
-# The share RANDOM of what is added goes into random trials near the best, except behind a barrier with one micro-batch,
-# where descents from other trials find faster plans.
+# With one micro-batch behind a barrier, floors are farther from what is possible, and WORTH_MORE_BEHIND_BARRIER takes
+# the place of WORTH_MORE. The share RANDOM of what is added goes into random trials near the best, except behind a
+# barrier with one micro-batch, where descents from other trials find faster plans.
 WORTH_MORE, WORTH_MORE_BEHIND_BARRIER = 2e-2, 5e-2
 MORE, MORE_OF_SEVERAL, RANDOM = 1.8, 1.5, 0.5
 # Fewest attempts that a look at another size should allow. Where chunks are few, a look gets the effort for them, up to

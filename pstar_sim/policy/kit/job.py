@@ -40,8 +40,8 @@ class Job:
         True for a layer-major workload, where the gradients of a chunk follow one another.
     add_last: whether a last gradient without a sum on the GPU is added to the others before the update, because
         clipping takes the norm of their sum.
-    folds: whether the update of a chunk without a sum on the GPU adds the last gradient itself.
-    host_adds: number of adds on the host per iteration, of a chunk without a sum on the GPU.
+    host_adds: chunk -> number of adds on the host per iteration, if its gradients do not add up on the GPU.
+    folds: chunk -> whether its update then adds the last gradient itself.
     may_sum: whether modes may ask for sums on the GPU.
     tide: non-model bytes that the plan assumes in each moment: the moment's own bytes, or with capacity "peak" the
         highest of any moment.
@@ -99,8 +99,9 @@ class Job:
         self.sums_on_gpu = w.layer_major
         on_host = self.several and not self.sums_on_gpu
         self.add_last = on_host and self.settings.clip
-        self.host_adds = w.micro_batches - (0 if self.add_last else 1) if on_host else 0
-        self.folds = on_host and not self.add_last
+        given = [len(spans) if on_host else 0 for spans in self.uses.spans]  # gradients that add up on the host
+        self.host_adds = [max(0, count - (not self.add_last)) for count in given]
+        self.folds = [count > 1 and not self.add_last for count in given]
         self.may_sum = on_host and self.point.sums
 
     def _weigh_chunks(self) -> None:
@@ -131,8 +132,8 @@ class Job:
         return blocks_of(self.uses, self.cost.moments_s, self.tide, self.small, self._cuts())
 
     @cached_property
-    def positions(self) -> list[Position]:
-        """Block -> its position, without adds of gradients."""
+    def block_positions(self) -> list[Position]:
+        """Block -> its position, before adds of gradients make it longer."""
         return [Position(n, -1, block.tide_bytes, block.seconds) for n, block in enumerate(self.blocks)]
 
     @cached_property

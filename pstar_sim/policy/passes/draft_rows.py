@@ -3,8 +3,8 @@
 [Note: passes] A pass writes the rows of one concern of an iteration: working lists, collectives, stashes, gradients,
 updates. `before(n)` writes the rows that bring the lists for position n, and returns the rows for which the position
 waits. `behind(n, here)` writes the rows that follow the position, whose row is `here`. A pass names the positions at
-which it has something to do: at most positions most passes have nothing. `close()` adds the edges over the border of
-the iteration once all rows are written; it also writes CPU Adam. A pass finds the rows of other passes by their meaning
+which it writes rows, because most passes write none at most positions. `close()` adds the edges over the border of the
+iteration once all rows are written; it also writes CPU Adam. A pass finds the rows of other passes by their meaning
 (`DraftRows`). The function `room` of a pass's module returns the bytes, per block or position, that the pass needs
 beside the working lists. So these bytes are known before a policy decides which chunks stay.
 
@@ -32,8 +32,8 @@ After = tuple[tuple[int, int], ...]
 class Pass(Protocol):
     """The rows of one concern of an iteration: [Note: passes].
 
-    before_at: positions for which `before` has something to do.
-    behind_at: positions for which `behind` has something to do.
+    before_at: the positions for which `before` is called. For all others it would write and return nothing.
+    behind_at: the same for `behind`.
     """
 
     @property

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from pstar_sim.core.step import Kind, Queue
-from pstar_sim.policy.kit.blocks import Position
 from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.job import Job
 from pstar_sim.policy.kit.schedule import Modes
@@ -17,10 +16,9 @@ from pstar_sim.policy.passes.working_lists import WorkingLists
 __all__ = ["UpdateRows", "adam_key", "adam_waits_for_backward", "dropped_lists", "resident_updates", "room"]
 
 
-def room(job: Job, position: Position, modes: Modes) -> int:
-    """Returns the bytes that come to the GPU for the update at a position, without a sum that a mode asks for."""
-    c = position.chunk
-    return job.visiting_bytes(c, held=c in modes.summed) if c >= 0 else 0
+def room(job: Job, chunk: int, modes: Modes) -> int:
+    """Returns the bytes that come to the GPU for the update of a streamed chunk, without a sum that a mode asks for."""
+    return job.visiting_bytes(chunk, held=chunk in modes.summed)
 
 
 def resident_updates(

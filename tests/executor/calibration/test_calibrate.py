@@ -448,7 +448,7 @@ def test_the_machine_has_what_was_found() -> None:
     assert m.host.budget_bytes == 12 * 10**9 - 3 * 10**9  # the rest
     assert (m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s) == (10e9, 8e9)
     assert m.host.adam_params_per_s == 1e9  # one thread, as the executor runs it
-    assert m.confidence == "calibrated"
+    assert m.calibrated
     assert set(m.confidence_by_input.values()) == {"calibrated"}
     assert m.framework is not None and (m.framework.python_s, m.framework.wait_s) == (2e-5, 3e-5)
     assert m.host.source.endswith("process bound to one of 2 NUMA nodes")
@@ -593,7 +593,7 @@ def test_a_short_calibration_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     calibration.write_machine(calibration.machine_of(found, device, name="my", cores=2), found, file)
     assert [p.name for p in tmp_path.iterdir()] == ["my.toml"]
     m = load_machine(file, gpu_memory="100MB")
-    assert m.confidence == "calibrated"
+    assert m.calibrated
     assert len(m.slowdowns) == 12
     assert m.gpu.launch_s is not None and 0 < m.gpu.launch_s < 0.1
     answer = compare(chain_workload(8, 4 << 20, dtype="fp32"), m, settings=Settings(update="step"), policies=["tide"])
