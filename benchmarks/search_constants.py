@@ -113,6 +113,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("sums", "policy.family.search.SPILLS", (0.0, 0.5), (0.0, 0.75), nothing_spills=(0.0,)),
     *instead("sums", "policy.family.search.SUMS_TURNS", nothing_spills=((-1, 0), (1, 0))),
     *instead("alike", "policy.family.shorter.FEWEST", none_shorter=10**6),
+    *instead("alike behind a barrier", "policy.family.shorter.FEWEST_BEHIND_BARRIER", none_shorter=10**6),
     *instead("alike", "policy.family.shorter.SHOWN", 4, 8),
     *instead("plenty", "policy.family.search.GOOD_ENOUGH", -1.0, 1e-2),
     *instead("large chunks", "policy.family.search.LARGE", 1e9),
@@ -139,7 +140,7 @@ CHANGES: tuple[Change, ...] = (
     *instead("search", "policy.family.searched.COARSE", 0, 200),
     *instead("search, many chunks", "policy.family.searched.MOST_CHUNKS", 200, 10**6),
     *instead("search, sums", "policy.family.course.LINGER_COPIES", 0, 4),
-    *instead("tide, stronghold", "policy.kit.ties.AS_FAST", 0.0),
+    *instead("tide, stronghold, plenty", "policy.kit.ties.AS_FAST", 0.0),
     *instead("many chunks, sums", "policy.family.searched.FEWEST_ATTEMPTS", 0, 6),
     *instead("few chunks", "policy.family.searched.LONG_LOOK", 0.0, 0.4),
     *instead("sums", "core.choose.MOST_WINDOWS", 2, 3),
@@ -314,6 +315,14 @@ def of_alike() -> dict[str, Job]:
     }
 
 
+def of_alike_behind_a_barrier() -> dict[str, Job]:
+    """Returns jobs of as many micro-batches as a shorter job behind a barrier needs."""
+    return {
+        f"{model}, {machine}, 8 micro-batches, barrier": (gpt(model, 1, 8), ps.machine(machine), BARRIER)
+        for model, machine in (("8B", "v100-32"), ("12B", "a100-80"), ("qwen2.5-7b", "rtx4090"))
+    }
+
+
 def of_few_chunks() -> dict[str, Job]:
     """Returns jobs of several micro-batches of few chunks, so that an attempt with smaller chunks takes much effort."""
     return {
@@ -449,6 +458,7 @@ GROUPS: Mapping[str, tuple[Callable[[], Mapping[str, Any]], Callable[[Any], tupl
     "large chunks": (of_large_chunks, lambda job: own(job, POINT)),
     "net": (partial(of_net, "optimal"), lambda job: by_policy(*job)),
     "net of tide": (partial(of_net, "tide", "static_partition"), lambda job: by_policy(*job)),
+    "alike behind a barrier": (of_alike_behind_a_barrier, lambda job: own(job, POINT)),
     "few chunks": (of_few_chunks, lambda job: own(job, POINT)),
     "tide": (of_tide, lambda job: by_policy(tide, job)),
     "vocabulary": (of_vocabulary, lambda job: by_policy(tide, job)),
