@@ -106,7 +106,7 @@ CHANGES: tuple[Change, ...] = (
              a_lead_of_3_chunks=Knobs(lead_chunks=3), nothing_stays=Knobs(stay=0.0), short_stays=Knobs(stay=0.25)),
     *instead("search, sums, large chunks", "policy.family.search.FIRST_STRIDE", 32, 10**6),
     *instead("search, sums, large chunks", "policy.family.search.NEXT_STRIDE", 6, 10**6),
-    *instead("search", "policy.family.search.FEWER_PINS", 0.7, 1.0),
+    *instead("search, small batches, large chunks", "policy.family.search.FEWER_PINS", 0.7, 1.0),
     *instead("many chunks", "policy.family.search.MOST_PAIRS", 2_500),
     *instead("sums", "policy.family.search.POINTS", 11),
     *instead("sums", "policy.family.search.SUMS", 5),
