@@ -250,14 +250,12 @@ class Course:
         updates: dict[int, int] = {}
         for n, (position, adds_s) in enumerate(zip(job.block_positions, gradient_rows.adds_s(job, self.modes))):
             at.append(len(positions))
-            positions.append(position._replace(seconds=position.seconds + adds_s) if adds_s else position)
-            if n not in behind:
-                continue
-            block = job.blocks[n]
-            for c in behind[n]:
-                tide = min(block.tide_bytes, job.blocks[(n + 1) % len(job.blocks)].tide_bytes)
+            tide = position.tide_bytes
+            positions.append(Position(n, -1, tide, position.seconds + adds_s) if adds_s else position)
+            for c in behind.get(n, ()):
+                tide_between = min(tide, job.block_positions[(n + 1) % len(job.blocks)].tide_bytes)
                 updates[c] = len(positions)
-                positions.append(Position(-1, c, tide, job.cost.gpu_adam_s(c)))
+                positions.append(Position(-1, c, tide_between, job.cost.gpu_adam_s(c)))
         return positions, at, updates
 
     def _take(self, rows: Iterable[int]) -> None:

@@ -27,8 +27,7 @@ def room(job: Job, block: int, summed: frozenset[int] = frozenset()) -> int:
     summed: pinned chunks and chunks with a sum on the GPU. Such chunks add their gradients in place, unless the
         gradients have to be summed over the ranks first.
     """
-    lists = job.gradient_lists[block]
-    return sum(size for c, size in lists if job.ranks > 1 or c not in summed) if lists else 0
+    return sum(size for c, size in job.gradient_lists[block] if job.ranks > 1 or c not in summed)
 
 
 def held(job: Job, sums: Mapping[int, Sequence[Stretch]], at: Sequence[int], count: int) -> list[int]:
