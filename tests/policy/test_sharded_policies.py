@@ -282,6 +282,27 @@ def test_offload_on_ranks_divides_link_and_adam() -> None:
     assert moved(kept)["gather"] == 8 * MIB
 
 
+def test_collectives_of_the_backward_pass_stand_in_it() -> None:
+    """A collective of 2 MiB takes 0.25 s. Forward waits for its first gather alone. B3 has its chunk from forward on;
+    behind it the sum of 3 and the gather of 2 take half a second, and so on."""
+    where = machine(4, d2h_bytes_per_s=64 * MIB)
+    for flush in ("zero3_offload:flush=async", "deep_optimizer_states:every=9"):
+        timeline = play(planned(f"{flush},{SMALL}", where))
+        assert ends_of(timeline, Kind.COMPUTE)[:8] == pytest.approx([1.25, 2.25, 3.25, 4.25, 6.25, 8.75, 11.25, 13.75])
+    hidden = play(planned("zero3_resident", where))  # FSDP's gathers are ahead in both directions
+    assert ends_of(hidden, Kind.COMPUTE)[:8] == pytest.approx([1.25, 2.25, 3.25, 4.25, 6.25, 8.25, 10.25, 12.25])
+
+
+def test_a_moment_waits_for_the_sum_of_the_whole_bucket() -> None:
+    """The bucket of two layers is full behind B2: two sums and the gather of 1 take 0.75 s. In the first of two
+    micro-batches its copies to the host are hidden; the second, which finds 0 on the GPU, waits for the last sums."""
+    where = machine(4, d2h_bytes_per_s=64 * MIB)
+    spec = "zero3_offload:flush=async,bucket=2097152,reuse=0,prefetch=1048576"
+    ends = ends_of(play(planned(spec, where, chain(micro_batches=2))), Kind.COMPUTE)
+    assert ends[:8] == pytest.approx([1.25, 2.25, 3.25, 4.25, 6.25, 8.5, 11.25, 13.5])
+    assert ends[8] == pytest.approx(13.5 + 0.5 + 1)
+
+
 def test_host_memory_is_that_of_the_estimators() -> None:
     """16 x 1.5 = 24 bytes per parameter of a rank's own; with the parameters there 18 x 1.5 = 27."""
     for ranks in (1, 4):

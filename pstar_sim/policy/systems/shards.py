@@ -45,6 +45,9 @@ class Scheme:
     bucket_params: number of parameters (of whole chunks, not slices) whose gradients leave together; 0: each chunk's
         gradient leaves as soon as it is complete.
     flush: the way in which the last gradients go to the host.
+    backward_waits: whether compute waits for the collectives of the backward pass: a gather starts with the moment that
+        needs it, and the moment after a bucket waits for its sum. Published runs of several ranks show which systems
+        do. The gathers of the forward pass are hidden in all of them.
     """
 
     visits: Sequence[Visit]
@@ -57,6 +60,7 @@ class Scheme:
     staged: frozenset[int] = frozenset()
     bucket_params: int
     flush: Flush = Flush.PINNED
+    backward_waits: bool = False
 
 
 class Shards:

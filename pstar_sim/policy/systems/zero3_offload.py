@@ -1,11 +1,12 @@
 """zero3_offload: DeepSpeed's ZeRO-3 with the optimizer on the CPU, as it really runs.
 
-Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`). Slices are gathered as the traced
-order needs them. A gathered chunk is kept if it is used again soon. Gradients leave in buckets of 5e8 parameters, and
-the next moment waits for each bucket of the last micro-batch. These gradients go into host memory that is not pinned,
-at a few GB/s (`flush=blocking`), or into pinned memory as fp32, at the link's rate (`flush=async`). optimizer.step() is
-behind the barrier and goes sub-group by sub-group: Adam on the CPU, then the updated parameters up, then the next
-sub-group. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
+Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`). The forward pass gathers slices
+ahead, as the traced order needs them. In the backward pass a gather starts with the moment that needs it. A gathered
+chunk is kept if it is used again soon. Gradients leave in buckets of 5e8 parameters. The next moment waits for the
+bucket's sum over the ranks and, in the last micro-batch, for its copy to the host. This copy goes into host memory that
+is not pinned, at a few GB/s (`flush=blocking`), or into pinned memory as fp32, at the link's rate (`flush=async`).
+optimizer.step() is behind the barrier and goes sub-group by sub-group: Adam on the CPU, then the updated parameters up,
+then the next sub-group. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ nodes that run DeepSpeed (24 to 28), and with the GPU bytes of twin-flow's resid
 TRACED_OPTIONS = {
     "bucket": Option(whole_number(), "parameters whose gradients leave together", REDUCE_BUCKET_PARAMS),
     "reuse": Option(whole_number(), "keep parameters that are used again within this many", MAX_REUSE_PARAMS),
-    "prefetch": Option(whole_number(), "gather parameters this many ahead", PREFETCH_PARAMS),
+    "prefetch": Option(whole_number(), "gather parameters of the forward pass this many ahead", PREFETCH_PARAMS),
 }
 """Options of every policy that is based on DeepSpeed's ZeRO-3."""
 
@@ -166,7 +167,7 @@ class Offloading:
     flush: the way in which the last gradients go to the host.
     bucket: number of parameters whose gradients leave together.
     reuse: parameters are kept if they are used again within this number of parameters.
-    prefetch: number of parameters gathered ahead.
+    prefetch: number of parameters gathered ahead in the forward pass.
     """
 
     home: Place
@@ -211,6 +212,7 @@ class Offloaded:
             staged=self.staged,
             bucket_params=choice.bucket,
             flush=choice.flush,
+            backward_waits=True,
         )
         self.sharded = Sharded(b, scheme)
 
