@@ -564,9 +564,18 @@ def farthest() -> str:
     return "\n".join(lines)
 
 
-def two_nodes() -> str:
-    r = result("validation")["iterations_of_two_nodes"]
-    return f"{100 * r['least']:+.0f} to {100 * r['most']:+.0f} %"
+def waiting() -> str:
+    """Errors of the phases of ZeRO-3 with offloading on several GPUs."""
+    lines = [
+        "| runs | forward | if forward waited, too | backward | iterations |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for r in result("validation")["collectives"]:
+        errors = [r[name] for name in ("fwd", "forward_waits", "bwd", "iter")]
+        cells = [f"{100 * e['median']:+.0f} % ({100 * e['least']:+.0f} to {100 * e['most']:+.0f})" for e in errors]
+        nodes = f", {r['nodes']} nodes" if r["nodes"] > 1 else ""
+        lines.append(f"| {r['hardware']}{nodes} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def forms() -> str:
@@ -680,7 +689,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
         accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, interleavings, leaks, mutations,
         faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated, tide_bytes, whale,
         gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio,
-        forms_choice, forms_order, two_nodes,
+        forms_choice, forms_order,
     )
 } | {
     "demo-taken": lambda: link("demo"),
@@ -704,6 +713,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "fit-numbers": fit_numbers,
     "fit-without": fit_without,
     "farthest": farthest,
+    "waiting": waiting,
     "forms": forms,
     "frameworks": frameworks_table,
     "gaps": gaps_table,

@@ -3,8 +3,9 @@
     python benchmarks/calibrated.py                      # calibrates first, under a minute; about ten minutes in all
     python benchmarks/calibrated.py --machine my.toml    # with the file of `pstar calibrate -o my.toml`
 
-A run waits for a quiet moment. An iteration during which other programs kept more than a fifth of a core busy does not
-count; a run without a counted iteration is repeated. The machine's load decides what counts, never the result. The
+A run waits for a quiet moment. Its first four iterations do not count: they take up to half as long again as those
+behind them, in processor time too. An iteration during which other programs kept more than a fifth of a core busy does
+not count; a run without a counted iteration is repeated. The machine's load decides what counts, never the result. The
 processor time of the compute thread is printed beside the predicted time: it hardly depends on other programs.
 
 GPT-2 is traced without being run, and each plan is made for the calibrated machine. The prediction is compared with the
@@ -54,7 +55,7 @@ class Iteration:
 
 
 def one_run(job: TrainingJob, plan: Plan, bandwidth: float, steps: int) -> list[Iteration]:
-    """Returns the iterations after the first. Raises RuntimeError for a run that left its plan."""
+    """Returns all iterations. Raises RuntimeError for a run that left its plan."""
     rows: list[Iteration] = []
     others = Others()
     cpu_s = time.thread_time()
@@ -68,7 +69,7 @@ def one_run(job: TrainingJob, plan: Plan, bandwidth: float, steps: int) -> list[
     result = job.run(plan, steps=steps, bandwidth=(bandwidth, bandwidth), on_step=on_step)
     if result.deviations:
         raise RuntimeError(f"the run left its plan: {result.deviations[0]}")
-    return rows[1:]
+    return rows
 
 
 def quiet(rows: Sequence[Iteration]) -> list[Iteration]:
@@ -79,8 +80,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", help="a file that pstar calibrate wrote (default: calibrate now)")
     parser.add_argument("--policy", default="tide", help="policy of the plans (default: tide)")
-    parser.add_argument("--runs", type=int, default=5, help="interleaved runs of each plan (default: 5)")
-    parser.add_argument("--steps", type=int, default=3, help="iterations of a run, the first left out (default: 3)")
+    parser.add_argument("--runs", type=int, default=3, help="interleaved runs of each plan (default: 3)")
+    parser.add_argument("--steps", type=int, default=8, help="iterations of a run (default: 8)")
+    parser.add_argument("--left-out", type=int, default=4, help="iterations of a run that do not count (default: 4)")
     parser.add_argument("--attempts", type=int, default=4, help="runs at most for one that counts (default: 4)")
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet moment (default: 20)")
     parser.add_argument("--recorded", action="store_true", help="also predict from a recorded warm-up")
@@ -119,7 +121,7 @@ def main() -> None:
         for column, cpu, plan, (bandwidth, budget) in zip(measured, compute_s, plans, cases):
             for _ in range(args.attempts):
                 Others().wait(BUSY_CORES, args.patience)
-                rows_of = one_run(job, plan, bandwidth, args.steps)
+                rows_of = one_run(job, plan, bandwidth, args.steps)[args.left_out :]
                 if quiet(rows_of):
                     break
             else:

@@ -14,7 +14,7 @@ each (k, n), the predictor with the smallest 90th percentile on the other shapes
 `by_a100` is the error on the B200 of the predictor with the smallest 90th percentile on the A100.
 
 `in_view` leaves no rows out: the figures of each form are those that make the 90th percentile of the B200's rows
-smallest. No other fit of a form gets below that.
+smallest. A global search found none that get below that.
 
 `order` looks for something that shapes do not know: the state of the GPU. SimuMax times 75 calls in a row by the wall
 clock, after 25 calls (simu_tools/efficency_test/test_gemm_efficiency.py), so that clock and heat of the GPU depend on
@@ -49,7 +49,7 @@ START = {
 """Figures of a form before the fit. results: rate of results over that of factors. edge: work of a tile per row and
 column, in terms of a dot product."""
 PARTS, NEAR, SHORT_S, ORDERS = 8, 3, 5e-4, 200
-REACH_IN_VIEW = 1.5  # of a logarithm from its fit
+REACH_IN_VIEW = 1.5  # how far the logarithm of a figure may be from its fit
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def main() -> None:
     figures["by_a100"] = {"form": FORMS[form_].name, "corrected": bool(kind), **chosen}
     views = []
     for form, start in zip(FORMS, starts, strict=True):
-        if not form.squares:  # a loss makes no other form
+        if not form.squares:  # the loss of the fit plays no part here
             views.append({"form": form.name, **summary(in_view(form, p, start).tolist())})
             print("in view", views[-1], flush=True)
     figures["in_view"] = views

@@ -1,25 +1,72 @@
 """The errors of `pstar validate`, kept for the documentation: the first part of its output, up to the list of misses;
-the tested rows that are farthest off, by machine, system and figure; and the iterations on two nodes of Polaris."""
+the tested rows that are farthest off, by machine, system and figure; and the rows of ZeRO-3 with offloading on several
+GPUs, whose backward pass waits for its collectives. `forward_waits` has the rows of its forward pass, replayed as if
+the forward pass waited for its gathers too.
+
+    python benchmarks/validation.py      # two minutes; writes benchmarks/results/validation.json
+"""
 
 from __future__ import annotations
 
 import re
+import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
 
 from _help import only_help
 from _results import write_result
 
+from pstar_sim.catalog.efficiency import fitted
+from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.report.validation import validation_text
+from pstar_sim.validation.experiments import experiment_of, runs_of
+from pstar_sim.validation.replay import replay, row_value
 from pstar_sim.validation.results import Result, validate
+from pstar_sim.validation.rows import published_rows
 
 FAR = 0.2
+OFFLOADING = ("zero3_offload", "deep_optimizer_states")
 
 
 def spread(rows: Iterable[Result]) -> dict[str, object]:
     """Returns the number of rows, and their smallest and largest error."""
     errors = sorted(r.error for r in rows)
     return {"rows": len(errors), "least": round(errors[0], 3), "most": round(errors[-1], 3)}
+
+
+def collectives(results: Iterable[Result]) -> list[dict[str, object]]:
+    """Returns, for each machine and number of nodes, the errors of forward, backward and iterations of ZeRO-3 with
+    offloading on several GPUs: the median, and the smallest and largest."""
+    rows = [r for r in results if r.gpus > 1 and split_spec(r.policy)[0] in OFFLOADING and r.metric.endswith("_ms")]
+    waits = forward_waits({(r.file, r.line) for r in rows if r.metric == "fwd_ms"})
+    found = []
+    for hardware, nodes in sorted({(r.hardware, r.nodes) for r in rows}):
+        mine = [r for r in rows if (r.hardware, r.nodes) == (hardware, nodes)]
+        phases = {name: [r.error for r in mine if r.metric == f"{name}_ms"] for name in ("fwd", "bwd", "iter")}
+        phases["forward_waits"] = [waits[r.file, r.line] for r in mine if r.metric == "fwd_ms"]
+        found.append({"hardware": hardware, "nodes": nodes} | {name: around(v) for name, v in phases.items()})
+    return found
+
+
+def around(errors: Sequence[float]) -> dict[str, object]:
+    median = statistics.median(errors)
+    return {
+        "rows": len(errors), "median": round(median, 3), "least": round(min(errors), 3), "most": round(max(errors), 3),
+    }  # fmt: skip
+
+
+def forward_waits(places: Set[tuple[str, int]]) -> dict[tuple[str, int], float]:
+    """Returns the errors of these rows (file, line) as if the forward pass waited for its gathers."""
+    found = {}
+    for run in runs_of(r for r in published_rows() if (r.file, r.line) in places):
+        experiment = experiment_of(run, fitted())
+        outcome = replay(replace(experiment, policy=f"{experiment.policy},prefetch=0"))
+        for row in run:
+            value = row_value(row, outcome)
+            assert value is not None, f"{row.where}: {outcome.reason}"
+            found[row.file, row.line] = value / row.value - 1
+    return found
 
 
 def farthest(results: Iterable[Result]) -> list[dict[str, object]]:
@@ -38,12 +85,11 @@ def main() -> int:
     found = validate()
     summary = validation_text(found, width=120).partition("\n\nTested rows off")[0]
     print(summary)
-    nodes = [r for r in found.results if r.hardware.startswith("Polaris") and r.nodes > 1 and r.metric == "iter_ms"]
     figures = {
         "summary": [line.rstrip() for line in summary.splitlines()],
         "farther_than": FAR,
         "farthest": farthest(found.results),
-        "iterations_of_two_nodes": spread(nodes),
+        "collectives": collectives(found.results),
     }
     print(write_result("validation", figures))
     return 0

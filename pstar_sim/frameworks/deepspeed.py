@@ -91,7 +91,7 @@ KEYS = (
     ),
     used("optimizer.type", "optimizer", str),
     used("activation_checkpointing.cpu_checkpointing", "checkpoints_on_host", bool, False),
-    unmodelled(f"{_ZERO}.overlap_comm", "gradients are taken to be reduced beside the backward pass", off=True),
+    unmodelled(f"{_ZERO}.overlap_comm", "collectives overlap with compute as they did in published runs", off=True),
     unmodelled(f"{_ZERO}.contiguous_gradients", "gradients are taken to pass through one bucket", off=True),
     unmodelled(f"{_ZERO}.reduce_scatter", "gradients are taken to be reduce-scattered", off=True),
     unmodelled(f"{_ZERO}.allgather_partitions", "parameters are taken to be all-gathered", off=True),

@@ -75,7 +75,10 @@ def express(plan: Plan) -> Expressed:
         optimizer="adamw",
         details=(("sequence", w.sequence), (_SHARE, share)),
         notes=(
-            ("not modelled: parameters whole on every GPU; predicted as gathered when they are needed",)
+            (
+                "not modelled: parameters whole on every GPU; predicted as gathered when they are needed",
+                *(("not modelled: sums beside the backward pass; predicted as waited for",) if share else ()),
+            )
             if share < 1 and len(plan.machine.ranks) > 1
             else ()
         ),

@@ -3,7 +3,8 @@
 [Note: classes] A class is a kind of GPU (the first part of its catalog name: "v100", "a100", "h100"), the number of
 GPUs ("one GPU", "node" for several in one node, or "nodes"), the flavour of the kernels (workload/kernels.py) and
 whether the model has experts. Captured modules run their operators one by one, as eager kernels do. The errors of a
-class are those of the rows of whole iterations to which nothing is fitted ("tested"). They are kept in
+class are those of the rows of whole iterations to which nothing is fitted ("tested"), and from which no rule of the
+model is inferred (`inferred` in scope.toml). They are kept in
 catalog/expected_errors.json, which `pstar validate --write` makes. A policy without published runs has the errors of
 its class.
 
@@ -162,8 +163,8 @@ def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
     known = int(_shipped().get(name, {}).get(ANY, {"rows": 0})["rows"])
     return Trust(
         bar,
-        f"{format_error(bar)}, {NOT_NEAR}: not validated for class {name} ({known or 'no'} published runs of "
-        f"it are known, {FEWEST_ROWS} are needed)",
+        f"{format_error(bar)}, {NOT_NEAR}: not validated for class {name} ({known or 'no'} published runs test "
+        f"it, {FEWEST_ROWS} are needed)",
     )
 
 

@@ -26,7 +26,7 @@ _Z90 = 1.645
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, float]]]:
     """Returns class -> policy (and "any policy") -> median, p90, bar and number of rows. Only rows of whole iterations
-    to which nothing is fitted are counted. ANY_CLASS is for classes without rows.
+    to which nothing is fitted, and from which nothing is inferred, are counted. ANY_CLASS is for classes without rows.
     """
     groups = _groups(_judged(results))
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -74,7 +74,8 @@ def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
     found = []
     for r in judged:
         name, policy = _class(r), split_spec(r.policy)[0]
-        for known in (groups[name].get(policy, []), groups[name][ANY]):
+        of_class = groups.get(name, {})
+        for known in (of_class.get(policy, []), of_class.get(ANY, [])):
             others = [o for o in known if o is not r]
             if len(others) >= FEWEST_ROWS:
                 found.append((r, _bar(others)))
@@ -115,9 +116,9 @@ def _class(r: Result) -> str:
 
 
 def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
-    """Returns class -> policy, and class -> "any policy", -> rows."""
+    """Returns class -> policy, and class -> "any policy", -> rows from which nothing is inferred."""
     groups: dict[str, dict[str, list[Result]]] = {}
-    for r in results:
+    for r in (r for r in results if not r.inferred):
         for key in (ANY, split_spec(r.policy)[0]):
             groups.setdefault(_class(r), {}).setdefault(key, []).append(r)
     return groups

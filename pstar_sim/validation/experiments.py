@@ -50,7 +50,7 @@ NOTES = (
     "Polaris: processes of the logs named gaps-a100 and of the H100 node are bound with numactl, all others are not",
     "Polaris, two nodes: NCCL over TCP, at the rates that the centre's own tests measured with NCCL 2.18",
     "gradients that twin-flow and Deep Optimizer States flush as fp32 hold up the next moment",
-    "DeepSpeed's ZeRO-3 hides the gathers of forward; gathers and sums of gradients hold up the backward pass",
+    "ZeRO-3 with offloading hides the gathers of the forward pass; collectives of the backward pass hold it up",
 )
 
 UNEXPLAINED = (
@@ -62,6 +62,7 @@ UNEXPLAINED = (
     "STRONGHOLD: a layer outside the window takes up to 90 ms more than computing it; five copies in a row take 84",
     "GPU memory of the H100 node: its monitor shows 10 GiB more than is held, perhaps the allocator's cache",
     "Polaris, two nodes: forward is predicted 11 to 21 % too short, backward 4 % too short to 21 % too long",
+    "DeepSpeed gathers ahead in both passes, and why only those of the forward pass are hidden is not known",
 )
 
 OTHER_HOST_BYTES = 20 * GIB

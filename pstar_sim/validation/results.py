@@ -72,6 +72,7 @@ class Result:
     nodes: its number of nodes.
     policy: the policy with which the row was replayed.
     kernels: flavour of its kernels.
+    inferred: whether a choice of ours has no source but the errors of the row's rule.
     """
 
     file: str
@@ -94,6 +95,7 @@ class Result:
     predicted: float | None
     reason: str = ""
     kernels: str = "eager"
+    inferred: bool = False
 
     @property
     def error(self) -> float:
@@ -418,6 +420,7 @@ def _result(row: PublishedRow, rule: ScopeRule, experiment: Experiment, value: f
         predicted=value,
         reason=reason,
         kernels=experiment.kernels,
+        inferred=rule.inferred,
     )
 
 

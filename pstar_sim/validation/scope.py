@@ -24,6 +24,7 @@ class ScopeRule:
 
     patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything.
     looked_at: a choice of ours that was made by these rows although they are tested; empty if there was none.
+    inferred: whether such a choice has no source but the errors of these rows. Then they narrow no error bar.
     """
 
     name: str
@@ -31,6 +32,7 @@ class ScopeRule:
     use: str
     why: str
     looked_at: str = ""
+    inferred: bool = False
 
     def matches(self, row: PublishedRow) -> bool:
         return all(
@@ -48,7 +50,7 @@ def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
     rules: list[ScopeRule] = []
     for raw in raw_rules:
         name = raw.get("name")
-        if unknown := set(raw) - {"name", "use", "why", "looked_at", *_PATTERNS}:
+        if unknown := set(raw) - {"name", "use", "why", "looked_at", "inferred", *_PATTERNS}:
             raise CatalogError(f"{file}, rule {name!r}: unknown key {sorted(unknown)[0]!r}")
         if not name or not raw.get("why") or raw.get("use") not in USES:
             raise CatalogError(f"{file}, rule {name!r}: needs a name, a use ({', '.join(USES)}) and a reason (why)")
@@ -56,7 +58,14 @@ def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
             raise CatalogError(f"{file}: two rules are named {name!r}")
         patterns = {key: tuple(raw[key]) for key in _PATTERNS if key in raw}
         rules.append(
-            ScopeRule(name=name, patterns=patterns, use=raw["use"], why=raw["why"], looked_at=raw.get("looked_at", ""))
+            ScopeRule(
+                name=name,
+                patterns=patterns,
+                use=raw["use"],
+                why=raw["why"],
+                looked_at=raw.get("looked_at", ""),
+                inferred=raw.get("inferred", False),
+            )
         )
     return tuple(rules)
 

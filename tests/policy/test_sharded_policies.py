@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -31,7 +32,7 @@ from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import GB, MIB
 from pstar_sim.workload.presets import preset
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Phase, Workload
 
 SETTINGS = Settings(update="step", clip=False, chunk_bytes=2 * MIB)
 LAYER = 2**20
@@ -286,11 +287,36 @@ def test_collectives_of_the_backward_pass_stand_in_it() -> None:
     """A collective of 2 MiB takes 0.25 s. Forward waits for its first gather alone. B3 has its chunk from forward on;
     behind it the sum of 3 and the gather of 2 take half a second, and so on."""
     where = machine(4, d2h_bytes_per_s=64 * MIB)
-    for flush in ("zero3_offload:flush=async", "deep_optimizer_states:every=9"):
-        timeline = play(planned(f"{flush},{SMALL}", where))
+    for spec in ("zero3_offload:flush=async", "deep_optimizer_states:every=9"):
+        timeline = play(planned(f"{spec},{SMALL}", where))
         assert ends_of(timeline, Kind.COMPUTE)[:8] == pytest.approx([1.25, 2.25, 3.25, 4.25, 6.25, 8.75, 11.25, 13.75])
+    infinity = play(planned("zero_infinity:bucket=1048576,reuse=0", machine(4, h2d_bytes_per_s=64 * MIB)))
+    assert [round(b - a, 2) for a, b in pairwise(ends_of(infinity, Kind.COMPUTE)[3:8])] == [2.0, 2.5, 2.5, 2.5]
     hidden = play(planned("zero3_resident", where))  # FSDP's gathers are ahead in both directions
     assert ends_of(hidden, Kind.COMPUTE)[:8] == pytest.approx([1.25, 2.25, 3.25, 4.25, 6.25, 8.25, 10.25, 12.25])
+
+
+def test_a_recomputed_layer_is_gathered_when_the_moment_before_ends() -> None:
+    """A layer's recomputation waits for the sum of the layer before and for its own gather; its backward waits for
+    nothing."""
+    timeline = play(
+        planned(f"zero3_offload:flush=async,{SMALL}", machine(4, d2h_bytes_per_s=64 * MIB), chain(checkpointing=True))
+    )
+    moments = chain(checkpointing=True).moments
+    ends = ends_of(timeline, Kind.COMPUTE)
+    starts = [e - m.duration_s for e, m in zip(ends, moments)]
+    waited = {i: round(s - e, 2) for i, (e, s) in enumerate(zip(ends, starts[1:]), 1)}
+    recomputed = [i for i, m in enumerate(moments) if m.phase is Phase.RECOMPUTE]
+    assert recomputed and [waited[i] for i in recomputed[1:]] == [0.5] * (len(recomputed) - 1)
+    assert all(waited[i + 1] == 0 for i in recomputed)
+
+
+def test_chunks_whose_gradients_stay_hold_up_the_next_moment_too() -> None:
+    """The last two layers keep their optimizer on the GPU: no copy goes down, and their sums are waited for."""
+    spec = f"zero3_offload:ratio=0.5,subgroup=262144,flush=async,{SMALL}"
+    plan = planned(spec, machine(4, d2h_bytes_per_s=64 * MIB))
+    assert plan.modes == ("cpu", "cpu", "pin", "pin")
+    assert ends_of(play(plan), Kind.COMPUTE)[4:8] == pytest.approx([6.25, 8.75, 11.25, 13.75])
 
 
 def test_a_moment_waits_for_the_sum_of_the_whole_bucket() -> None:

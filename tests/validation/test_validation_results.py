@@ -222,6 +222,16 @@ def test_a_row_is_held_against_the_bar_of_the_others() -> None:
     assert binomial_interval(100) == (60, 76)
 
 
+def test_rows_from_which_a_rule_is_inferred_narrow_no_bar() -> None:
+    """They are held against the bar that an answer quotes: of their class without them, else of all other rows."""
+    kept = [result(100, 100 + n) for n in (10, 20, 30, 40)]
+    inferred = [result(100, 101, inferred=True), result(100, 101, gpus=8, nodes=2, inferred=True)]
+    assert errors_by_class([*kept, *inferred]) == errors_by_class(kept)
+    alone = result(100, 150, gpus=1)
+    bars = [round(bar, 3) for _, bar in quoted_bars([*kept, alone, *inferred])]
+    assert bars[5:] == [0.305, round(0.3 + 0.732 * 0.1, 3)]  # of four rows, and of five
+
+
 def test_a_class_that_is_left_out_widens_the_bar_of_others() -> None:
     """Four rows off by 0.1 and four by 0.4: the second class is four times as far off as the first one says."""
     near, far = [result(100, 110)] * 4, [result(100, 140, gpu="a100-40")] * 4

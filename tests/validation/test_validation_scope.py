@@ -64,6 +64,12 @@ def test_what_was_looked_at_is_tested_all_the_same() -> None:
     assert "H100 node, GPU memory" in seen and all(r.use == "tested" for r in published_scope() if r.looked_at)
 
 
+def test_what_is_inferred_was_looked_at() -> None:
+    inferred = [rule for rule in published_scope() if rule.inferred]
+    assert [rule.name for rule in inferred] == ["Polaris, two nodes"]
+    assert all("no source but the errors" in rule.looked_at for rule in inferred)
+
+
 def test_no_time_in_16_bit_on_an_h100_is_called_unseen() -> None:
     """The H100's plateau and fused attention were chosen after errors of some of them had been seen."""
     rules = published_scope()

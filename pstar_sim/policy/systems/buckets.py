@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pstar_sim.core.step import Place, Queue
+from pstar_sim.core.step import Place
 from pstar_sim.policy.passes.step_by_step.disks import read_in, write_out
 from pstar_sim.policy.passes.step_by_step.gradient_lists import GradientLists, arrivals
 from pstar_sim.policy.systems.shards import Flush, Shards
@@ -40,7 +40,7 @@ class Buckets:
         self._free_steps: list[list[int]] = []  # bucket -> steps that freed its lists
         self._before_bytes = 0  # bytes held by the bucket before
         self._bucket_bytes = 0  # bytes held by the open bucket, arriving gradients included
-        self._stall: dict[Queue, Sequence[int]] = {}  # queue -> its latest steps for which the next moment waits
+        self._stall: list[int] = []  # steps for which the next moment waits
 
     def before(self, m: int) -> list[int]:
         """Open the lists of gradients that begin to arrive in moment `m`. Returns the steps for which the moment
@@ -50,8 +50,8 @@ class Buckets:
             self.lists.open(c, m, gone)
             self._bucket_bytes += self.lists.bytes_of(c)
             self.peak_bytes = max(self.peak_bytes, self._before_bytes + self._bucket_bytes)
-        stall, self._stall = self._stall, {}
-        return [step for steps in stall.values() for step in steps]
+        stall, self._stall = self._stall, []
+        return stall
 
     def behind(self, m: int, here: int) -> None:
         """Put the gradients that are complete after moment `m` into the bucket. The bucket leaves when it is full, and
@@ -91,8 +91,8 @@ class Buckets:
         """Sum a gradient over the ranks and move it to where its Adam runs. Returns the steps after which it is
         there."""
         summed = self.lists.sum(c, m, [here], "remote" if self._shards.in_place(c) else "grad_remote")
-        if self._shards.scheme.backward_waits and self._shards.ranks > 1:
-            self._stall[Queue.NET] = summed
+        if self._shards.scheme.sums_wait:
+            self._stall += summed
         if c not in self._shards.on_gpu:
             return [self._send(c, m, summed)]
         return [self.lists.keep(c, m, summed)] if c in self.lists.chunks else summed
@@ -106,7 +106,7 @@ class Buckets:
         size_bytes = b.layout.slice_numel(c) * 4 if last and flush is Flush.FP32 else None
         down = self.lists.send(c, m, summed, size_bytes=size_bytes, via=shards.unpinned if blocking else None)
         if waited_for:
-            self._stall[Queue.D2H] = [down]
+            self._stall.append(down)
         if shards.scheme.states is not Place.NVME:
             return self.lists.add(c, m)
         earlier = [self.lists.added[c]] if c in self.lists.added else []

@@ -17,7 +17,14 @@ from pstar_sim.policy.kit.options import Option, share, whole_number
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded import MAX_REUSE_PARAMS, PREFETCH_PARAMS, REDUCE_BUCKET_PARAMS
 from pstar_sim.policy.systems.shards import Flush
-from pstar_sim.policy.systems.zero3_offload import BUFFER_FACTOR, TRACED_OPTIONS, Offloaded, Offloading, optimizer_bytes
+from pstar_sim.policy.systems.zero3_offload import (
+    BUFFER_FACTOR,
+    TRACED_OPTIONS,
+    WAITS,
+    Offloaded,
+    Offloading,
+    optimizer_bytes,
+)
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "PREFETCH_BYTES_PER_PARAM", "SUB_GROUP_PARAMS", "deep_optimizer_states"]
@@ -71,7 +78,7 @@ def deep_optimizer_states(
     o.hold(host_bytes_per_param=BUFFER_FACTOR * optimizer_bytes(workload) + PREFETCH_BYTES_PER_PARAM)
     o.check_room()
     b.choices["capacity"] = o.describe()
-    b.choices["moves"] = o.sharded.describe_moves()
+    b.choices["moves"] = o.sharded.describe_moves(waits=WAITS)
     b.choices["flush"] = "gradients go to pinned host memory as fp32; the next moment waits for each bucket"
     b.choices["adam"] = (
         f"after the barrier, {len(o.groups)} sub-groups: states of {staged} of them (one in {every}) are staged up, "

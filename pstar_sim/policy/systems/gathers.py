@@ -13,7 +13,6 @@ from pstar_sim.core.step import Place, Queue
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.policy.passes.step_by_step.disks import read_in
 from pstar_sim.policy.systems.shards import Shards
-from pstar_sim.workload.workload import Phase
 
 __all__ = ["Gathers"]
 
@@ -57,8 +56,7 @@ class Gathers:
                     self._reads[max(earliest, scheme.read_at[v.first])].append(v)
                 self._fetches[max(earliest, scheme.fetch_at[v.first])].append(v)
             if shards.ranks > 1:
-                waits = scheme.backward_waits and self._b.workload.moments[v.first].phase is not Phase.FWD
-                self._gathers[v.first if waits else max(earliest, scheme.gather_at[v.first])].append(v)
+                self._gathers[max(earliest, scheme.gather_at[v.first])].append(v)
             self._opens[v.first].append(v)
             self._closes[v.last].append(v)
         for v in latest.values():

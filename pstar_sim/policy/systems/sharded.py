@@ -1,9 +1,10 @@
 """The common part of the ZeRO-3 family of policies: an iteration of sharded data parallelism, and parts of the update.
 
 Every rank holds its own slice of each chunk (with one rank: the whole chunk) on the GPU or on the host (shards.py). A
-visit is a run of moments that use a chunk. The chunk is made whole some way ahead of the visit (sharded_visits.py,
-gathers.py). Gradients leave in buckets (buckets.py). optimizer.step() blocks, so successive iterations do not overlap.
-Each policy writes its own optimizer step (`Sharded.gpu_adam`, `cpu_adam`, `copy_up`, `stage`, `finish`).
+visit is a run of moments that use a chunk. The chunk is made whole some way ahead of the visit, or when the moment
+before the visit ends (sharded_visits.py, gathers.py). Gradients leave in buckets (buckets.py). optimizer.step() blocks,
+so successive iterations do not overlap. Each policy writes its own optimizer step (`Sharded.gpu_adam`, `cpu_adam`,
+`copy_up`, `stage`, `finish`).
 
 With one rank there are no collectives, and chunks that live on the GPU do not move.
 """
@@ -132,12 +133,15 @@ class Sharded:
         held = self.b.held_bytes(Place.GPU)
         check_beside_tide(self.b, held, f"{what}, {format_bytes(held)},")
 
-    def describe_moves(self) -> str:
-        """Returns words for the data that the ranks exchange, for `choices["moves"]`."""
+    def describe_moves(self, *, waits: str = "") -> str:
+        """Returns words for the data that the ranks exchange, for `choices["moves"]`.
+
+        waits: words for the collectives for which compute waits.
+        """
         ranks = self.shards.ranks
         if ranks == 1:
             return "one rank: no collectives"
         return (
             f"{ranks} ranks: each holds 1/{ranks} of every chunk; {format_bytes(self.gathers.bytes_gathered)} are "
-            "gathered per iteration"
+            f"gathered per iteration{waits and f'; {waits}'}"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
 from pstar_sim.core.layout import Layout
@@ -16,7 +16,7 @@ from pstar_sim.policy.kit.facts import Facts
 from pstar_sim.policy.kit.visits import Visit
 from pstar_sim.workload.workload import Phase, Workload
 
-__all__ = ["block_visits", "operators_before", "params_before", "sub_groups", "traced_visits"]
+__all__ = ["ahead_in_forward", "block_visits", "operators_before", "params_before", "sub_groups", "traced_visits"]
 
 
 def block_visits(uses: Facts) -> list[Visit]:
@@ -99,6 +99,15 @@ def params_before(visits: Sequence[Visit], uses: Facts, ahead_params: int) -> di
         j = min(n, bisect_left(before, before[n] - ahead_params + 1))
         out[m] = opening[j - 1] if j > 0 else 0
     return out
+
+
+def ahead_in_forward(ahead: Mapping[int, int], workload: Workload) -> dict[int, int]:
+    """Returns the mapping of `operators_before`, where a visit that begins in the backward pass is not requested ahead.
+
+    DeepSpeed requests ahead in both passes. But its published backward passes take about as long as if each gather held
+    them up; why, is not known.
+    """
+    return {m: at if workload.moments[m].phase is Phase.FWD else m for m, at in ahead.items()}
 
 
 def sub_groups(layout: Layout, chunks: Iterable[int], params: int) -> list[list[int]]:

@@ -45,9 +45,8 @@ class Scheme:
     bucket_params: number of parameters (of whole chunks, not slices) whose gradients leave together; 0: each chunk's
         gradient leaves as soon as it is complete.
     flush: the way in which the last gradients go to the host.
-    backward_waits: whether compute waits for the collectives of the backward pass: a gather starts with the moment that
-        needs it, and the moment after a bucket waits for its sum. Published runs of several ranks show which systems
-        do. The gathers of the forward pass are hidden in all of them.
+    sums_wait: whether the moment after a bucket waits for the bucket's sum over the ranks. The flush of the last
+        micro-batch waits for it in any case.
     """
 
     visits: Sequence[Visit]
@@ -60,7 +59,7 @@ class Scheme:
     staged: frozenset[int] = frozenset()
     bucket_params: int
     flush: Flush = Flush.PINNED
-    backward_waits: bool = False
+    sums_wait: bool = False
 
 
 class Shards:

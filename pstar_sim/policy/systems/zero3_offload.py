@@ -1,10 +1,11 @@
 """zero3_offload: DeepSpeed's ZeRO-3 with the optimizer on the CPU, as it really runs.
 
 Parameters live in slices on the GPUs (`params=gpu`) or on the hosts (`params=cpu`). The forward pass gathers slices
-ahead, as the traced order needs them. In the backward pass a gather starts with the moment that needs it. A gathered
-chunk is kept if it is used again soon. Gradients leave in buckets of 5e8 parameters. The next moment waits for the
-bucket's sum over the ranks and, in the last micro-batch, for its copy to the host. This copy goes into host memory that
-is not pinned, at a few GB/s (`flush=blocking`), or into pinned memory as fp32, at the link's rate (`flush=async`).
+ahead, as the traced order needs them. In the backward pass a gather starts when the moment before the one that needs it
+ends. A gathered chunk is kept if it is used again soon. Gradients leave in buckets of 5e8 parameters. The moment after
+a bucket waits for the bucket's sum over the ranks and, in the last micro-batch, for its copy to the host. This copy
+goes into host memory that is not pinned, at a few GB/s (`flush=blocking`), or into pinned memory as fp32, at the link's
+rate (`flush=async`).
 optimizer.step() is behind the barrier and goes sub-group by sub-group: Adam on the CPU, then the updated parameters up,
 then the next sub-group. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
 """
@@ -27,7 +28,7 @@ from pstar_sim.policy.systems.sharded import (
     SUB_GROUP_PARAMS,
     Sharded,
 )
-from pstar_sim.policy.systems.sharded_visits import params_before, sub_groups, traced_visits
+from pstar_sim.policy.systems.sharded_visits import ahead_in_forward, params_before, sub_groups, traced_visits
 from pstar_sim.policy.systems.shards import Flush, Scheme
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.relay import STASH_PLACES
@@ -38,6 +39,7 @@ __all__ = [
     "GRADIENT_BYTES_PER_PARAM",
     "OPTIONS",
     "TRACED_OPTIONS",
+    "WAITS",
     "Offloaded",
     "Offloading",
     "optimizer_bytes",
@@ -47,6 +49,9 @@ __all__ = [
 GRADIENT_BYTES_PER_PARAM = 4
 """Bytes per parameter of the optimizer's fp32 gradient: with AdamW's states 16 bytes per parameter, on CPU or GPU."""
 
+WAITS = "compute waits for those of the backward pass and for the sums of gradients"
+"""Words for the collectives that are not hidden, in `choices["moves"]`."""
+
 BUFFER_FACTOR = 1.5
 """Factor by which DeepSpeed's memory estimators multiply host use. 16 x 1.5 = 24 bytes per parameter agrees with the
 nodes that run DeepSpeed (24 to 28), and with the GPU bytes of twin-flow's resident share (24.8 measured)."""
@@ -54,7 +59,7 @@ nodes that run DeepSpeed (24 to 28), and with the GPU bytes of twin-flow's resid
 TRACED_OPTIONS = {
     "bucket": Option(whole_number(), "parameters whose gradients leave together", REDUCE_BUCKET_PARAMS),
     "reuse": Option(whole_number(), "keep parameters that are used again within this many", MAX_REUSE_PARAMS),
-    "prefetch": Option(whole_number(), "gather parameters of the forward pass this many ahead", PREFETCH_PARAMS),
+    "prefetch": Option(whole_number(), "bring parameters this many ahead (gathers in forward)", PREFETCH_PARAMS),
 }
 """Options of every policy that is based on DeepSpeed's ZeRO-3."""
 
@@ -110,7 +115,7 @@ def zero3_offload(
     width = 0 if params == "gpu" else DTYPE_BYTES[workload.dtype]
     o.hold(host_bytes_per_param=BUFFER_FACTOR * (optimizer_bytes(workload) + width))
     b.choices["capacity"] = o.describe()
-    b.choices["moves"] = s.describe_moves()
+    b.choices["moves"] = s.describe_moves(waits=WAITS)
     if checkpoints == "host":
         b.choices["checkpoints"] = (
             f"{format_bytes(b.stash_bytes)} of block inputs go to the host; compute waits for each"
@@ -167,7 +172,7 @@ class Offloading:
     flush: the way in which the last gradients go to the host.
     bucket: number of parameters whose gradients leave together.
     reuse: parameters are kept if they are used again within this number of parameters.
-    prefetch: number of parameters gathered ahead in the forward pass.
+    prefetch: number of parameters brought ahead; gathers are ahead in the forward pass alone.
     """
 
     home: Place
@@ -205,14 +210,14 @@ class Offloaded:
         ahead = params_before(visits, b.uses, choice.prefetch)
         scheme = Scheme(
             visits=visits,
-            gather_at=ahead,
+            gather_at=ahead_in_forward(ahead, b.workload),
             fetch_at=ahead,
             home=choice.home,
             resident=self.resident,
             staged=self.staged,
             bucket_params=choice.bucket,
             flush=choice.flush,
-            backward_waits=True,
+            sums_wait=True,
         )
         self.sharded = Sharded(b, scheme)
 
