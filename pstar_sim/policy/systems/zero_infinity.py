@@ -3,10 +3,9 @@
 Every rank brings its slice of the next parameters through its own link and gathers the rest from the others, so that
 all links of a node carry parameters at once. While one operator computes, the slices of the next operator are gathered,
 the slices of the second next are fetched from the host, and the slices of the third next are read from the disks.
-Gradients are reduce-scattered and go down during the backward pass. On several ranks the backward pass waits for its
-gathers and for the sums of its gradients, as in zero3_offload, because DeepSpeed runs both with the same code.
-optimizer.step() updates on the CPU sub-group by sub-group. States on disks come to the host one sub-group ahead of
-their update, and are written back after it. Activation checkpoints stay on the GPU.
+Gradients are reduce-scattered and go down during the backward pass. optimizer.step() updates on the CPU sub-group by
+sub-group. States on disks come to the host one sub-group ahead of their update, and are written back after it.
+Activation checkpoints stay on the GPU.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from pstar_sim.policy.systems.sharded import (
     SUB_GROUP_PARAMS,
     Sharded,
 )
-from pstar_sim.policy.systems.sharded_visits import ahead_in_forward, operators_before, sub_groups, traced_visits
+from pstar_sim.policy.systems.sharded_visits import operators_before, sub_groups, traced_visits
 from pstar_sim.policy.systems.shards import Scheme
-from pstar_sim.policy.systems.zero3_offload import BUFFER_FACTOR, WAITS, optimizer_bytes
+from pstar_sim.policy.systems.zero3_offload import BUFFER_FACTOR, optimizer_bytes
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import DTYPE_BYTES, Workload
 
@@ -73,13 +72,12 @@ def zero_infinity(
     gather, fetch, read = (operators_before(visits, n if overlap else 0) for n in (1, 2, 3))
     scheme = Scheme(
         visits=visits,
-        gather_at=ahead_in_forward(gather, workload),
+        gather_at=gather,
         fetch_at=fetch,
         read_at=read,
         home=Place.NVME if params == "nvme" else Place.HOST,
         states=Place.NVME if states == "nvme" else Place.HOST,
         bucket_params=bucket,
-        sums_wait=True,
     )
     s = Sharded(b, scheme)
     groups = sub_groups(b.layout, s.shards.trained, subgroup)
@@ -93,7 +91,7 @@ def zero_infinity(
         f"parameters live on {_where(scheme.home)}, optimizer states and gradients on {_where(scheme.states)}: "
         f"{format_bytes(b.held_bytes(Place.HOST))} of host memory per rank between iterations"
     )
-    b.choices["moves"] = s.describe_moves(waits=WAITS) + (
+    b.choices["moves"] = s.describe_moves() + (
         "; an operator ahead gathered, two fetched, three read" if overlap else "; on demand"
     )
     b.choices["adam"] = f"on the CPU, after the barrier, {len(groups)} sub-groups" + (
