@@ -565,14 +565,17 @@ def farthest() -> str:
 
 
 def waiting() -> str:
-    """Errors of the phases of ZeRO-3 with offloading on several GPUs."""
+    """Errors of the phases of ZeRO-3 with offloading on several GPUs, where they are published."""
     lines = [
         "| runs | forward | if forward waited, too | backward | iterations |",
         "|---|---:|---:|---:|---:|",
     ]
     for r in result("validation")["collectives"]:
         errors = [r[name] for name in ("fwd", "forward_waits", "bwd", "iter")]
-        cells = [f"{100 * e['median']:+.0f} % ({100 * e['least']:+.0f} to {100 * e['most']:+.0f})" for e in errors]
+        cells = [
+            f"{round(100 * e['median']):+d} % ({round(100 * e['least']):+d} to {round(100 * e['most']):+d})"
+            for e in errors
+        ]
         nodes = f", {r['nodes']} nodes" if r["nodes"] > 1 else ""
         lines.append(f"| {r['hardware']}{nodes} | {' | '.join(cells)} |")
     return "\n".join(lines)

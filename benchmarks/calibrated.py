@@ -3,10 +3,10 @@
     python benchmarks/calibrated.py                      # calibrates first, under a minute; about ten minutes in all
     python benchmarks/calibrated.py --machine my.toml    # with the file of `pstar calibrate -o my.toml`
 
-A run waits for a quiet moment. Its first four iterations do not count: they take up to half as long again as those
-behind them, in processor time too. An iteration during which other programs kept more than a fifth of a core busy does
-not count; a run without a counted iteration is repeated. The machine's load decides what counts, never the result. The
-processor time of the compute thread is printed beside the predicted time: it hardly depends on other programs.
+A run waits for a quiet moment. Its first iterations (`--left-out`) do not count: they take up to half as long again as
+those behind them, in processor time too. An iteration during which other programs kept more than a fifth of a core busy
+does not count; a run without a counted iteration is repeated. The machine's load decides what counts, never the result.
+The processor time of the compute thread is printed beside the predicted time: it hardly depends on other programs.
 
 GPT-2 is traced without being run, and each plan is made for the calibrated machine. The prediction is compared with the
 median of interleaved runs on the virtual accelerator. No measurement of a run enters its prediction. Two more columns
@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=20.0, help="seconds to wait for a quiet moment (default: 20)")
     parser.add_argument("--recorded", action="store_true", help="also predict from a recorded warm-up")
     args = parser.parse_args()
+    if args.left_out >= args.steps:
+        parser.error(f"--left-out {args.left_out} leaves none of --steps {args.steps} iterations")
     begun_s = time.perf_counter()
     if args.machine is None:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """The errors of `pstar validate`, kept for the documentation: the first part of its output, up to the list of misses;
-the tested rows that are farthest off, by machine, system and figure; and the rows of ZeRO-3 with offloading on several
-GPUs, whose backward pass waits for its collectives. `forward_waits` has the rows of its forward pass, replayed as if
-the forward pass waited for its gathers too.
+the tested rows that are farthest off, by machine, system and figure; and the phases of ZeRO-3 with offloading on
+several GPUs, whose backward pass waits for its collectives, where they are published. `forward_waits` has the rows of
+its forward pass, replayed as if the forward pass waited for its gathers too.
 
     python benchmarks/validation.py      # two minutes; writes benchmarks/results/validation.json
 """
@@ -29,12 +29,6 @@ FAR = 0.2
 OFFLOADING = ("zero3_offload", "deep_optimizer_states")
 
 
-def spread(rows: Iterable[Result]) -> dict[str, object]:
-    """Returns the number of rows, and their smallest and largest error."""
-    errors = sorted(r.error for r in rows)
-    return {"rows": len(errors), "least": round(errors[0], 3), "most": round(errors[-1], 3)}
-
-
 def collectives(results: Iterable[Result]) -> list[dict[str, object]]:
     """Returns, for each machine and number of nodes, the errors of forward, backward and iterations of ZeRO-3 with
     offloading on several GPUs: the median, and the smallest and largest."""
@@ -45,11 +39,12 @@ def collectives(results: Iterable[Result]) -> list[dict[str, object]]:
         mine = [r for r in rows if (r.hardware, r.nodes) == (hardware, nodes)]
         phases = {name: [r.error for r in mine if r.metric == f"{name}_ms"] for name in ("fwd", "bwd", "iter")}
         phases["forward_waits"] = [waits[r.file, r.line] for r in mine if r.metric == "fwd_ms"]
-        found.append({"hardware": hardware, "nodes": nodes} | {name: around(v) for name, v in phases.items()})
+        found.append({"hardware": hardware, "nodes": nodes} | {name: spread(v) for name, v in phases.items()})
     return found
 
 
-def around(errors: Sequence[float]) -> dict[str, object]:
+def spread(errors: Sequence[float]) -> dict[str, object]:
+    """Returns the number of errors, their median, and the smallest and the largest."""
     median = statistics.median(errors)
     return {
         "rows": len(errors), "median": round(median, 3), "least": round(min(errors), 3), "most": round(max(errors), 3),
@@ -78,7 +73,9 @@ def farthest(results: Iterable[Result]) -> list[dict[str, object]]:
             system = re.sub(r" (gap|ratio)\S+", "", r.system)
             groups.setdefault((r.hardware, system, r.metric, r.error > 0), []).append(r)
     ordered = sorted(groups.items(), key=lambda item: -max(abs(r.error) for r in item[1]))
-    return [{"hardware": k[0], "system": k[1], "figure": k[2], **spread(rows)} for k, rows in ordered]
+    return [
+        {"hardware": k[0], "system": k[1], "figure": k[2], **spread([r.error for r in rows])} for k, rows in ordered
+    ]
 
 
 def main() -> int:

@@ -91,7 +91,11 @@ KEYS = (
     ),
     used("optimizer.type", "optimizer", str),
     used("activation_checkpointing.cpu_checkpointing", "checkpoints_on_host", bool, False),
-    unmodelled(f"{_ZERO}.overlap_comm", "collectives overlap with compute as they did in published runs", off=True),
+    unmodelled(
+        f"{_ZERO}.overlap_comm",
+        "gradients are taken to be summed beside backward (zero3_offload: compute waits)",
+        off=True,
+    ),
     unmodelled(f"{_ZERO}.contiguous_gradients", "gradients are taken to pass through one bucket", off=True),
     unmodelled(f"{_ZERO}.reduce_scatter", "gradients are taken to be reduce-scattered", off=True),
     unmodelled(f"{_ZERO}.allgather_partitions", "parameters are taken to be all-gathered", off=True),
@@ -363,6 +367,8 @@ def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]
         "not modelled: disks without pipeline_read and pipeline_write; predicted with both": (
             disks and not (found["read_ahead"] and found["write_behind"])
         ),
+        "not modelled: waits of the backward pass for collectives; predicted with gathers ahead, as ZeRO-Infinity's "
+        "paper has them": disks and zero3,
         "offload_optimizer.ratio needs stage 3; DeepSpeed refuses it": zero12 and found["ratio"] not in (1.0, AUTO),
         "gradient_clipping is not in the file: DeepSpeed clips at 1.0 since version 0.19, not before": (
             "clip" not in found.named

@@ -163,8 +163,8 @@ def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
     known = int(_shipped().get(name, {}).get(ANY, {"rows": 0})["rows"])
     return Trust(
         bar,
-        f"{format_error(bar)}, {NOT_NEAR}: not validated for class {name} ({known or 'no'} published runs test "
-        f"it, {FEWEST_ROWS} are needed)",
+        f"{format_error(bar)}, {NOT_NEAR}: not validated for class {name} ({known or 'no'} published runs "
+        f"count for it, {FEWEST_ROWS} are needed)",
     )
 
 

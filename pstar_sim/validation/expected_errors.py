@@ -64,9 +64,9 @@ def left_out_factor(groups: dict[str, dict[str, list[Result]]]) -> float:
 
 
 def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
-    """Returns the rows of whole iterations to which nothing is fitted. Each comes with the bar that an answer would
-    quote for it without knowing the row itself: the bar of its class and policy, of its class, or of every class times
-    `left_out_factor` (at least the bar of a class of the same machines).
+    """Returns the rows of whole iterations to which nothing is fitted, and from which nothing is inferred. Each comes
+    with the bar that an answer would quote for it without knowing the row itself: the bar of its class and policy, of
+    its class, or of every class times `left_out_factor` (at least the bar of a class of the same machines).
     """
     judged = _judged(results)
     groups = _groups(judged)
@@ -74,8 +74,7 @@ def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
     found = []
     for r in judged:
         name, policy = _class(r), split_spec(r.policy)[0]
-        of_class = groups.get(name, {})
-        for known in (of_class.get(policy, []), of_class.get(ANY, [])):
+        for known in (groups[name].get(policy, []), groups[name][ANY]):
             others = [o for o in known if o is not r]
             if len(others) >= FEWEST_ROWS:
                 found.append((r, _bar(others)))
@@ -108,7 +107,7 @@ def write_errors(validation: Validation, path: Path = ERRORS_FILE) -> None:
 
 
 def _judged(results: Iterable[Result]) -> list[Result]:
-    return [r for r in results if r.use != "fitted" and r.metric in WHOLE]
+    return [r for r in results if r.use != "fitted" and not r.inferred and r.metric in WHOLE]
 
 
 def _class(r: Result) -> str:
@@ -116,9 +115,9 @@ def _class(r: Result) -> str:
 
 
 def _groups(results: Iterable[Result]) -> dict[str, dict[str, list[Result]]]:
-    """Returns class -> policy, and class -> "any policy", -> rows from which nothing is inferred."""
+    """Returns class -> policy, and class -> "any policy", -> rows."""
     groups: dict[str, dict[str, list[Result]]] = {}
-    for r in (r for r in results if not r.inferred):
+    for r in results:
         for key in (ANY, split_spec(r.policy)[0]):
             groups.setdefault(_class(r), {}).setdefault(key, []).append(r)
     return groups

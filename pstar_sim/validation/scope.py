@@ -24,7 +24,7 @@ class ScopeRule:
 
     patterns: column -> shell patterns, one of which has to match; a column that is missing matches anything.
     looked_at: a choice of ours that was made by these rows although they are tested; empty if there was none.
-    inferred: whether such a choice has no source but the errors of these rows. Then they narrow no error bar.
+    inferred: whether such a choice has no source but the errors of these rows. Then they count in no error bar.
     """
 
     name: str
@@ -41,8 +41,8 @@ class ScopeRule:
 
 
 def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
-    """Returns the rules in order. Raises CatalogError for a rule without name, use or reason, or with an unknown
-    key."""
+    """Returns the rules in order. Raises CatalogError for a rule without name, use or reason, with an unknown key, or
+    with `inferred` where nothing was looked at."""
     try:
         raw_rules = toml_loads(text).get("rule", [])
     except TOMLDecodeError as error:
@@ -54,6 +54,8 @@ def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
             raise CatalogError(f"{file}, rule {name!r}: unknown key {sorted(unknown)[0]!r}")
         if not name or not raw.get("why") or raw.get("use") not in USES:
             raise CatalogError(f"{file}, rule {name!r}: needs a name, a use ({', '.join(USES)}) and a reason (why)")
+        if raw.get("inferred", False) not in (True, False) or (raw.get("inferred") and not raw.get("looked_at")):
+            raise CatalogError(f"{file}, rule {name!r}: inferred is true or false, and true only beside looked_at")
         if name in {r.name for r in rules}:
             raise CatalogError(f"{file}: two rules are named {name!r}")
         patterns = {key: tuple(raw[key]) for key in _PATTERNS if key in raw}

@@ -436,7 +436,7 @@ def test_a_time_comes_with_what_validation_found_for_the_class_or_says_that_it_i
     assert known.trust is not None and "class a100 one GPU" in known.trust
     unknown = fits(w, ps.machine("l4"), policies=["all_on_gpu"]).rows[0]
     assert unknown.iteration_s is not None
-    label = "not validated for class l4 one GPU (no published runs test it, 4 are needed)"
+    label = "not validated for class l4 one GPU (no published runs count for it, 4 are needed)"
     assert unknown.expected_error is not None and unknown.expected_error > known.expected_error
     assert (
         unknown.trust

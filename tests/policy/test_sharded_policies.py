@@ -319,6 +319,25 @@ def test_chunks_whose_gradients_stay_hold_up_the_next_moment_too() -> None:
     assert ends_of(play(plan), Kind.COMPUTE)[4:8] == pytest.approx([6.25, 8.75, 11.25, 13.75])
 
 
+def test_copies_from_the_host_go_ahead_in_both_passes() -> None:
+    """The slice of 1 comes up when B3 has ended, one layer ahead; its gather waits for the end of B2."""
+    plan = planned(f"zero3_offload:params=cpu,flush=async,{SMALL}", machine(4, d2h_bytes_per_s=64 * MIB))
+    spans = [s for s in play(plan).spans if s.iteration == 1]
+    b3, b2 = sorted(s.end_s for s in spans if s.kind is Kind.COMPUTE)[4:6]
+    starts = {
+        kind: max(s.start_s for s in spans if (s.kind, s.chunk) == (kind, 1)) for kind in (Kind.FETCH, Kind.GATHER)
+    }
+    assert starts == pytest.approx({Kind.FETCH: b3, Kind.GATHER: b2 + 0.25})  # behind the sum of 2
+
+
+def test_a_plan_says_for_which_collectives_compute_waits() -> None:
+    words = "compute waits for the gathers of the backward pass and for the sums of gradients"
+    for spec in ("zero3_offload", "deep_optimizer_states"):
+        assert words in planned(spec, machine(4)).choices["moves"]
+        assert planned(spec, machine(1)).choices["moves"] == "one rank: no collectives"
+    assert words not in planned("zero_infinity", machine(4)).choices["moves"]
+
+
 def test_a_moment_waits_for_the_sum_of_the_whole_bucket() -> None:
     """The bucket of two layers is full behind B2: two sums and the gather of 1 take 0.75 s. In the first of two
     micro-batches its copies to the host are hidden; the second, which finds 0 on the GPU, waits for the last sums."""

@@ -222,14 +222,11 @@ def test_a_row_is_held_against_the_bar_of_the_others() -> None:
     assert binomial_interval(100) == (60, 76)
 
 
-def test_rows_from_which_a_rule_is_inferred_narrow_no_bar() -> None:
-    """They are held against the bar that an answer quotes: of their class without them, else of all other rows."""
-    kept = [result(100, 100 + n) for n in (10, 20, 30, 40)]
+def test_rows_from_which_a_rule_is_inferred_count_in_no_bar() -> None:
+    kept = [result(100, 100 + n) for n in (10, 20, 30, 40, 50)]
     inferred = [result(100, 101, inferred=True), result(100, 101, gpus=8, nodes=2, inferred=True)]
     assert errors_by_class([*kept, *inferred]) == errors_by_class(kept)
-    alone = result(100, 150, gpus=1)
-    bars = [round(bar, 3) for _, bar in quoted_bars([*kept, alone, *inferred])]
-    assert bars[5:] == [0.305, round(0.3 + 0.732 * 0.1, 3)]  # of four rows, and of five
+    assert quoted_bars([*kept, *inferred]) == quoted_bars(kept) != []
 
 
 def test_a_class_that_is_left_out_widens_the_bar_of_others() -> None:
@@ -306,7 +303,7 @@ def test_shipped_errors_are_of_whole_classes() -> None:
     assert expected_errors.ERRORS_FILE.is_file()
     kept = json.loads(expected_errors.ERRORS_FILE.read_text(encoding="utf-8"))
     assert set(kept) == {
-        "a100 node", "a100 nodes", "a100 nodes with fused kernels", "a100 one GPU", "any class", "h100 node",
+        "a100 node", "a100 nodes with fused kernels", "a100 one GPU", "any class", "h100 node",
         "h100 node with fused kernels", "h100 nodes with fused kernels", "v100 node", "v100 one GPU",
     }  # fmt: skip
     assert all(any_policy["any policy"]["rows"] >= 1 for any_policy in kept.values())

@@ -124,6 +124,12 @@ def test_a_rule_needs_a_use_and_a_reason() -> None:
         read_scope("s.toml", '[[rule]]\nname = "a"\nuse = "out"\nwhy = "b"\nmachine = ["c"]\n')
 
 
+@pytest.mark.parametrize("more", ["inferred = true", 'inferred = "no"\nlooked_at = "c"'])
+def test_what_is_inferred_says_what_was_looked_at(more: str) -> None:
+    with pytest.raises(CatalogError, match="rule 'a': inferred is true or false, and true only beside looked_at"):
+        read_scope("s.toml", f'[[rule]]\nname = "a"\nuse = "tested"\nwhy = "b"\n{more}\n')
+
+
 def test_a_row_that_no_rule_matches_is_an_error() -> None:
     with pytest.raises(CatalogError, match=r"row 1 .*: no rule of scope"):
         rule_of(published_rows()[0], ())

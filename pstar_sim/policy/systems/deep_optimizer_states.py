@@ -20,7 +20,6 @@ from pstar_sim.policy.systems.shards import Flush
 from pstar_sim.policy.systems.zero3_offload import (
     BUFFER_FACTOR,
     TRACED_OPTIONS,
-    WAITS,
     Offloaded,
     Offloading,
     optimizer_bytes,
@@ -78,7 +77,7 @@ def deep_optimizer_states(
     o.hold(host_bytes_per_param=BUFFER_FACTOR * optimizer_bytes(workload) + PREFETCH_BYTES_PER_PARAM)
     o.check_room()
     b.choices["capacity"] = o.describe()
-    b.choices["moves"] = o.sharded.describe_moves(waits=WAITS)
+    b.choices["moves"] = o.describe_moves()
     b.choices["flush"] = "gradients go to pinned host memory as fp32; the next moment waits for each bucket"
     b.choices["adam"] = (
         f"after the barrier, {len(o.groups)} sub-groups: states of {staged} of them (one in {every}) are staged up, "

@@ -133,15 +133,12 @@ class Sharded:
         held = self.b.held_bytes(Place.GPU)
         check_beside_tide(self.b, held, f"{what}, {format_bytes(held)},")
 
-    def describe_moves(self, *, waits: str = "") -> str:
-        """Returns words for the data that the ranks exchange, for `choices["moves"]`.
-
-        waits: words for the collectives for which compute waits.
-        """
+    def describe_moves(self) -> str:
+        """Returns words for the data that the ranks exchange, for `choices["moves"]`."""
         ranks = self.shards.ranks
         if ranks == 1:
             return "one rank: no collectives"
         return (
             f"{ranks} ranks: each holds 1/{ranks} of every chunk; {format_bytes(self.gathers.bytes_gathered)} are "
-            f"gathered per iteration{waits and f'; {waits}'}"
+            "gathered per iteration"
         )

@@ -105,7 +105,7 @@ def ahead_in_forward(ahead: Mapping[int, int], workload: Workload) -> dict[int, 
     """Returns the mapping of `operators_before`, where a visit that begins in the backward pass is not requested ahead.
 
     DeepSpeed requests ahead in both passes. But its published backward passes take about as long as if each gather held
-    them up; why, is not known.
+    them up. Why is not known.
     """
     return {m: at if workload.moments[m].phase is Phase.FWD else m for m, at in ahead.items()}
 

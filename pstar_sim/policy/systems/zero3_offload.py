@@ -5,9 +5,8 @@ ahead, as the traced order needs them. In the backward pass a gather starts when
 ends. A gathered chunk is kept if it is used again soon. Gradients leave in buckets of 5e8 parameters. The moment after
 a bucket waits for the bucket's sum over the ranks and, in the last micro-batch, for its copy to the host. This copy
 goes into host memory that is not pinned, at a few GB/s (`flush=blocking`), or into pinned memory as fp32, at the link's
-rate (`flush=async`).
-optimizer.step() is behind the barrier and goes sub-group by sub-group: Adam on the CPU, then the updated parameters up,
-then the next sub-group. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
+rate (`flush=async`). optimizer.step() is behind the barrier and goes sub-group by sub-group: Adam on the CPU, then the
+updated parameters up, then the next sub-group. Twin-flow (`ratio` < 1) keeps the last sub-groups' states on the GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ __all__ = [
     "GRADIENT_BYTES_PER_PARAM",
     "OPTIONS",
     "TRACED_OPTIONS",
-    "WAITS",
     "Offloaded",
     "Offloading",
     "optimizer_bytes",
@@ -48,9 +46,6 @@ __all__ = [
 
 GRADIENT_BYTES_PER_PARAM = 4
 """Bytes per parameter of the optimizer's fp32 gradient: with AdamW's states 16 bytes per parameter, on CPU or GPU."""
-
-WAITS = "compute waits for those of the backward pass and for the sums of gradients"
-"""Words for the collectives that are not hidden, in `choices["moves"]`."""
 
 BUFFER_FACTOR = 1.5
 """Factor by which DeepSpeed's memory estimators multiply host use. 16 x 1.5 = 24 bytes per parameter agrees with the
@@ -115,7 +110,7 @@ def zero3_offload(
     width = 0 if params == "gpu" else DTYPE_BYTES[workload.dtype]
     o.hold(host_bytes_per_param=BUFFER_FACTOR * (optimizer_bytes(workload) + width))
     b.choices["capacity"] = o.describe()
-    b.choices["moves"] = s.describe_moves(waits=WAITS)
+    b.choices["moves"] = o.describe_moves()
     if checkpoints == "host":
         b.choices["checkpoints"] = (
             f"{format_bytes(b.stash_bytes)} of block inputs go to the host; compute waits for each"
@@ -240,6 +235,11 @@ class Offloaded:
         parts = ["a rank's slices of the parameters"] if s.shards.scheme.home is Place.GPU else []
         parts += [f"its optimizer of {resident}"] if self.resident_params else []
         s.check_gpu_room(", ".join([*parts, "the gradient bucket"]))
+
+    def describe_moves(self) -> str:
+        """Returns words for the data that the ranks exchange, and for what compute waits."""
+        waits = "; compute waits for the gathers of the backward pass and for the sums of gradients"
+        return self.sharded.describe_moves() + (waits if self.sharded.shards.ranks > 1 else "")
 
     def describe(self) -> str:
         """Returns words for the places of lists and the bytes that they take, for `choices["capacity"]`."""
