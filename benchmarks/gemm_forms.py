@@ -210,7 +210,8 @@ def in_view(form: Form, p: Products, start: Array) -> Array:
         return np.asarray(predicted(form, figures_of(form, logs), p) / p.efficiency - 1)
 
     def score(logs: Array) -> float:
-        return p90(errors(logs)) + 0.1 * float(np.median(np.abs(errors(logs))))
+        off = np.abs(errors(logs))
+        return p90(off) + 0.1 * float(np.median(off))
 
     bounds = [(x - REACH_IN_VIEW, x + REACH_IN_VIEW) for x in start]
     return errors(differential_evolution(score, bounds, x0=start, seed=0, maxiter=150, popsize=12).x)

@@ -368,7 +368,7 @@ def _notes(found: KeyReading, stage: int, states: str, params: str) -> list[str]
             disks and not (found["read_ahead"] and found["write_behind"])
         ),
         "not modelled: waits of the backward pass for collectives; predicted with gathers ahead, as ZeRO-Infinity's "
-        "paper has them": disks and zero3,
+        "paper has them": zero3 and disks and states != "none",
         "offload_optimizer.ratio needs stage 3; DeepSpeed refuses it": zero12 and found["ratio"] not in (1.0, AUTO),
         "gradient_clipping is not in the file: DeepSpeed clips at 1.0 since version 0.19, not before": (
             "clip" not in found.named

@@ -63,6 +63,11 @@ def express(plan: Plan) -> Expressed:
         cannot.append("disks: Megatron has none; predicted with the states on the host")
     if w.optimizer.name != "adamw":
         cannot.append(f"the states of {w.optimizer.name}: predicted with AdamW's fp32 states")
+    several = share < 1 and len(plan.machine.ranks) > 1
+    notes = {
+        "not modelled: parameters whole on every GPU; predicted as gathered when they are needed": several,
+        "not modelled: sums beside the backward pass; predicted as waited for": several and share > 0,
+    }
     configuration = Configuration(
         framework=MEGATRON,
         policy="zero_offload" if share == 1 else _partly(share, w.trainable_params // len(plan.machine.ranks)),
@@ -74,14 +79,7 @@ def express(plan: Plan) -> Expressed:
         checkpointing=True if w.checkpointing else None,
         optimizer="adamw",
         details=(("sequence", w.sequence), (_SHARE, share)),
-        notes=(
-            (
-                "not modelled: parameters whole on every GPU; predicted as gathered when they are needed",
-                *(("not modelled: sums beside the backward pass; predicted as waited for",) if share else ()),
-            )
-            if share < 1 and len(plan.machine.ranks) > 1
-            else ()
-        ),
+        notes=tuple(text for text, applies in notes.items() if applies),
     )
     says = [
         *common_says(plan),

@@ -4,9 +4,8 @@
 GPUs ("one GPU", "node" for several in one node, or "nodes"), the flavour of the kernels (workload/kernels.py) and
 whether the model has experts. Captured modules run their operators one by one, as eager kernels do. The errors of a
 class are those of the rows of whole iterations to which nothing is fitted ("tested"), and from which no rule of the
-model is inferred (`inferred` in scope.toml). They are kept in
-catalog/expected_errors.json, which `pstar validate --write` makes. A policy without published runs has the errors of
-its class.
+model is inferred (`inferred` in scope.toml). They are kept in catalog/expected_errors.json, which
+`pstar validate --write` makes. A policy without published runs has the errors of its class.
 
 [Note: bars] The bar of an answer is one standard deviation: 68 % of the rows of its class and policy had at most this
 error. A class without enough rows has the bar of ANY_CLASS: that of all rows, times the factor by which the errors of

@@ -54,7 +54,8 @@ def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
             raise CatalogError(f"{file}, rule {name!r}: unknown key {sorted(unknown)[0]!r}")
         if not name or not raw.get("why") or raw.get("use") not in USES:
             raise CatalogError(f"{file}, rule {name!r}: needs a name, a use ({', '.join(USES)}) and a reason (why)")
-        if raw.get("inferred", False) not in (True, False) or (raw.get("inferred") and not raw.get("looked_at")):
+        inferred, looked_at = raw.get("inferred", False), raw.get("looked_at", "")
+        if not isinstance(inferred, bool) or (inferred and not looked_at):
             raise CatalogError(f"{file}, rule {name!r}: inferred is true or false, and true only beside looked_at")
         if name in {r.name for r in rules}:
             raise CatalogError(f"{file}: two rules are named {name!r}")
@@ -65,8 +66,8 @@ def read_scope(file: str, text: str) -> tuple[ScopeRule, ...]:
                 patterns=patterns,
                 use=raw["use"],
                 why=raw["why"],
-                looked_at=raw.get("looked_at", ""),
-                inferred=raw.get("inferred", False),
+                looked_at=looked_at,
+                inferred=inferred,
             )
         )
     return tuple(rules)

@@ -55,6 +55,13 @@ def test_a_configuration_is_a_policy_and_what_is_written_of_it_is_read_again(zer
     assert deepspeed.read(json.loads(deepspeed.write(found)), "again.json") == found
 
 
+def test_what_zero_infinity_leaves_out_of_deepspeed_is_said() -> None:
+    for zero, policy in [*ZEROS, ({"stage": 3, "offload_param": {"device": "nvme"}}, "zero3_resident")]:
+        found = deepspeed.read({"zero_optimization": zero}, "ds.json")
+        said = any("waits of the backward pass" in note for note in found.notes)
+        assert found.policy == policy and said == policy.startswith("zero_infinity")
+
+
 def test_checkpoints_on_the_host_are_the_policys_where_the_model_recomputes() -> None:
     content = {
         "activation_checkpointing": {"cpu_checkpointing": True},

@@ -299,10 +299,9 @@ def test_collectives_of_the_backward_pass_stand_in_it() -> None:
 def test_a_recomputed_layer_is_gathered_when_the_moment_before_ends() -> None:
     """A layer's recomputation waits for the sum of the layer before and for its own gather; its backward waits for
     nothing."""
-    timeline = play(
-        planned(f"zero3_offload:flush=async,{SMALL}", machine(4, d2h_bytes_per_s=64 * MIB), chain(checkpointing=True))
-    )
-    moments = chain(checkpointing=True).moments
+    workload = chain(checkpointing=True)
+    moments = workload.moments
+    timeline = play(planned(f"zero3_offload:flush=async,{SMALL}", machine(4, d2h_bytes_per_s=64 * MIB), workload))
     ends = ends_of(timeline, Kind.COMPUTE)
     starts = [e - m.duration_s for e, m in zip(ends, moments)]
     waited = {i: round(s - e, 2) for i, (e, s) in enumerate(zip(ends, starts[1:]), 1)}

@@ -17,13 +17,7 @@ from pstar_sim.policy.kit.options import Option, share, whole_number
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.systems.sharded import MAX_REUSE_PARAMS, PREFETCH_PARAMS, REDUCE_BUCKET_PARAMS
 from pstar_sim.policy.systems.shards import Flush
-from pstar_sim.policy.systems.zero3_offload import (
-    BUFFER_FACTOR,
-    TRACED_OPTIONS,
-    Offloaded,
-    Offloading,
-    optimizer_bytes,
-)
+from pstar_sim.policy.systems.zero3_offload import BUFFER_FACTOR, TRACED_OPTIONS, Offloaded, Offloading, optimizer_bytes
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "PREFETCH_BYTES_PER_PARAM", "SUB_GROUP_PARAMS", "deep_optimizer_states"]
