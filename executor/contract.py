@@ -25,7 +25,8 @@ gives the result of each act in each state of the loop.
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | more backwards than the plan's micro-batches | ContractError: plan with as many micro-batches |
 | several backwards of one forward | each counts as a micro-batch of the plan: as plain torch, or ContractError |
-| fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted as a deviation |
+| fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; a warning at the first step |
+| `step()` where `accelerator.sync_gradients` is False | ContractError: `optimizer = accelerator.prepare(optimizer)` |
 | under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |
 | a `step()` left out, then the next forward | as plain torch until the next backward: ContractError |

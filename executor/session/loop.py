@@ -8,6 +8,7 @@ out.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ import torch
 from executor.moments.hooks import ModuleEvent
 from executor.moments.unseen import Watching, modes_standing, unseen
 from executor.queues.interface import Health, Stillness, Timing
+from executor.session.accelerated import Accelerated
 from executor.session.act_facts import ActFacts
 from executor.session.batches import Batches
 from executor.session.cursor import ACTS, Act, Answer, State, answer
@@ -28,6 +30,8 @@ from executor.session.updates import Updates
 from pstar_sim.errors import ContractError, Interrupted, OutOfMemory
 
 __all__ = ["Host", "Loop"]
+
+log = logging.getLogger("executor")
 
 
 class Absence(Protocol):
@@ -138,6 +142,8 @@ class Host(BytesHost, LoopHost, Protocol):
     def warming(self) -> WarmingUp | None: ...
     @property
     def outgrown(self) -> Growing: ...
+    @property
+    def accelerated(self) -> Accelerated: ...
 
 
 class Loop:
@@ -152,6 +158,7 @@ class Loop:
         self._of_event = ActFacts(host)  # memory of the event being handled
         self._standing = False  # inside `still`
         self._alone = host.ranks is None and host.scaling is None
+        self._accumulates = False  # a step had all of its backwards, or the log says that one had not
 
     def ask(self, act: Act, *, tensor: int = -1, what: str = "", keeps: bool = False) -> Answer:
         """Returns the table's answer to a call of the loop: see `cursor.py`. Raises ContractError where the call is
@@ -332,6 +339,7 @@ class Loop:
             found = self.ask(Act.UPDATE)
         if found is Answer.NOTHING:
             return
+        self._see_backwards(host.now.backwards, host.plan.workload.micro_batches)
         with host.at_work, unseen(), torch.no_grad():
             host.reader.set_open(False)
             if found is Answer.LEAVE:
@@ -348,6 +356,18 @@ class Loop:
         if host.first is not None and host.steps.logs and host.steps.logs[-1].on_plan:
             with host.at_work:
                 host.first.end_iteration()
+
+    def _see_backwards(self, count: int, planned: int) -> None:
+        """Warn, once, of a step with fewer backwards than planned before any step with all of them. After such a step
+        it is the last of an epoch, whose micro-batches are fewer."""
+        if count < planned and not self._accumulates:
+            log.warning(
+                "optimizer.step() after %d of the %d backwards that the plan was made for: the step is taken; if the "
+                "loop accumulates gradients, call step() and zero_grad() after backward %d, else make the plan for %d "
+                "(%s)",
+                count, planned, planned, count, self.host.spelling.micro_batches,
+            )  # fmt: skip
+        self._accumulates = True
 
     def _step_on_plan(self) -> None:
         host = self.host
