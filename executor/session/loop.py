@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -33,6 +34,17 @@ __all__ = ["Host", "Loop"]
 
 log = logging.getLogger("executor")
 
+NEVER = 3  # iterations off plan after which a plan that none has followed is named
+
+_REMEDIES = {
+    True: (
+        "session.step runs the backward of this model's parts in another order than autograd; make a plan in "
+        "depth-first order (tide) and call loss.backward() in a loop of your own"
+    ),
+    False: "record an iteration of this loop (executor.record) and make the plan from it",
+}
+"""Whether the plan was left in a backward that runs part by part -> what would do."""
+
 
 class Absence(Protocol):
     """The part of `distributed.absent.Absent` that this file uses."""
@@ -46,6 +58,9 @@ class OffPlan(Protocol):
     """The part of `off_plan.demand.Demand` that this file uses."""
 
     in_a_row: int
+
+    @property
+    def left_in_parts(self) -> bool: ...
 
     def on_event(self, event: ModuleEvent, found: Answer) -> None: ...
 
@@ -143,6 +158,8 @@ class Host(BytesHost, LoopHost, Protocol):
     @property
     def outgrown(self) -> Growing: ...
     @property
+    def deviation_log(self) -> deque[str]: ...
+    @property
     def accelerated(self) -> Accelerated: ...
 
 
@@ -158,6 +175,8 @@ class Loop:
         self._of_event = ActFacts(host)  # memory of the event being handled
         self._standing = False  # inside `still`
         self._alone = host.ranks is None and host.scaling is None
+        self._left = 0  # iterations that have left the plan
+        self._followed = False  # an iteration has run on plan
         self._accumulates = False  # a step had all of its backwards, or the log says that one had not
 
     def ask(self, act: Act, *, tensor: int = -1, what: str = "", keeps: bool = False) -> Answer:
@@ -349,7 +368,7 @@ class Loop:
                 host.demand.step()
                 host.clock.reset()
                 host.cursor.stepped = True
-                host.demand.replan()
+                self._end_off_plan()
             else:
                 self._step_on_plan()
             host.cursor.stepped = True
@@ -397,9 +416,24 @@ class Loop:
                 host.ladder.climb(error)
             else:
                 host.following.next_iteration()
+                self._followed = True
                 return
         host.demand.step()
         host.cursor.stepped = True
+        self._end_off_plan()
+
+    def _end_off_plan(self) -> None:
+        """After an optimizer step off plan, make a new plan if one is due. Warn, once, of a plan that no iteration has
+        followed, if its batches and backwards are the plan's."""
+        host = self.host
+        self._left += not host.timetable.on_demand_only
+        planned = host.batches.planned and host.now.backwards == host.plan.workload.micro_batches
+        if self._left == NEVER and not self._followed and planned:
+            log.warning(
+                "none of %d iterations followed the plan of %s, last %s; results are plain torch's, and copies do not "
+                "overlap with compute: %s",
+                NEVER, host.plan.policy, host.deviation_log[-1], _REMEDIES[host.demand.left_in_parts],
+            )  # fmt: skip
         host.demand.replan()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
