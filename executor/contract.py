@@ -11,7 +11,7 @@ gives the result of each act in each state of the loop.
 | `torch.amp.GradScaler` (`unscale_`, `step`) | ContractError: `AdamW(loss_scale=)`, on by itself in fp16 |
 | an iteration whose fp16 gradients overflow | as plain torch under GradScaler: no update, `session.skipped_steps` |
 | several forwards, then one backward | as plain torch: one micro-batch |
-| `torch.compile` of the model or of parts of it | as plain torch, from the second iteration on; cut at the hooks |
+| `torch.compile` of the model or parts of it | from the second iteration on, as plain torch compiled with such hooks |
 | with loss scaling, a part of the model called by itself | ContractError: call the prepared model |
 | `p.grad = tensor` | ContractError |
 | `p.grad = None` after `step()` | as plain torch |
