@@ -233,7 +233,7 @@ class Driver:
         if len(micro_batches) > planned:
             raise ContractError(
                 f"session.step got {len(micro_batches)} micro-batches, the plan was made for {planned}; make the plan "
-                "for as many (--micro-batches)"
+                f"for as many ({self.session.spelling.micro_batches})"
             )
 
     # -- structure ----------------------------------------------------------------------------------------------------
