@@ -3,8 +3,8 @@
 A warm-up is the engine's on-demand mode under a plan without steps. The first iteration counts every operator (live
 bytes, reads and gradients) and fetches each chunk when an operator is about to read it. The following iterations are
 timed and count nothing. By then the reads of each moment are known, so the chunks of a moment are fetched before the
-moment begins, and the time of the fetches is left out. The model and torch's random numbers stay unchanged: gradients
-are dropped, nothing is updated.
+moment begins, and the time of the fetches is left out. No layer is dropped at random ([Note: draws] in
+moments/draws.py). The model and torch's random numbers stay unchanged: gradients are dropped, nothing is updated.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from executor.devices.opening import synchronized
 from executor.engine import Session
 from executor.models import forward_loss, map_batch
 from executor.moments.compiled import eagerly
+from executor.moments.draws import Undropped, host_draws
 from executor.moments.hooks import tensors_of
 from executor.moments.live_bytes import LiveStorages
 from executor.moments.recorder import MomentRecorder, describe_parameters, working_dtype
@@ -110,7 +111,10 @@ def record(
         stack.callback(session.close)
         stack.callback(_restore, buffers)
         stack.enter_context(torch.random.fork_rng(devices=devices))
-        recorder = _counted(session, iteration)
+        stack.enter_context(host_draws())
+        undropped = Undropped()
+        with undropped:
+            recorder = _counted(session, iteration)
         shape = next((tuple(t.shape) for t in tensors_of(batches[0]) if t.dim()), ())
         w = recorder.workload(
             model=name,
@@ -121,7 +125,8 @@ def record(
             recorded_on=machine.name if timed else None,
         )
         if timed:
-            w = replace(w, moments=_timed(session, iteration, w, timed, clock))
+            with undropped if undropped.drew else contextlib.nullcontext():
+                w = replace(w, moments=_timed(session, iteration, w, timed, clock))
     return w
 
 

@@ -357,26 +357,6 @@ def test_module_that_fake_tensors_cannot_run() -> None:
     assert "\n" not in str(raised.value)
 
 
-class _LayerDrop(nn.Module):
-    """As many models of transformers drop layers."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate, self.inner = rate, nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        drawn = torch.rand([])
-        return (x * self.inner.weight[0] if drawn < self.rate else self.inner(x)).sum()
-
-
-def test_a_layer_that_is_never_dropped_is_captured() -> None:
-    batch = torch.zeros(3, 4)
-    w = both(_LayerDrop(0.0), batch)
-    assert w.flops == 2 * (2 * 3 * 4 * 4)  # forward, and the weight's gradient
-    with pytest.raises(ModelError, match=r"'<root>' \(_LayerDrop\).*_local_scalar_dense.*values"):
-        capture_module(_LayerDrop(0.1), batch, name="dropping")
-
-
 def test_wrong_shapes_name_module_and_operation() -> None:
     with pytest.raises(ModelError, match=r"module 'inner' \(Linear\).*addmm"):
         capture_module(_Outer(nn.Linear(4, 4)), torch.zeros(3, 5), name="outer")
