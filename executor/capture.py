@@ -10,6 +10,7 @@ Bytes are logical; they depend on the attention kernel that the workload names.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import traceback
 import types
@@ -52,6 +53,7 @@ from executor.models import (
     unpacked_sequences,
     unread_padding,
 )
+from executor.moments.beside import note_of, runs_beside, tensors_beside
 from executor.moments.blind import Blind
 from executor.moments.compiled import eagerly
 from executor.moments.draws import DRAWN, DRAWS, host_draws
@@ -178,14 +180,17 @@ def capture_module(
     name = name or type(module).__name__
     numbered = _numbered(module, groups)
     firings: dict[int, int] = {}
+    beside: tuple[nn.Module, ...] = ()
     while True:
-        recorder, blind = _run(name, module, example_batch, dtype, attention, loss, firings, keep_gradients, numbered)
+        recorder, blind, others = _run(
+            name, module, example_batch, dtype, attention, loss, firings, keep_gradients, numbered, beside
+        )
         # Reentrant checkpointing of a shared layer accumulates several times, and the gradient may only be taken at the
-        # last time. The first run counts the times; a second run uses the counts.
+        # last time. The first run counts the times and finds what runs beside the model; a second run uses both.
         seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
-        if seen == firings:
+        if seen == firings and (beside or not others):
             break
-        firings = seen
+        firings, beside = seen, beside or others
     kernel = attention_seen(recorder.live.kernels)
     if attention is not None and kernel not in (attention, "none"):
         raise ModelError(
@@ -202,7 +207,7 @@ def capture_module(
         batch=batch,
         sequence=sequence,
         source="capture",
-        notes="; ".join(note for note in ("gradients left in place" if keep_gradients else "", blind.notes) if note),
+        notes="; ".join(filter(None, ("gradients left in place" * keep_gradients, blind.notes, note_of(beside)))),
     )
 
 
@@ -225,20 +230,31 @@ def _run(
     firings: dict[int, int],
     keep_gradients: bool,
     numbered: Sequence[int],
-) -> tuple[MomentRecorder, Blind]:
-    """Run one fake iteration.
+    beside: Sequence[nn.Module],
+) -> tuple[MomentRecorder, Blind, tuple[nn.Module, ...]]:
+    """Run one fake iteration. Returns also the modules that ran beside `module`.
 
     firings: tensor index -> number of gradient firings, where there is more than one.
     numbered: the optimizer group of each parameter.
+    beside: modules that are known to run beside `module`; their tensors count from the start.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         inputs = stack.enter_context(fake_module(module, example_batch, mode, dtype))
+
+        def fake(other: nn.Module) -> None:
+            stack.enter_context(fake_module(other, (), mode))
+
+        for other in beside:
+            fake(other)
+        others = stack.enter_context(runs_beside(module, fake))
         found, parameters = describe_parameters(module)
         tensors = tuple(replace(tensor, group=number) for tensor, number in zip(found, numbered))
         own = [i for i, t in enumerate(tensors) if t.tied_to is None]
         live = LiveStorages(
-            [parameters[i] for i in own], module.buffers(), on_param_read=lambda i: recorder.read(own[i])
+            [parameters[i] for i in own],
+            itertools.chain(module.buffers(), tensors_beside(beside)),
+            on_param_read=lambda i: recorder.read(own[i]),
         )
         clock = MomentClock(module, lambda event: recorder.on_event(event))
         stack.callback(clock.close)
@@ -272,7 +288,7 @@ def _run(
             del value
             clock.step()
             recorder.finish()  # the batch is alive until here, as in any loop
-    return recorder, shapes.blind
+        return recorder, shapes.blind, tuple(others)
 
 
 class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -463,7 +479,7 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
             tables: tuple[dict[str, Any], ...] = (parameter_table(part), buffer_table(part))
             for table in tables:
                 for key, tensor in table.items():
-                    if tensor is not None:
+                    if tensor is not None and getattr(tensor, "fake_mode", None) is not mode:
                         undo.append((table, key, tensor))
                         table[key] = faked(tensor)
         yield map_batch(batch, fake)

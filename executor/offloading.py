@@ -41,7 +41,7 @@ from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.errors import ContractError, PstarError
+from pstar_sim.errors import ContractError, DoesNotFit, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
@@ -199,6 +199,8 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: 
             machine = _machine(request, gpus=count)
             made[0] = find_policy(request.policy)(whole, machine, Settings(clip=clip))
         except PstarError as error:  # every process raises the error below
+            if isinstance(error, DoesNotFit) and whole.notes:
+                error = error.restated(what=f"{error.what}; {whole.notes}")
             made[0] = Refused(type(error), error.args, dict(error.__dict__))
     if count > 1:
         dist.broadcast_object_list(made, src=0)

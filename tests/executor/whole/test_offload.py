@@ -58,12 +58,8 @@ def test_an_unchanged_script_is_the_written_out_reference_to_the_bit(
     session = ours.session
     assert session is not None and session.iteration == steps
     moved, adapters = session.status().links, name == "trl_dpo_lora"
-    assert moved["h2d"].moved_bytes > 300_000 and (adapters or moved["d2h"].moved_bytes > 300_000)
-    if name in (
-        "trainer_bf16",
-        "plain_loop",
-        "lightning_module",
-    ):  # the others: other shapes, or two forwards
+    assert moved["h2d"].moved_bytes > 250_000 and (adapters or moved["d2h"].moved_bytes > 300_000)
+    if name != "trl_sft":  # its second batch has another shape
         assert session.deviations == 0, list(session.deviation_log)
 
 
@@ -414,8 +410,43 @@ def test_the_best_checkpoint_comes_back_at_the_end(trainer: Callable[..., Any]) 
         assert torch.equal(p.detach(), q.detach().clone()), name
 
 
+def test_a_reference_model_is_planned_for(trainer: Callable[..., Any]) -> None:
+    """A loss that compares with a frozen model of 118,272 B: refused before its first step, or run within its plan. The
+    capture leaves no number in the trainer's metrics."""
+
+    class Referring(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            logits = model(input_ids=inputs["input_ids"]).logits
+            with torch.no_grad():
+                reference = self.reference(input_ids=inputs["input_ids"]).logits
+            self.metrics["rows"].append(len(reference))
+            loss = ((logits - reference) ** 2).mean()
+            self.metrics["loss"].append(loss.item())
+            return (loss, {"logits": logits}) if return_outputs else loss
+
+    def make() -> Any:
+        made = trainer(Referring)
+        made.reference, made.metrics = gpt().eval(), {"rows": [], "loss": []}
+        return made
+
+    refused = make()
+    with pytest.raises(DoesNotFit, match="beside the model, on the GPU throughout: GPT2LMHeadModel"):
+        offloaded(refused).train()
+    assert refused.metrics == {"rows": [], "loss": []}
+    torch.manual_seed(3)
+    plain = make()
+    plain.train()
+    torch.manual_seed(3)
+    mine = offloaded(make(), "500KB")
+    mine.train()
+    assert mine.metrics == plain.metrics and len(plain.metrics["loss"]) == 2
+    status = mine.offload_session.status()
+    assert status.deviations == 0 and not status.tide.above
+    assert status.gpu_peak_bytes <= 500_000
+
+
 def test_a_class_of_trainers_has_the_mixin(trainer: Callable[..., Any]) -> None:
-    """A loss of its own, which reads numbers: the call of the model alone is captured; checkpointing with it. Rows with
+    """A loss of its own, which reads numbers: it is captured up to there; checkpointing with it. Rows with
     pictures and texts; an optimizer that is not returned."""
 
     class Theirs(transformers.Trainer):
