@@ -71,7 +71,7 @@ aten = torch.ops.aten
 _GROUPED_MM = GROUPED_MM.default if GROUPED_MM is not None else None
 _RECORD = "record a real iteration instead (executor.record, or pstar trace --device virtual)"
 
-__all__ = ["RealShapes", "capture", "capture_module", "capture_variants", "fake_module"]
+__all__ = ["NotOnFakeTensors", "RealShapes", "capture", "capture_module", "capture_variants", "fake_module"]
 
 
 def capture(
@@ -289,6 +289,17 @@ def _run(
             clock.step()
             recorder.finish()  # the batch is alive until here, as in any loop
         return recorder, shapes.blind, tuple(others)
+
+
+class NotOnFakeTensors(ModelError):
+    """A model or a loss that fake tensors cannot run.
+
+    reason: module, operation and what fails, without advice.
+    """
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason}; {advice}")
+        self.reason = reason
 
 
 class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -511,15 +522,16 @@ def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iter
             DataDependentOutputException: "its result depends on the values of tensors",
             DynamicOutputShapeException: "the shape of its result depends on the values of tensors",
         }.get(type(error), "it has no fake version")
-        raise ModelError(
-            f"{name}: {_where(error, module)} cannot run on fake tensors: {operation}: {reason}; "
-            f"{_RECORD}, or avoid the operation"
+        raise NotOnFakeTensors(
+            f"{name}: {_where(error, module)} cannot run on fake tensors: {operation}: {reason}",
+            f"{_RECORD}, or avoid the operation",
         ) from error
     except Exception as error:
         text = " ".join(str(error).split())[:300]
-        raise ModelError(
+        raise NotOnFakeTensors(
             f"{name}: {_where(error, module)} cannot run on fake tensors: {live.last_op}: "
-            f"{type(error).__name__}: {text}; if it runs on real tensors, {_RECORD}"
+            f"{type(error).__name__}: {text}",
+            f"if it runs on real tensors, {_RECORD}",
         ) from error
 
 

@@ -24,6 +24,7 @@ from torch import nn
 from executor.capture import capture_module
 from executor.longest_rows import largest_batch
 from executor.models import TORCH_DTYPES
+from executor.offloading import traced
 from executor.saving.generators import generator_states, set_generators
 from executor.session.batches import scalar_of, some_loss
 from pstar_sim.errors import ContractError, ModelError
@@ -49,15 +50,15 @@ def captured(trainer: Any, spec: Any, dtype: str | None) -> Any:
         items = trainer._get_num_items_in_batch(accumulated, trainer.args.device)
         batch = dict(inputs), items
         if _stock(trainer):
-            return capture_module(
-                model, batch, name=name, groups=spec, loss=_under_autocast(trainer, dtype, _loss_of(trainer))
-            )
+            loss = _under_autocast(trainer, dtype, _loss_of(trainer))
+            return traced(model, batch, spec, trainer.offload_request, loss=loss, name=name)
         followed = _under_autocast(trainer, dtype, _as_far_as_followed(_loss_of(_twin(trainer))))
         try:
             return capture_module(model, batch, name=name, groups=spec, loss=followed)
         except ModelError:  # it cannot be followed up to the model's call
             call = _call_in(lambda: trainer.compute_loss(model, inputs, num_items_in_batch=items), model)
-    return capture_module(model, call, name=name, groups=spec, loss=_under_autocast(trainer, dtype, some_loss))
+        some = _under_autocast(trainer, dtype, some_loss)
+        return traced(model, call, spec, trainer.offload_request, loss=some, name=name)
 
 
 def _loss_of(trainer: Any) -> Callable[[nn.Module, Any], torch.Tensor]:

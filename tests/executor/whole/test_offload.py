@@ -19,7 +19,7 @@ from torch import nn
 
 import executor
 from executor.offloading import Refused, adamw_of
-from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, PstarError, UnknownName
+from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, ModelError, PstarError, UnknownName
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -130,6 +130,41 @@ def test_groups_states_and_a_scheduler_that_is_there_already_go_on() -> None:
         assert optimizer.session.status().links["h2d"].moved_bytes > 0
     finally:
         optimizer.session.close()
+
+
+class Reading(Net):
+    """Looks at values, as models of pictures and texts do that count the tokens of a picture."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[: int((x[:, 0] < 9).sum())])
+
+
+def test_what_fake_tensors_cannot_run_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    """4 layers of 9,408 B and their states are 150,528 B: chunks come and go in 60 kB."""
+    one, other = Reading(), Reading()
+    other.load_state_dict(one.state_dict())
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    plain, plain_schedule = adamw(one)
+    mine, schedule = adamw(other)
+    expected = steps(one, plain, plain_schedule, batches(), 3)
+    with pytest.raises(DoesNotFit):
+        executor.offload(other, mine, next(batches()), gpu_memory="6KB")
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+    caplog.clear()
+    model, optimizer = executor.offload(other, mine, next(batches()), gpu_memory="60KB", policy="tide")
+    (said,) = [r.message for r in caplog.records if "recorded" in r.message]
+    assert said == (
+        "Reading: module '<root>' (Reading) cannot run on fake tensors: aten._local_scalar_dense.default: its result "
+        "depends on the values of tensors; an iteration is recorded instead, on virtual"
+    )
+    assert steps(model, optimizer, schedule, batches(), 3) == expected
+    assert optimizer.session.deviations == 0 and not optimizer.session.status().tide.above  # type: ignore[union-attr]
+
+
+def test_what_runs_on_no_tensors_is_refused_with_both_reasons() -> None:
+    model = Net()
+    with pytest.raises(ModelError, match=r"cannot run on fake tensors: .*recorded on virtual ended with RuntimeError"):
+        executor.offload(model, adamw(model)[0], torch.zeros(4, 47), gpu_memory="60KB")
 
 
 def test_batches_may_be_slices_of_a_data_set_that_is_larger_than_the_gpu() -> None:
@@ -443,6 +478,16 @@ def test_a_reference_model_is_planned_for(trainer: Callable[..., Any]) -> None:
     status = mine.offload_session.status()
     assert status.deviations == 0 and not status.tide.above
     assert status.gpu_peak_bytes <= 500_000
+
+
+def test_a_trainers_model_that_fake_tensors_cannot_run_is_recorded(trainer: Callable[..., Any]) -> None:
+    def look(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.sum().item()
+
+    made = trainer()
+    made.model.transformer.ln_f.register_forward_hook(look)
+    offloaded(made).train()
+    assert made.offload_session.plan.workload.source == "recorded" and made.offload_session.deviations == 0
 
 
 def test_a_class_of_trainers_has_the_mixin(trainer: Callable[..., Any]) -> None:
