@@ -19,9 +19,9 @@ Folders and files, lowest first (each imports only from its own row and the rows
     engine        Session: puts the parts above together
     saving        weights and checkpoints; beside it training, the loop of `pstar run`
     optimizer, prepare
-    offloading    one call: capture, plan, prepare; beside it longest_rows of a data set
-    hf, lightning, axolotl    the same for their trainers; below hf trainer_capture
     recording     a real iteration as a workload, and the cost of its moments
+    offloading    one call: capture or record, plan, prepare; beside it longest_rows of a data set
+    hf, lightning, axolotl    the same for their trainers; below hf trainer_capture
     running, calibrate, run, examples
 """
 

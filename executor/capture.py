@@ -10,6 +10,7 @@ Bytes are logical; they depend on the attention kernel that the workload names.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import traceback
 import types
@@ -52,8 +53,10 @@ from executor.models import (
     unpacked_sequences,
     unread_padding,
 )
+from executor.moments.beside import note_of, runs_beside, tensors_beside
 from executor.moments.blind import Blind
 from executor.moments.compiled import eagerly
+from executor.moments.draws import DRAWN, DRAWS, host_draws
 from executor.moments.hooks import MomentClock, tensors_of
 from executor.moments.live_bytes import LiveStorages
 from executor.moments.recorder import MomentRecorder, attention_seen, describe_parameters
@@ -68,7 +71,7 @@ aten = torch.ops.aten
 _GROUPED_MM = GROUPED_MM.default if GROUPED_MM is not None else None
 _RECORD = "record a real iteration instead (executor.record, or pstar trace --device virtual)"
 
-__all__ = ["RealShapes", "capture", "capture_module", "capture_variants", "fake_module"]
+__all__ = ["NotOnFakeTensors", "RealShapes", "capture", "capture_module", "capture_variants", "fake_module"]
 
 
 def capture(
@@ -177,14 +180,17 @@ def capture_module(
     name = name or type(module).__name__
     numbered = _numbered(module, groups)
     firings: dict[int, int] = {}
+    beside: tuple[nn.Module, ...] = ()
     while True:
-        recorder, blind = _run(name, module, example_batch, dtype, attention, loss, firings, keep_gradients, numbered)
+        recorder, blind, others = _run(
+            name, module, example_batch, dtype, attention, loss, firings, keep_gradients, numbered, beside
+        )
         # Reentrant checkpointing of a shared layer accumulates several times, and the gradient may only be taken at the
-        # last time. The first run counts the times; a second run uses the counts.
+        # last time. The first run counts the times and finds what runs beside the model; a second run uses both.
         seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
-        if seen == firings:
+        if seen == firings and (beside or not others):
             break
-        firings = seen
+        firings, beside = seen, beside or others
     kernel = attention_seen(recorder.live.kernels)
     if attention is not None and kernel not in (attention, "none"):
         raise ModelError(
@@ -201,7 +207,7 @@ def capture_module(
         batch=batch,
         sequence=sequence,
         source="capture",
-        notes="; ".join(note for note in ("gradients left in place" if keep_gradients else "", blind.notes) if note),
+        notes="; ".join(filter(None, ("gradients left in place" * keep_gradients, blind.notes, note_of(beside)))),
     )
 
 
@@ -224,20 +230,31 @@ def _run(
     firings: dict[int, int],
     keep_gradients: bool,
     numbered: Sequence[int],
-) -> tuple[MomentRecorder, Blind]:
-    """Run one fake iteration.
+    beside: Sequence[nn.Module],
+) -> tuple[MomentRecorder, Blind, tuple[nn.Module, ...]]:
+    """Run one fake iteration. Returns also the modules that ran beside `module`.
 
     firings: tensor index -> number of gradient firings, where there is more than one.
     numbered: the optimizer group of each parameter.
+    beside: modules that are known to run beside `module`; their tensors count from the start.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
         inputs = stack.enter_context(fake_module(module, example_batch, mode, dtype))
+
+        def fake(other: nn.Module) -> None:
+            stack.enter_context(fake_module(other, (), mode))
+
+        for other in beside:
+            fake(other)
+        others = stack.enter_context(runs_beside(module, fake))
         found, parameters = describe_parameters(module)
         tensors = tuple(replace(tensor, group=number) for tensor, number in zip(found, numbered))
         own = [i for i, t in enumerate(tensors) if t.tied_to is None]
         live = LiveStorages(
-            [parameters[i] for i in own], module.buffers(), on_param_read=lambda i: recorder.read(own[i])
+            [parameters[i] for i in own],
+            itertools.chain(module.buffers(), tensors_beside(beside)),
+            on_param_read=lambda i: recorder.read(own[i]),
         )
         clock = MomentClock(module, lambda event: recorder.on_event(event))
         stack.callback(clock.close)
@@ -254,6 +271,7 @@ def _run(
             stack.enter_context(unpacked_sequences())
         stack.enter_context(unread_padding())
         stack.enter_context(eagerly())
+        stack.enter_context(host_draws())
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads the values of gradients
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # torch logs the errors that it raises
         stack.enter_context(_readable_failures(name, module, live))
@@ -270,7 +288,18 @@ def _run(
             del value
             clock.step()
             recorder.finish()  # the batch is alive until here, as in any loop
-    return recorder, shapes.blind
+        return recorder, shapes.blind, tuple(others)
+
+
+class NotOnFakeTensors(ModelError):
+    """A model or a loss that fake tensors cannot run.
+
+    reason: module, operation and what fails, without advice.
+    """
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason}; {advice}")
+        self.reason = reason
 
 
 class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -282,24 +311,19 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     results only. The fake backward of BatchNorm also makes a gradient of the input that is not asked for. LayerNorm's
     gradient of its input is contiguous.
 
-    For a tensor made of ones, or drawn from [0, 1], the range of its values is known until the tensor is written. A
-    model that makes a mask of ones asks whether all elements are one, and then works without the mask. The values of a
-    mask that comes with the batch stay unknown. A model with LayerDrop asks whether a number drawn for a layer lies
-    below the rate, also where the rate is 0.
+    The value of a tensor made of ones, and of a number drawn from [0, 1] ([Note: draws] in moments/draws.py), is known
+    until the tensor is written. A model that makes a mask of ones asks whether all elements are one, and then works
+    without the mask. The values of a mask that comes with the batch stay unknown.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.blind = Blind()
-        self._ranges: dict[int, tuple[float, float]] = {}  # storage -> smallest and largest value of its elements
+        self._values: dict[int, float] = {}  # storage -> value of all its elements
 
     def value_of(self, tensor: torch.Tensor) -> float | None:
         """Returns the value that all elements have; None if it is not known."""
-        low, high = self._range_of(tensor) or (0.0, 1.0)
-        return low if low == high else None
-
-    def _range_of(self, tensor: torch.Tensor) -> tuple[float, float] | None:
-        return self._ranges.get(storage_key(tensor)) if self._ranges else None
+        return self._values.get(storage_key(tensor)) if self._values else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -309,19 +333,22 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if known is not None:
                 return {torch.bool: bool, torch.int64: int}.get(first.dtype, float)(known)
         out = self._shaped(func, args, kwargs)
-        if self._ranges or func in _MADE:
+        if self._values or func in _MADE:
             self._learn(func, args, out, first)
         return out
 
     def _learn(self, func: Any, args: Any, out: Any, first: torch.Tensor | None) -> None:
         made = {storage_key(t) for t in tensors_of(out)}
         taken = {storage_key(t) for t in tensors_of(args)}
-        known = None if first is None else self._range_of(first)
-        found = _MADE.get(func) if known is None or first is None else _range_made(func, args, known, first.numel())
+        known = None if first is None else self.value_of(first)
+        if known is None or first is None:
+            value = _MADE.get(func) if func not in DRAWS or out.numel() == 1 else None
+        else:
+            value = _value_made(func, args, known, first.numel())
         for key in made - taken if not writes_in_place(func) else made | taken:
-            self._ranges.pop(key, None)  # new storages (their address may be a freed one's), or written ones
-            if found is not None:
-                self._ranges[key] = found
+            self._values.pop(key, None)  # new storages (their address may be a freed one's), or written ones
+            if value is not None:
+                self._values[key] = value
 
     def _shaped(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _GROUPED_MM and args[0].dtype in (torch.float32, torch.float16):
@@ -339,36 +366,32 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _MADE = {
-    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), (1.0, 1.0)),
-    **dict.fromkeys((aten.rand.default, aten.rand_like.default), (0.0, 1.0)),
+    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), 1.0),
+    **dict.fromkeys(DRAWS, DRAWN),
 }
-"""The smallest and the largest value that a new tensor can have."""
+"""The value that all elements of a new tensor have."""
 _ASKED: dict[Any, Callable[..., Any]] = {
     aten.lt.Scalar: operator.lt, aten.le.Scalar: operator.le, aten.gt.Scalar: operator.gt, aten.ge.Scalar: operator.ge,
-    aten.all.default: bool,
+    aten.eq.Scalar: operator.eq, aten.all.default: bool,
 }  # fmt: skip
-"""Comparisons whose answer holds for a whole range if it is the same at both ends."""
 _KEEP = frozenset({TO_COPY.default, aten.clone.default, aten.index.Tensor})
 _BATCH_NORMS = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 """Operator -> index of the argument whose memory format the first result has."""
 
 
-def _range_made(func: Any, args: Any, known: tuple[float, float], numel: int) -> tuple[float, float] | None:
-    """Returns the smallest and largest value of an operator's result; None if they are not known.
+def _value_made(func: Any, args: Any, known: float, numel: int) -> float | None:
+    """Returns the value of all elements of an operator's result; None if it is not known.
 
-    known: range of the operator's first argument.
-    numel: number of the result's elements.
+    known: value of all elements of the operator's first argument.
+    numel: number of the first argument's elements.
     """
     if func in _KEEP:
         return known
     if func is aten.sum.default:
-        return known[0] * numel, known[1] * numel
-    if func is aten.eq.Scalar and known[0] == known[1]:
-        return (float(known[0] == args[1]),) * 2
+        return known * numel
     if func in _ASKED:
-        answers = {float(_ASKED[func](value, *args[1:2])) for value in known}
-        return (answers.pop(),) * 2 if len(answers) == 1 else None
-    return _MADE.get(func)
+        return float(_ASKED[func](known, *args[1:2]))
+    return _MADE.get(func) if func not in DRAWS or numel == 1 else None
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any) -> torch.Tensor:
@@ -467,7 +490,7 @@ def fake_module(module: nn.Module, batch: Any, mode: FakeTensorMode, dtype: str 
             tables: tuple[dict[str, Any], ...] = (parameter_table(part), buffer_table(part))
             for table in tables:
                 for key, tensor in table.items():
-                    if tensor is not None:
+                    if tensor is not None and getattr(tensor, "fake_mode", None) is not mode:
                         undo.append((table, key, tensor))
                         table[key] = faked(tensor)
         yield map_batch(batch, fake)
@@ -499,15 +522,16 @@ def _readable_failures(name: str, module: nn.Module, live: LiveStorages) -> Iter
             DataDependentOutputException: "its result depends on the values of tensors",
             DynamicOutputShapeException: "the shape of its result depends on the values of tensors",
         }.get(type(error), "it has no fake version")
-        raise ModelError(
-            f"{name}: {_where(error, module)} cannot run on fake tensors: {operation}: {reason}; "
-            f"{_RECORD}, or avoid the operation"
+        raise NotOnFakeTensors(
+            f"{name}: {_where(error, module)} cannot run on fake tensors: {operation}: {reason}",
+            f"{_RECORD}, or avoid the operation",
         ) from error
     except Exception as error:
         text = " ".join(str(error).split())[:300]
-        raise ModelError(
+        raise NotOnFakeTensors(
             f"{name}: {_where(error, module)} cannot run on fake tensors: {live.last_op}: "
-            f"{type(error).__name__}: {text}; if it runs on real tensors, {_RECORD}"
+            f"{type(error).__name__}: {text}",
+            f"if it runs on real tensors, {_RECORD}",
         ) from error
 
 

@@ -53,6 +53,7 @@ gives the result of each act in each state of the loop.
 | a CUDA graph captured between `prepare` and `session.close()` | PlanError in the thread that trains: capture before |
 | a batch with no dimension longer than the plan's | as plain torch, on plan, counted as a deviation |
 | a batch with a longer dimension | a new plan between iterations, on demand inside one, or DoesNotFit |
+| a forward that leaves layers out at random (LayerDrop) | as plain torch, on demand, counted as a deviation |
 | writing, loading, moving or copying the model after a Trainer's `train()` | the run ends first: as plain torch |
 | the same on several ranks | ContractError: `session.close()` on all ranks first |
 | `session.renew(plan)` on several ranks | PlanError: save, prepare under the new plan, load |

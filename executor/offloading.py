@@ -1,8 +1,8 @@
 """Offloading: puts a model and its torch optimizer under a plan for this machine, in one call.
 
 `offload` is that call for a training loop of the user's own. `hf.py`, `lightning.py` and `axolotl.py` do the same for
-their trainers. All of them share the functions here: describe the user's AdamW, capture and plan, convert the model to
-the plan's dtype, begin the run.
+their trainers. All of them share the functions here: describe the user's AdamW, capture (or record what fake tensors
+cannot run) and plan, convert the model to the plan's dtype, begin the run.
 
 [Note: mixed precision] Scripts that ask for mixed precision (`bf16=True`) have a model in fp32 and cast inside every
 operator. Here every floating parameter is converted to the plan's dtype once. The fp32 values become the master copies,
@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from executor.adamw import AdamW, refused_in
-from executor.capture import capture_module
+from executor.capture import NotOnFakeTensors, capture_module
 from executor.compatibility import check_processes
 from executor.contract import tensor_of
 from executor.devices.cuda import CudaBackend, cuda_device
@@ -36,13 +36,14 @@ from executor.devices.opening import is_cuda
 from executor.models import TORCH_DTYPES, forward_loss
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
+from executor.recording.record import record
 from executor.session.forms import Form, form_of, names_of
 from executor.session.spelling import LOOP, Spelling
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
-from pstar_sim.errors import ContractError, PstarError
+from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PstarError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
@@ -107,8 +108,10 @@ def offload(
     loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
     gpu_memory, device, machine, policy, on_plan: see `Request`.
 
+    Where the model cannot run on fake tensors, an iteration is recorded on the device, as by `record`; the log says so.
+
     Raises ContractError for another optimizer or a model that is prepared already, DoesNotFit where no plan fits,
-    ModelError as `capture_module` does. The model and its optimizer are then unchanged.
+    ModelError as `capture_module` and `record` do. The model and its optimizer are then unchanged.
     """
     if micro_batches < 1:
         raise ContractError(f"executor.offload: micro_batches={micro_batches} must be at least 1")
@@ -117,7 +120,7 @@ def offload(
     _require_its_parameters(model, optimizer)
     with converted(model, dtype) as masters:
         with form_seen(model) as form:
-            workload = capture_module(model, example_batch, groups=spec, loss=loss)
+            workload = traced(model, example_batch, spec, request, loss=loss)
         plan = plan_for(workload, request, micro_batches=micro_batches, clip=max_grad_norm is not None)
         return model, begin(
             model, plan, spec, request, optimizer=optimizer, masters=masters, spelling=LOOP, form=form[0]
@@ -187,6 +190,39 @@ def form_seen(model: nn.Module) -> Iterator[list[Form | None]]:
         handle.remove()
 
 
+def traced(
+    model: nn.Module,
+    batch: Any,
+    spec: AdamW,
+    request: Request,
+    *,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    name: str | None = None,
+) -> Workload:
+    """Returns the workload of one micro-batch: captured, or recorded on the run's device where the model cannot run on
+    fake tensors. Raises DoesNotFit where an operation of the recording does not fit the device, ModelError where the
+    model cannot be recorded either."""
+    try:
+        return capture_module(model, batch, name=name, groups=spec, loss=loss)
+    except NotOnFakeTensors as error:
+        if _processes() > 1:
+            raise
+        machine = _machine(request, gpus=1)
+        log.warning("%s; an iteration is recorded instead, on %s", error.reason, request.where)
+        try:
+            return record(
+                model, [batch], machine, name=name or type(model).__name__, device=request.where,
+                optimizer=spec, loss=loss, timed=0,
+                gpu_memory=request.limit_bytes if is_cuda(request.where) else None,
+            )  # fmt: skip
+        except DoesNotFit:
+            raise
+        except Exception as failed:
+            raise ModelError(
+                f"{error.reason}; an iteration recorded on {request.where} ended with {type(failed).__name__}: {failed}"
+            ) from failed
+
+
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
@@ -202,6 +238,8 @@ def plan_for(workload: Workload, request: Request, *, micro_batches: int, clip: 
             machine = _machine(request, gpus=count)
             made[0] = find_policy(request.policy)(whole, machine, Settings(clip=clip))
         except PstarError as error:  # every process raises the error below
+            if isinstance(error, DoesNotFit) and whole.notes:
+                error = error.restated(what=f"{error.what}; {whole.notes}")
             made[0] = Refused(type(error), error.args, dict(error.__dict__))
     if count > 1:
         dist.broadcast_object_list(made, src=0)

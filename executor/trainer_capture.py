@@ -1,15 +1,19 @@
 """What is captured of a trainer of Hugging Face: one micro-batch of its own data, with its own loss.
 
 [Note: what is captured] The batch of the capture is the largest that the trainer's collator makes of the longest rows
-of the data set. A trainer with the stock `compute_loss` is captured with this loss. A trainer with a loss of its own
-(TRL) may run other models in it and read numbers from tensors for its metrics, which a capture cannot follow. Then only
-the model's first call with gradients is captured. The first iteration measures the memory that the loss holds beside
-that call (`measuring/first.py`).
+of the data set. The loss is the trainer's own. A loss that is not transformers' (TRL) may read numbers from tensors for
+its metrics, which a capture cannot follow. What it runs before that, a reference model for one, is captured; the
+backward then begins at the outputs of the model's first call with gradients. Such a loss works on a copy of the
+trainer, so that the trainer's own metrics are left as they are. The first iteration measures what the capture did not
+follow (`measuring/first.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,9 @@ from torch import nn
 from executor.capture import capture_module
 from executor.longest_rows import largest_batch
 from executor.models import TORCH_DTYPES
+from executor.offloading import traced
 from executor.saving.generators import generator_states, set_generators
-from executor.session.batches import some_loss
+from executor.session.batches import scalar_of, some_loss
 from pstar_sim.errors import ContractError, ModelError
 
 __all__ = ["captured"]
@@ -43,17 +48,64 @@ def captured(trainer: Any, spec: Any, dtype: str | None) -> Any:
         inputs = _example(trainer)
         accumulated = [inputs] * trainer.args.gradient_accumulation_steps
         items = trainer._get_num_items_in_batch(accumulated, trainer.args.device)
+        batch = dict(inputs), items
         if _stock(trainer):
+            loss = _under_autocast(trainer, dtype, _loss_of(trainer))
+            return traced(model, batch, spec, trainer.offload_request, loss=loss, name=name)
+        followed = _under_autocast(trainer, dtype, _as_far_as_followed(_loss_of(_twin(trainer))))
+        try:
+            return capture_module(model, batch, name=name, groups=spec, loss=followed)
+        except ModelError:  # it cannot be followed up to the model's call
+            call = _call_in(lambda: trainer.compute_loss(model, inputs, num_items_in_batch=items), model)
+        some = _under_autocast(trainer, dtype, some_loss)
+        return traced(model, call, spec, trainer.offload_request, loss=some, name=name)
 
-            def loss(module: nn.Module, batch: Any) -> torch.Tensor:
-                value: torch.Tensor = trainer.compute_loss(module, dict(batch[0]), num_items_in_batch=batch[1])
-                return value
 
-            return capture_module(
-                model, (dict(inputs), items), name=name, groups=spec, loss=_under_autocast(trainer, dtype, loss)
-            )
-        call = _call_in(lambda: trainer.compute_loss(model, inputs, num_items_in_batch=items), model)
-    return capture_module(model, call, name=name, groups=spec, loss=_under_autocast(trainer, dtype, some_loss))
+def _loss_of(trainer: Any) -> Callable[[nn.Module, Any], torch.Tensor]:
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        value: torch.Tensor = trainer.compute_loss(model, dict(batch[0]), num_items_in_batch=batch[1])
+        return value
+
+    return loss
+
+
+def _as_far_as_followed(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """Returns `loss`, but a scalar of the model's outputs where `loss` fails after the model's call with gradients."""
+
+    def followed(model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs: list[Any] = []
+
+        def see(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled() and not outputs:
+                outputs.append(output)
+
+        handle = model.register_forward_hook(see)
+        try:
+            return loss(model, batch)
+        except Exception as error:
+            if not outputs:
+                raise
+            traceback.clear_frames(error.__traceback__)  # their tensors are not the loss's any more
+        finally:
+            handle.remove()
+        return scalar_of(model, outputs.pop())
+
+    return followed
+
+
+def _twin(trainer: Any) -> Any:
+    """Returns a copy of the trainer with containers of its own. Everything else is the trainer's."""
+    twin = copy.copy(trainer)
+    twin.__dict__.update({name: _copied(value) for name, value in vars(trainer).items()})
+    return twin
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        twin = copy.copy(value)
+        twin.update({key: _copied(item) for key, item in value.items()})
+        return twin
+    return copy.copy(value) if isinstance(value, (list, set, deque)) else value
 
 
 def _stock(trainer: Any) -> bool:

@@ -3,13 +3,14 @@
 A warm-up is the engine's on-demand mode under a plan without steps. The first iteration counts every operator (live
 bytes, reads and gradients) and fetches each chunk when an operator is about to read it. The following iterations are
 timed and count nothing. By then the reads of each moment are known, so the chunks of a moment are fetched before the
-moment begins, and the time of the fetches is left out. The model and torch's random numbers stay unchanged: gradients
-are dropped, nothing is updated.
+moment begins, and the time of the fetches is left out. No layer is dropped at random ([Note: draws] in
+moments/draws.py). The model and torch's random numbers stay unchanged: gradients are dropped, nothing is updated.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +25,9 @@ from executor.adamw import AdamW, group_of
 from executor.devices.opening import synchronized
 from executor.engine import Session
 from executor.models import forward_loss, map_batch
+from executor.moments.beside import note_of, runs_beside, tensors_beside
 from executor.moments.compiled import eagerly
+from executor.moments.draws import Undropped, host_draws
 from executor.moments.hooks import tensors_of
 from executor.moments.live_bytes import LiveStorages
 from executor.moments.recorder import MomentRecorder, describe_parameters, working_dtype
@@ -110,7 +113,10 @@ def record(
         stack.callback(session.close)
         stack.callback(_restore, buffers)
         stack.enter_context(torch.random.fork_rng(devices=devices))
-        recorder = _counted(session, iteration)
+        stack.enter_context(host_draws())
+        undropped = Undropped()
+        with undropped:
+            recorder, beside = _counted(session, iteration)
         shape = next((tuple(t.shape) for t in tensors_of(batches[0]) if t.dim()), ())
         w = recorder.workload(
             model=name,
@@ -119,9 +125,11 @@ def record(
             source="recorded",
             dtype=plan.workload.dtype,
             recorded_on=machine.name if timed else None,
+            notes=note_of(beside),
         )
         if timed:
-            w = replace(w, moments=_timed(session, iteration, w, timed, clock))
+            with undropped if undropped.drew else contextlib.nullcontext():
+                w = replace(w, moments=_timed(session, iteration, w, timed, clock))
     return w
 
 
@@ -132,22 +140,28 @@ def _restore(buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
             buffer.copy_(before)
 
 
-def _counted(session: Session, iteration: Callable[[], None]) -> MomentRecorder:
-    """Run one iteration in which every operator is counted. If some gradient fires more than once per micro-batch, run
-    the iteration twice, because the last firing is known only after the first run."""
+def _counted(session: Session, iteration: Callable[[], None]) -> tuple[MomentRecorder, tuple[nn.Module, ...]]:
+    """Run one iteration in which every operator is counted. If some gradient fires more than once per micro-batch, or
+    modules run beside the model, run the iteration twice: both are known only after the first run. Returns also the
+    modules that run beside the model."""
     firings: dict[int, int] = {}
+    beside: tuple[nn.Module, ...] = ()
     while True:
-        recorder = _count_once(session, iteration, firings)
+        with runs_beside(session.model, lambda module: None) as others:
+            recorder = _count_once(session, iteration, firings, beside)
         seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
-        if seen == firings:
-            return recorder
-        firings = seen
+        if seen == firings and (beside or not others):
+            return recorder, beside
+        firings, beside = seen, beside or tuple(others)
 
 
-def _count_once(session: Session, iteration: Callable[[], None], firings: dict[int, int]) -> MomentRecorder:
+def _count_once(
+    session: Session, iteration: Callable[[], None], firings: dict[int, int], beside: Sequence[nn.Module]
+) -> MomentRecorder:
     """Run one iteration in which every operator is counted.
 
     firings: tensor index -> number of its gradients in one micro-batch, where more than one.
+    beside: modules whose tensors count from the start.
     """
     own = sorted(session.plan.layout.chunk_of)
     chunk_of = session.plan.layout.chunk_of
@@ -158,7 +172,7 @@ def _count_once(session: Session, iteration: Callable[[], None], firings: dict[i
 
     live = LiveStorages(
         [session.parameters[t] for t in own],
-        session.model.buffers(),
+        itertools.chain(session.model.buffers(), tensors_beside(beside)),
         on_param_read=read,
         device=session.backend.device,
     )

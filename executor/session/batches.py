@@ -30,7 +30,7 @@ from pstar_sim.units import format_bytes
 from pstar_sim.workload.relay import relay
 from pstar_sim.workload.workload import Moment, Phase, Workload, repeat_micro_batch
 
-__all__ = ["Batches", "Capture", "Host", "Shapes", "movable", "some_loss"]
+__all__ = ["Batches", "Capture", "Host", "Shapes", "movable", "scalar_of", "some_loss"]
 
 MOST_KNOWN = 64  # captured forms whose moments are kept, and forms that are kept as covered or doubted
 
@@ -320,10 +320,15 @@ def _keep(kept: OrderedDict[Form, Any], form: Form, value: Any) -> None:
 
 
 def some_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Run `model` on (args, kwargs). Returns a scalar of its outputs, as `scalar_of` does."""
+    args, kwargs = batch
+    return scalar_of(model, model(*args, **kwargs))
+
+
+def scalar_of(model: nn.Module, output: Any) -> torch.Tensor:
     """Returns a scalar for backward: the model's loss, or (where the loop computes the loss itself) the sum of its
     outputs."""
-    args, kwargs = batch
-    outputs = [t for t in tensors_of(model(*args, **kwargs)) if t.requires_grad]
+    outputs = [t for t in tensors_of(output) if t.requires_grad]
     if not outputs:
         raise ModelError(f"no output of {type(model).__name__} depends on a trainable parameter; leave some trainable")
     scalar = next((t for t in outputs if t.numel() == 1), None)

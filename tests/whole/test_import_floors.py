@@ -58,11 +58,11 @@ EXECUTOR_FLOORS = (
     ("optimizer",),
     # what puts one together
     ("prepare",),
+    ("recording",),
     ("longest_rows", "offloading"),
     ("trainer_capture",),
     ("hf", "lightning"),
     ("axolotl",),
-    ("recording",),
     ("calibrate", "running"),
     ("examples", "run"),
     ("__init__", "__main__"),

@@ -357,26 +357,6 @@ def test_module_that_fake_tensors_cannot_run() -> None:
     assert "\n" not in str(raised.value)
 
 
-class _LayerDrop(nn.Module):
-    """As many models of transformers drop layers."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate, self.inner = rate, nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        drawn = torch.rand([])
-        return (x * self.inner.weight[0] if drawn < self.rate else self.inner(x)).sum()
-
-
-def test_a_layer_that_is_never_dropped_is_captured() -> None:
-    batch = torch.zeros(3, 4)
-    w = both(_LayerDrop(0.0), batch)
-    assert w.flops == 2 * (2 * 3 * 4 * 4)  # forward, and the weight's gradient
-    with pytest.raises(ModelError, match=r"'<root>' \(_LayerDrop\).*_local_scalar_dense.*values"):
-        capture_module(_LayerDrop(0.1), batch, name="dropping")
-
-
 def test_wrong_shapes_name_module_and_operation() -> None:
     with pytest.raises(ModelError, match=r"module 'inner' \(Linear\).*addmm"):
         capture_module(_Outer(nn.Linear(4, 4)), torch.zeros(3, 5), name="outer")
@@ -534,3 +514,29 @@ def test_grouped_query_attention_is_captured() -> None:
     tokens, scores = 2 * 8, 2 * 4 * 8 * 8
     attention = w.flops - 2 * 2 * tokens * 16 * (16 + 8)
     assert attention - 2 * scores * (4 + 4) in (2 * scores * (3 * 4 + 2 * 4), 2 * scores * (2 * 4 + 2 * 4))
+
+
+class _Seeing(nn.Module):
+    """Text, with a picture or without: a tower of 2 x 20 parameters and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Linear(4, 4)
+        self.vision_tower = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.projector = nn.Linear(4, 4)
+        self.projector.weight = self.text.weight
+
+    def forward(self, x: torch.Tensor, picture: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.text(x)
+        return (out if picture is None else out + self.projector(self.vision_tower(picture))).sum()  # type: ignore
+
+
+def test_a_part_that_does_not_run_is_noted() -> None:
+    """Without a picture the tower and the projector do not run; the projector's weight is the text's, which does."""
+    x = torch.zeros(3, 4)
+    for w in (capture_module(_Seeing(), {"x": x}), real(_Seeing(), {"x": x})):
+        assert w.notes == (
+            "no image in the batch: vision_tower does not run, its 40 parameters get no gradient and its activations "
+            "are not counted"
+        )
+    assert not capture_module(_Seeing(), {"x": x, "picture": x}).notes

@@ -19,7 +19,7 @@ from torch import nn
 
 import executor
 from executor.offloading import Refused, adamw_of
-from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, PstarError, UnknownName
+from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, ModelError, PstarError, UnknownName
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -58,12 +58,8 @@ def test_an_unchanged_script_is_the_written_out_reference_to_the_bit(
     session = ours.session
     assert session is not None and session.iteration == steps
     moved, adapters = session.status().links, name == "trl_dpo_lora"
-    assert moved["h2d"].moved_bytes > 300_000 and (adapters or moved["d2h"].moved_bytes > 300_000)
-    if name in (
-        "trainer_bf16",
-        "plain_loop",
-        "lightning_module",
-    ):  # the others: other shapes, or two forwards
+    assert moved["h2d"].moved_bytes > 250_000 and (adapters or moved["d2h"].moved_bytes > 300_000)
+    if name != "trl_sft":  # its second batch has another shape
         assert session.deviations == 0, list(session.deviation_log)
 
 
@@ -134,6 +130,41 @@ def test_groups_states_and_a_scheduler_that_is_there_already_go_on() -> None:
         assert optimizer.session.status().links["h2d"].moved_bytes > 0
     finally:
         optimizer.session.close()
+
+
+class Reading(Net):
+    """Looks at values, as models of pictures and texts do that count the tokens of a picture."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[: int((x[:, 0] < 9).sum())])
+
+
+def test_what_fake_tensors_cannot_run_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    """4 layers of 9,408 B and their states are 150,528 B: chunks come and go in 60 kB."""
+    one, other = Reading(), Reading()
+    other.load_state_dict(one.state_dict())
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    plain, plain_schedule = adamw(one)
+    mine, schedule = adamw(other)
+    expected = steps(one, plain, plain_schedule, batches(), 3)
+    with pytest.raises(DoesNotFit):
+        executor.offload(other, mine, next(batches()), gpu_memory="6KB")
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+    caplog.clear()
+    model, optimizer = executor.offload(other, mine, next(batches()), gpu_memory="60KB", policy="tide")
+    (said,) = [r.message for r in caplog.records if "recorded" in r.message]
+    assert said == (
+        "Reading: module '<root>' (Reading) cannot run on fake tensors: aten._local_scalar_dense.default: its result "
+        "depends on the values of tensors; an iteration is recorded instead, on virtual"
+    )
+    assert steps(model, optimizer, schedule, batches(), 3) == expected
+    assert optimizer.session.deviations == 0 and not optimizer.session.status().tide.above  # type: ignore[union-attr]
+
+
+def test_what_runs_on_no_tensors_is_refused_with_both_reasons() -> None:
+    model = Net()
+    with pytest.raises(ModelError, match=r"cannot run on fake tensors: .*recorded on virtual ended with RuntimeError"):
+        executor.offload(model, adamw(model)[0], torch.zeros(4, 47), gpu_memory="60KB")
 
 
 def test_batches_may_be_slices_of_a_data_set_that_is_larger_than_the_gpu() -> None:
@@ -512,8 +543,53 @@ def test_the_best_checkpoint_comes_back_at_the_end(trainer: Callable[..., Any]) 
         assert torch.equal(p.detach(), q.detach().clone()), name
 
 
+def test_a_reference_model_is_planned_for(trainer: Callable[..., Any]) -> None:
+    """A loss that compares with a frozen model of 118,272 B: refused before its first step, or run within its plan. The
+    capture leaves no number in the trainer's metrics."""
+
+    class Referring(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+            logits = model(input_ids=inputs["input_ids"]).logits
+            with torch.no_grad():
+                reference = self.reference(input_ids=inputs["input_ids"]).logits
+            self.metrics["rows"].append(len(reference))
+            loss = ((logits - reference) ** 2).mean()
+            self.metrics["loss"].append(loss.item())
+            return (loss, {"logits": logits}) if return_outputs else loss
+
+    def make() -> Any:
+        made = trainer(Referring)
+        made.reference, made.metrics = gpt().eval(), {"rows": [], "loss": []}
+        return made
+
+    refused = make()
+    with pytest.raises(DoesNotFit, match="beside the model, on the GPU throughout: GPT2LMHeadModel"):
+        offloaded(refused).train()
+    assert refused.metrics == {"rows": [], "loss": []}
+    torch.manual_seed(3)
+    plain = make()
+    plain.train()
+    torch.manual_seed(3)
+    mine = offloaded(make(), "500KB")
+    mine.train()
+    assert mine.metrics == plain.metrics and len(plain.metrics["loss"]) == 2
+    status = mine.offload_session.status()
+    assert status.deviations == 0 and not status.tide.above
+    assert status.gpu_peak_bytes <= 500_000
+
+
+def test_a_trainers_model_that_fake_tensors_cannot_run_is_recorded(trainer: Callable[..., Any]) -> None:
+    def look(module: Any, args: Any, output: torch.Tensor) -> None:
+        output.sum().item()
+
+    made = trainer()
+    made.model.transformer.ln_f.register_forward_hook(look)
+    offloaded(made).train()
+    assert made.offload_session.plan.workload.source == "recorded" and made.offload_session.deviations == 0
+
+
 def test_a_class_of_trainers_has_the_mixin(trainer: Callable[..., Any]) -> None:
-    """A loss of its own, which reads numbers: the call of the model alone is captured; checkpointing with it. Rows with
+    """A loss of its own, which reads numbers: it is captured up to there; checkpointing with it. Rows with
     pictures and texts; an optimizer that is not returned."""
 
     class Theirs(transformers.Trainer):

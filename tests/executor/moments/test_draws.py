@@ -1,0 +1,95 @@
+"""Layers dropped at random: captured and recorded iterations show every layer, and training drops them as plain torch
+does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import executor
+from executor.capture import capture_module
+from executor.recording.record import record
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.rand([]),
+    "random": lambda: random.uniform(0, 1),
+    "numpy": lambda: numpy.random.random(),
+}
+GPU_BYTES = 30_000  # five layers have 4,224 B each, with gradients and states 16,896 B
+
+
+class Dropping(nn.Module):
+    """A first layer, and four of which a forward leaves out 2 in 5."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.draw = draw
+        self.first = nn.Linear(32, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            drawn = self.draw()
+            if not (self.training and drawn < 0.4):
+                x = x + torch.tanh(layer(x))
+        return (x**2).mean()
+
+
+def seed() -> None:
+    random.seed(3)
+    numpy.random.seed(3)
+    torch.manual_seed(3)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_every_layer_is_in_the_trace(kit: Any, name: str) -> None:
+    module, x = Dropping(DRAWS[name]), torch.randn(4, 32)
+    seed()
+    expected = DRAWS[name](), DRAWS[name]()
+    seed()
+    captured = capture_module(module, x)
+    recorded = record(module, [x], kit.small_machine(GPU_BYTES), name="dropping", timed=1)
+    assert (DRAWS[name](), DRAWS[name]()) == expected  # drawn by nobody before
+    for w in (captured, recorded):
+        assert {t for gradients in w.gradients for t in gradients} == set(range(10))
+    assert [m.name for m in recorded.moments] == [m.name for m in captured.moments]
+
+
+def train(model: nn.Module, optimizer: Any) -> tuple[list[float], set[int]]:
+    """Returns the losses of eight iterations, and the numbers of layers that ran in one of them."""
+    seed()
+    losses, ran = [], []
+    count = [layer.register_forward_hook(lambda *_: ran.append(len(losses))) for layer in model.layers]  # type: ignore
+    for row in torch.randn(8, 4, 32, generator=torch.Generator().manual_seed(1)):
+        loss = model(row)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    for handle in count:
+        handle.remove()
+    return losses, {ran.count(number) for number in range(8)}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_training_is_plain_torch_to_the_bit(name: str) -> None:
+    """A layer that an iteration drops gets no update; an evaluation drops none."""
+    plain, other = Dropping(DRAWS[name]), Dropping(DRAWS[name])
+    expected, ran = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    assert len(ran) > 1  # layers were dropped
+    adam = torch.optim.AdamW(other.parameters(), lr=1e-2, fused=True)
+    model, optimizer = executor.offload(other, adam, torch.randn(4, 32), gpu_memory=GPU_BYTES)
+    losses, _ = train(model, optimizer)
+    assert losses == expected
+    assert 0 < optimizer.session.deviations <= 8
+    row = torch.ones(4, 32)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(row), plain.eval()(row))
