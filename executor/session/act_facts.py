@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from executor.devices.torch_private import transforms_running
 from executor.moments.hooks import ModuleEvent
 from executor.session.batches import Batches
 from executor.session.cursor import Fact
@@ -109,6 +110,16 @@ class ActFacts:
         return self.host.now.backwards + 1
 
     @property
+    def backwards(self) -> str:
+        count = self.host.now.backwards
+        return f"{count} backward{'s' if count > 1 else ''}"
+
+    @property
+    def subject(self) -> str:
+        """What a transform of torch.func met."""
+        return f"{self.name!r} is read" if self.tensor >= 0 else f"a forward of {self.forward}"
+
+    @property
     def switched_name(self) -> str:
         return self.host.reader.name_of(min(self.host.reader.switched))
 
@@ -156,5 +167,8 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.KEEPS: lambda act: act.keeps,
     Fact.SEVERAL: lambda act: act.host.ranks is not None,
     Fact.INSIDE: lambda act: act.host.cursor.moment >= 0,
+    Fact.BACKWARD: lambda act: act.host.cursor.moment >= 0 and act.host.now.backwards > 0,
+    Fact.SCALED: lambda act: act.host.scaling is not None,
+    Fact.TRANSFORMED: lambda act: transforms_running(),
     Fact.FROZEN: lambda act: act.host.plan.workload.tensors[act.tensor].frozen,
 }

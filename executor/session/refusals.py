@@ -35,6 +35,10 @@ class Refusal(Enum):
     GRAD_SET = "grad set"
     GRAD_LEFT = "grad left"
     BORDER = "border"
+    NO_GRADIENT = "no gradient"
+    SCALED = "scaled"
+    TRANSFORMED = "transformed"
+    ADDRESS = "address"
 
 
 _SWITCHED = (
@@ -115,6 +119,24 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
         Refusal.BORDER: (
             "{f.name!r} is read inside an iteration, outside every module: on several ranks each holds a part of it; "
             "read it between optimizer.step() and the next forward, on all ranks"
+        ),
+        Refusal.NO_GRADIENT: (
+            "optimizer.step() would train nothing: no parameter got a gradient in the iteration's {f.backwards}; call "
+            "loss.backward(), or zero_grad() to begin the iteration anew (torch.autograd.grad returns gradients and "
+            "leaves none; backward(inputs=...) leaves them in its inputs alone)"
+        ),
+        Refusal.SCALED: (
+            "torch.autograd.grad of parameters under loss scaling would return gradients multiplied by the scale; call "
+            "loss.backward(), or train in bf16 or fp32"
+        ),
+        Refusal.TRANSFORMED: (
+            "{f.subject} inside a transform of torch.func (grad, vjp, jvp, vmap, ...), which hides parameters from the "
+            "session; use a copy of the model and torch.func.functional_call(copy, model.state_dict(), ...), or "
+            "torch.autograd"
+        ),
+        Refusal.ADDRESS: (
+            "data_ptr() of {f.name!r} outside every module: its memory moves with its chunk; compare parameters with "
+            "`is`, or read model.state_dict()"
         ),
     }
 )
