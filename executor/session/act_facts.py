@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from executor.contract import raw_grad
 from executor.devices.torch_private import transforms_running
 from executor.moments.hooks import ModuleEvent
 from executor.session.batches import Batches
@@ -155,6 +156,7 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.PENDING: lambda act: bool(act.host.now.arrived) and not act.host.cursor.stepped,
     Fact.GIVEN: lambda act: bool(act.host.now.arrived or act.host.now.missed),
     Fact.ARRIVED: lambda act: bool(act.host.now.arrived),
+    Fact.ARRIVING: lambda act: raw_grad(act.host.reader.parameters[act.tensor]) is not None,
     Fact.CONSUMED: _consumed,
     Fact.STEPPED: lambda act: act.host.cursor.stepped,
     Fact.SURPLUS: lambda act: act.host.now.backwards >= act.planned,

@@ -128,6 +128,8 @@ class Fact(_Word):
     """Gradients have arrived, or count as zero."""
     ARRIVED = "arrived"
     """Gradients have arrived."""
+    ARRIVING = "arriving"
+    """The parameter's gradient is in `.grad`: a hook of the user's own runs, before the gradient is taken."""
     CONSUMED = "consumed"
     """A gradient (of the parameter, where the act is about one) has left and is not cleared."""
     STEPPED = "stepped"
@@ -234,7 +236,7 @@ _CLEAR = (
 _CALLS: dict[Act, tuple[TableRow, ...]] = {
     Act.CLEAR: _CLEAR,
     Act.READ_GRAD: (_row("consumed", Refusal.GRAD), _ALLOW),
-    Act.SET_GRAD: (_row("", Refusal.GRAD_SET),),
+    Act.SET_GRAD: (_row("arriving !consumed", Answer.ALLOW), _row("", Refusal.GRAD_SET)),
     Act.DROP_GRAD: (_row("consumed !stepped", Refusal.GRAD_LEFT), _ALLOW),
     Act.READ_VALUE: (
         _row("transformed", Refusal.TRANSFORMED),

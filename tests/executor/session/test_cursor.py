@@ -61,7 +61,7 @@ def contract(state: State, act: Act, f: World) -> Answer | Refusal:
     if act is Act.READ_GRAD:
         return Refusal.GRAD if f[Fact.CONSUMED] else Answer.ALLOW
     if act is Act.SET_GRAD:
-        return Refusal.GRAD_SET
+        return Answer.ALLOW if f[Fact.ARRIVING] and not f[Fact.CONSUMED] else Refusal.GRAD_SET
     if act is Act.DROP_GRAD:
         return Refusal.GRAD_LEFT if f[Fact.CONSUMED] and not f[Fact.STEPPED] else Answer.ALLOW
     if act is Act.DIFFERENTIATE:

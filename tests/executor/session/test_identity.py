@@ -17,7 +17,11 @@ from torch.autograd import forward_ad, functional, graph
 from torch.nn import utils
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from pstar_sim.errors import ContractError
+import executor
+from executor.capture import capture_module
+from executor.recording.record import record
+from pstar_sim.core.plan import Settings
+from pstar_sim.errors import ContractError, ModelError
 
 Act = Callable[[nn.Module, Any, torch.optim.Optimizer], Any]
 PLAIN = ""  # as plain PyTorch: the same results, and the same parameters after them and after two more steps
@@ -140,7 +144,7 @@ def tensor_hook(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) 
 
 
 def late_hook(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
-    first(model).register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5) and None)
+    first(model).register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
     loss_of(model, batch).backward()
 
 
@@ -425,3 +429,52 @@ def test_values_in_transforms(kit: Any, start: Callable[..., Any]) -> None:
         with pytest.raises(ContractError, match=f"'layers.0.weight' is read {TRANSFORM}"):
             transform(lambda w: (w * w).sum())(first(run.model))
     assert torch.func.vmap(lambda x: 2 * x)(torch.ones(3)).tolist() == [2, 2, 2]
+
+
+HOOKS: dict[str, Callable[[nn.Parameter], None]] = {
+    "changes it": lambda p: (p.grad.mul_(0.5), None)[1],
+    "replaces it": lambda p: setattr(p, "grad", 0.5 * p.grad),
+    "drops it": lambda p: setattr(p, "grad", None),
+    "looks at it": lambda p: (p.grad.norm(), None)[1],
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("update", ["step", "eager"])
+def test_a_hook_from_before_prepare(kit: Any, update: str, hook: str) -> None:
+    """It runs before the gradient leaves for its chunk: as plain PyTorch."""
+    model, draw = kit.build("mlp")
+    twin = copy.deepcopy(model)
+    batches = kit.batches(draw)
+    plan = kit.tight_plan("tide", kit.workload_of(model, next(batches)), Settings(update=update, clip=False))
+    for each in (model, twin):
+        weights(each)[2].register_post_accumulate_grad_hook(HOOKS[hook])
+    spec = executor.AdamW(lr=1e-2, weight_decay=0.1, eager=update == "eager")
+    model, optimizer = executor.prepare(model, plan, spec)
+    reference = kit.Reference(twin, 1e-2, 0.1, None)
+    mine, theirs = kit.train_both(model, reference, optimizer, batches, steps=3, micro_batches=1)
+    assert mine == pytest.approx(theirs, rel=1e-6)
+    assert optimizer.session.deviations == (3 if hook == "drops it" else 0)
+    optimizer.session.close(restore=False)
+
+
+@pytest.mark.parametrize("embedding", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients(kit: Any, embedding: Any) -> None:
+    """Refused by capture and record, and by a session whose plan was made for the same layer with sparse=False."""
+
+    def model(sparse: bool) -> nn.Module:
+        return nn.Sequential(embedding(20, 8, sparse=sparse), nn.Linear(8, 4))
+
+    def mean(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return module(batch).square().mean()
+
+    batch, machine = torch.zeros(2, 3, dtype=torch.int64), kit.small_machine(10**7)
+    with pytest.raises(ModelError, match="makes a sparse tensor.*sparse=False"):
+        capture_module(model(True), batch, name="net", loss=mean)
+    with pytest.raises(ModelError, match="makes a sparse tensor.*sparse=False"):
+        record(model(True), [batch], machine, name="net", loss=mean)
+    plan = kit.tight_plan("tide", capture_module(model(False), batch, name="net", loss=mean), Settings(clip=False))
+    prepared, optimizer = executor.prepare(model(True), plan, executor.AdamW(), check=False)
+    with pytest.raises(ContractError, match="the gradient of '0.weight' is sparse.*sparse=False"):
+        mean(prepared, batch).backward()
+    optimizer.session.close(restore=False)
