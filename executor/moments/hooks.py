@@ -139,6 +139,10 @@ class MomentClock:
         return self._open > 0 or _graph_task() != -1
 
     @property
+    def in_backward(self) -> bool:
+        return _graph_task() != -1
+
+    @property
     def backwards(self) -> int:
         """The number of backwards that have ended since the last `step()`."""
         return self._turns

@@ -170,6 +170,7 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.SEVERAL: lambda act: act.host.ranks is not None,
     Fact.INSIDE: lambda act: act.host.cursor.moment >= 0,
     Fact.BACKWARD: lambda act: act.host.cursor.moment >= 0 and act.host.now.backwards > 0,
+    Fact.IN_BACKWARD: lambda act: act.host.clock.in_backward,
     Fact.SCALED: lambda act: act.host.scaling is not None,
     Fact.TRANSFORMED: lambda act: transforms_running(),
     Fact.FROZEN: lambda act: act.host.plan.workload.tensors[act.tensor].frozen,

@@ -158,6 +158,8 @@ class Fact(_Word):
     """The parameter is not trained."""
     BACKWARD = "backward"
     """A backward of the open iteration has ended."""
+    IN_BACKWARD = "in_backward"
+    """A backward runs in this thread."""
     SCALED = "scaled"
     """Gradients are multiplied by a loss scale inside the model."""
     TRANSFORMED = "transformed"
@@ -235,7 +237,11 @@ _CLEAR = (
 )
 _CALLS: dict[Act, tuple[TableRow, ...]] = {
     Act.CLEAR: _CLEAR,
-    Act.READ_GRAD: (_row("consumed", Refusal.GRAD), _ALLOW),
+    Act.READ_GRAD: (
+        _row("consumed in_backward", Refusal.GRAD_IN_BACKWARD),
+        _row("consumed", Refusal.GRAD),
+        _ALLOW,
+    ),
     Act.SET_GRAD: (_row("arriving !consumed", Answer.ALLOW), _row("", Refusal.GRAD_SET)),
     Act.DROP_GRAD: (_row("consumed !stepped", Refusal.GRAD_LEFT), _ALLOW),
     Act.READ_VALUE: (

@@ -32,6 +32,7 @@ class Refusal(Enum):
     UPDATED = "updated"
     SUMMED = "summed"
     GRAD = "grad"
+    GRAD_IN_BACKWARD = "grad in backward"
     GRAD_SET = "grad set"
     GRAD_LEFT = "grad left"
     BORDER = "border"
@@ -104,10 +105,15 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
             "on the update; call step()"
         ),
         Refusal.GRAD: (
-            "the gradient of {f.name!r} is not in .grad: it left for its chunk as soon as it was final. To clip, give "
-            "AdamW(max_grad_norm=...) instead of clip_grad_norm_ (executor.hf.connect for a transformers Trainer); its "
+            "the gradient of {f.name!r} is not in .grad: it left for its chunk as soon as it was final. To see or change "
+            "it on its way, register a hook before prepare, or p.register_hook. To clip, give AdamW(max_grad_norm=...) instead of clip_grad_norm_ (executor.hf.connect for a transformers Trainer); its "
             "norm is optimizer.session.grad_norm. Loss scaling is AdamW(loss_scale=...), on by itself in fp16, instead "
             "of GradScaler"
+        ),
+        Refusal.GRAD_IN_BACKWARD: (
+            "the gradient of {f.name!r} is not in .grad inside a backward: it left for its chunk as soon as it was "
+            "final. To update parameters in backward, make the plan with update='eager' and give AdamW(eager=True); to "
+            "see or change gradients, register the hook before prepare, or p.register_hook"
         ),
         Refusal.GRAD_SET: (
             "the gradient of {f.name!r} cannot be set: gradients live in chunks; change the loss instead"

@@ -59,7 +59,9 @@ def contract(state: State, act: Act, f: World) -> Answer | Refusal:
             return Answer.HALF if f[Fact.UNFINISHED] else Refusal.UPDATED
         return Refusal.SUMMED if f[Fact.SEVERAL] else Answer.DROP
     if act is Act.READ_GRAD:
-        return Refusal.GRAD if f[Fact.CONSUMED] else Answer.ALLOW
+        if not f[Fact.CONSUMED]:
+            return Answer.ALLOW
+        return Refusal.GRAD_IN_BACKWARD if f[Fact.IN_BACKWARD] else Refusal.GRAD
     if act is Act.SET_GRAD:
         return Answer.ALLOW if f[Fact.ARRIVING] and not f[Fact.CONSUMED] else Refusal.GRAD_SET
     if act is Act.DROP_GRAD:

@@ -270,7 +270,7 @@ ROWS: dict[str, tuple[Act, str]] = {
     "graph.register_multi_grad_hook, any": (multi_hook("any"), PLAIN),
     "Tensor.expand_as: a node's hooks": (node_hooks, PLAIN),
     "Tensor.register_hook": (tensor_hook, PLAIN),
-    "Tensor.register_post_accumulate_grad_hook": (late_hook, NOT_IN_GRAD),
+    "Tensor.register_post_accumulate_grad_hook": (late_hook, r"not in \.grad inside a backward.*update='eager'"),
     "Tensor.retain_grad": (lambda m, b, o: (first(m).retain_grad(), trained(m, b, o))[1], PLAIN),
     "Module.register_full_backward_hook": (module_hooks, PLAIN),
     "func.functional_call": (called_with_its_own, PLAIN),
@@ -478,3 +478,37 @@ def test_sparse_gradients(kit: Any, embedding: Any) -> None:
     with pytest.raises(ContractError, match="the gradient of '0.weight' is sparse.*sparse=False"):
         mean(prepared, batch).backward()
     optimizer.session.close(restore=False)
+
+
+def by_gradients(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    """PGD: two steps towards a larger loss, then the loss of what came out."""
+    x = batch["x"]
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x, batch["y"]), x)
+        x = x + 0.1 * slope.sign()
+    optimizer.zero_grad()
+    model(x.detach(), batch["y"]).backward()
+    end(optimizer)
+
+
+def critic(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    """WGAN-GP: two losses and a gradient penalty, whose slope is a backward too."""
+    real, fake = batch["x"], batch["x"].flip(0)
+    model(real, batch["y"]).backward()
+    (-model(fake, batch["y"])).backward()
+    between = (0.5 * (real + fake)).requires_grad_()
+    (slope,) = torch.autograd.grad(model(between, batch["y"]), between, create_graph=True)
+    ((slope.norm(dim=1) - 1) ** 2).mean().backward()
+    end(optimizer)
+
+
+@pytest.mark.parametrize(("act", "backwards"), [(by_gradients, 3), (critic, 4)])
+def test_backwards_that_count_as_micro_batches(kit: Any, start: Callable[..., Any], act: Act, backwards: int) -> None:
+    run = start("mlp", "zero_offload", micro_batches=backwards)
+    for _ in range(3):
+        batch = next(run.batches)
+        act(run.model, batch, run.optimizer)
+        act(run.reference.model, batch, run.reference.optimizer)
+    values = run.model.state_dict()
+    assert all(kit.distance(values[name], p.detach()) <= 1e-6 for name, p in run.reference.model.named_parameters())
