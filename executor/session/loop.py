@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from executor.devices.torch_private import transforms_running
 from executor.moments.hooks import ModuleEvent
 from executor.moments.unseen import Watching, modes_standing, unseen
 from executor.queues.interface import Health, Stillness, Timing
@@ -332,6 +333,8 @@ class Loop:
     def see_batch(self, args: Any, kwargs: Any) -> None:
         """Handle the batch with which the root's forward is about to begin."""
         host = self.host
+        if transforms_running():
+            return  # the first event refuses
         if host.first is not None and torch.is_grad_enabled():
             host.first.require_plan()
         with unseen():
