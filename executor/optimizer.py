@@ -135,14 +135,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         groups = copy.deepcopy(state_dict["param_groups"])
         rows = self._checked(state_dict["state"], groups)
-        for number, tensor in enumerate(self._tensors()):
-            if tensor is not None:
-                self._load_row(tensor, rows.get(number))
-        if session.scaling is not None and "loss_scaling" in state_dict:
-            session.scaling.load_state_dict(state_dict["loss_scaling"])
-        for mine, theirs in zip(self.param_groups, groups):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-        self._name_kernel()
+        with session.loop.loading("optimizer.load_state_dict"):
+            for number, tensor in enumerate(self._tensors()):
+                if tensor is not None:
+                    self._load_row(tensor, rows.get(number))
+            if session.scaling is not None and "loss_scaling" in state_dict:
+                session.scaling.load_state_dict(state_dict["loss_scaling"])
+            for mine, theirs in zip(self.param_groups, groups):
+                mine.update({key: value for key, value in theirs.items() if key != "params"})
+            self._name_kernel()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -30,6 +30,7 @@ from executor.saving.manifest import (
 )
 from executor.saving.tensor_files import TensorFile, piece_buffer
 from executor.saving.weights import Weights, some
+from executor.session.loop import LOAD
 from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError, WeightsError
 
@@ -98,21 +99,21 @@ def load(optimizer: Trained, folder: str | Path, *, generators: bool = True) -> 
     manifest = opened.manifest
     numbers = [decode(group["numbers"], opened.extra) for group in manifest["groups"]]
     extra = decode(manifest["extra"], opened.extra)
-    with session.still(), unseen(), torch.no_grad():
+    with session.loop.loading(LOAD), unseen(), torch.no_grad():
         weights.fill(session.arena, session.contents)
         _fill_states(opened, session)
         for tensor in session.contents.steps_taken:
             session.contents.steps_taken[tensor] = int(manifest["updates"].get(session.reader.name_of(tensor), 0))
-    for mine, theirs in zip(optimizer.param_groups, numbers):
-        mine.update(theirs)
-    if session.scaling is not None and manifest["loss_scaling"] is not None:
-        session.scaling.load_state_dict(manifest["loss_scaling"])
-    session.iterations_before = int(manifest["iteration"]) - session.iteration
-    if generators:
-        kept = f"random.{0 if ranks is None else ranks.rank}"
-        set_generators(
-            {name: rows[0].file.read(rows[0].name) for (kind, name), rows in opened.pieces.items() if kind == kept}
-        )
+        for mine, theirs in zip(optimizer.param_groups, numbers):
+            mine.update(theirs)
+        if session.scaling is not None and manifest["loss_scaling"] is not None:
+            session.scaling.load_state_dict(manifest["loss_scaling"])
+        session.iterations_before = int(manifest["iteration"]) - session.iteration
+        if generators:
+            kept = f"random.{0 if ranks is None else ranks.rank}"
+            set_generators(
+                {name: rows[0].file.read(rows[0].name) for (kind, name), rows in opened.pieces.items() if kind == kept}
+            )
     note = f"checkpoint {opened.folder}: iteration {manifest['iteration']}"
     log.info("%s", note)
     return Restored(int(manifest["iteration"]), extra, note)
