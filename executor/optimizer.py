@@ -192,10 +192,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         and `extra`. Returns the folder. See `executor.saving.checkpoint.save`."""
         return save(self, folder, extra=extra)
 
-    def load(self, folder: str | Path, *, generators: bool = True) -> Restored:
+    def load(self, folder: str | Path, *, generators: bool = True, checksums: bool = True) -> Restored:
         """Continue from a checkpoint, under this plan or another. Returns its iteration, its `extra` and a note. See
         `executor.saving.restoring.load`."""
-        return load(self, folder, generators=generators)
+        return load(self, folder, generators=generators, checksums=checksums)
 
     def _tensors(self) -> list[int | None]:
         """Returns the tensor index of every parameter, in the order of the groups."""

@@ -13,7 +13,7 @@ import torch
 
 from executor.memory.slots import Slots
 from executor.saving import restoring
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import CheckpointError, ContractError
 
 ACTS: dict[str, Callable[[Any, Any], object]] = {
     "a forward": lambda kit, run: kit.loss_of(run.model, next(run.batches)),
@@ -74,8 +74,9 @@ def test_everything_is_refused_until_it_is_loaded_again(
     after = values(run)
     for _ in range(2):  # a second load may be stopped, too
         stopped_after(monkeypatch, count, error)
-        with pytest.raises(type(error)):
+        with pytest.raises((KeyboardInterrupt, CheckpointError)) as stopped:
             run.optimizer.load(tmp_path / "c")
+        assert stopped.value is error or str(stopped.value).endswith("was loaded in part: [Errno 5] I/O error")
         monkeypatch.undo()
         for name, act in ACTS.items():
             with pytest.raises(ContractError, match=r"optimizer\.load has begun and did not end: .*; call optimizer"):
@@ -90,7 +91,7 @@ def test_everything_is_refused_until_it_is_loaded_again(
     assert same(values(run), after)
 
 
-@pytest.mark.parametrize("line", ["set_generators", "_fill_states"])
+@pytest.mark.parametrize("line", ["_fill", "_fill_states"])
 def test_the_whole_load_counts(
     start: Callable[..., Any], kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
