@@ -11,7 +11,8 @@ baseline: interpreter, torch, transformers, plan and a model without memory, mea
 
 It also measures saving and loading a checkpoint (which take one piece each), a step of training, and the ordinary way,
 where the model is in memory first. What checksums cost is measured apart: loading with and without them, in turns, and
-the rates of XXH3 and of zlib's CRC32 over pieces in memory, which is what a save adds.
+the rates of XXH3 and of zlib's CRC32 over pieces in memory, which is what a save adds. The file of plain states is what
+a Trainer's checkpoint has beside.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[st
     load."""
     from executor import AdamW, prepare
     from executor.models import build
+    from executor.saving.plain_states import write_plain_states
     from executor.saving.tensor_files import PIECE_BYTES
     from executor.training import train_step
     from pstar_sim.core.plan import load_plan
@@ -129,6 +131,10 @@ def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[st
             found[f"{name}_s"] = time.perf_counter() - begun_s
             found[f"{name}_adds"] = status("VmHWM") - before
         found |= load_times(optimizer, folder / "checkpoint")
+        begun_s = time.perf_counter()
+        write_plain_states(optimizer, folder / "optimizer.pt")
+        found["plain_states_s"] = time.perf_counter() - begun_s
+        found["plain_states_bytes"] = (folder / "optimizer.pt").stat().st_size
         found["checkpoint_bytes"] = sum(p.stat().st_size for p in (folder / "checkpoint").iterdir())
     session.close(restore=False)
     return found
@@ -179,12 +185,13 @@ def describe(found: dict[str, Any]) -> list[str]:
     saving = f"saving a checkpoint of {mb(found['checkpoint_bytes'])} takes {mb(found['save_adds'])} more"
     checked, unchecked = found["load_checked_s"], found["load_unchecked_s"]
     times = f"saved in {found['save_s']:.1f} s, loaded in {checked:.1f} s, without checksums in {unchecked:.1f} s"
+    plain = f"plain states of {mb(found['plain_states_bytes'])} in {found['plain_states_s']:.1f} s"
     rates = [f"{name} {found[f'{name}_bytes_per_s'] / 1e9:.1f} GB/s" for name in ("xxh3_64", "crc32")]
     return [
         *(f"{name:16} {mb(size):>12}" for name, size in rows.items()),
         f"{verdict}: {over}",
         f"{saving}, loading it {mb(found['load_adds'])}",
-        f"{times}; {', '.join(rates)}",
+        f"{times}; {', '.join(rates)}; {plain}",
     ]
 
 

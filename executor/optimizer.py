@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,26 +101,36 @@ class OffloadedAdamW(torch.optim.Optimizer):
         there is also "loss_scaling". A torch.optim.AdamW over the same fp32 parameters that loads the states continues
         bit-identically; it ignores these two extra keys and has no master copies."""
         session = self.session
-        rows: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        parameters = [p for group in self.param_groups for p in group["params"]]
+
+        def value(tensor: int, list_name: str) -> torch.Tensor:
+            if list_name == "step":
+                return torch.tensor(float(session.contents.steps_taken[tensor]), dtype=torch.float32)
+            return session.reader.state_value(tensor, list_name)
+
         with session.still():
-            for parameter, tensor in zip(parameters, self._tensors()):
-                if tensor is None or not session.contents.steps_taken[tensor]:
-                    continue
-                row = {
-                    "step": torch.tensor(float(session.contents.steps_taken[tensor]), dtype=torch.float32),
-                    "exp_avg": session.reader.state_value(tensor, "momentum"),
-                    "exp_avg_sq": session.reader.state_value(tensor, "variance"),
-                }
-                if session.plan.workload.tensors[tensor].dtype != "fp32":
-                    row["param32"] = session.reader.state_value(tensor, "param32")
-                rows[parameter] = row
-        self.state.update(rows)
+            packed = self.packed(value, masters=True)
+        return packed if session.scaling is None else {**packed, "loss_scaling": session.scaling.state_dict()}
+
+    def packed(self, value: Callable[[int, str], torch.Tensor], *, masters: bool = False) -> dict[str, Any]:
+        """Returns a state dict in torch.optim.AdamW's form, with the tensors that `value` returns for (tensor, list);
+        the step count is the list "step".
+
+        masters: whether parameters narrower than fp32 have their master copy.
+        """
+        session = self.session
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter, tensor in zip(parameters, self._tensors()):
+            if tensor is None or not session.contents.steps_taken[tensor]:
+                continue
+            wide = session.plan.workload.tensors[tensor].dtype == "fp32"
+            keys = {"step": "step", **_STATES}
+            self.state[parameter] = {
+                key: value(tensor, name) for key, name in keys.items() if key != "param32" or (masters and not wide)
+            }
         try:
-            packed = super().state_dict()  # torch's own method numbers the parameters and calls the hooks
+            return super().state_dict()  # torch's own method numbers the parameters and calls the hooks
         finally:
             self.state.clear()
-        return packed if session.scaling is None else {**packed, "loss_scaling": session.scaling.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of this class or of torch.optim.AdamW, fused or not; updates stay fused. Raises

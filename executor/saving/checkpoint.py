@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from executor.distributed.ranks import Ranks
     from executor.engine import Session
 
-__all__ = ["save", "together"]
+__all__ = ["save", "state_of", "together", "whole_of"]
 
 log = logging.getLogger("executor")
 
@@ -318,16 +318,16 @@ def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tens
         state = contents.chunks[chunk]
         for place in (Place.HOST, Place.GPU):
             if place in state.current and tensor not in state.where(place, "param"):
-                return [_whole(session, tensor, contents.slots.at(place, tensor, "param"))]
+                return [whole_of(session, tensor, contents.slots.at(place, tensor, "param"))]
         for place in (Place.HOST, Place.GPU):
             if arena.has(place, chunk, "param32"):
-                return [_whole(session, tensor, contents.slots.at(place, tensor, "param32"))]
+                return [whole_of(session, tensor, contents.slots.at(place, tensor, "param32"))]
         raise AssertionError(f"no place holds the value of {session.reader.name_of(tensor)!r}")
 
     return pieces
 
 
-def _whole(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
+def whole_of(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
     """Returns a whole tensor. On several ranks it is joined from the ranks' parts."""
     return session.contents.exchange.joined(tensor, part) if session.contents.sliced else part
 
@@ -348,11 +348,11 @@ def _state_rows(session: Session) -> list[TensorToStore]:
                 if part.numel or whole:
                     key = f"{name}/{t.name}" if whole else f"{name}/{t.name}@{part.skip}"
                     shape = t.shape if whole else (part.numel,)
-                    rows.append(TensorToStore(key, dtype, shape, _state_of(session, slot.tensor, name)))
+                    rows.append(TensorToStore(key, dtype, shape, state_of(session, slot.tensor, name)))
     return rows
 
 
-def _state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable[torch.Tensor]]:
+def state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable[torch.Tensor]]:
     def pieces() -> Iterable[torch.Tensor]:
         chunk = session.plan.layout.chunk_of[tensor]
         place = Place.HOST if session.arena.has(Place.HOST, chunk, name) else Place.GPU

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -111,6 +111,10 @@ class Trained(Protocol):
 
     session: Session
     param_groups: list[dict[str, Any]]
+
+    def packed(self, value: Callable[[int, str], torch.Tensor]) -> dict[str, Any]:
+        """Returns a state dict of the tensors that `value` returns for (tensor, list), without master copies."""
+        ...
 
 
 def is_checkpoint(folder: str | Path) -> bool:

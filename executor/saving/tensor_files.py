@@ -36,8 +36,10 @@ __all__ = [
     "TensorToStore",
     "piece_buffer",
     "stored_file",
+    "write_elements",
     "write_tensor_file",
     "write_text_file",
+    "write_whole",
 ]
 
 PIECE_BYTES = 16 << 20
@@ -293,7 +295,7 @@ def write_tensor_file(
             left = math.prod(row.shape)
             for tensor in row.pieces():
                 left -= tensor.numel()
-                _write_elements(file, tensor, row.dtype, buffer)
+                write_elements(file.write, tensor, row.dtype, buffer)
             assert left == 0, f"{row.name}: {left} elements of {row.shape} did not come"
         return file.flushed()
 
@@ -322,8 +324,7 @@ class _NewFile:
     def write(self, content: memoryview) -> None:
         self._checksum.update(content)
         self._size_bytes += len(content)
-        while content:
-            content = content[os.write(self._descriptor, content) :]
+        write_whole(self._descriptor, content)
 
     def flushed(self) -> StoredFile:
         """Flush the file to the disk. Its pages leave the page cache, because they are not read again."""
@@ -333,11 +334,19 @@ class _NewFile:
         return StoredFile(self._size_bytes, self._checksum.hexdigest())
 
 
-def _write_elements(file: _NewFile, tensor: torch.Tensor, dtype: torch.dtype, buffer: torch.Tensor) -> None:
+def write_whole(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def write_elements(
+    write: Callable[[memoryview], object], tensor: torch.Tensor, dtype: torch.dtype, buffer: torch.Tensor
+) -> None:
+    """Call `write` with the elements of the tensor in this dtype, piece by piece; each piece is in `buffer` (uint8)."""
     flat = tensor.detach().reshape(-1)
     most = buffer.numel() // dtype.itemsize
     for start in range(0, flat.numel(), most):
         part = flat[start : start + most]
         piece = buffer[: part.numel() * dtype.itemsize]
         piece.view(dtype).copy_(part)
-        file.write(bytes_of(piece))
+        write(bytes_of(piece))
