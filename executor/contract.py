@@ -21,6 +21,7 @@ gives the result of each act in each state of the loop.
 | Ctrl-C in an iteration, then `zero_grad()` | as plain torch without that iteration; from `step()` on with it |
 | Ctrl-C in the middle of a chunk's update, or of eager updates | Interrupted, from then on: load a checkpoint |
 | Ctrl-C in an iteration, no `zero_grad()` | ContractError where gradients are incomplete |
+| an error or Ctrl-C within `optimizer.load` or `load_state_dict` | ContractError for every act until a load ends |
 | `zero_grad(set_to_none=False)` | ContractError: call `zero_grad()` |
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | more backwards than the plan's micro-batches | ContractError: plan with as many micro-batches |

@@ -100,6 +100,11 @@ class ActFacts:
         return self.host.iteration
 
     @property
+    def loading(self) -> str:
+        """The call whose load did not end."""
+        return self.host.at_work.loading
+
+    @property
     def policy(self) -> str:
         return self.host.plan.policy
 

@@ -29,13 +29,14 @@ class _Word(Enum):
 
 
 class State(_Word):
-    """The state of the loop. `Cursor.state` distinguishes the first four; `Loop.ask` gives the last two precedence.
+    """The state of the loop. `Cursor.state` distinguishes the first four; `Loop.ask` gives the last three precedence.
 
     BETWEEN: no iteration is open: from the end of `optimizer.step()` to the first event of the next iteration.
     VISITING: an evaluation runs between two iterations.
     ON_PLAN: the open moment is the plan's.
     OFF_PLAN: the iteration has left the plan and continues on demand.
     INTERRUPTED: an interruption came inside the engine's own work and has not been mended.
+    HALF_LOADED: a load has begun and did not end.
     CLOSED: the session has ended.
     """
 
@@ -44,6 +45,7 @@ class State(_Word):
     ON_PLAN = "on plan"
     OFF_PLAN = "off plan"
     INTERRUPTED = "interrupted"
+    HALF_LOADED = "half loaded"
     CLOSED = "closed"
 
 
@@ -303,6 +305,7 @@ _ROWS: dict[State, dict[Act, tuple[TableRow, ...]]] = {
         Act.CLEAR: (_row("keeps", Refusal.KEEPS), _row("", Answer.MEND)),
         Act.LOOK: _INTERRUPTED,
     },
+    State.HALF_LOADED: dict.fromkeys(Act, (_row("", Refusal.HALF_LOADED),)),
     State.CLOSED: {**dict.fromkeys(_EVENTS, (_NOTHING,)), Act.UPDATE: (_CLOSED,), Act.CLEAR: (_CLOSED,)},
 }
 

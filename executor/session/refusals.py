@@ -17,6 +17,7 @@ class Refusal(Enum):
 
     CLOSED = "closed"
     INTERRUPTED = "interrupted"
+    HALF_LOADED = "half loaded"
     SWITCHED_FORWARD = "switched forward"
     SWITCHED_BACKWARD = "switched backward"
     OUTSIDE = "outside"
@@ -55,6 +56,9 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
         Refusal.INTERRUPTED: (
             "iteration {f.iteration} was interrupted; call optimizer.zero_grad() to drop what it has left of its "
             "gradients, and run its forward and backward again"
+        ),
+        Refusal.HALF_LOADED: (
+            "{f.loading} has begun and did not end: some values are loaded and others are not; call {f.loading} again"
         ),
         Refusal.SWITCHED_FORWARD: "a forward of {f.forward} with gradients" + _SWITCHED,
         Refusal.SWITCHED_BACKWARD: "a backward" + _SWITCHED,

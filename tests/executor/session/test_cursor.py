@@ -47,6 +47,8 @@ def contract(state: State, act: Act, f: World) -> Answer | Refusal:
     """What comes of it, in branches."""
     if act in (Act.UPDATE, Act.CLEAR) and state is State.CLOSED:
         return Refusal.CLOSED
+    if state is State.HALF_LOADED:
+        return Refusal.HALF_LOADED
     if act is Act.CLEAR:
         if f[Fact.KEEPS]:
             return Refusal.KEEPS
