@@ -77,6 +77,7 @@ class Offer:
     gpus: number of GPUs of all nodes.
     tried: all numbers of nodes that were tried.
     in_time: whether the offer makes the deadline; True without a deadline.
+    in_time_is_sure: whether the deadline lies outside of the error of `days`; True without a deadline.
     usd_per_hour: price of all nodes; None without a price.
     batch: sequences per micro-batch, of all GPUs together.
     price_of: the offer from which the price comes, and its date.
@@ -93,6 +94,7 @@ class Offer:
     price_of: str | None = None
     tried: tuple[int, ...] = ()
     in_time: bool = False
+    in_time_is_sure: bool = True
     policy: str | None = None
     batch: int | None = None
     micro_batches: int | None = None
@@ -378,6 +380,7 @@ def _so_many(
     offer = replace(
         base,
         in_time=deadline_s is None or cost.days * DAY_S <= deadline_s,
+        in_time_is_sure=deadline_s is None or abs(deadline_s / (cost.days * DAY_S) - 1) > (row.expected_error or 0.0),
         policy=row.policy,
         batch=batch,
         micro_batches=micro_batches,

@@ -309,6 +309,8 @@ def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
         prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
         yield f"prices of a node: {'; '.join(prices)}"
         yield "micro-batches: sequences of all GPUs at a time x how many per iteration"
+        if not all(row.in_time_is_sure for row in shown):
+            yield "in time, within ± ...: the deadline is nearer to the days than their error, so it may come out otherwise"
         unknown = [(row.machine, row.trust) for row in shown if row.trust is not None and NOT_NEAR in row.trust]
         yield from (f"error of {line}" for line in trust_lines(unknown))
     if any(row.gpus > 1 for row in answer.rows):
@@ -342,7 +344,7 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
     return (
         row.machine,
         str(row.nodes),
-        "yes" if row.in_time else "no",
+        ("yes" if row.in_time else "no") + ("" if row.in_time_is_sure else f", within {format_error(row.expected_error)}"),
         row.policy or "",
         f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",
