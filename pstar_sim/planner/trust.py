@@ -45,9 +45,9 @@ FEWEST_ROWS = 4  # fewer rows are no basis for an error
 NOT_NEAR = "no measurement is near this"
 """Words of the label of a class without rows."""
 UNTUNED = 0.19
-"""Bar of a class without rows. Published runs of machines and frameworks for which nothing in this project had been tuned
-were collected once the cost model stood: 68 % of their sources were no farther off. A stated value, which no validation
-computes."""
+"""Bar of a class without rows. Published runs of machines and frameworks for which nothing in this project had been
+tuned were collected once the cost model stood: 68 % of their sources were no farther off. A stated value, which no
+validation computes."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,6 @@ sweeps' results.
 [Note: errors of a page] Seconds, and figures computed from them, have the error that validation found for the class of
 machine. The largest model lies between the largest model of the sweep that fits and the next larger model, which does
 not.
-
-[Note: start-up on a page] A sweep plans, so its bytes are payloads. Weights that are loaded whole lie in host memory
-beside the payloads until all are in their chunks, as `pstar fits` counts. A page names the bytes that are short then.
 """
 
 from __future__ import annotations
@@ -26,8 +23,6 @@ from pstar_sim.report.palette import policy_colours
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
 from pstar_sim.units import format_error
-from pstar_sim.workload.presets import default_dtype
-from pstar_sim.workload.workload import DTYPE_BYTES
 
 __all__ = ["distinct_points", "whatif_page"]
 
@@ -63,7 +58,6 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
     rows = {
         tuple(index[axis][_value(p, axis)] for axis in axes): [
             *(p.get(name) for name in _FIGURES),
-            _loading_short(p, parts),
             reasons.index(str(p.get("reason"))) if p.get("fits") is None else None,
         ]
         for p in points
@@ -75,7 +69,7 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
             for axis in axes
         ],
         "model": model,
-        "figures": [*_FIGURES, "loading_short_bytes", "senseless"],
+        "figures": [*_FIGURES, "senseless"],
         "reasons": reasons,
         "rows": [[*at, *figures] for at, figures in rows.items()],
         "prices": costs,
@@ -120,22 +114,6 @@ def _labels(axis: str, values: Sequence[object]) -> list[object]:
     others, who do not have the folders."""
     names: list[object] = [Path(str(value)).name for value in values]
     return names if axis in ("machine", "trace") and len({*names}) == len(names) else list(values)
-
-
-def _loading_short(point: Mapping[str, object], parts: Sequence[str]) -> int:
-    """Returns the host bytes that are short while weights are loaded whole, see [Note: start-up on a page]; 0 where the
-    job does not fit, has all on the GPU or comes from a trace, and for a machine file that is not here."""
-    payload = point.get("peak_host_bytes")
-    if not point.get("fits") or not isinstance(payload, int | float) or payload == 0 or "model" not in point:
-        return 0
-    changes = tuple((part, value) for part in parts if (value := _value(point, part)) != "x1")
-    try:
-        machine = machine_of(str(point["machine"]), changes)
-    except PstarError:
-        return 0
-    dtype = str(point.get("dtype") or default_dtype(machine))
-    weights = model_entry(str(point["model"])).params * DTYPE_BYTES[dtype] // machine.local_ranks
-    return max(0, int(payload) + weights - machine.host_budget_bytes)
 
 
 def _title(axis: str) -> str:
