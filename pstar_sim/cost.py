@@ -256,14 +256,14 @@ def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
     """Returns the link of a host that can pin only a part of its memory. The part of the job's parameters and states
     that can be pinned passes at the link's rates, the rest at the link's pageable rate. Rates are means over all
     bytes."""
-    host = machine.host
-    if host.pinned_bytes is None or link.pageable_bytes_per_s is None:
+    can_pin = machine.pinned_budget_bytes
+    if can_pin is None or link.pageable_bytes_per_s is None:
         return link
     lists = ("param", *layout.state_lists)
     home_bytes = sum(
         layout.payload_bytes(c.index, name) for c in layout.chunks for name in (lists[:1] if c.frozen else lists)
     )
-    pinned = min(1.0, host.pinned_bytes / machine.local_ranks / max(1, home_bytes))
+    pinned = min(1.0, can_pin / max(1, home_bytes))
     pageable = link.pageable_bytes_per_s
 
     def mean(rate: float) -> float:

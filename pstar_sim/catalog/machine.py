@@ -412,6 +412,11 @@ class Machine:
         return self.host.budget_bytes // self.local_ranks
 
     @property
+    def pinned_budget_bytes(self) -> int | None:
+        """Bytes that each rank can pin: its part of the node; None: all."""
+        return None if self.host.pinned_bytes is None else self.host.pinned_bytes // self.local_ranks
+
+    @property
     def nvme_budget_bytes(self) -> int:
         """Bytes of the disks that a plan may use on each rank: its part of the node; 0 without disks."""
         return 0 if self.nvme is None else self.nvme.memory_bytes // self.local_ranks

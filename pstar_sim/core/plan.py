@@ -62,8 +62,8 @@ class Settings:
         the iteration.
     sums: number of bits in which gradients of several micro-batches add up, one of SUMS. "16-bit" is for bf16 models;
         it takes half of the room and rounds every addition.
-    effort: effort of a policy that searches, as a multiple of the usual effort. With more effort the search continues
-        where it stopped with less.
+    effort: effort of a policy that searches, as a multiple of the usual effort. More effort mostly, not always, finds
+        a faster plan.
 
     Raises PlanError for other values. Settings of a single policy are options in the policy's name.
     """

@@ -157,7 +157,7 @@ def predict(
     except DoesNotFit as error:
         return replace(
             found,
-            reason=str(error),
+            reason=str(error) + (f"; fits {error.change}" if error.change else ""),
             short_of=error.place,
             short_bytes=error.short_bytes,
             gpu_needed_bytes=error.needed_bytes if error.place == "gpu" else None,

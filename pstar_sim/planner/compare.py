@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pstar_sim.arguments import flag, function, instance, refused, text
+from pstar_sim.arguments import choice, flag, function, instance, refused, text
 from pstar_sim.bounds.certificate import Certificate, Certifier, certificate_of, require_bounded
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
@@ -28,6 +28,7 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.machine_notes import machine_notes
+from pstar_sim.planner.memory_needs import LOADING, with_room
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.trust import Trust, trust
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
@@ -212,6 +213,7 @@ def compare(
     loop: str | None = None,
     sums: str | None = None,
     effort: float | None = None,
+    loading: str = LOADING[0],
     barrier_cost: bool = True,
     near: bool = True,
     certify: bool = False,
@@ -227,6 +229,7 @@ def compare(
     machine: a Machine, or its name.
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan.
     settings: settings; update, clip, chunk_bytes, loop, sums and effort override single fields of them.
+    loading: as in `fits`.
     barrier_cost: whether to simulate every fitting policy also without its barrier.
     near: whether to look for the nearest machine or setting under which the other policies would fit.
     certify: whether to use the tighter bound of the fluid linear program, which takes seconds, instead of the joint
@@ -251,6 +254,7 @@ def compare(
     names = [name for name, _ in asked]
     if len(set(names)) != len(names):
         raise PstarError(f"policies must have different names, not {', '.join(names)}")
+    choice("loading", loading, LOADING)
     for what, value in (("barrier_cost", barrier_cost), ("near", near), ("certify", certify), ("only_best", only_best)):
         flag(what, value)
     if made is not None and not isinstance(made, Mapping):
@@ -269,6 +273,7 @@ def compare(
             settings,
             asked,
             free,
+            loading=loading,
             near=near,
             certify=certify,
             only_best=only_best,
@@ -286,6 +291,7 @@ def _compare(
     asked: Sequence[tuple[str, Policy]],
     free: _Free | None,
     *,
+    loading: str,
     near: bool,
     certify: bool,
     only_best: bool,
@@ -301,7 +307,7 @@ def _compare(
     found = _Found()
     for name, policy in asked:
         tell(name, len(found.rows), len(asked))
-        job = _Question(share=share, machine=machine, settings=settings, free=free)
+        job = _Question(share=share, machine=machine, settings=settings, loading=loading, free=free)
         try:
             found.add(name, policy, job, certifier, made.get(name), cut=cut, certify=certify, only_best=only_best)
         except CannotPlan as reason:
@@ -319,7 +325,9 @@ def _compare(
             hint = ""
             if near_wanted:
                 tell(f"what would do for {row.policy}", len(rows), len(asked))
-                hint = nearest(policy, workload, machine, settings, error, fitting=others, elsewhere=elsewhere)
+                hint = nearest(
+                    policy, workload, machine, settings, error, loading=loading, fitting=others, elsewhere=elsewhere
+                )
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:
         best = _best(workload, settings, rows, planned)
@@ -384,7 +392,7 @@ class _Found:
         tokens = job.share.tokens
         own = balanced(policy, job.share, machine, settings, cut)
         if own is not None:
-            job = _of_balance(own, settings, wanted=job.free is not None)
+            job = _of_balance(own, job)
             self.free[name] = job.free
         plan, timeline = job.planned(policy, name) if made is None else (made[0], made[1].labelled(name))
         barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, job.free)
@@ -432,26 +440,25 @@ def _free(share: Share, machine: Machine, settings: Settings, wanted: bool) -> _
 class _Question:
     """The job for which a policy is asked to plan.
 
+    loading: the way in which the weights are loaded.
     free: the same job if no Adam waits for all gradients; None if that is not asked.
     """
 
     share: Share
     machine: Machine
     settings: Settings
+    loading: str
     free: _Free | None
 
     def planned(self, policy: Policy, name: str) -> tuple[Plan, Timeline]:
-        share = self.share
-        return plan_and_play(policy, share.workload, self.machine, self.settings, label=name, workloads=share.ranked)
+        w, m, s, ranked = self.share.workload, self.machine, self.settings, self.share.ranked
+        return plan_and_play(policy, w, m, s, loading=self.loading, label=name, workloads=ranked)
 
 
-def _of_balance(own: Balanced, settings: Settings, *, wanted: bool) -> _Question:
-    """Returns the job with the shares that a policy chose.
-
-    wanted: whether the cost of the barrier is asked.
-    """
-    free = _free(own.share, own.machine, settings, wanted)
-    return _Question(share=own.share, machine=own.machine, settings=settings, free=free)
+def _of_balance(own: Balanced, job: _Question) -> _Question:
+    """Returns the job with the shares that a policy chose."""
+    free = _free(own.share, own.machine, job.settings, job.free is not None)
+    return replace(job, share=own.share, machine=own.machine, free=free)
 
 
 def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> str:
@@ -499,19 +506,34 @@ def plan_and_play(
     machine: Machine,
     settings: Settings,
     *,
+    loading: str | None = None,
     label: str = "",
     workloads: Sequence[Workload] | None = None,
 ) -> tuple[Plan, Timeline]:
     """Returns the policy's plan and its simulated timeline, which carries the fields for its picture.
 
+    loading: the way in which the weights are loaded; the host then has room for a run of the plan (memory_needs.py).
+        None: the host has room for the plan's payloads, which is enough for its seconds.
     workloads: each rank's own workload, if these differ. `workload` is then at least as hard as each of them.
 
     A user's policy is not trusted: its plan has to be for this job and to pass the checker. Raises DoesNotFit and
     CannotPlan, and PlanError naming the policy for any other fault of it.
     """
-    if is_built_in(policy):
-        plan = plan_once(policy, workload, machine, settings)
-        return plan, play_plan(plan, label=label, workloads=workloads)
+
+    def plan_on(where: Machine) -> Plan:
+        if is_built_in(policy):
+            return plan_once(policy, workload, where, settings)
+        return _users_plan(policy, workload, where, settings, label)
+
+    if loading is None:
+        plan = plan_on(machine)
+    else:
+        plan = with_room(plan_on, policy, workload, machine, settings, loading=loading)
+    return plan, play_plan(plan, label=label, workloads=workloads)
+
+
+def _users_plan(policy: Policy, workload: Workload, machine: Machine, settings: Settings, label: str) -> Plan:
+    """Returns the checked plan of a policy that is not built in. Raises the same errors as `plan_and_play`."""
     name = label or getattr(policy, "__name__", "policy")
     try:
         plan = policy(workload, machine, settings)
@@ -529,7 +551,7 @@ def plan_and_play(
         if one is not other and one != other:
             raise PlanError(f"policy {name} made its plan for another {what} than it was asked for")
     plan.check()
-    return plan, play_plan(plan, label=label, workloads=workloads)
+    return plan
 
 
 def play_plan(
