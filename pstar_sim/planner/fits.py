@@ -282,7 +282,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
     row = _filled(replace(row, fits=True), job.least_gpu_bytes(name, machine), need)
     if times:
         plan = need.plan or find_policy(name)(workload, machine, settings)
-        seconds = play(plan, workloads=share.ranked).iteration_s
+        seconds = play(replace(plan, ranked=share.ranked)).iteration_s
         belief = trust(machine, name, workload)
         row = replace(
             row,
