@@ -186,19 +186,18 @@ def plan(
             }
         )
         return 0
-    from pstar_sim.core.figures import LEAST_ROOM, own_shares
     from pstar_sim.report.tables import format_percent
     from pstar_sim.units import format_bytes, format_s
 
     row = best.row
     sources = confidence_line(confidence(result.workload, result.machine))
     peak = format_bytes(row.peak_gpu_bytes or 0)
-    budget = format_bytes(best.plan.gpu_budget_bytes)
-    of_gpu = f"{peak} of the GPU" if own_shares(best.plan) is None else f"{peak} of {budget}{LEAST_ROOM}"
+    by_rank = row.peak_gpu_bytes_by_rank
+    whose = "" if by_rank is None else f" of rank {by_rank.index(max(by_rank))}"
     tell(
         f"{path}: {row.policy}, {format_s(row.iteration_s or 0)} per iteration, "
         + (f"{format_percent(row.gap)} above the bound, " if row.gap is not None else "")
-        + f"peaks at {of_gpu}; "
+        + f"peaks at {peak} of the GPU{whose}; "
         f"{len(best.plan.steps)} steps; {sources}"
     )
     if result.workload.notes:
@@ -243,7 +242,9 @@ def named(path: str) -> Iterator[None]:
 def check(
     *,
     path: PlanFile,
-    lp: Annotated[bool, certify("also solve the linear program of the tighter bound again")] = False,
+    lp: Annotated[
+        bool, certify("also solve the linear program of the tighter bound, and plan without the barrier, again")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="a JSON object instead of sentences")] = False,
 ) -> int:
     """Prove that a plan file is right: chunks resident when used, no place over its budget in any legal order, every
@@ -268,7 +269,10 @@ def check(
         return MISTAKE
     report = found.report
     if json:
-        peaks = {f"peak_{place}_bytes": size for place, size in report.peak_bytes.items()}
+        peaks: dict[str, object] = {f"peak_{place}_bytes": size for place, size in report.peak_bytes.items()}
+        if len(report.gpus) > 1:
+            by_rank = {r: gpu.bytes for gpu in report.gpus for r in gpu.ranks}
+            peaks["peak_gpu_bytes_by_rank"] = [by_rank[r] for r in sorted(by_rank)]
         said = {"lower_bound": found.bound, "as_stated": report.figures, "not_checked": report.not_checked}
         say_json({**answer, "steps": report.steps, **peaks, **said})
     else:

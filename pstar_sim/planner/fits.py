@@ -320,7 +320,7 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
     row = _filled(replace(row, fits=True), job.least_gpu_bytes(name, machine), need)
     row = replace(row, loading_short_bytes=job.short_if_each_loads(need))
     if plan is not None:
-        seconds = play(plan, workloads=share.ranked).iteration_s
+        seconds = play(replace(plan, ranked=share.ranked)).iteration_s
         belief = trust(machine, name, workload)
         row = replace(
             row,

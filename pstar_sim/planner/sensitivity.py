@@ -293,7 +293,7 @@ class _MachineQuestion:
         policy, seconds = (None, None) if best is None else (best.policy, best.iteration_s)
         how, planned_s = PLANNED, None
         if part != "one more GPU" and self.by > 0 and plan is not None and now.iteration_s is not None:
-            replayed_s = play(replace(plan, machine=where), workloads=self.share.ranked).iteration_s
+            replayed_s = play(replace(plan, machine=where)).iteration_s
             kept_s = min(replayed_s, now.iteration_s)
             if seconds is None or kept_s < seconds * (1 - ROUNDING):
                 how = REPLAYED if replayed_s <= now.iteration_s else AS_NOW

@@ -21,6 +21,7 @@ which share less: each GPU has another job and new copies.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -37,6 +38,7 @@ from pstar_sim.workload.workload import Workload
 __all__ = [
     "ANY", "FEWEST_ROWS", "FILE", "NOT_NEAR", "UNTUNED", "ExpectedError", "Trust", "class_name", "class_of",
     "error_of_change", "error_of_ratio", "expected_error", "machines_of", "trust",
+    "validation_digest",
 ]  # fmt: skip
 
 FILE = files("pstar_sim.catalog") / "expected_errors.json"
@@ -167,6 +169,12 @@ def trust(machine: Machine, policy: str, workload: Workload) -> Trust:
         f"{format_error(bar)}, {NOT_NEAR}: not validated for class {name} ({known or 'no'} published runs "
         f"count for it, {FEWEST_ROWS} are needed)",
     )
+
+
+@cache
+def validation_digest() -> str:
+    """Returns a digest of the errors that validation found. Answers with the same digest state the same errors."""
+    return hashlib.sha256(json.dumps(_shipped(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @cache
