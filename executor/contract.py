@@ -26,7 +26,7 @@ gives the result of each act in each state of the loop.
 | more backwards than the plan's micro-batches | ContractError: plan with as many micro-batches |
 | several backwards of one forward | each counts as a micro-batch of the plan: as plain torch, or ContractError |
 | PGD, WGAN-GP: backwards for an input's gradient | as plain torch, off plan, if the plan has a micro-batch for each |
-| a double backward through parameters that have left the GPU since | torch's RuntimeError; as plain torch if they stay |
+| a double backward through parameters that have left the GPU | RuntimeError of torch; as plain torch if they stay |
 | fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted as a deviation |
 | under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |
