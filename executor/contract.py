@@ -29,7 +29,7 @@ gives the result of each act in each state of the loop.
 | fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; a warning at the first step |
 | `step()` where `accelerator.sync_gradients` is False | ContractError: `optimizer = accelerator.prepare(optimizer)` |
 | PGD, WGAN-GP: backwards for an input's gradient | as plain torch, off plan, if the plan has a micro-batch for each |
-| a double backward through parameters that have left the GPU since | torch's RuntimeError; as plain torch if they stay |
+| a double backward through parameters that have left the GPU | RuntimeError of torch; as plain torch if they stay |
 | under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |
 | `loss.backward(inputs=...)`, `torch.autograd.grad` of parameters, `register_multi_grad_hook` | as plain torch |

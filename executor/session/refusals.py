@@ -115,8 +115,9 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
             "on the update; call step()"
         ),
         Refusal.GRAD: (
-            "the gradient of {f.name!r} is not in .grad: it left for its chunk as soon as it was final. To see or change "
-            "it on its way, register a hook before prepare, or p.register_hook. To clip, give AdamW(max_grad_norm=...) instead of clip_grad_norm_ (executor.hf.connect for a transformers Trainer); its "
+            "the gradient of {f.name!r} is not in .grad: it left for its chunk as soon as it was final. To see or "
+            "change it on its way, register a hook before prepare, or p.register_hook. To clip, give "
+            "AdamW(max_grad_norm=...) instead of clip_grad_norm_ (executor.hf.connect for a transformers Trainer); its "
             "norm is optimizer.session.grad_norm. Loss scaling is AdamW(loss_scale=...), on by itself in fp16, instead "
             "of GradScaler"
         ),

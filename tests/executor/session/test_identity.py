@@ -469,13 +469,13 @@ def test_sparse_gradients(kit: Any, embedding: Any) -> None:
         return module(batch).square().mean()
 
     batch, machine = torch.zeros(2, 3, dtype=torch.int64), kit.small_machine(10**7)
-    with pytest.raises(ModelError, match="makes a sparse tensor.*sparse=False"):
+    with pytest.raises(ModelError, match=r"makes a sparse tensor.*sparse=False"):
         capture_module(model(True), batch, name="net", loss=mean)
-    with pytest.raises(ModelError, match="makes a sparse tensor.*sparse=False"):
+    with pytest.raises(ModelError, match=r"makes a sparse tensor.*sparse=False"):
         record(model(True), [batch], machine, name="net", loss=mean)
     plan = kit.tight_plan("tide", capture_module(model(False), batch, name="net", loss=mean), Settings(clip=False))
     prepared, optimizer = executor.prepare(model(True), plan, executor.AdamW(), check=False)
-    with pytest.raises(ContractError, match="the gradient of '0.weight' is sparse.*sparse=False"):
+    with pytest.raises(ContractError, match=r"the gradient of '0\.weight' is sparse.*sparse=False"):
         mean(prepared, batch).backward()
     optimizer.session.close(restore=False)
 
