@@ -61,6 +61,7 @@ MOST_PLANS = 3  # new plans in a row; a tide that grows with each iteration come
 class TideReport:
     """One iteration's tide beside its plan's.
 
+    model: name of the plan's model.
     moment: the moment at which the difference rises most, on the way to its largest value.
     name: name of that moment.
     module: module of that moment.
@@ -73,6 +74,7 @@ class TideReport:
     done: the session's reaction, in words.
     """
 
+    model: str
     iteration: int
     moment: int
     name: str
@@ -106,7 +108,9 @@ class TideReport:
             text = f"{at}; {self.below} of {self.moments} moments are below the plan, none above"
         else:
             text = f"as planned, within {format_bytes(self.tolerance_bytes)} in each of {self.moments} moments"
-        return f"tide of iteration {self.iteration}: {text}; {held}" + (f"; {self.done}" if self.done else "")
+        return f"tide of iteration {self.iteration} of {self.model}: {text}; {held}" + (
+            f"; {self.done}" if self.done else ""
+        )
 
 
 def tolerance_bytes(w: Workload) -> int:
@@ -129,6 +133,7 @@ def compare(
     # A kept tensor is in every moment until it is freed; it belongs to the module in whose moment the difference rises.
     at = max(range(worst + 1), key=lambda i: sign * (more[i] - (more[i - 1] if i else 0)))
     return TideReport(
+        model=w.model,
         iteration=iteration,
         moment=at,
         name=w.moments[at].name,
@@ -201,11 +206,11 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
     def _watches(self) -> bool:
         """Whether operators are counted now: from the first forward to the end of the last backward. Operators of the
         loop between a backward and the next forward or the optimizer step do not count as the model's (as in
-        `off_plan/guard.py`)."""
+        `off_plan/guard.py`), nor those of another prepared model, whose own plan has room for them."""
         s = self._keeper()
         if s is None or self._done or s.closed or s.cursor.moment < 0 or s.cursor.off_plan or s.cursor.visiting:
             return False
-        return s.timetable.names[s.cursor.moment] not in ("backward-end", "step")
+        return s.clock.at_turn and s.timetable.names[s.cursor.moment] not in ("backward-end", "step")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -17,6 +17,10 @@ recomputation early, so that an "end" may be missing there; the backward of the 
 operations after a module (Linear + ReLU(inplace=True)).
 
 The clock knows neither bytes nor plans: it calls `on_event` and counts micro-batches.
+
+[Note: several models] A loop may call one model inside another's forward (a teacher), or between another's forward and
+backward (a GAN). An operator then belongs to the model whose event came last, until that model's moments are over: its
+backward or step has ended, or its forward has, and it was an evaluation or ran in another model's forward.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -82,6 +87,10 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+_MODELS_AT_TURN: dict[int, list[weakref.ref[MomentClock]]] = {}
+"""Thread -> clocks whose moments are open there, that of the latest event last: [Note: several models]."""
+
+
 @dataclass
 class _ClockLink:
     """The link from hooks on outputs to their clock. The hooks hold the clock weakly: a graph keeps its hooks, so a
@@ -121,6 +130,7 @@ class MomentClock:
         self._open_of: dict[int, int] = {}  # suspended micro-batch -> its `_open`
         self._handles: list[Any] = []
         self._link = _ClockLink(weakref.ref(self))
+        self._at_turn = _MODELS_AT_TURN.setdefault(threading.get_ident(), [])
         self._hear = wrap(_hearing(self._link))
         self._wrap = wrap
         self._take_call_back: Callable[[], None] | None = None
@@ -141,6 +151,11 @@ class MomentClock:
     @property
     def in_backward(self) -> bool:
         return _graph_task() != -1
+
+    @property
+    def at_turn(self) -> bool:
+        """Whether the thread's operators belong to this model: [Note: several models]."""
+        return bool(self._at_turn) and self._at_turn[-1] is self._link.clock
 
     @property
     def backwards(self) -> int:
@@ -172,7 +187,8 @@ class MomentClock:
 
     def step(self) -> None:
         """Open the moment "step", the optimizer's own. The next forward of the root is micro-batch 0 again."""
-        self._on_event(ModuleEvent("step", "", "step", Phase.ADAM, self.micro_batch))
+        self._tell(ModuleEvent("step", "", "step", Phase.ADAM, self.micro_batch))
+        self._end_turn()
         self.reset()
 
     def reset(self) -> None:
@@ -238,6 +254,23 @@ class MomentClock:
             self._take_call_back = None
         self._on_event = _ignore
         self._link.closed = True
+        self._end_turn()
+
+    def _tell(self, event: ModuleEvent) -> None:
+        """Call `on_event`; the operators from now on belong to this model."""
+        if not self.at_turn:
+            clocks, own = self._at_turn, self._link.clock
+            below = clocks[: clocks.index(own)] if own in clocks else clocks
+            clocks[:] = [*(clock for clock in below if clock() is not None), own]
+        self._on_event(event)
+
+    def _end_turn(self) -> None:
+        if self.at_turn:
+            self._at_turn.pop()
+
+    def _is_called(self) -> bool:
+        """Returns whether another model's forward is running, from which this model was called."""
+        return any(clock is not None and clock._open > 0 for clock in (ref() for ref in self._at_turn[:-1]))
 
     def _begin_hook(self, name: str) -> Callable[..., None]:
         forward, recompute = _ModuleEvents("begin", name, Phase.FWD), _ModuleEvents("begin", name, Phase.RECOMPUTE)
@@ -245,7 +278,7 @@ class MomentClock:
         def begin(module: nn.Module, args: Any) -> None:
             if _graph_task() != -1:
                 self.watch_backward()
-                self._on_event(recompute[self.micro_batch])
+                self._tell(recompute[self.micro_batch])
                 return
             if self._before_event is not None:
                 self._before_event()
@@ -256,7 +289,7 @@ class MomentClock:
                     self.micro_batch = self._turns
             self._open += 1
             try:
-                self._on_event(forward[self.micro_batch])
+                self._tell(forward[self.micro_batch])
             except BaseException:
                 self._open = max(0, self._open - 1)  # the module does not run
                 raise
@@ -276,7 +309,9 @@ class MomentClock:
                     self._before_event()
                 self._open = self._open - 1 if self._open > 0 and name else 0
                 event = forward[self.micro_batch]
-            self._on_event(event)
+            self._tell(event)
+            if not self._open and _graph_task() == -1 and (not self._trains() or self._is_called()):
+                self._end_turn()
             if torch.is_grad_enabled():
                 hook = functools.partial(hear, gradients[self.micro_batch if self._trains() else -1], [])
                 if isinstance(output, torch.Tensor):
@@ -302,7 +337,7 @@ class MomentClock:
         """Report that a gradient has reached an output: call `on_event`. Does nothing after `close`."""
         if not self._callback_due:
             self.watch_backward()
-        self._on_event(event)
+        self._tell(event)
 
     def watch_backward(self) -> None:
         """Report the end of the running backward as an event."""
@@ -316,7 +351,9 @@ class MomentClock:
         if self._callback_due:
             self._callback_due = False
             self._turns += 1
-            self._on_event(ModuleEvent("backward-end", "", "backward-end", Phase.BWD, self.micro_batch))
+            self._tell(ModuleEvent("backward-end", "", "backward-end", Phase.BWD, self.micro_batch))
+            if not self._in_one:
+                self._end_turn()
 
 
 def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[int], torch.Tensor], None]:

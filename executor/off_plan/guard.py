@@ -66,6 +66,8 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
         s = self._keeper()
         if s is None or not self._entered or s.closed or s.ladder.given_up or not s.clock.inside:
             return False
+        if self._counts is not None and not s.clock.at_turn:
+            return False  # another prepared model's, which has an accelerator of its own
         return s.cursor.moment >= 0 or s.cursor.off_plan or s.cursor.visiting
 
     def closes_moment(self) -> int:

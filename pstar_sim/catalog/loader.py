@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pstar_sim.arguments import file_path, parse_bytes, refused
+from pstar_sim.arguments import file_path, parse_bytes, refused, size_bytes
 from pstar_sim.catalog.catalog import Catalog, load_catalog, with_nodes
 from pstar_sim.catalog.machine import Machine, Rank
 from pstar_sim.catalog.mixed import mixed_machine, names_parts
@@ -139,9 +139,7 @@ def _with_memory(ranks: Iterable[Rank], size_bytes: int) -> Iterable[Rank]:
 
 
 def _size(what: str, size: str | int) -> int:
-    if isinstance(size, bool) or not isinstance(size, (str, int)):
-        raise refused(what, size, "a size, such as '24GB'", CatalogError)
-    return parse_bytes(str(size))
+    return parse_bytes(size) if isinstance(size, str) else size_bytes(what, size, error=CatalogError)
 
 
 def _must_leave(what: str, size_bytes: int, taken_bytes: int, taker: str, machine: str) -> None:

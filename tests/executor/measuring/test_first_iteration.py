@@ -311,3 +311,119 @@ def test_a_tide_that_grows_with_every_iteration_stops_the_planning(
     hook.remove()
     assert sum("planned again" in r.message for r in caplog.records) == first.MOST_PLANS
     assert "no further plan after 3" in caplog.records[-1].message
+
+
+# -- several models ---------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Its activations are 16 times those of `Student`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.repeat(16, 1)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x**2).mean()
+
+
+class Student(nn.Module):
+    """Calls what `beside` holds between its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.beside: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.one(x))
+        for call in self.beside:
+            call(x.detach())
+        return (self.two(x) ** 2).mean()
+
+
+def evaluated(other: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.no_grad()(other)
+
+
+def trained_on_it(other: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        loss = other(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return call
+
+
+def planned_tightly(kit: Any, model: nn.Module) -> Plan:
+    w = capture_module(model, vectors(torch.Generator().manual_seed(9)), name=type(model).__name__)
+    return kit.tight_plan("tide", w, Settings(update="step", clip=False))
+
+
+@pytest.mark.parametrize("limit", [False, True], ids=["", "limited"])
+@pytest.mark.parametrize("where", ["in its forward", "after its forward"])
+@pytest.mark.parametrize("use", [evaluated, trained_on_it])
+def test_the_bytes_of_another_prepared_model_are_not_the_models(
+    kit: Any, prepared: Callable[..., Any], caplog: Any, use: Any, where: str, limit: bool
+) -> None:
+    """Both in their first iteration, each under a plan with room for itself alone: one layer of the other has 73,728
+    bytes, and the student's highest tide is below that."""
+    torch.manual_seed(0)
+    student, other = Student(), Wide()
+    plans = [planned_tightly(kit, student), planned_tightly(kit, other)]
+    layer = 16 * ROWS * WIDTH * 4
+    assert plans[0].workload.peak_non_model_bytes < layer < plans[1].workload.peak_non_model_bytes
+    twins = copy.deepcopy(student), copy.deepcopy(other)
+    backends = [{"backend": executor.VirtualBackend(gpu_bytes=p.gpu_budget_bytes)} if limit else {} for p in plans]
+    student, optimizer = prepared(student, plans[0], **backends[0])
+    other, others = prepared(other, plans[1], **backends[1])
+    plain, plains = (torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True) for twin in twins)
+    with caplog.at_level(logging.WARNING, "executor"):
+        for models, ends in (((student, other), (optimizer, others)), (twins, (plain, plains))):
+            call = use(models[1], ends[1])
+            for x in itertools.islice(kit.batches(vectors), 3):
+                models[0].beside[:] = [call] if where == "in its forward" else []
+                loss = models[0](**x)
+                if where == "after its forward":
+                    call(x["x"])
+                loss.backward()
+                ends[0].step()
+                ends[0].zero_grad()
+    assert not caplog.records
+    assert optimizer.session.plan is plans[0] and others.session.plan is plans[1]
+    in_budget(plans[0], optimizer.session)
+    if use is trained_on_it:
+        in_budget(plans[1], others.session)
+    for model, twin in zip((student, other), twins):
+        values = model.state_dict()
+        assert all(torch.equal(values[name], value) for name, value in twin.state_dict().items())
+
+
+@pytest.mark.parametrize("small", [0, 1])
+def test_the_model_that_is_too_small_is_named(kit: Any, prepared: Callable[..., Any], small: int) -> None:
+    """The student trains `Hiding` in its forward. The trace of one of the two lacks a buffer that it keeps."""
+    torch.manual_seed(0)
+    student, other = Student(), Hiding()
+    student.beside[:] = [Keeping.apply] if small == 0 else []
+    hidden = 16 * ROWS * WIDTH * 4
+    plans = []
+    for number, model in enumerate((student, other)):
+        w = capture_module(model, vectors(torch.Generator().manual_seed(9)), name=type(model).__name__)
+        room = 30_000 if number == small else hidden + 100_000
+        machine = kit.small_machine(w.peak_non_model_bytes + room)
+        plans.append(find_policy("tide")(w, machine, Settings(update="step", clip=False)))
+    student, optimizer = prepared(student, plans[0])
+    other, others = prepared(other, plans[1])
+    student.beside.append(trained_on_it(other, others))
+    with pytest.raises(DoesNotFit) as caught:
+        for x in itertools.islice(kit.batches(vectors), 2):
+            student(**x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = "of Student: module 'one' in moment" if small == 0 else "of Hiding: module 'layers.1' in moment"
+    assert said in str(caught.value)

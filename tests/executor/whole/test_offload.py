@@ -412,6 +412,7 @@ def test_an_optimizer_of_other_parameters_too_is_refused() -> None:
     ("more", "error", "words"),
     [
         ({"gpu_memory": "6KB"}, DoesNotFit, "gpu needs"),
+        ({"gpu_memory": 6_000}, DoesNotFit, "but has 6 kB,"),
         ({"gpu_memory": "a lot"}, PstarError, "a lot"),
         ({"machine": "nowhere"}, UnknownName, "nowhere"),
         ({"dtype": "bfloat16"}, ContractError, "dtype 'bfloat16' is not known; .*bf16"),
