@@ -1,8 +1,7 @@
 """Builds the emulated device against the torch of this interpreter: libcudart, libcuda and the operators.
 
-What torch wants from the runtime and the driver, and the emulation lacks, becomes a function that names itself and fails.
-Results lie in the environment, in `emulated_cuda/`; they are built again when a source, a header's release or torch has
-changed.
+What torch wants from the runtime and the driver, and the emulation lacks, becomes a function that names itself and
+fails. Results lie in the environment, in a folder for each state of the sources and of torch.
 """
 
 from __future__ import annotations
@@ -18,13 +17,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-BUILT = Path(sys.prefix) / "emulated_cuda"
+SOURCES = sorted(path for path in HERE.glob("*/*") if path.suffix in (".c", ".cpp", ".h"))
 LIBRARIES = ("libcudart.so.13", "libcuda.so.1")
 OPERATORS = "libemulated_cuda_operators.so"
 ASKING = (
     "c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "torch_cpu", "caffe2_nvrtc",
 )  # fmt: skip
 FLAGS = ("-fPIC", "-w")
+
+
+def fingerprint() -> str:
+    versions = [importlib.metadata.version(name) for name in ("torch", "cuda-toolkit")]
+    texts = [path.read_text(encoding="utf-8") for path in (Path(__file__), *SOURCES)]
+    return hashlib.sha256("".join([*versions, *texts]).encode()).hexdigest()[:12]
+
+
+BUILT = Path(sys.prefix) / "emulated_cuda" / fingerprint()
 
 
 def run(*command: str | Path) -> str:
@@ -96,20 +104,12 @@ def build_operators(torch: Path, cuda: Path) -> None:
     )  # fmt: skip
 
 
-def fingerprint() -> str:
-    sources = [Path(__file__), *sorted(HERE.glob("*/*.cpp")), *sorted(HERE.glob("*/*.h")), *sorted(HERE.glob("*/*.c"))]
-    versions = [importlib.metadata.version(name) for name in ("torch", "cuda-toolkit")]
-    return hashlib.sha256("".join([*versions, *(path.read_text() for path in sources)]).encode()).hexdigest()
-
-
 def ensure_built() -> None:
-    stamp = BUILT / "fingerprint"
-    if stamp.exists() and stamp.read_text() == fingerprint():
+    if (BUILT / "complete").exists():
         return
-    BUILT.mkdir(exist_ok=True)
-    stamp.unlink(missing_ok=True)
+    BUILT.mkdir(parents=True, exist_ok=True)
     build()
-    stamp.write_text(fingerprint())
+    (BUILT / "complete").touch()
 
 
 if __name__ == "__main__":

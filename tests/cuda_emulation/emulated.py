@@ -1,7 +1,7 @@
 """Runs a command with the emulated device: `.venv-cuda/bin/python tests/cuda_emulation/emulated.py COMMAND...`
 
-The command's `python` is this interpreter. Variables named EMULATED_CUDA_... say what the device is like; they are listed
-in runtime/settings.h.
+The command's `python` is this interpreter. Variables named EMULATED_CUDA_... say what the device is like: they are
+listed in runtime/settings.h.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`make gpu-emulated`: the tests marked gpu on the emulated device, with random delays and poisoned memory.
 
-suite.py [ARGUMENTS OF PYTEST]. Without arguments every such test runs, and fewer passed tests than LEAST_PASSED fail. The
-seed of the delays is printed; EMULATED_CUDA_SEED repeats it.
+suite.py [ARGUMENTS OF PYTEST]. Without arguments every such test runs, and fewer passed tests than LEAST_PASSED fail.
+The seed of the delays is printed; EMULATED_CUDA_SEED repeats it.
 """
 
 from __future__ import annotations
