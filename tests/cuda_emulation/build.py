@@ -1,4 +1,5 @@
-"""Builds the emulated device against the torch of this interpreter: libcudart, libcuda, libcupti and the operators.
+"""Builds the emulated device against the torch of this interpreter: libcudart, libcuda, libcupti,
+libnccl and the operators.
 
 What torch wants from the runtime and the driver, and the emulation lacks, becomes a function that names itself and
 fails. Results lie in the environment, in a folder for each state of the sources and of torch.
@@ -18,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = sorted(path for path in HERE.glob("*/*") if path.suffix in (".c", ".cpp", ".h"))
-LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libcupti.so.13")
+LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libcupti.so.13", "libnccl.so.2")
 OPERATORS = "libemulated_cuda_operators.so"
 ASKING = (
     "c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "torch_cpu", "caffe2_nvrtc",
@@ -80,9 +81,12 @@ def build() -> None:
         driver = [compiled(HERE / "runtime" / "driver.c")]
         write_callback_numbers(cuda)
         profiler = [compiled(HERE / "profiler" / "cupti.cpp", "-I", cuda, "-I", BUILT)]
+        nccl = cuda.parents[1] / "nccl" / "include"
+        collectives = [compiled(HERE / "collectives" / "nccl.cpp", "-I", cuda, "-I", nccl)]
         link(LIBRARIES[0], r"_{0,2}cuda[A-Z]\w+$", runtime, wanted)
         link(LIBRARIES[1], r"cu[A-Z]\w+$", driver, wanted)
         link(LIBRARIES[2], r"cupti[A-Z]\w+$", profiler, wanted)
+        link(LIBRARIES[3], r"p?nccl[A-Z]\w+$", collectives, wanted)
         operators.result()
 
 
@@ -92,10 +96,10 @@ def link(library: str, pattern: str, parts: list[Path], wanted: set[str]) -> Non
     stubs = BUILT / f"missing_in_{library.split('.')[0]}.c"
     stubs.write_text(missing(names))
     versions = BUILT / f"{library}.map"
-    versions.write_text(f"{library} {{ global: cu*; __cuda*; emulated_cuda_*; local: *; }};\n")
+    versions.write_text(f"{library} {{ global: cu*; __cuda*; emulated_cuda_*; nccl*; local: *; }};\n")
     run(
         "g++", "-shared", *parts, compiled(stubs), "-o", BUILT / library,
-        f"-Wl,-soname,{library}", f"-Wl,--version-script={versions}", "-lpthread", "-ldl",
+        f"-Wl,-soname,{library}", f"-Wl,--version-script={versions}", "-lpthread", "-ldl", "-lrt",
     )  # fmt: skip
 
 
