@@ -11,9 +11,10 @@ import random
 import sys
 from pathlib import Path
 
-LEAST_PASSED = 195
+LEAST_PASSED = 208
 COUNTED = "EMULATED_CUDA_LEAST_PASSED"
 DEVICE = {
+    "EMULATED_CUDA_DEVICES": "2",
     "EMULATED_CUDA_NAME": "NVIDIA A100-SXM4-40GB",  # one that the catalog has
     "EMULATED_CUDA_DELAY_US": "300",
     "EMULATED_CUDA_POISON": "1",

@@ -106,6 +106,7 @@ using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 inline Four efficient_attention(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& bias,
                                 bool with_log_sums, double dropout, bool causal, std::optional<double> scale) {
+  c10::DeviceGuard on_its_device(q.device());
   Tensor output = empty_output(q, v.size(-1)), sums = empty_log_sums(q, with_log_sums ? (q.size(2) + 31) / 32 * 32 : 0);
   uint64_t seed = dropout > 0 ? next_seed() : 0;
   Attention a{q, k, v, bias.value_or(Tensor()), dropout, causal, scale_of(q, scale), seed};
@@ -118,6 +119,7 @@ inline Four efficient_attention_backward(const Tensor& gradient, const Tensor& q
                                          const Tensor& seed, const Tensor&, double dropout,
                                          std::array<bool, 4> wanted, bool causal, std::optional<double> scale) {
   if (!gradient.defined()) return {};
+  c10::DeviceGuard on_its_device(q.device());
   AttentionGradients to{at::empty_like(q), at::empty_like(k), at::empty_like(v),
                         wanted[3] && bias.defined() ? at::empty_like(bias) : Tensor()};
   Attention a{q, k, v, bias, dropout, causal, scale_of(q, scale), seed_of(seed, dropout)};
@@ -128,6 +130,7 @@ inline Four efficient_attention_backward(const Tensor& gradient, const Tensor& q
 inline std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> flash_attention(
     const Tensor& q, const Tensor& k, const Tensor& v, double dropout, bool causal, bool,
     std::optional<double> scale) {
+  c10::DeviceGuard on_its_device(q.device());
   Tensor output = empty_output(q, v.size(-1)), sums = empty_log_sums(q, q.size(2));
   uint64_t seed = dropout > 0 ? next_seed() : 0;
   Attention a{q, k, v, Tensor(), dropout, causal, scale_of(q, scale), seed};
@@ -141,6 +144,7 @@ inline std::tuple<Tensor, Tensor, Tensor> flash_attention_backward(
     const Tensor& sums, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool causal,
     const Tensor& seed, const Tensor&, std::optional<double> scale) {
   if (!gradient.defined()) return {};
+  c10::DeviceGuard on_its_device(q.device());
   AttentionGradients to{at::empty_like(q), at::empty_like(k), at::empty_like(v), Tensor()};
   Attention a{q, k, v, Tensor(), dropout, causal, scale_of(q, scale), seed_of(seed, dropout)};
   attend_backward("aten::_scaled_dot_product_flash_attention_backward", a, gradient, output, sums, to);

@@ -114,11 +114,24 @@ inline void run_later(const c10::OperatorHandle& op, const Behaviour& b, const S
   for (const IValue& v : results) torch::jit::push(*stack, v);
 }
 
+// The device of the first tensor on one: what a kernel's own guard sets.
+inline std::optional<c10::Device> device_of(const std::vector<IValue>& arguments) {
+  for (const IValue& v : arguments) {
+    if (v.isTensor() && v.toTensor().defined() && v.toTensor().is_cuda()) return v.toTensor().device();
+    if (v.isTensorList())
+      for (const Tensor& t : v.toTensorVector())
+        if (t.defined() && t.is_cuda()) return t.device();
+    if (v.isDevice() && v.toDevice().is_cuda()) return v.toDevice();
+  }
+  return std::nullopt;
+}
+
 inline void emulate(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const Behaviour& b = behaviour_of(op);
   size_t count = op.schema().arguments().size();
   std::vector<IValue> arguments = torch::jit::last(*stack, count).vec();
   torch::jit::drop(*stack, count);
+  c10::OptionalDeviceGuard on_its_device(device_of(arguments));
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard below_autocast(c10::autocast_dispatch_keyset);
   if (is_product(b.name)) take_workspace();

@@ -16,6 +16,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   bool plain = self.dtype() == source.dtype() && self.sizes() == source.sizes() &&
                self.strides() == source.strides() && self.is_non_overlapping_and_dense();
   if (!within || plain) return at::native::copy_(self, source, non_blocking);
+  c10::DeviceGuard on_its_device(self.device());
   Tensor to = on_cpu(self), from = on_cpu(source);
   enqueue("aten::copy_", [to, from]() mutable { to.copy_(from); });
   return self;
@@ -23,6 +24,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
 
 // CUDA's returns a mask of its own shape and dtype, and draws from the device's generator.
 inline std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
+  c10::DeviceGuard on_its_device(input.device());
   uint64_t seed = next_seed();
   bool drops = train.value_or(true) && p > 0;
   Tensor output = at::empty_like(input), mask = at::empty_like(input, input.options().dtype(at::kBool));
