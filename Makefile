@@ -13,7 +13,7 @@ EXTRAS := executor,hf,notebooks,docs,report,app,test
 export CONSTRAINTS := import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")
 
 .PHONY: help install demo test check docs package notebooks bench results peers frameworks axolotl clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
-	gpu-7b gpu-peers gpu-largest gpu-mirror
+	gpu-7b gpu-peers gpu-largest gpu-mirror gpu-emulated gpu-environment
 
 help:
 	@echo "make install    the environment in $(VENV), every version pinned by constraints.txt"
@@ -41,6 +41,7 @@ help:
 	@echo "make gpu-peers   9 minutes: a Llama-7B shape within 24 GB beside DeepSpeed and FSDP2"
 	@echo "make gpu-largest 9 minutes: the largest model of that width that trains, two steps"
 	@echo "make gpu-mirror  without a device: $(VENV)-mirror, like such a machine, in which all of these end at the device"
+	@echo "make gpu-emulated without a device: the tests marked gpu on an emulated one, in $(VENV)-cuda (6 GB, x86-64 Linux)"
 
 install: $(STAMP)
 
@@ -138,6 +139,18 @@ $(MIRROR)/.installed: benchmarks/mirror.txt
 
 gpu-mirror: $(MIRROR)/.installed
 	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(MIRROR)/bin/python benchmarks/gpu_mirror.py $(if $(OUT),--out $(OUT))
+
+# The seed of the delays is printed; EMULATED_CUDA_SEED=... repeats it. TESTS=... runs a part.
+CUDA_VENV := $(VENV)-cuda
+
+$(CUDA_VENV)/.installed: tests/cuda_emulation/requirements.txt tests/cuda_emulation/environment.py constraints.txt pyproject.toml
+	@$(PYTHON) tests/cuda_emulation/environment.py $(CUDA_VENV)
+	@touch $@
+
+gpu-environment: $(CUDA_VENV)/.installed
+
+gpu-emulated: gpu-environment
+	$(CUDA_VENV)/bin/python tests/cuda_emulation/suite.py $(TESTS)
 
 clean:
 	rm -rf dist demo-out site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
