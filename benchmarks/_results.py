@@ -34,6 +34,7 @@ EXECUTED = (*PLANNED, "executor/**")
 DEPENDENCIES: Mapping[str, tuple[str, ...]] = {
     "accuracy": EXECUTED,
     "activations": PLANNED,
+    "architectures*": (*EXECUTED, "tests/executor/semantics_rows.py", "benchmarks/semantics.py"),
     "axolotl": (*EXECUTED, "benchmarks/contenders/venv.py"),
     "bounds": (*PLANNED, "tests/helpers/**"),
     "bounds_ranks": (*PLANNED, "tests/helpers/**"),

@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def _last(name: str, key: str) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")).get(key) or {} if path.exists() else {}
 
 
-def main() -> int:
+def main(name: str = "semantics", chosen_rows: Sequence[Any] | None = None) -> int:
+    """Run the cells of the rows (those of semantics_rows.py) and write them to results/NAME.json."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--only", default="", help="rows whose name contains this")
     parser.add_argument("--policy", nargs="+", help="these policies instead of all")
@@ -64,7 +66,7 @@ def main() -> int:
     cells: list[dict[str, Any]] = []
     failed, started_s = 0, time.perf_counter()
     print(f"{'row':<42}" + "".join(f"{dtype:>26}" for dtype in rows.DTYPES))
-    for row in rows.ROWS:
+    for row in rows.ROWS if chosen_rows is None else chosen_rows:
         if args.only not in row.name:
             continue
         shown = []
@@ -97,7 +99,7 @@ def main() -> int:
             print(f"* {cell['row']}, {cell['dtype']}: {cell['exception']}")
         if "error" in cell:
             print(f"FAILED {cell['row']}, {cell['dtype']}, {cell['policy']}: {cell['error'][:300]}")
-    name = "semantics" if args.device == "cpu" else f"semantics_{args.device}"
+    name += "" if args.device == "cpu" else f"_{args.device}"
     table, stamp = _table(cells), None
     if args.only or args.policy:  # the other rows (and policies) keep their last figures, and the file their commit
         stamp = _last(name, "taken_at")

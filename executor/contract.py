@@ -11,7 +11,7 @@ gives the result of each act in each state of the loop.
 | `torch.amp.GradScaler` (`unscale_`, `step`) | ContractError: `AdamW(loss_scale=)`, on by itself in fp16 |
 | an iteration whose fp16 gradients overflow | as plain torch under GradScaler: no update, `session.skipped_steps` |
 | several forwards, then one backward | as plain torch: one micro-batch |
-| `torch.compile` of the model or of parts of it | as plain torch, from the second iteration on; cut at the hooks |
+| `torch.compile` of the model or parts of it | from the second iteration on, as plain torch compiled with such hooks |
 | with loss scaling, a part of the model called by itself | ContractError: call the prepared model |
 | `p.grad = tensor` | ContractError |
 | `p.grad = None` after `step()` | as plain torch |
@@ -25,7 +25,8 @@ gives the result of each act in each state of the loop.
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | more backwards than the plan's micro-batches | ContractError: plan with as many micro-batches |
 | several backwards of one forward | each counts as a micro-batch of the plan: as plain torch, or ContractError |
-| fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted as a deviation |
+| fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; a warning at the first step |
+| `step()` where `accelerator.sync_gradients` is False | ContractError: `optimizer = accelerator.prepare(optimizer)` |
 | under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |
 | a `step()` left out, then the next forward | as plain torch until the next backward: ContractError |

@@ -47,6 +47,7 @@ from executor.off_plan.reads import Reads
 from executor.off_plan.warm_up import WarmUp
 from executor.queues.interface import Progress, Queues
 from executor.scaling import LossScaling, guard_boundary
+from executor.session.accelerated import Accelerated
 from executor.session.at_work import AtWork
 from executor.session.batches import Batches, Capture, Shapes
 from executor.session.cursor import Cursor
@@ -55,6 +56,7 @@ from executor.session.iteration import Iteration
 from executor.session.loop import Loop
 from executor.session.others import CountOf
 from executor.session.reader import Reader
+from executor.session.spelling import COMMAND, Spelling
 from executor.session.steps import Steps
 from executor.session.timetable import Timetable
 from executor.session.updates import Updates
@@ -144,6 +146,8 @@ class Session:
         self.warming: WarmUp | None = None
         self.guard: Guard | None = None
         self.weights_note = ""  # origin of the values, in words
+        self.spelling: Spelling = COMMAND  # names of the plan's settings in the user's program
+        self.accelerated = Accelerated()
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None  # prepare sets it
         self._driver: Driver | None = None
         self.resources = Resources(backend, ranks)

@@ -42,6 +42,7 @@ from executor.engine import Session
 from executor.offloading import Request, adamw_of, begin, converted, form_seen, plan_for
 from executor.optimizer import OffloadedAdamW
 from executor.saving.manifest import find_checkpoint, is_checkpoint
+from executor.session.spelling import TRAINER
 from executor.trainer_capture import captured
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
@@ -562,8 +563,8 @@ def _begin(trainer: Any, optimizer: torch.optim.Optimizer) -> _Joined:
                 workload = captured(trainer, spec, dtype)
             plan = plan_for(workload, request, micro_batches=args.gradient_accumulation_steps, clip=norm is not None)
             offloaded = begin(
-                model, plan, spec, request, optimizer=optimizer, masters=masters, count=_each_rank_the_same,
-                form=form[0],
+                model, plan, spec, request, optimizer=optimizer, masters=masters, spelling=TRAINER,
+                count=_each_rank_the_same, form=form[0],
             )  # fmt: skip
     except DoesNotFit as error:
         if args.auto_find_batch_size:

@@ -40,6 +40,7 @@ from executor.capture import capture_module
 from executor.engine import Session
 from executor.offloading import Request, adamw_of, begin, converted, form_seen, plan_for
 from executor.optimizer import OffloadedAdamW
+from executor.session.spelling import LIGHTNING
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import ContractError, ModelError
@@ -198,7 +199,9 @@ class OffloadStrategy(SingleDeviceStrategy):
             plan = plan_for(
                 workload, self.request, micro_batches=trainer.accumulate_grad_batches, clip=norm is not None
             )
-            self.offloaded = begin(root, plan, spec, self.request, optimizer=own, masters=masters, form=form[0])
+            self.offloaded = begin(
+                root, plan, spec, self.request, optimizer=own, masters=masters, spelling=LIGHTNING, form=form[0]
+            )
         own.zero_grad = _nothing  # type: ignore[method-assign]
         plugin.clip_gradients = _clipping_at(norm)
         _update_properties(module, device=self.root_device)  # sets the module's `self.device`

@@ -38,6 +38,7 @@ from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
 from executor.recording.record import record
 from executor.session.forms import Form, form_of, names_of
+from executor.session.spelling import LOOP, Spelling
 from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
@@ -140,7 +141,9 @@ def offload(
             loss = under_autocast(loss, request.kind, dtype)
             workload = traced(model, example_batch, spec, request, loss=loss)
         plan = plan_for(workload, request, micro_batches=micro_batches, clip=max_grad_norm is not None)
-        return model, begin(model, plan, spec, request, optimizer=optimizer, masters=masters, form=form[0])
+        return model, begin(
+            model, plan, spec, request, optimizer=optimizer, masters=masters, spelling=LOOP, form=form[0]
+        )
 
 
 def adamw_of(optimizer: torch.optim.Optimizer, *, max_grad_norm: float | None) -> AdamW:
@@ -369,12 +372,14 @@ def begin(
     *,
     optimizer: torch.optim.Optimizer,
     masters: Mapping[nn.Parameter, torch.Tensor],
+    spelling: Spelling,
     count: Callable[[Any, Any], float] | None = None,
     form: Form | None = None,
 ) -> OffloadedAdamW:
     """Prepare the model. Returns the optimizer that takes the place of the user's.
 
     masters: fp32 values of the parameters that were converted.
+    spelling: names of the plan's settings in the user's program.
     count: as for `prepare`.
     form: form of the batch that the plan was made for, if it is known. Smaller batches then run without a capture.
     """
@@ -382,6 +387,7 @@ def begin(
     limit = request.limit_bytes if is_cuda(request.where) else None
     _, offloaded = prepare(model, plan, spec, device=request.where, gpu_memory=limit, **more)  # type: ignore[arg-type]
     offloaded.session.shapes.planned = form
+    offloaded.session.spelling = spelling
     _take_masters(offloaded, masters)
     if optimizer.state:
         offloaded.load_state_dict(optimizer.state_dict())

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from executor.activations.planned import carry_out, check_activations
 from executor.adamw import AdamW, group_of
@@ -284,17 +286,28 @@ def _session_options(
 
 def _skeleton(model: nn.Module) -> nn.Module | None:
     """Returns a copy of the model whose parameters have no memory, for captures of other batch shapes; None if it
-    cannot be copied."""
+    cannot be copied. Tensors that an earlier forward or capture has left on the model have no memory either."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
         )
     try:
-        return copy.deepcopy(model, memo)
+        with _Skeletal():
+            return copy.deepcopy(model, memo)
     except Exception as error:  # a module may hold any object; without a copy only captures of other shapes are lost
         log.info("%s cannot be copied: %s", type(model).__name__, error)
         return None
+
+
+class _Skeletal(TorchFunctionMode):
+    """Inside this context, `copy.deepcopy` copies tensors that torch refuses to copy (fake tensors, and those with a
+    gradient function) as tensors on meta."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and (isinstance(args[0], FakeTensor) or not args[0].is_leaf):
+            return torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+        return func(*args, **(kwargs or {}))
 
 
 # -- how the session begins, and how it ends before that --------------------------------------------------------------

@@ -1,17 +1,24 @@
-"""AdamW on flat chunks: one fused torch call for each run of neighbouring parameters with a gradient.
+"""AdamW on flat chunks: one fused torch call for the neighbouring parameters with a gradient.
 
 All tensors of a call are fp32 and flat. A parameter without a gradient in this iteration is left out, as torch does, so
-a chunk is cut into runs. Padding between two neighbours belongs to their run (its gradient, states and values are 0).
-Knows no queue and no place: the caller passes tensors of the host or of the gpu.
+a chunk is cut into runs. Knows no queue and no place: the caller passes tensors of the host or of the gpu.
+
+[Note: where runs end] The fused kernel of the CPU handles whole vectors of 4 to 16 elements, and one by one, with
+another rounding, the elements that are left at a tensor's end. A run therefore ends where a tensor ends whose elements
+are no multiple of ALIGN, and everything else is cut at multiples of ALIGN: slots, slices of ranks, parts of an update,
+blocks. So each element is rounded as in torch's AdamW for its tensor alone, at any width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from pstar_sim.core.layout import ALIGN
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind
 
@@ -32,8 +39,7 @@ class Hyper:
     weight_decay: float
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateRange:
+class UpdateRange(NamedTuple):
     """Elements [start, stop) of a chunk, whose parameters have had `steps` updates before this update."""
 
     start: int
@@ -43,7 +49,8 @@ class UpdateRange:
 
 def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]:
     """Returns the ranges of a chunk that an update covers. Neighbouring tensors with the same number of earlier updates
-    share a range; tensors without a gradient are in none.
+    share a range up to a tensor that ends between two multiples of ALIGN ([Note: where runs end]); tensors without a
+    gradient are in none.
 
     slots: per tensor, ascending by offset: (offset, numel, number of earlier updates or None without a gradient).
     """
@@ -52,7 +59,7 @@ def ranges_of(slots: Iterable[tuple[int, int, int | None]]) -> list[UpdateRange]
     for offset, numel, steps in slots:
         if steps is None:
             open_run = False
-        elif open_run and runs[-1].steps == steps:
+        elif open_run and runs[-1].steps == steps and (runs[-1].stop - runs[-1].start) % ALIGN == 0:
             runs[-1] = UpdateRange(runs[-1].start, offset + numel, steps)
         else:
             runs.append(UpdateRange(offset, offset + numel, steps))
@@ -109,47 +116,53 @@ def adamw(
     scratch: buffers for widened lists; None: buffers for this call alone.
     """
     room = scratch or Scratch()
-    narrow = [each.dtype != torch.float32 for each in (grad, momentum, variance)]
+    lists = (param, grad, momentum, variance)
+    narrow = [number for number, each in enumerate(lists) if each.dtype != torch.float32]
+    for piece in _pieces(runs, room.block if narrow else sys.maxsize):
+        first, end = piece[0].start, piece[-1].stop
+        wide = [each[first:end] for each in lists]
+        for number in narrow:
+            wide[number] = room.get(number, grad)[: end - first].copy_(wide[number])
+        if scale is not None:
+            wide[1].mul_(scale)
+        _fused(piece, wide, first, hyper)
+        for number in narrow:
+            if number > 1:
+                lists[number][first:end].copy_(wide[number])
+
+
+def _pieces(runs: Iterable[UpdateRange], block: int) -> Iterator[list[UpdateRange]]:
+    """Yields the runs in pieces of at most `block` elements, of runs with nothing but padding between them."""
+    piece: list[UpdateRange] = []
     for run in runs:
-        if not any(narrow):
-            _fused(param, grad, momentum, variance, run.start, run.stop, run.steps, hyper, scale)
-            continue
-        wider = [room.get(number, grad) if each else None for number, each in enumerate(narrow)]
-        for start in range(run.start, run.stop, room.block):
-            stop = min(start + room.block, run.stop)
-            g, m, v = (
-                each[start:stop] if wide is None else wide[: stop - start].copy_(each[start:stop])
-                for each, wide in zip((grad, momentum, variance), wider)
-            )
-            _fused(param[start:stop], g, m, v, 0, stop - start, run.steps, hyper, scale)
-            if narrow[1]:
-                momentum[start:stop].copy_(m)
-            if narrow[2]:
-                variance[start:stop].copy_(v)
+        for start in range(run.start, run.stop, block):
+            part = UpdateRange(start, min(start + block, run.stop), run.steps)
+            if piece and (part.start - piece[-1].stop >= ALIGN or part.stop - piece[0].start > block):
+                yield piece
+                piece = []
+            piece.append(part)
+    if piece:
+        yield piece
 
 
-def _fused(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    momentum: torch.Tensor,
-    variance: torch.Tensor,
-    start: int,
-    stop: int,
-    steps: int,
-    hyper: Hyper,
-    scale: torch.Tensor | None,
-) -> None:
-    gradient = grad[start:stop]
-    if scale is not None:
-        gradient.mul_(scale)
+def _fused(runs: Sequence[UpdateRange], lists: Sequence[torch.Tensor], first: int, hyper: Hyper) -> None:
+    """Run torch's AdamW on each run.
+
+    lists: param, grad, momentum, variance, from element `first` of the chunk on.
+    """
+    # Filled on the device: no copy, no wait. torch wants fp32 here; fp16 cannot count beyond 2048.
+    counts = {
+        steps: torch.full((), float(steps + 1), dtype=torch.float32, device=lists[0].device)
+        for steps in {run.steps for run in runs}
+    }
+    params, grads, momenta, variances = ([each[a - first : b - first] for a, b, _ in runs] for each in lists)
     torch._fused_adamw_(
-        [param[start:stop]],
-        [gradient],
-        [momentum[start:stop]],
-        [variance[start:stop]],
+        params,
+        grads,
+        momenta,
+        variances,
         [],
-        # Filled on the device: no copy, no wait. torch wants fp32 here; fp16 cannot count beyond 2048.
-        [torch.full((), float(steps + 1), dtype=torch.float32, device=param.device)],
+        [counts[run.steps] for run in runs],
         lr=hyper.lr,
         beta1=hyper.beta1,
         beta2=hyper.beta2,

@@ -7,13 +7,14 @@ otherwise. torch26.py has the differences of 2.6 and 2.7.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -26,6 +27,7 @@ __all__ = [
     "UNSAFE_VIEW",
     "all_gather",
     "autocast_operators",
+    "backward_from",
     "buffer_table",
     "call_of",
     "default_store",
@@ -102,6 +104,14 @@ def node_class(function: type[torch.autograd.Function]) -> type:
     """Returns the class of the nodes that the function puts into a graph."""
     found: type = function._backward_cls
     return found
+
+
+def backward_from(roots: Sequence[torch.Tensor | GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
+    """Run backward from tensors and from edges of a graph, each with its gradient. `torch.autograd.backward` takes
+    edges from torch 2.7 on."""
+    torch.autograd.graph._engine_run_backward(
+        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 _CALL = "_call_impl"

@@ -14,8 +14,12 @@ reverse they are the whole backward.
 | glue before call i | tensors first cut as an input of call i                | outputs of earlier blocks       |
 
 A tensor that several blocks take (a mask with a gradient, an encoder's output) is cut once, and its gradients add up in
-one sink. Two kinds of tensors cannot be cut: a tensor that a block takes and the model also uses afterwards (a residual
-stream kept outside the blocks), and a tensor inside an object of the model's own. Then two parts share a graph, which
+one sink. [Note: the order of sums] Autograd adds the gradients of a tensor's uses one by one, the last use first. A
+part with several uses of a cut tensor would add its own first, so backward through a part begins with the sums that
+later parts have left in sinks, each at the border of its sink.
+
+Two kinds of tensors cannot be cut: a tensor that a block takes and the model also uses afterwards (a residual stream
+kept outside the blocks), and a tensor inside an object of the model's own. Then two parts share a graph, which
 `shared_part` finds. Borders hold no memory that an ordinary backward would not hold.
 """
 
@@ -23,18 +27,21 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
-from executor.devices.torch_private import node_class
+from executor.devices.torch_private import backward_from, node_class
 from executor.moments.compiled import untraced
 from executor.moments.nests import map_tensors
 
-__all__ = ["BlockPart", "BlockTape", "Borders", "find_blocks", "shared_part"]
+__all__ = ["OTHER_FORWARD", "BlockPart", "BlockTape", "Borders", "find_blocks", "shared_part"]
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -70,10 +77,12 @@ class Sink:
     """Collects the gradient of a cut tensor, summed over its uses, until backward continues from there.
 
     closed: the cut was undone; no gradient may arrive.
+    hooked: a hook of the model's own is on the cut tensor. It gets the gradient of each part, and no sum a second time.
     """
 
     def __init__(self) -> None:
         self.closed = False
+        self.hooked = False
         self.gradient: torch.Tensor | None = None
 
     def add(self, gradient: torch.Tensor) -> None:
@@ -119,28 +128,34 @@ _LEAF = "torch::autograd::AccumulateGrad"
 _CUT_NODE = node_class(_BlockBorder)
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """A tensor at which the backward of a part begins.
+
+    sink: where the tensor's gradient arrives; None for the loss.
+    border: the consumer's side of the cut. `keep` keeps its node alive.
+    """
+
+    root: torch.Tensor
+    sink: Sink | None = None
+    border: GradientEdge | None = None
+    keep: Any = None
+
+
 @dataclass(slots=True)
 class BlockPart:
     """One graph of the forward.
 
     name: "tail", the name of a block, or for glue "before " and the name of the block that follows.
-    ends: tensors at which its backward begins, each with the sink of its gradient (None for the loss).
     """
 
     name: str
-    ends: list[tuple[torch.Tensor, Sink | None]] = field(default_factory=list)
+    ends: list[End] = field(default_factory=list)
 
     @property
     def before_block(self) -> bool:
         """Whether the part is glue."""
         return self.name.startswith(_BEFORE)
-
-    def backward(self) -> None:
-        """Run backward through the part, from the gradients that have arrived. Does nothing without gradients."""
-        roots = [root for root, sink in self.ends if sink is None or sink.gradient is not None]
-        self.ends.clear()
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +259,25 @@ class BlockTape:
 
     def end(self, loss: torch.Tensor) -> None:
         """End the tape after the forward. The graph that leads to the loss becomes the tail."""
-        self.parts.append(BlockPart("tail", [(loss, None)]))
+        self.parts.append(BlockPart("tail", [End(loss)]))
+
+    def back(self) -> None:
+        """Run backward through the last part of the tape, from the gradients that have arrived, and drop the part. Does
+        nothing without gradients. See [Note: the order of sums]."""
+        part = self.parts.pop()
+        roots = [end.root for end in part.ends if end.sink is None or end.sink.gradient is not None]
+        if not roots:
+            return
+        part.ends.clear()
+        starts: list[torch.Tensor | GradientEdge] = [*roots]
+        gradients = [torch.ones_like(root) for root in roots]
+        for end in (end for earlier in self.parts for end in earlier.ends):
+            if end.border is not None and end.sink is not None and not end.sink.hooked:
+                gradient = end.sink.take()
+                if gradient is not None:
+                    starts.append(end.border)
+                    gradients.append(gradient)
+        backward_from(starts, gradients)
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
         """Cut the arguments of a block that is called. Returns its new arguments; None to keep them, for
@@ -306,14 +339,23 @@ class BlockTape:
         known = self._known(tensor)
         if known is None or not self.parts or known.part is not self.parts[-1]:
             return tensor
-        known.part.ends = [end for end in known.part.ends if end[1] is not known.sink]
+        known.part.ends = [end for end in known.part.ends if end.sink is not known.sink]
         known.sink.closed = True
         return known.other
 
     def _border(self, tensor: torch.Tensor, part: BlockPart) -> tuple[torch.Tensor, Sink]:
         sink = Sink()
-        part.ends.append((_CutOutput.apply(tensor, sink), sink))  # type: ignore[no-untyped-call]
-        return _BlockBorder.apply(self._anchor, tensor.detach(), sink), sink  # type: ignore[no-untyped-call]
+        root = _CutOutput.apply(tensor, sink)  # type: ignore[no-untyped-call]
+        made = _BlockBorder.apply(self._anchor, tensor.detach(), sink)  # type: ignore[no-untyped-call]
+        made.register_hook = partial(_hook, weakref.ref(made), sink)
+        part.ends.append(End(root, sink, GradientEdge(made.grad_fn, made.output_nr), made.view_as(made).grad_fn))
+        return made, sink
+
+
+def _hook(cut: Callable[[], Any], sink: Sink, hook: Callable[[torch.Tensor], Any]) -> Any:
+    """Stands for `register_hook` of a cut tensor."""
+    sink.hooked = True
+    return torch.Tensor.register_hook(cut(), hook)  # type: ignore[no-untyped-call]
 
 
 def _cuttable() -> bool:
@@ -321,18 +363,25 @@ def _cuttable() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
+OTHER_FORWARD = "another micro-batch"
+
+
 def shared_part(tape: BlockTape) -> tuple[str, str] | None:
-    """Returns two parts of the tape whose graphs have a node in common, so that they cannot be run one by one; None if
-    there are none. Walks every node once."""
+    """Returns two parts of the tape whose graphs have a node in common, so that they cannot be run one by one; the
+    first is OTHER_FORWARD where a part uses a cut tensor of another tape. Returns None if there are none. Walks every
+    node once."""
     owner: dict[Any, int] = {}
+    sinks = {end.sink for part in tape.parts for end in part.ends}
     for number, part in enumerate(tape.parts):
-        waiting = [root.grad_fn for root, _ in part.ends]
+        waiting = [end.root.grad_fn for end in part.ends]
         while waiting:
             node = waiting.pop()
             if isinstance(node, _CUT_NODE):
                 cut: Any = node
                 if cut.sink.closed:
                     return "the model's output", part.name
+                if cut.sink not in sinks:
+                    return OTHER_FORWARD, part.name
                 continue
             if node is None or node.name() == _LEAF:
                 continue

@@ -40,7 +40,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from executor.activations.stashes import Stashes
 from executor.capture import RealShapes, fake_module
 from executor.driving.again import Before
-from executor.driving.borders import BlockTape, Borders, find_blocks, shared_part
+from executor.driving.borders import OTHER_FORWARD, BlockTape, Borders, find_blocks, shared_part
 from executor.driving.layer_major import relay
 from executor.memory.update import Update
 from executor.models import forward_loss, known_masks, quiet, unpacked_sequences, unread_padding
@@ -58,6 +58,8 @@ __all__ = ["ORDERS", "Driver", "Loss", "StepResult"]
 log = logging.getLogger("executor")
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+_DEPTH_FIRST = "make a plan in depth-first order (tide)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +132,8 @@ class Driver:
         self.whole: str | None = None if blocks else "the model has no list of blocks"
         self._borders = Borders(session.model, blocks)
         session.on_close.append(self._borders.close)
-        self._clean: set[tuple[tuple[str, int], ...]] = set()  # signatures of tapes whose parts share no node
+        # (micro-batches, signature) of tapes whose parts share no node
+        self._clean: set[tuple[int, tuple[tuple[str, int], ...]]] = set()
         self._looked = False
 
     def step(self, micro_batches: Sequence[Any], loss: Loss, order: str | None) -> StepResult:
@@ -172,8 +175,8 @@ class Driver:
         self._looked = True
         if self.whole is not None and order == "relay":
             raise ContractError(
-                f"session.step: order='relay' runs the model block by block, which is not possible: {self.whole}; make "
-                "a plan in depth-first order (tide)"
+                f"session.step: order='relay' runs the model block by block, which is not possible: {self.whole}; "
+                f"{_DEPTH_FIRST}"
             )
 
     def _run(self, micro_batches: Sequence[Any], loss: Loss, order: str) -> tuple[list[torch.Tensor], int]:
@@ -233,7 +236,7 @@ class Driver:
         if len(micro_batches) > planned:
             raise ContractError(
                 f"session.step got {len(micro_batches)} micro-batches, the plan was made for {planned}; make the plan "
-                "for as many (--micro-batches)"
+                f"for as many ({self.session.spelling.micro_batches})"
             )
 
     # -- structure ----------------------------------------------------------------------------------------------------
@@ -297,15 +300,17 @@ class Driver:
         with self._borders.recording(saves) as tape, hooks:
             value = loss(model, batch) / of
             tape.end(value)
-        if tape.signature not in self._clean:
+        form = (of, tape.signature)
+        if form not in self._clean:
             obstacle = _obstacle(tape) if tape.calls else None  # the forward has left out all blocks
             if obstacle is not None:
+                relayed = self.session.plan.workload.relayed
+                instead = _DEPTH_FIRST if relayed else "use loss.backward() in a loop of your own"
                 raise ContractError(
                     f"session.step cannot run this micro-batch block by block, although its structure seemed to "
-                    f"allow it: {obstacle}; drop it with optimizer.zero_grad() and use loss.backward() in a loop of "
-                    "your own"
+                    f"allow it: {obstacle}; drop it with optimizer.zero_grad() and {instead}"
                 )
-            self._clean.add(tape.signature)
+            self._clean.add(form)
         return tape, value.detach()
 
     def backward(self, tape: BlockTape) -> None:
@@ -315,7 +320,7 @@ class Driver:
         try:
             with s.clock.one_backward():
                 while tape.parts:
-                    tape.parts.pop().backward()
+                    tape.back()
         finally:
             s.following.in_parts = False
 
@@ -349,6 +354,8 @@ def _obstacle(tape: BlockTape) -> str | None:
     shared = shared_part(tape)
     if shared is None:
         return None
+    if shared[0] == OTHER_FORWARD:
+        return f"{shared[1]} uses a tensor of another micro-batch, which the model keeps from one block to another"
     return f"a tensor that a block takes is also used past it: {shared[0]} and {shared[1]} share a part of the graph"
 
 

@@ -129,7 +129,7 @@ class _Relay:
     def _back(self, tape: BlockTape) -> None:
         """Run backward through the tape while it is the micro-batch's turn."""
         while tape.parts and (self._mine or self._belongs(tape)):
-            tape.parts.pop().backward()
+            tape.back()
         if not tape.parts and self._mine:
             if self._session.cursor.off_plan:
                 self._session.following.take_tied()

@@ -316,7 +316,8 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
             self.end()
             raise s.ranks.ends(
                 f"rank {s.ranks.rank}: {self.report}: {error}. Several ranks cannot plan again during a run: record "
-                "the trace (executor.record, pstar run --record) and plan from it, or plan for less --gpu-memory"
+                "the trace (executor.record, pstar run --record) and plan from it, or plan for less "
+                f"{s.spelling.gpu_memory}"
             ) from None
         self._say("the plan has room for this tide and stays, because several ranks cannot plan again during a run")
         self.end()
@@ -349,7 +350,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
                 needed_bytes=error.needed_bytes,
                 available_bytes=error.available_bytes,
                 what=f"{error.what}; {report}; all parameters are those after step {s.iteration - 1}; give "
-                "more --gpu-memory, a smaller batch or checkpointing, or record the trace and plan from it",
+                f"more {s.spelling.gpu_memory}, a smaller batch or checkpointing, or record the trace and plan from it",
             )
             self.end()
             raise self.refused() from None

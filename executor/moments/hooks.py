@@ -332,7 +332,8 @@ def _hearing(link: _ClockLink) -> Callable[[ModuleEvent, list[int], torch.Tensor
 def _hook_output(output: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
     # A leaf would keep the hook for ever. It is a parameter or an input, not an output.
     if output.requires_grad and not output.is_leaf:
-        output.register_hook(hook)  # type: ignore[no-untyped-call]
+        # Not by the output's own method: the hook changes no gradient (driving/borders.py asks which do).
+        torch.Tensor.register_hook(output, hook)  # type: ignore[no-untyped-call]
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

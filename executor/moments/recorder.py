@@ -6,8 +6,9 @@ neither fake tensors nor plans.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,11 +17,15 @@ from executor.devices.torch_private import storage_key
 from executor.moments.hooks import ModuleEvent
 from executor.moments.live_bytes import LiveStorages
 from pstar_sim.errors import ModelError
+from pstar_sim.units import format_params
 from pstar_sim.workload.kernels import CAPTURED
 from pstar_sim.workload.workload import DTYPE_BYTES, Moment, OptimizerSpec, Phase, Tensor, Use, UseKind, Workload
 
 __all__ = ["MomentRecorder", "attention_seen", "describe_parameters", "working_dtype"]
 
+MOST_NAMED = 3  # modules that a note names
+INPUTS = {"vision": "image", "visual": "image", "image": "image", "audio": "audio", "speech": "audio"}
+"""A part of a module's name -> the input that the module takes."""
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -81,6 +86,39 @@ def attention_seen(kernels: Collection[str]) -> str:
         if any(word in kernel and "attention" in kernel for kernel in kernels):
             return "flash" if word == "cudnn" else word
     return "math" if any(k.startswith(("aten._softmax.", "aten._safe_softmax.")) for k in kernels) else "none"
+
+
+def unused_note(tensors: Sequence[Tensor], used: Collection[int]) -> str:
+    """Returns the modules that did not run, in words; "" for none. A vision tower does not run without an image.
+
+    used: indices of the tensors that the iteration reads, tied names left out.
+    """
+    ran: set[str] = set()  # modules with a parameter that is used, themselves or inside
+    for index, tensor in enumerate(tensors):
+        if (index if tensor.tied_to is None else tensor.tied_to) in used:
+            ran.update(_modules_around(tensor.name))
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        module = next((name for name in _modules_around(tensor.name) if name not in ran), None)
+        if module is not None and tensor.tied_to is None:
+            sizes[module] += math.prod(tensor.shape)
+    if not sizes:
+        return ""
+    names = [name for name, _ in sizes.most_common(MOST_NAMED)]
+    more = f" and {len(sizes) - len(names)} more modules" if len(sizes) > len(names) else ""
+    do, its = ("does", "its") if len(sizes) == 1 else ("do", "their")
+    missing = sorted({word for part, word in INPUTS.items() if any(part in name for name in sizes)})
+    without = f"no {' and no '.join(missing)} in the batch: " if missing else ""
+    return (
+        f"{without}{', '.join(names)}{more} {do} not run, "
+        f"{its} {format_params(sizes.total())} parameters get no gradient and {its} activations are not counted"
+    )
+
+
+def _modules_around(name: str) -> Iterator[str]:
+    """Yields the names of the modules around a parameter, the outermost first, without the root."""
+    parts = name.split(".")
+    yield from (".".join(parts[:count]) for count in range(1, len(parts)))
 
 
 class MomentRecorder:
@@ -193,7 +231,7 @@ class MomentRecorder:
             optimizer=optimizer or OptimizerSpec(),
             torch_version=torch.__version__,
             recorded_on=recorded_on,
-            notes=notes,
+            notes="; ".join(filter(None, (notes, unused_note(self.tensors, {use.tensor for use in self._uses})))),
         )
 
     def _use(self, tensor: int, kind: UseKind) -> None:

@@ -68,12 +68,14 @@ class Demand:
 
     Attributes:
         in_a_row: number of iterations off plan since the last on plan.
+        left_in_parts: whether the plan was last left in a backward that runs part by part.
         moment: the plan's moment that corresponds to the code that runs off plan; -1 without one.
     """
 
     def __init__(self, session: Host) -> None:
         self.session = session
         self.in_a_row = 0
+        self.left_in_parts = False
         self.moment = -1
         self._in_use = InUse()
         self._inline = inline.Inline(session)
@@ -155,6 +157,7 @@ class Demand:
             raise s.ranks.cannot_leave(reason)
         if not s.timetable.on_demand_only:
             s.note_deviation(reason)
+        self.left_in_parts = s.following.in_parts
         s.batches.doubt()
         s.queues.settle(s.iteration - 1)
         s.queues.pause()

@@ -276,7 +276,7 @@ class Ladder(Sequence[Rung]):
         return s.ranks.ends(
             f"rank {s.ranks.rank} ran out of memory {where}: {error}. One process would continue with a smaller "
             "plan; several end, because the others wait for the next steps of this plan. Plan again for "
-            f"--gpu-memory {format_bytes(budget)} or less (this one has {format_bytes(planned)}), or "
+            f"{s.spelling.gpu_memory} {format_bytes(budget)} or less (this one has {format_bytes(planned)}), or "
             "for a smaller batch, and continue from the last checkpoint (--save-every, --resume)"
         )
 

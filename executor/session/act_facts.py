@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from executor.moments.hooks import ModuleEvent
+from executor.session.accelerated import Accelerated
 from executor.session.batches import Batches
 from executor.session.cursor import Fact
 from executor.session.following import Following
@@ -43,6 +44,8 @@ class Host(LoopHost, Protocol):
     def scaling(self) -> object | None: ...
     @property
     def absent(self) -> object | None: ...
+    @property
+    def accelerated(self) -> Accelerated: ...
 
 
 class ActFacts:
@@ -109,6 +112,11 @@ class ActFacts:
         return self.host.now.backwards + 1
 
     @property
+    def setting(self) -> str:
+        """The name of the number of micro-batches in the user's program."""
+        return self.host.spelling.micro_batches
+
+    @property
     def switched_name(self) -> str:
         return self.host.reader.name_of(min(self.host.reader.switched))
 
@@ -156,5 +164,6 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.KEEPS: lambda act: act.keeps,
     Fact.SEVERAL: lambda act: act.host.ranks is not None,
     Fact.INSIDE: lambda act: act.host.cursor.moment >= 0,
+    Fact.UNDUE: lambda act: act.host.accelerated.skips,
     Fact.FROZEN: lambda act: act.host.plan.workload.tensors[act.tensor].frozen,
 }

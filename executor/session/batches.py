@@ -306,8 +306,8 @@ class Batches:
             available_bytes=plan.gpu_budget_bytes,
             what=f"a batch of shape {list(self.shape)} where the plan has batch {w.batch}, sequence "
             f"{w.sequence}: {format_bytes(moments[at].peak_bytes)} of non-model data at moment {at}, "
-            f"{moments[at].name}; cut its rows, make a plan for this shape, give more --gpu-memory, or recompute "
-            "activations",
+            f"{moments[at].name}; cut its rows, make a plan for this shape, give more {self.host.spelling.gpu_memory}, "
+            "or recompute activations",
         )
 
 

@@ -152,6 +152,8 @@ class Fact(_Word):
     """A moment of an iteration is open."""
     FROZEN = "frozen"
     """The parameter is not trained."""
+    UNDUE = "undue"
+    """Accelerate says that no optimizer step is due."""
 
 
 class FactSource(Protocol):
@@ -210,6 +212,7 @@ _INTERRUPTED = (
 _UPDATE = (
     _row("!given", Answer.NOTHING),
     _row("stepped", Refusal.TWICE),
+    _row("undue", Refusal.UNDUE),
     _row("given_up arrived", Refusal.OUT_OF_MEMORY),
 )
 _CLEAR = (

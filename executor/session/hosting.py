@@ -16,6 +16,7 @@ from executor.session.at_work import AtWork
 from executor.session.cursor import Cursor
 from executor.session.iteration import Iteration
 from executor.session.others import Others
+from executor.session.spelling import Spelling
 from executor.session.timetable import Timetable
 from pstar_sim.core.plan import Plan
 
@@ -26,6 +27,7 @@ class PlanHost(Protocol):
     """The plan that a run follows, and the run's position.
 
     iteration: number of the current or next iteration, from 0.
+    spelling: names of the plan's settings in the user's program.
     """
 
     @property
@@ -40,6 +42,8 @@ class PlanHost(Protocol):
     def iteration(self) -> int: ...
     @property
     def closed(self) -> bool: ...
+    @property
+    def spelling(self) -> Spelling: ...
 
 
 class BytesHost(PlanHost, Protocol):

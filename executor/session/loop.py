@@ -8,6 +8,8 @@ out.
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +18,7 @@ import torch
 from executor.moments.hooks import ModuleEvent
 from executor.moments.unseen import Watching, modes_standing, unseen
 from executor.queues.interface import Health, Stillness, Timing
+from executor.session.accelerated import Accelerated
 from executor.session.act_facts import ActFacts
 from executor.session.batches import Batches
 from executor.session.cursor import ACTS, Act, Answer, State, answer
@@ -28,6 +31,19 @@ from executor.session.updates import Updates
 from pstar_sim.errors import ContractError, Interrupted, OutOfMemory
 
 __all__ = ["Host", "Loop"]
+
+log = logging.getLogger("executor")
+
+NEVER = 3  # iterations off plan after which a plan that none has followed is named
+
+_REMEDIES = {
+    True: (
+        "session.step runs the backward of this model's parts in another order than autograd; make a plan in "
+        "depth-first order (tide) and call loss.backward() in a loop of your own"
+    ),
+    False: "record an iteration of this loop (executor.record) and make the plan from it",
+}
+"""Whether the plan was left in a backward that runs part by part -> what would do."""
 
 
 class Absence(Protocol):
@@ -42,6 +58,9 @@ class OffPlan(Protocol):
     """The part of `off_plan.demand.Demand` that this file uses."""
 
     in_a_row: int
+
+    @property
+    def left_in_parts(self) -> bool: ...
 
     def on_event(self, event: ModuleEvent, found: Answer) -> None: ...
 
@@ -138,6 +157,10 @@ class Host(BytesHost, LoopHost, Protocol):
     def warming(self) -> WarmingUp | None: ...
     @property
     def outgrown(self) -> Growing: ...
+    @property
+    def deviation_log(self) -> deque[str]: ...
+    @property
+    def accelerated(self) -> Accelerated: ...
 
 
 class Loop:
@@ -152,6 +175,9 @@ class Loop:
         self._of_event = ActFacts(host)  # memory of the event being handled
         self._standing = False  # inside `still`
         self._alone = host.ranks is None and host.scaling is None
+        self._left = 0  # iterations that have left the plan
+        self._followed = False  # an iteration has run on plan
+        self._accumulates = False  # a step had all of its backwards, or the log says that one had not
 
     def ask(self, act: Act, *, tensor: int = -1, what: str = "", keeps: bool = False) -> Answer:
         """Returns the table's answer to a call of the loop: see `cursor.py`. Raises ContractError where the call is
@@ -332,6 +358,7 @@ class Loop:
             found = self.ask(Act.UPDATE)
         if found is Answer.NOTHING:
             return
+        self._see_backwards(host.now.backwards, host.plan.workload.micro_batches)
         with host.at_work, unseen(), torch.no_grad():
             host.reader.set_open(False)
             if found is Answer.LEAVE:
@@ -341,13 +368,25 @@ class Loop:
                 host.demand.step()
                 host.clock.reset()
                 host.cursor.stepped = True
-                host.demand.replan()
+                self._end_off_plan()
             else:
                 self._step_on_plan()
             host.cursor.stepped = True
         if host.first is not None and host.steps.logs and host.steps.logs[-1].on_plan:
             with host.at_work:
                 host.first.end_iteration()
+
+    def _see_backwards(self, count: int, planned: int) -> None:
+        """Warn, once, of a step with fewer backwards than planned before any step with all of them. After such a step
+        it is the last of an epoch, whose micro-batches are fewer."""
+        if count < planned and not self._accumulates:
+            log.warning(
+                "optimizer.step() after %d of the %d backwards that the plan was made for: the step is taken; if the "
+                "loop accumulates gradients, call step() and zero_grad() after backward %d, else make the plan for %d "
+                "(%s)",
+                count, planned, planned, count, self.host.spelling.micro_batches,
+            )  # fmt: skip
+        self._accumulates = True
 
     def _step_on_plan(self) -> None:
         host = self.host
@@ -377,9 +416,24 @@ class Loop:
                 host.ladder.climb(error)
             else:
                 host.following.next_iteration()
+                self._followed = True
                 return
         host.demand.step()
         host.cursor.stepped = True
+        self._end_off_plan()
+
+    def _end_off_plan(self) -> None:
+        """After an optimizer step off plan, make a new plan if one is due. Warn, once, of a plan that no iteration has
+        followed, if its batches and backwards are the plan's."""
+        host = self.host
+        self._left += not host.timetable.on_demand_only
+        planned = host.batches.planned and host.now.backwards == host.plan.workload.micro_batches
+        if self._left == NEVER and not self._followed and planned:
+            log.warning(
+                "none of %d iterations followed the plan of %s, last %s; results are plain torch's, and copies do not "
+                "overlap with compute: %s",
+                NEVER, host.plan.policy, host.deviation_log[-1], _REMEDIES[host.demand.left_in_parts],
+            )  # fmt: skip
         host.demand.replan()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -27,6 +27,7 @@ class Refusal(Enum):
     NOT_CLEARED = "not cleared"
     SURPLUS = "surplus"
     TWICE = "twice"
+    UNDUE = "undue"
     CHANGED = "changed"
     KEEPS = "keeps"
     UPDATED = "updated"
@@ -79,10 +80,15 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
         Refusal.SURPLUS: (
             "backward number {f.backward} of an iteration that the plan made for {f.planned} micro-batches: call "
             "optimizer.step() and zero_grad() first, or make the plan for as many micro-batches as the loop "
-            "accumulates (--micro-batches)"
+            "accumulates ({f.setting})"
         ),
         Refusal.TWICE: (
             "optimizer.step() twice for one backward: the gradients are gone after the first; run a backward in between"
+        ),
+        Refusal.UNDUE: (
+            "optimizer.step() where accelerator.sync_gradients is False: no step is due, and an optimizer of "
+            "accelerate's skips it; wrap this one (optimizer = accelerator.prepare(optimizer)), or call step() and "
+            "zero_grad() under `if accelerator.sync_gradients:`"
         ),
         Refusal.CHANGED: (
             "param_groups changed between the forward and optimizer.step() with eager updates: chunks were updated "

@@ -397,6 +397,11 @@ class Machine:
         return self.host.memory_bytes + sum(rank.gpu.usable_bytes for rank in self.ranks[: self.local_ranks])
 
     @property
+    def host_memory_of(self) -> str:
+        """Words behind a size of host memory that is advised: what it is taken from. Empty where it can be added."""
+        return " of its one memory, the rest for the GPU" if self.unified else ""
+
+    @property
     def gpu_budget_bytes(self) -> int:
         """Bytes of each GPU that a plan may use."""
         return self.gpu.budget_bytes

@@ -89,7 +89,7 @@ def fits(
             on_part=on_part,
         )
     if asked.json:
-        said = [{**p.as_fit().to_json(), "kernels": answer.workload.kernels, "like": p.to_json()} for p in predictions]
+        said = [{**p.as_fit().to_json(), **answer.workload.said, "like": p.to_json()} for p in predictions]
         say_json([*said, *answer.to_json()])
     else:
         if predictions:

@@ -171,7 +171,7 @@ def plan(
         say_json(
             {
                 **best.row.to_json(),
-                "kernels": result.workload.kernels,
+                **result.workload.said,
                 "confidence": confidence(result.workload, result.machine),
             }
         )
@@ -191,6 +191,8 @@ def plan(
         + f"peaks at {of_gpu}; "
         f"{len(best.plan.steps)} steps; {sources}"
     )
+    if result.workload.notes:
+        tell(f"note: {result.workload.notes}")
     return 0
 
 

@@ -129,10 +129,12 @@ def trace(
     first = variants[0]
     if not asked.variants:
         tell(f"{path}: {_model_words(first)}, {_variant_words(first)}")
-        return 0
-    tell(f"{path}: {_model_words(first)}, {len(variants)} variants")
-    for w in variants:
-        tell(f"  batch {w.batch}: {_variant_words(w)}")
+    else:
+        tell(f"{path}: {_model_words(first)}, {len(variants)} variants")
+        for w in variants:
+            tell(f"  batch {w.batch}: {_variant_words(w)}")
+    if first.notes:
+        tell(f"note: {first.notes}")
     return 0
 
 
@@ -158,7 +160,7 @@ def _facts(w: Workload) -> dict[str, object]:
         "flops": w.flops,
         "peak_non_model_bytes": w.peak_non_model_bytes,
         "attention": w.attention,
-        "kernels": w.kernels,
+        **w.said,
         "checkpointing": w.checkpointing,
     }
 

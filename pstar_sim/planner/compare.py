@@ -184,11 +184,11 @@ class Comparison(Collection):
         return self.planned[policy]
 
     def to_json(self) -> list[dict[str, object]]:
-        """Returns the rows, each with the kernels of the job."""
-        return [{**row.to_json(), "kernels": self.workload.kernels} for row in self.rows]
+        """Returns the rows, each with the kernels and the notes of the job."""
+        return [{**row.to_json(), **self.workload.said} for row in self.rows]
 
     def to_frame(self) -> pandas.DataFrame:
-        """Returns a frame with one row per policy, with columns as in `Row`, and the kernels of the job."""
+        """Returns a frame with one row per policy, with columns as in `Row`, and the kernels and notes of the job."""
         import pandas
 
         return pandas.DataFrame(self.to_json())

@@ -271,6 +271,7 @@ def _job(plan: Plan) -> list[str]:
         f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; {when}"
         + (", run by session.step" if s.loop == "step" else "")
         + (f", gradients added in {w.dtype}" if s.sums == "16-bit" else ""),
+        *([w.notes] if w.notes else []),
     ]
 
 

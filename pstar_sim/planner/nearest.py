@@ -247,7 +247,8 @@ def _host_memory(
             return None  # on a unified machine this leaves nothing for the GPU
         short = ask(workload, bigger, settings)
         if short is None:
-            return Remedy(kind="host memory", size=size * GB, words=f"with --host-memory {size}GB")
+            words = f"with --host-memory {size}GB{machine.host_memory_of}"
+            return Remedy(kind="host memory", size=size * GB, words=words)
         if short.place != "host":
             return None
     return None

@@ -138,8 +138,8 @@ class Sensitivity(Collection):
         return (self.now, *self.rows)
 
     def to_json(self) -> list[dict[str, object]]:
-        """Returns the machine as it is, then the parts, each with the kernels of the job."""
-        return [{**asdict(row), "kernels": self.workload.kernels} for row in (self.now, *self.rows)]
+        """Returns the machine as it is, then the parts, each with the kernels and the notes of the job."""
+        return [{**asdict(row), **self.workload.said} for row in (self.now, *self.rows)]
 
     def to_frame(self) -> pandas.DataFrame:
         import pandas

@@ -3,7 +3,7 @@ only."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pstar_sim.terminal import table_text
@@ -30,13 +30,17 @@ class Figure:
 
     def words(self) -> tuple[str, str, str, str]:
         form = format_bytes if self.unit == "B" else format_s
-        return self.name, form(self.predicted), form(self.measured), self._difference()
+        return self.name, form(self.predicted), form(self.measured), self._difference(form)
 
-    def _difference(self) -> str:
+    def _difference(self, form: Callable[[float], str]) -> str:
+        """Returns the difference in percent, or in the figure's unit where the measured figure is more than twice the
+        predicted: beside a small floor percentages say nothing."""
         if self.predicted == self.measured:
             return "equal"
         if not self.predicted:
             return "none predicted"
+        if self.difference > 1:
+            return f"+{form(self.measured - self.predicted)}"
         return f"{self.difference:+.1%}" if abs(self.difference) >= 5e-4 else "< 0.1%"
 
 

@@ -250,6 +250,11 @@ class Workload:
     def _repr_html_(self) -> str:
         return render_html(self)
 
+    @property
+    def said(self) -> dict[str, object]:
+        """The kernels and the notes, which each row of an answer repeats."""
+        return {"kernels": self.kernels, "notes": self.notes}
+
     @cached_property
     def fingerprint(self) -> str:
         """Digest of the parameters (names, shapes, dtypes, ties, freezing). Equal models in the same dtype have equal

@@ -108,6 +108,16 @@ def test_what_is_written_to_disks_stands_beside_their_life() -> None:
     assert f"{1.2e15 / per_day:,.0f} days" in note
 
 
+def test_host_memory_is_advised_as_a_share_of_one_memory() -> None:
+    """79.3 GB for 4B: of the 128 GB that m4-max has, 32 GB are left to the GPU, which needs 9.5 GB."""
+    job = preset("4B", batch=1, seq=512)
+    (one,) = fits(job, load_machine("m4-max"), policies=["zero_offload"], times=False).rows
+    assert one.changes == ("with --host-memory 96GB of its one memory, the rest for the GPU",)
+    added = load_machine("rtx4090-128gb", host_memory="32GB")
+    (two,) = fits(job, added, policies=["zero_offload"], times=False).rows
+    assert two.changes[-1].endswith("with --host-memory 96GB")
+
+
 def test_more_host_memory_than_one_memory_has_is_no_advice() -> None:
     big = preset("gpt-oss-20b", batch=1, seq=1024)
     answer = fits(big, load_machine("gb10"), policies=["tide"], times=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from typer.main import get_command
 
 from pstar_sim.cli import main
 from pstar_sim.cli.typer_app import app
+from pstar_sim.testing import chain_workload
+from pstar_sim.workload.trace import save_trace
 
 COMMANDS = tuple(get_command(app).commands)  # type: ignore[attr-defined]
 SMALL = ["--model", "1B", "--batch", "1", "--seq", "1024", "--machine", "v100-32"]
@@ -58,7 +61,7 @@ def test_json_is_a_list_of_objects_with_exactly_the_keys(capsys: pytest.CaptureF
     assert main(["compare", *SMALL, "--policy", "tide", "--policy", "zero_offload", "--json"]) == 0
     out, err = capsys.readouterr()
     rows = json.loads(out)
-    assert err == "" and [list(row) for row in rows] == [[*KEYS, "kernels"]] * 2
+    assert err == "" and [list(row) for row in rows] == [[*KEYS, "kernels", "notes"]] * 2
     assert [row["policy"] for row in rows] == ["tide", "zero_offload"]
     for row in rows:
         assert row["fits"] and row["reason"] is None
@@ -250,3 +253,16 @@ def test_every_command_has_help_with_an_example(capsys: pytest.CaptureFixture[st
             main([str(name), "--help"])
         assert done.value.code == 0
         assert f"example: pstar {name}" in capsys.readouterr().out
+
+
+def test_every_answer_from_a_trace_says_the_traces_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note = "no image in the batch: tower does not run"
+    trace, plan = str(tmp_path / "text.parquet"), str(tmp_path / "plan.json")
+    save_trace([replace(chain_workload(3, 4_000_000), notes=note)], trace)
+    asked = ["--trace", trace, "--machine", "a100-80", "--policy", "tide"]
+    for argv in (["fits", *asked], ["compare", *asked], ["plan", *asked, "-o", plan], ["explain", plan]):
+        assert main(argv) == 0
+        assert note in " ".join(capsys.readouterr().out.split())
+    for argv in (["fits", *asked, "--json"], ["compare", *asked, "--json"]):
+        assert main(argv) == 0
+        assert [row["notes"] for row in json.loads(capsys.readouterr().out)] == [note]

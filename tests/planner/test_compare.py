@@ -74,7 +74,7 @@ def test_the_keys_are_those_of_the_json_objects() -> None:
     ]  # fmt: skip
     result = compare(chain(), machine(), policies=[all_on_gpu, never])
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))[1]["fits"] is False
-    assert list(result.to_frame().columns) == [*keys, "kernels"]
+    assert list(result.to_frame().columns) == [*keys, "kernels", "notes"]
 
 
 def test_no_barrier_no_cost() -> None:

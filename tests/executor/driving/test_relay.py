@@ -227,3 +227,50 @@ def test_a_longer_second_input_does_not_run_on_plan() -> None:
     offloaded.session.step(rows)
     assert offloaded.session.deviations == 0, list(offloaded.session.deviation_log)
     offloaded.session.close()
+
+
+class Towers(nn.Module):
+    """Two stacks of blocks with a projection each, as in CLIP. Autograd takes the first projection last; a backward
+    by parts takes both before any block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.second = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.heads = nn.ModuleDict({"first": nn.Linear(16, 8), "second": nn.Linear(16, 8)})
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.first:
+            x = torch.relu(block(x))
+        x = self.heads["first"](x)
+        for block in self.second:
+            y = torch.relu(block(y))
+        return (x * self.heads["second"](y)).square().mean()
+
+
+def test_a_plan_that_is_never_followed_is_said_once_with_one_that_is(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    rows = [{"x": torch.randn(8, 16), "y": torch.randn(8, 16)} for _ in range(2)]
+
+    def offloaded(policy: str) -> tuple[nn.Module, Any]:
+        model = Towers()
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        return executor.offload(model, adamw, rows[0], gpu_memory="64kB", micro_batches=2, policy=policy)
+
+    _, optimizer = offloaded("l2l")
+    for _ in range(8):
+        optimizer.session.step(rows)
+    assert optimizer.session.deviations == 8
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith("none of 3 iterations followed the plan of l2l, last iteration 2: grad:heads.first came")
+    assert said.endswith("make a plan in depth-first order (tide) and call loss.backward() in a loop of your own")
+    optimizer.session.close()
+
+    model, optimizer = offloaded("tide")  # what would do, does
+    for _ in range(4):
+        for row in rows:
+            (model(**row) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.session.deviations == 0 and len(caplog.records) == 1
+    optimizer.session.close()

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import executor
-from executor.devices.adam import Hyper, UpdateRange, adamw, clip_coefficient, ranges_of
+from executor.devices.adam import Hyper, Scratch, UpdateRange, adamw, clip_coefficient, ranges_of
 from executor.devices.backend import VirtualBackend, available_host_bytes, keep_freed_pages
 from executor.memory import arena as arena_module
 from executor.memory.arena import Arena
@@ -108,8 +109,49 @@ class TestArena:
 
 class TestAdam:
     def test_runs(self) -> None:
-        slots = [(0, 10, 3), (16, 5, 3), (32, 8, None), (48, 8, 3), (64, 4, 2)]
-        assert ranges_of(slots) == [UpdateRange(0, 21, 3), UpdateRange(48, 56, 3), UpdateRange(64, 68, 2)]
+        slots = [(0, 32, 3), (32, 5, 3), (48, 8, None), (64, 16, 3), (80, 8, 3), (96, 4, 2)]
+        assert ranges_of(slots) == [(0, 37, 3), (64, 88, 3), (96, 100, 2)]
+        assert ranges_of([(0, 10, 3), (16, 16, 3), (32, 5, 3)]) == [(0, 10, 3), (16, 37, 3)]
+
+    @pytest.mark.parametrize(("grad_dtype", "state_dtype", "block"), [
+        (torch.float32, torch.float32, None), (torch.bfloat16, torch.float32, 64), (torch.bfloat16, torch.bfloat16, 64),
+    ])  # fmt: skip
+    def test_each_tensor_is_rounded_as_alone(
+        self, grad_dtype: torch.dtype, state_dtype: torch.dtype, block: int | None
+    ) -> None:
+        """Tensors of 1 to 40 elements in one call, and in two calls that are cut at 176 elements, beside torch's AdamW
+        of each tensor."""
+        torch.manual_seed(0)
+        sizes = (1, 16, 7, 40, 15, 17, 32, 33, 9, 16, 31)
+        slots, end = [], 0
+        for numel in sizes:
+            slots.append((end, numel, 0))
+            end += -(-numel // 16) * 16
+        param, grad = torch.randn(end), torch.randn(end).to(grad_dtype)
+        momentum, variance = torch.randn(end).to(state_dtype), torch.rand(end).to(state_dtype)
+        plain = [each.clone() for each in (param, momentum, variance)]
+        for offset, numel, _ in slots:
+            one = nn.Parameter(param[offset : offset + numel].clone())
+            one.grad = grad[offset : offset + numel].float().clone()
+            torch_adamw = torch.optim.AdamW([one], lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+            state = torch_adamw.state[one]
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = momentum[offset : offset + numel].float().clone()
+            state["exp_avg_sq"] = variance[offset : offset + numel].float().clone()
+            torch_adamw.step()
+            for flat, value in zip(plain, (one.detach(), state["exp_avg"], state["exp_avg_sq"])):
+                flat[offset : offset + numel].copy_(value)
+        hyper = Hyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
+        scratch = None if block is None else Scratch(block)
+        for parts in ([(0, end)], [(0, 176), (176, end)]):
+            mine = [each.clone() for each in (param, momentum, variance)]
+            for first, last in parts:
+                spans = [(max(o, first), min(o + n, last)) for o, n, _ in slots]
+                adamw(
+                    ranges_of((a, b - a, 0) for a, b in spans if a < b), param=mine[0], grad=grad.clone(),
+                    momentum=mine[1], variance=mine[2], hyper=hyper, scratch=scratch,
+                )  # fmt: skip
+            assert [torch.equal(a, b) for a, b in zip(mine, plain)] == [True] * 3
 
     def test_one_step_by_hand(self) -> None:
         """lr 0.1, no decay, first step: p - 0.1 * g / (|g| + eps)."""

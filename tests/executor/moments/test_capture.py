@@ -514,3 +514,29 @@ def test_grouped_query_attention_is_captured() -> None:
     tokens, scores = 2 * 8, 2 * 4 * 8 * 8
     attention = w.flops - 2 * 2 * tokens * 16 * (16 + 8)
     assert attention - 2 * scores * (4 + 4) in (2 * scores * (3 * 4 + 2 * 4), 2 * scores * (2 * 4 + 2 * 4))
+
+
+class _Seeing(nn.Module):
+    """Text, with a picture or without: a tower of 2 x 20 parameters and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Linear(4, 4)
+        self.vision_tower = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.projector = nn.Linear(4, 4)
+        self.projector.weight = self.text.weight
+
+    def forward(self, x: torch.Tensor, picture: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.text(x)
+        return (out if picture is None else out + self.projector(self.vision_tower(picture))).sum()  # type: ignore
+
+
+def test_a_part_that_does_not_run_is_noted() -> None:
+    """Without a picture the tower and the projector do not run; the projector's weight is the text's, which does."""
+    x = torch.zeros(3, 4)
+    for w in (capture_module(_Seeing(), {"x": x}), real(_Seeing(), {"x": x})):
+        assert w.notes == (
+            "no image in the batch: vision_tower does not run, its 40 parameters get no gradient and its activations "
+            "are not counted"
+        )
+    assert not capture_module(_Seeing(), {"x": x, "picture": x}).notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -104,6 +105,21 @@ class InPlace(Base):
         return (x**2).mean()
 
 
+class Uneven(nn.Module):
+    """Tensors whose elements fill no vectors of a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (40, 37, 23, 61, 5, 40)
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.gain
+        return (x**2).mean()
+
+
 MODELS = [Frozen, Tied, Unused, Functional, Reentrant, InPlace]
 
 
@@ -148,6 +164,21 @@ def test_equals_plain_adamw(
     assert {n for n, row in plain.items() if row} == set(state)
     for number, row in state.items():
         assert int(row["step"]) == int(plain[number]["step"])
+
+
+@pytest.mark.parametrize(("policy", "way"), list(zip(POLICIES, itertools.cycle(WAYS))))
+def test_uneven_tensors_are_equal_to_the_bit(
+    kit: Any, odd: Callable[..., Any], policy: str, way: tuple[int, str, float | None]
+) -> None:
+    """A chunk's tensors are updated together, each as if alone ([Note: where runs end])."""
+    micro_batches, update, clip = way
+    run = odd(Uneven, policy, micro_batches=micro_batches, update=update, clip=clip)
+    mine, theirs = kit.train_both(
+        run.model, run.reference, run.optimizer, run.batches, steps=3, micro_batches=micro_batches
+    )
+    assert mine == theirs
+    values, plain = run.model.state_dict(), run.reference.model.state_dict()
+    assert [name for name, value in plain.items() if not torch.equal(values[name], value)] == []
 
 
 def test_frozen_chunks_are_never_written_back(odd: Callable[..., Any]) -> None:

@@ -88,6 +88,8 @@ def update(state: State, f: World) -> Answer | Refusal:
         return Answer.NOTHING
     if f[Fact.STEPPED]:
         return Refusal.TWICE
+    if f[Fact.UNDUE]:
+        return Refusal.UNDUE
     if f[Fact.GIVEN_UP] and f[Fact.ARRIVED]:
         return Refusal.OUT_OF_MEMORY
     if state is State.ON_PLAN and f[Fact.LAST]:

@@ -301,6 +301,104 @@ def test_an_optimizer_that_accelerate_wraps_is_refused_with_the_way_it_works() -
         optimizer.session.close()
 
 
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    """An Accelerator for two micro-batches per step."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of trainers in this process
+    GradientState._reset_state()
+    yield Accelerator(cpu=True, gradient_accumulation_steps=2)
+    GradientState._reset_state()
+
+
+def accumulate(accelerator: Any, model: nn.Module, optimizer: Any) -> list[float]:
+    """accelerate's documented loop over 5 micro-batches: the wrapped optimizer steps after the 2nd, 4th and 5th."""
+    rows = torch.randn(10, 48, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for x in accelerator.prepare(torch.utils.data.DataLoader(rows, batch_size=2)):
+        with accelerator.accumulate(model):
+            loss = model(x)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def offloaded_net(micro_batches: int) -> tuple[nn.Module, Any]:
+    model = net()
+    return executor.offload(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), (torch.zeros(2, 48),), gpu_memory="40KB",
+        policy="tide", micro_batches=micro_batches,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_step_that_accelerate_would_skip_is_refused(accelerator: Any, micro_batches: int) -> None:
+    """Plain torch's optimizer would step five times, accelerate's three times."""
+    model, optimizer = offloaded_net(micro_batches)
+    before = copy.deepcopy(model.state_dict())
+    try:
+        with pytest.raises(ContractError, match=r"sync_gradients is False.*accelerator\.prepare\(optimizer\)"):
+            accumulate(accelerator, model, optimizer)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    finally:
+        optimizer.session.close()
+
+
+def test_accelerate_steps_an_offloaded_optimizer_that_it_wraps(
+    accelerator: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last window of the epoch has one micro-batch of two: counted, and nothing is said."""
+    plain = net()
+    theirs = accelerator.prepare(torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    losses = accumulate(accelerator, plain, theirs)
+    model, optimizer = offloaded_net(2)
+    try:
+        assert accumulate(accelerator, model, accelerator.prepare(optimizer)) == pytest.approx(losses, rel=1e-6)
+        assert optimizer.session.iteration == 3 and optimizer.session.deviations == 1
+        assert not caplog.records
+    finally:
+        optimizer.session.close()
+
+
+def test_a_window_of_accelerate_that_was_left_open_says_nothing_of_a_later_loop(accelerator: Any) -> None:
+    with accelerator.accumulate(net()):
+        pass  # Ctrl-C here, in a notebook
+    assert not accelerator.sync_gradients
+    model, optimizer = offloaded_net(1)
+    try:
+        model(torch.ones(2, 48)).backward()
+        optimizer.step()
+        assert optimizer.session.iteration == 1
+    finally:
+        optimizer.session.close()
+
+
+def test_messages_name_the_settings_as_the_program_does(caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that steps after each of two planned micro-batches hears of it once, with offload's own argument."""
+    model, optimizer = offloaded_net(2)
+    try:
+        for _ in range(3):
+            model(torch.ones(2, 48)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (said,) = [record.message for record in caplog.records if "backwards" in record.message]
+        assert said == (
+            "optimizer.step() after 1 of the 2 backwards that the plan was made for: the step is taken; if the loop "
+            "accumulates gradients, call step() and zero_grad() after backward 2, else make the plan for 1 "
+            "(executor.offload(micro_batches=))"
+        )
+        loss = model(torch.ones(2, 48))
+        loss.backward(retain_graph=True)
+        with pytest.raises(ContractError, match=r"accumulates \(executor\.offload\(micro_batches=\)\)"):
+            loss.backward()
+    finally:
+        optimizer.session.close()
+
+
 def test_an_optimizer_of_other_parameters_too_is_refused() -> None:
     model, temperature = net(), nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": [temperature]}])

@@ -1,0 +1,27 @@
+"""What accelerate says of the training loop, where the process has imported it."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["Accelerated"]
+
+
+class Accelerated:
+    """accelerate's gradient state. A window of accumulation that was open before the session began says nothing of the
+    session's loop."""
+
+    def __init__(self) -> None:
+        self._heard = _due()
+
+    @property
+    def skips(self) -> bool:
+        """Whether accelerate says that no optimizer step is due: its own optimizers skip such a step."""
+        due = _due()
+        self._heard |= due
+        return self._heard and not due
+
+
+def _due() -> bool:
+    state = sys.modules.get("accelerate.state")
+    return state is None or bool(state.GradientState().sync_gradients)

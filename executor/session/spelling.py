@@ -1,0 +1,21 @@
+"""Spelling: the names under which a user's program gives the settings of its plan, for messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["COMMAND", "LIGHTNING", "LOOP", "TRAINER", "Spelling"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spelling:
+    """The names of one kind of program."""
+
+    micro_batches: str
+    gpu_memory: str = "gpu_memory"
+
+
+COMMAND = Spelling(micro_batches="--micro-batches", gpu_memory="--gpu-memory")
+LOOP = Spelling(micro_batches="executor.offload(micro_batches=)")
+TRAINER = Spelling(micro_batches="TrainingArguments(gradient_accumulation_steps=)")
+LIGHTNING = Spelling(micro_batches="Trainer(accumulate_grad_batches=)")
