@@ -139,12 +139,10 @@ def whale_timelines() -> list[Timeline]:
     machine = ps.machine("rtx4090+rtx3090", gpu_memory="10GB")
     each = [share_of_job(SEQUENCES)] * 2
     found = ps.compare(each, machine, policies=["whale"], chunk_bytes=2 * LAYER_PARAMS, cut=share_of_job).best()
-    ranks = found.plan.machine.ranks
-    shares = [round(rank.batch_share * 2 * SEQUENCES) for rank in ranks]
-    own = [share_of_job(n) for n in shares]
+    plan = found.plan
     return [
-        ps.play(found.plan, workloads=own, rank=r, label=f"whale: {rank.gpu.name}, {n} of {2 * SEQUENCES} sequences")
-        for r, (rank, n) in enumerate(zip(ranks, shares))
+        ps.play(plan, rank=r, label=f"whale: {rank.gpu.name}, {job.batch} of {2 * SEQUENCES} sequences")
+        for r, (rank, job) in enumerate(zip(plan.machine.ranks, plan.jobs))
     ]
 
 

@@ -694,9 +694,9 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
         accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, architectures, interleavings,
-        leaks, mutations, faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated, tide_bytes, whale,
-        gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio,
-        forms_choice, forms_order,
+        leaks, mutations, faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated,
+        tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio, forms_choice,
+        forms_order,
     )
 } | {
     "demo-taken": lambda: link("demo"),

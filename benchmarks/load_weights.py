@@ -10,21 +10,31 @@ baseline: interpreter, torch, transformers, plan and a model without memory, mea
     Files are read with pread, so their pages are the system's and not memory of the process.
 
 It also measures saving and loading a checkpoint (which take one piece each), a step of training, and the ordinary way,
-where the model is in memory first.
+where the model is in memory first. What checksums cost is measured apart: loading with and without them, in turns, and
+the rates of XXH3 and of zlib's CRC32 over pieces in memory, which is what a save adds. The file of plain states is what
+a Trainer's checkpoint has beside.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 SHARD = "64MB"
+TURNS = 3
 CASES = (
     # name, policy, dtype of the plan, dtype of the file, gpu memory
     ("tide, fp32 file into bf16", "tide", "bf16", "fp32", "900MB"),
@@ -76,6 +86,7 @@ def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[st
     load."""
     from executor import AdamW, prepare
     from executor.models import build
+    from executor.saving.plain_states import write_plain_states
     from executor.saving.tensor_files import PIECE_BYTES
     from executor.training import train_step
     from pstar_sim.core.plan import load_plan
@@ -115,11 +126,44 @@ def measure(plan_path: Path, weights: Path, meta: bool, folder: Path) -> dict[st
         for name, action in (("save", optimizer.save), ("load", optimizer.load)):
             before = status("VmRSS")
             reset_peak()
+            begun_s = time.perf_counter()
             action(folder / "checkpoint")
+            found[f"{name}_s"] = time.perf_counter() - begun_s
             found[f"{name}_adds"] = status("VmHWM") - before
+        found |= load_times(optimizer, folder / "checkpoint")
+        begun_s = time.perf_counter()
+        write_plain_states(optimizer, folder / "optimizer.pt")
+        found["plain_states_s"] = time.perf_counter() - begun_s
+        found["plain_states_bytes"] = (folder / "optimizer.pt").stat().st_size
         found["checkpoint_bytes"] = sum(p.stat().st_size for p in (folder / "checkpoint").iterdir())
     session.close(restore=False)
     return found
+
+
+def load_times(optimizer: Any, folder: Path) -> dict[str, float]:
+    """Returns the median seconds of loads with and without checksums, in turns, and the rates of checksums."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(TURNS):
+        for checksums, times in seconds.items():
+            begun_s = time.perf_counter()
+            optimizer.load(folder, checksums=checksums)
+            times.append(time.perf_counter() - begun_s)
+    return {
+        "load_checked_s": statistics.median(seconds[True]),
+        "load_unchecked_s": statistics.median(seconds[False]),
+        "xxh3_64_bytes_per_s": rate_of(xxhash.xxh3_64_intdigest),
+        "crc32_bytes_per_s": rate_of(zlib.crc32),
+    }
+
+
+def rate_of(checksum: Callable[[bytes], int]) -> float:
+    """Returns the median bytes per second of a checksum over a piece in memory."""
+    piece, seconds = random.Random(0).randbytes(16 << 20), []
+    for _ in range(9):
+        begun_s = time.perf_counter()
+        checksum(piece)
+        seconds.append(time.perf_counter() - begun_s)
+    return len(piece) / statistics.median(seconds)
 
 
 def child(*arguments: str) -> Any:
@@ -139,10 +183,15 @@ def describe(found: dict[str, Any]) -> list[str]:
     over = f"{(peak - steady) / 1e6:+,.1f} MB from the steady state; reading takes a piece of {mb(found['piece'])}"
     rows = {**found["terms"], "steady state": steady, "with one shard": allowed, "measured peak": peak}
     saving = f"saving a checkpoint of {mb(found['checkpoint_bytes'])} takes {mb(found['save_adds'])} more"
+    checked, unchecked = found["load_checked_s"], found["load_unchecked_s"]
+    times = f"saved in {found['save_s']:.1f} s, loaded in {checked:.1f} s, without checksums in {unchecked:.1f} s"
+    plain = f"plain states of {mb(found['plain_states_bytes'])} in {found['plain_states_s']:.1f} s"
+    rates = [f"{name} {found[f'{name}_bytes_per_s'] / 1e9:.1f} GB/s" for name in ("xxh3_64", "crc32")]
     return [
         *(f"{name:16} {mb(size):>12}" for name, size in rows.items()),
         f"{verdict}: {over}",
         f"{saving}, loading it {mb(found['load_adds'])}",
+        f"{times}; {', '.join(rates)}; {plain}",
     ]
 
 

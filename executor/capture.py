@@ -59,7 +59,7 @@ from executor.moments.blind import Blind
 from executor.moments.compiled import eagerly
 from executor.moments.draws import DRAWN, DRAWS, host_draws
 from executor.moments.hooks import MomentClock, tensors_of
-from executor.moments.live_bytes import LiveStorages
+from executor.moments.live_bytes import LiveStorages, require_dense
 from executor.moments.recorder import MomentRecorder, attention_seen, describe_parameters
 from executor.moments.unseen import unseen
 from executor.scaling import guard_boundary, needs_loss_scaling
@@ -284,11 +284,7 @@ def _run(
         stack.enter_context(known_masks(lambda tensor: shapes.value_of(tensor) is not None))
         with mode, shapes, live, attention_kernel(attention), torch.enable_grad():
             value = loss(module, inputs)
-            if clock.backwards:
-                raise ModelError(
-                    f"{name}: the loss runs a backward of its own (torch.autograd.grad, as in a gradient penalty), and "
-                    "a plan has one forward and one backward per micro-batch; leave that part of the loss out"
-                )
+            clock.require_backwards(0, name)
             value.backward()  # type: ignore[no-untyped-call]
             del value
             clock.step()
@@ -338,6 +334,8 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if known is not None:
                 return {torch.bool: bool, torch.int64: int}.get(first.dtype, float)(known)
         out = self._shaped(func, args, kwargs)
+        for tensor in tensors_of(out):
+            require_dense(tensor, func)
         if self._values or func in _MADE:
             self._learn(func, args, out, first)
         return out

@@ -21,14 +21,20 @@ gives the result of each act in each state of the loop.
 | Ctrl-C in an iteration, then `zero_grad()` | as plain torch without that iteration; from `step()` on with it |
 | Ctrl-C in the middle of a chunk's update, or of eager updates | Interrupted, from then on: load a checkpoint |
 | Ctrl-C in an iteration, no `zero_grad()` | ContractError where gradients are incomplete |
+| an error or Ctrl-C within `optimizer.load` or `load_state_dict` | ContractError for every act until a load ends |
 | `zero_grad(set_to_none=False)` | ContractError: call `zero_grad()` |
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | more backwards than the plan's micro-batches | ContractError: plan with as many micro-batches |
 | several backwards of one forward | each counts as a micro-batch of the plan: as plain torch, or ContractError |
 | fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; a warning at the first step |
 | `step()` where `accelerator.sync_gradients` is False | ContractError: `optimizer = accelerator.prepare(optimizer)` |
+| PGD, WGAN-GP: backwards for an input's gradient | as plain torch, off plan, if the plan has a micro-batch for each |
+| a double backward through parameters that have left the GPU | RuntimeError of torch; as plain torch if they stay |
 | under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |
+| `loss.backward(inputs=...)`, `torch.autograd.grad` of parameters, `register_multi_grad_hook` | as plain torch |
+| `torch.autograd.grad` of parameters under loss scaling | ContractError: call `backward()` |
+| `step()` after backwards that gave no parameter a gradient | ContractError: it would train nothing |
 | a `step()` left out, then the next forward | as plain torch until the next backward: ContractError |
 | `step(closure)` | ContractError: AdamW needs one evaluation |
 | `model.to()`, `.half()`, `.cuda()`, ... | ContractError: do it before `prepare`; nothing where nothing changes |
@@ -40,6 +46,10 @@ gives the result of each act in each state of the loop.
 | an evaluation on several ranks, between iterations | as plain torch; the ranks may call different modules, or none |
 | an evaluation on several ranks, inside an iteration | PlanError: evaluate between `step()` and the next forward |
 | reading, saving, evaluating between last backward and `step()`, with eager updates | ContractError: after `step()` |
+| a transform of `torch.func` around a prepared model or parameter | ContractError: `functional_call` on a copy |
+| `p.data_ptr()` outside every module | ContractError: its memory moves with its chunk |
+| pickling, `torch.save`, `copy.copy` of the model (parameters: as plain torch) | ContractError: save `state_dict()` |
+| `torch.tensor(p)`, `torch.asarray(p)`, `to_dlpack(p)` | not seen by the session: give `p.detach()`, as plain torch |
 | `repr(p)` at any point | as plain torch; only its form where its values cannot be read |
 | a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
 | changing `requires_grad` | ContractError at the next forward with gradients: freeze before `prepare` |
@@ -70,7 +80,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from executor.devices.torch_private import storage_key
+from executor.devices.torch_private import show_wrapped, storage_key
 from pstar_sim.errors import ContractError
 
 __all__ = [
@@ -179,9 +189,14 @@ class ChunkParameter(nn.Parameter):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = nn.Parameter(reader_of(self).current_value(self.plan_tensor), requires_grad=self.requires_grad)
-        memo[id(self)] = copied
+        memo[id(self)] = copied = self._copied()
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._copied().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _copied(self) -> nn.Parameter:
+        return nn.Parameter(reader_of(self).current_value(self.plan_tensor), requires_grad=self.requires_grad)
 
 
 class ParkedParameter(ChunkParameter):
@@ -200,6 +215,24 @@ class ParkedParameter(ChunkParameter):
         _parameters_in(kwargs.values(), found)
         return reader_of(next(p for p in found if isinstance(p, ParkedParameter))).touch(func, found, args, kwargs)
 
+    # Two methods that torch does not pass to torch functions.
+
+    def as_subclass(self, cls: Any) -> Any:
+        return reader_of(self).touch(torch.Tensor.as_subclass, [self], (self, cls), {})
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self:  # so torch.nn.utils.parametrize keeps a parameter
+            return self
+        return reader_of(self).touch(torch.Tensor.set_, [self], (self, *args), kwargs)
+
+
+def _read_if_parked(value: Any) -> None:
+    if isinstance(value, ParkedParameter):
+        value.detach()  # refused outside every module; inside, its chunk is fetched
+
+
+show_wrapped(_read_if_parked)
+
 
 def reader_of(parameter: Any) -> ParameterAccess:
     reader: ParameterAccess | None = parameter.plan_reader()
@@ -217,12 +250,13 @@ def adopt(parameter: nn.Parameter, reader: ParameterAccess, tensor: int) -> None
     """Make a model's own parameter object a parked parameter of the session."""
     parameter.plan_reader = weakref.ref(reader)  # type: ignore[attr-defined]
     parameter.plan_tensor = tensor  # type: ignore[attr-defined]
+    parameter.plan_mark = weakref.ref(parameter)  # type: ignore[attr-defined]  # torch.utils.swap_tensors then refuses
     parameter.__class__ = ParkedParameter
 
 
 def disown(parameter: nn.Parameter) -> None:
     parameter.__class__ = nn.Parameter
-    del parameter.plan_reader, parameter.plan_tensor  # type: ignore[attr-defined]
+    del parameter.plan_reader, parameter.plan_tensor, parameter.plan_mark  # type: ignore[attr-defined]
 
 
 def _parameters_in(values: Iterable[Any], into: list[nn.Parameter]) -> None:
@@ -246,14 +280,21 @@ def map_parameters(value: Any, replace: Callable[[ChunkParameter], Any]) -> Any:
     return value
 
 
-def writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether the torch function changes its first argument (or `out=`) in place."""
-    name = getattr(func, "__name__", "")
-    if kwargs.get("out") is not None:
-        return True
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns the arguments that the torch function changes in place: `out=`, or its first argument. Either may be a
+    list of tensors."""
+    target = kwargs.get("out")
+    if target is None and (_in_place(func) or kwargs.get("inplace") is True):
+        target = args[0] if args else next(iter(kwargs.values()), None)
+    return list(target) if isinstance(target, (list, tuple)) else [target]
+
+
+def _in_place(func: Any) -> bool:
+    """Returns whether the torch function changes its first argument in place."""
+    name = getattr(func, "__name__", "").partition(".")[0]  # an operator's name ends with that of its overload
     if name.startswith("__"):
         return name in _WRITING_DUNDERS or (name == "__set__" and func == _DATA_SET)
-    return (name.endswith("_") and name not in ("requires_grad_",)) or name in ("set_", "copy_")
+    return name.endswith("_") and name != "requires_grad_"
 
 
 _WRITING_DUNDERS = frozenset(
@@ -276,14 +317,33 @@ class Snapshot(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if writes(func, kwargs) and args and isinstance(args[0], Snapshot) and not args[0].adopt():
-            raise ContractError(_WRITE.format(name="a prepared model's parameter"))
+        for target in written(func, args, kwargs):
+            if isinstance(target, Snapshot) and not target.adopt():
+                raise ContractError(_WRITE.format(name="a prepared model's parameter"))
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        if isinstance(out, torch.Tensor):
-            shared = next((a for a in args if isinstance(a, Snapshot) and _same_storage(a, out)), None)
-            return out.as_subclass(torch.Tensor) if shared is None else snapshot_of(out, shared.adopt)
+        if type(out) in (list, tuple):
+            return type(out)(_still_a_copy(item, args) for item in out)
+        return _still_a_copy(out, args)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        memo[id(self)] = copied = self._plain().clone()
+        return copied
+
+    def _plain(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(torch.Tensor)
+
+
+def _still_a_copy(out: Any, args: Sequence[Any]) -> Any:
+    """Returns a result of a function of Snapshots: a Snapshot if it shares memory with one of them."""
+    if not isinstance(out, torch.Tensor) or any(out is argument for argument in args):
         return out
+    shared = next((a for a in args if isinstance(a, Snapshot) and _same_storage(a, out)), None)
+    return out.as_subclass(torch.Tensor) if shared is None else snapshot_of(out, shared.adopt)
 
 
 def snapshot_of(value: torch.Tensor, adopt: Callable[[], bool]) -> Snapshot:

@@ -11,9 +11,11 @@ itself has prepared.
 norm, and gives the Trainer the norm that the session computes. Without `connect`, `trainer.train()` stops at its first
 clipping with a ContractError. `executor/examples/trainer.py` is a whole script.
 
-Checkpoints of such a Trainer hold the folder `pstar` (`saving/checkpoint.py`) in place of `optimizer.pt`.
-`trainer.train(resume_from_checkpoint=)` continues from them bit-identically, under another plan too. The Trainer itself
-saves the scheduler, the random number generators and the position in the data.
+Checkpoints of such a Trainer hold the folder `pstar` (`saving/checkpoint.py`), from which
+`trainer.train(resume_from_checkpoint=)` continues bit-identically, under another plan too. They are plain
+checkpoints too: `optimizer.pt` has the moments a second time (`saving/plain_states.py`), because a plain Trainer that
+does not find them begins with empty moments and says nothing. The Trainer itself saves the weights, in the plan's
+dtype, the scheduler, the random number generators and the position in the data.
 
 Tested with transformers 5.23 and accelerate 1.15. A version that reads gradients at other points stops with the
 ContractError of `p.grad`. transformers is not imported before `connect` or `train`.
@@ -42,6 +44,7 @@ from executor.engine import Session
 from executor.offloading import Request, adamw_of, begin, converted, form_seen, plan_for
 from executor.optimizer import OffloadedAdamW
 from executor.saving.manifest import find_checkpoint, is_checkpoint
+from executor.saving.plain_states import write_plain_states
 from executor.session.spelling import TRAINER
 from executor.trainer_capture import captured
 from pstar_sim.catalog.machine import Machine
@@ -52,7 +55,12 @@ __all__ = ["OffloadTrainerMixin", "connect", "offload", "trainers_offloaded"]
 
 MIXED_PRECISION = {"no": None, "bf16": "bf16", "fp16": "fp16"}  # accelerate's word -> the plan's dtype
 FOLDER = "pstar"
-CHECKPOINT, SCHEDULER, STATE = "checkpoint", "scheduler.pt", "trainer_state.json"  # as the Trainer itself names them
+CHECKPOINT, OPTIMIZER, SCHEDULER, STATE = (
+    "checkpoint",
+    "optimizer.pt",
+    "scheduler.pt",
+    "trainer_state.json",
+)  # Trainer's
 
 log = logging.getLogger("executor")
 
@@ -146,8 +154,7 @@ def _check_arguments(args: Any, session: Session) -> None:
 
 
 class _RunFiles:
-    """Saves and loads a run in place of the Trainer, which would save states and weights in files that are never
-    read."""
+    """Saves and loads a run in place of the Trainer, which would save copies of all states at once."""
 
     def __init__(self, trainer: Any, optimizer: OffloadedAdamW) -> None:
         self._trainer = trainer
@@ -156,6 +163,7 @@ class _RunFiles:
     def save(self, output_dir: str) -> None:
         """Save optimizer and scheduler into one of the Trainer's checkpoint folders."""
         self._optimizer.save(Path(output_dir) / FOLDER)
+        write_plain_states(self._optimizer, Path(output_dir) / OPTIMIZER)
         if self._trainer.args.should_save:
             torch.save(self._trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
@@ -456,6 +464,14 @@ class OffloadTrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the states that an offloaded or a plain Trainer saved."""
         if checkpoint is None or not _holds_states(checkpoint):
+            absent = [name for name in (OPTIMIZER, SCHEDULER) if checkpoint and not (Path(checkpoint) / name).is_file()]
+            if absent:
+                log.warning(
+                    "%s has no %s: moments and learning rate begin anew, as under a plain Trainer, which does not say "
+                    "so; give a checkpoint with states (not with save_only_model) to continue",
+                    checkpoint,
+                    " and no ".join(absent),
+                )
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif self._offload is not None:
             self._offload.kept.load(checkpoint)

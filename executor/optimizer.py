@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,26 +101,36 @@ class OffloadedAdamW(torch.optim.Optimizer):
         there is also "loss_scaling". A torch.optim.AdamW over the same fp32 parameters that loads the states continues
         bit-identically; it ignores these two extra keys and has no master copies."""
         session = self.session
-        rows: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        parameters = [p for group in self.param_groups for p in group["params"]]
+
+        def value(tensor: int, list_name: str) -> torch.Tensor:
+            if list_name == "step":
+                return torch.tensor(float(session.contents.steps_taken[tensor]), dtype=torch.float32)
+            return session.reader.state_value(tensor, list_name)
+
         with session.still():
-            for parameter, tensor in zip(parameters, self._tensors()):
-                if tensor is None or not session.contents.steps_taken[tensor]:
-                    continue
-                row = {
-                    "step": torch.tensor(float(session.contents.steps_taken[tensor]), dtype=torch.float32),
-                    "exp_avg": session.reader.state_value(tensor, "momentum"),
-                    "exp_avg_sq": session.reader.state_value(tensor, "variance"),
-                }
-                if session.plan.workload.tensors[tensor].dtype != "fp32":
-                    row["param32"] = session.reader.state_value(tensor, "param32")
-                rows[parameter] = row
-        self.state.update(rows)
+            packed = self.packed(value, masters=True)
+        return packed if session.scaling is None else {**packed, "loss_scaling": session.scaling.state_dict()}
+
+    def packed(self, value: Callable[[int, str], torch.Tensor], *, masters: bool = False) -> dict[str, Any]:
+        """Returns a state dict in torch.optim.AdamW's form, with the tensors that `value` returns for (tensor, list);
+        the step count is the list "step".
+
+        masters: whether parameters narrower than fp32 have their master copy.
+        """
+        session = self.session
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter, tensor in zip(parameters, self._tensors()):
+            if tensor is None or not session.contents.steps_taken[tensor]:
+                continue
+            wide = session.plan.workload.tensors[tensor].dtype == "fp32"
+            keys = {"step": "step", **_STATES}
+            self.state[parameter] = {
+                key: value(tensor, name) for key, name in keys.items() if key != "param32" or (masters and not wide)
+            }
         try:
-            packed = super().state_dict()  # torch's own method numbers the parameters and calls the hooks
+            return super().state_dict()  # torch's own method numbers the parameters and calls the hooks
         finally:
             self.state.clear()
-        return packed if session.scaling is None else {**packed, "loss_scaling": session.scaling.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the states of this class or of torch.optim.AdamW, fused or not; updates stay fused. Raises
@@ -135,14 +145,15 @@ class OffloadedAdamW(torch.optim.Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         groups = copy.deepcopy(state_dict["param_groups"])
         rows = self._checked(state_dict["state"], groups)
-        for number, tensor in enumerate(self._tensors()):
-            if tensor is not None:
-                self._load_row(tensor, rows.get(number))
-        if session.scaling is not None and "loss_scaling" in state_dict:
-            session.scaling.load_state_dict(state_dict["loss_scaling"])
-        for mine, theirs in zip(self.param_groups, groups):
-            mine.update({key: value for key, value in theirs.items() if key != "params"})
-        self._name_kernel()
+        with session.loop.loading("optimizer.load_state_dict"):
+            for number, tensor in enumerate(self._tensors()):
+                if tensor is not None:
+                    self._load_row(tensor, rows.get(number))
+            if session.scaling is not None and "loss_scaling" in state_dict:
+                session.scaling.load_state_dict(state_dict["loss_scaling"])
+            for mine, theirs in zip(self.param_groups, groups):
+                mine.update({key: value for key, value in theirs.items() if key != "params"})
+            self._name_kernel()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -191,10 +202,10 @@ class OffloadedAdamW(torch.optim.Optimizer):
         and `extra`. Returns the folder. See `executor.saving.checkpoint.save`."""
         return save(self, folder, extra=extra)
 
-    def load(self, folder: str | Path, *, generators: bool = True) -> Restored:
+    def load(self, folder: str | Path, *, generators: bool = True, checksums: bool = True) -> Restored:
         """Continue from a checkpoint, under this plan or another. Returns its iteration, its `extra` and a note. See
         `executor.saving.restoring.load`."""
-        return load(self, folder, generators=generators)
+        return load(self, folder, generators=generators, checksums=checksums)
 
     def _tensors(self) -> list[int | None]:
         """Returns the tensor index of every parameter, in the order of the groups."""

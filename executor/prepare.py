@@ -228,7 +228,7 @@ def _arena_that_fits(given: _Given, backend: Backend, ranks: Ranks | None) -> Ar
         available_bytes=available_host_bytes(),
         gpu_is_host=backend.device.type == "cpu",
         model_bytes=_host_bytes(given.parameters),
-        processes=1 if ranks is None else ranks.on_this_host(),
+        processes=1 if ranks is None else len(ranks.on_this_host()),
     )
     return arena
 

@@ -37,15 +37,9 @@ in core/effects.py). In a plan without clipping, the update most often adds the 
 Each list but one takes the seconds and the traffic of an add; on the host, those of a cpu_add. On several ranks such an
 add takes no time in an update on the GPU.
 
-[Note: versions of the model] A plan file names the version that predicted its seconds and its lower bound, so that a
-figure of an earlier version is not called false (planner/stated.py). A change that predicts other seconds raises
-VERSION, and `changed_since` says which plans it changes. Version 1, which files do not name, took no time for adds on
-the GPU, and its bounds for several micro-batches were lower. Version 2 took no time for adds in updates. Its joint
-bounds for several micro-batches were also lower than today's, and its fluid bounds for many micro-batches may be
-higher. Version 3 took the longer of arithmetic and memory on cards with datasheet figures, and no time for the Python
-of a framework. Versions 4 and 5 predicted the same seconds as version 6. In version 4 bounds for several micro-batches
-were lower; in version 5 fluid bounds behind a barrier were lower, and bounds of several micro-batches did not know
-that the host may add a last gradient.
+[Note: versions of the model] A plan file names the version that predicted its seconds and its lower bound. A change
+that predicts other seconds or bounds raises VERSION. `pstar check` then says of older files that they are to be planned
+again (planner/stated.py).
 
 [Note: several ranks, in seconds] A figure is that of one rank: its own slices, and its part of the node's cores
 (`Machine.adam_params_per_s`) and of the node's disks. All ranks use these at the same time because they run the same
@@ -87,7 +81,6 @@ __all__ = [
     "CostModel",
     "GpuAdds",
     "UpdateAdds",
-    "changed_since",
     "cost_of",
     "expected_link",
     "flops_rate",
@@ -105,19 +98,6 @@ VERSION = 6
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
 _ON_HOST = {kind for kind, route in ROUTES.items() if route != "net"} | {Kind.CPU_ADAM, Kind.CPU_ADD}
 _FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"), "fp32": ("fp32",)}
-
-
-def changed_since(version: int, plan: Plan) -> str | None:
-    """Returns words for the difference between the predictions of an earlier version and of today's version for the
-    plan; None if both predict the same."""
-    if version < 2 and len(plan.machine.ranks) == 1 and plan.workload.micro_batches > 1:
-        if "grad32" in gradient_list(plan).values():
-            return "adds of gradients on the GPU take no time"
-    if version < 3 and folded_lists(plan):
-        return "adds of gradients in updates take no time"
-    if version < 4 and not plan.machine.gpu.measured and plan.machine.gpu.launch_s is None:
-        return "moments on a card with datasheet figures last the longer of arithmetic and memory"
-    return None
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
@@ -256,14 +236,14 @@ def _link_of_pins(link: Link, machine: Machine, layout: Layout) -> Link:
     """Returns the link of a host that can pin only a part of its memory. The part of the job's parameters and states
     that can be pinned passes at the link's rates, the rest at the link's pageable rate. Rates are means over all
     bytes."""
-    host = machine.host
-    if host.pinned_bytes is None or link.pageable_bytes_per_s is None:
+    can_pin = machine.pinned_budget_bytes
+    if can_pin is None or link.pageable_bytes_per_s is None:
         return link
     lists = ("param", *layout.state_lists)
     home_bytes = sum(
         layout.payload_bytes(c.index, name) for c in layout.chunks for name in (lists[:1] if c.frozen else lists)
     )
-    pinned = min(1.0, host.pinned_bytes / machine.local_ranks / max(1, home_bytes))
+    pinned = min(1.0, can_pin / max(1, home_bytes))
     pageable = link.pageable_bytes_per_s
 
     def mean(rate: float) -> float:

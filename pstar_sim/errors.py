@@ -145,18 +145,22 @@ class UnknownName(PstarError):
 class DoesNotFit(PstarError):
     """A policy cannot place this workload on this machine.
 
-    place: "gpu" or "host".
+    place: "gpu", "host", "nvme", or "pinned" for host memory that is to be pinned.
     needed_bytes: bytes needed in that place, at the moment that lacks most.
     available_bytes: bytes available in that place at that moment.
     what: one clause that names what needs the room ("all param16 resident plus 14.2 GB of non-model data at moment
         361").
+    change: the change that would make it fit, if the refusal knows one ('with "pin_memory": false').
     """
 
-    def __init__(self, *, policy: str, place: str, needed_bytes: int, available_bytes: int, what: str) -> None:
+    def __init__(
+        self, *, policy: str, place: str, needed_bytes: int, available_bytes: int, what: str, change: str = ""
+    ) -> None:
         short = needed_bytes - available_bytes
+        needs, has = ("host is to pin", "can pin") if place == "pinned" else (f"{place} needs", "has")
         super().__init__(
-            f"{policy} does not fit: {place} needs {format_bytes(needed_bytes)} ({what}) "
-            f"but has {format_bytes(available_bytes)}, short by {format_bytes(short)}"
+            f"{policy} does not fit: {needs} {format_bytes(needed_bytes)} ({what}) "
+            f"but {has} {format_bytes(available_bytes)}, short by {format_bytes(short)}"
         )
         self.policy = policy
         self.place = place
@@ -164,15 +168,23 @@ class DoesNotFit(PstarError):
         self.available_bytes = available_bytes
         self.short_bytes = short
         self.what = what
+        self.change = change
 
     def restated(
-        self, *, policy: str | None = None, available_bytes: int | None = None, what: str | None = None
+        self,
+        *,
+        policy: str | None = None,
+        available_bytes: int | None = None,
+        what: str | None = None,
+        change: str | None = None,
     ) -> DoesNotFit:
-        """Returns the same refusal with another policy's name, other available bytes or another reason."""
+        """Returns the same refusal with another policy's name, other available bytes, another reason or another
+        change."""
         return DoesNotFit(
             policy=self.policy if policy is None else policy,
             place=self.place,
             needed_bytes=self.needed_bytes,
             available_bytes=self.available_bytes if available_bytes is None else available_bytes,
             what=self.what if what is None else what,
+            change=self.change if change is None else change,
         )

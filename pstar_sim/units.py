@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "BYTES_OF", "GB", "GIB", "KIB", "MB", "MIB", "format_bytes", "format_count", "format_error", "format_params",
-    "format_s",
+    "format_ranks", "format_s",
 ]  # fmt: skip
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
@@ -43,6 +45,18 @@ def format_count(number: int, what: str) -> str:
     what: the word for a single thing.
     """
     return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Returns the ascending numbers of ranks, for people: "rank 3", "ranks 0 to 3, 6"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(words)}"
 
 
 def format_error(share: float | None) -> str:

@@ -19,7 +19,7 @@ from executor.devices.cuda_streams import CudaStreams
 from executor.devices.gate import Gate
 from executor.devices.headroom import FRAGMENT_BYTES, LEAST_BYTES, Headroom, measure_room, outside_bytes
 from pstar_sim.core.plan import Plan
-from pstar_sim.errors import DoesNotFit, PlanError
+from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
 
 log = logging.getLogger("executor")
@@ -91,6 +91,7 @@ class CudaBackend(CudaStreams):
         if limit_bytes is not None:
             self._cap(limit_bytes)
         self._budget_bytes = 0
+        self._pins_all = True
         self.gate = Gate(self, grow=self._blocks.grow, shrink=self._blocks.shrink)
 
     def _cap(self, limit_bytes: int) -> None:
@@ -153,13 +154,11 @@ class CudaBackend(CudaStreams):
         try:
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:  # an error of cudaHostAlloc, for which torch has no class
-            raise DoesNotFit(
-                policy="the run",
-                place="host",
-                needed_bytes=size_bytes,
-                available_bytes=0,
-                what=f"pinned memory that the driver would not give ({error})",
-            ) from error
+            if self._pins_all:
+                self._pins_all = False
+                why = str(error).splitlines()[0]
+                log.warning("the driver pins no more host memory (%s); copies of the rest are slower", why)
+            return torch.empty(size_bytes, dtype=torch.uint8)
 
     def gpu_payload(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._blocks.payload(numel, dtype)

@@ -7,6 +7,7 @@ otherwise. torch26.py has the differences of 2.6 and 2.7.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._functorch import eager_transforms, vmap
 from torch.autograd.graph import GradientEdge
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -40,7 +42,9 @@ __all__ = [
     "parameter_table",
     "reduce_scatter",
     "replace_call",
+    "show_wrapped",
     "storage_key",
+    "transforms_running",
     "version_of",
     "without_autocast",
     "writes_in_place",
@@ -53,6 +57,27 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view
 RESHAPE_ALIAS = torch.ops.aten._reshape_alias
 EMBEDDING_BAG = torch.ops.aten._embedding_bag
 GROUPED_MM: Any = getattr(torch.ops.aten, "_grouped_mm", None)  # torch 2.6 lacks it
+
+
+def transforms_running() -> bool:
+    """Returns whether a transform of torch.func (grad, vjp, jvp, vmap, ...) runs in this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def show_wrapped(look: Callable[[Any], object]) -> None:
+    """Let transforms of torch.func call `look` with each argument before they wrap it: operators get what is in the
+    wrapper without a call of its torch function."""
+    for module, name in ((eager_transforms, "_wrap_tensor_for_grad"), (vmap, "_add_batch_dim")):
+        setattr(module, name, _looked_at(getattr(module, name), look))
+
+
+def _looked_at(wrap: Callable[..., Any], look: Callable[[Any], object]) -> Callable[..., Any]:
+    @functools.wraps(wrap)
+    def looked_at(value: Any, *rest: Any, **more: Any) -> Any:
+        look(value)
+        return wrap(value, *rest, **more)
+
+    return looked_at
 
 
 def storage_key(of: torch.Tensor | torch.UntypedStorage) -> int:

@@ -197,10 +197,10 @@ class Ranks:
         rows: list[list[float]] = self._meeting.exchange(torch.tensor(row, dtype=torch.float64)).tolist()
         return rows
 
-    def on_this_host(self) -> int:
-        """Returns the number of ranks that run on this host. Every rank calls this at the same point."""
+    def on_this_host(self) -> list[int]:
+        """Returns the ranks that run on this host. Every rank calls this at the same point."""
         mine = _digest(socket.gethostname())
-        return sum(row[0] == mine for row in self.meet([mine]))
+        return [rank for rank, row in enumerate(self.meet([mine])) if row[0] == mine]
 
     def any(self, here: bool) -> bool:
         """Returns whether the value is true on some rank. Every rank calls this at the same point of its loop."""

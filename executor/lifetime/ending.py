@@ -19,6 +19,7 @@ from executor.queues.interface import Health, Lifetime
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
 from executor.session.reader import Reader
+from executor.session.refusals import Refusal, refused
 from executor.session.updates import Updates
 from pstar_sim.errors import Interrupted
 
@@ -102,11 +103,8 @@ class Ending:
         values: dict[int, torch.Tensor] = {}
         unreported: Exception | None = None
         host.at_work.outermost()
-        if restore and host.at_work.torn and host.queues.failure is None:
-            try:
-                host.loop.mend()
-            except Exception as error:  # for example the device's own error: the session ends all the same
-                host.queues.fail(error)
+        if restore and host.queues.failure is None:
+            self._mend()
         if restore and host.queues.failure is None:
             if host.updates.running:
                 log.warning(
@@ -130,6 +128,17 @@ class Ending:
             self._let_go(values)
         if unreported is not None:
             raise unreported
+
+    def _mend(self) -> None:
+        """Mend an interruption, so that values can be read. Values that a load left half loaded cannot be."""
+        host = self.host
+        if host.at_work.loading:
+            host.queues.fail(refused(Refusal.HALF_LOADED, host.at_work))
+        elif host.at_work.torn:
+            try:
+                host.loop.mend()
+            except Exception as error:  # for example the device's own error: the session ends all the same
+                host.queues.fail(error)
 
     def _let_go(self, values: Mapping[int, torch.Tensor]) -> None:
         """Undo the three lists. Parameters become plain before memory is freed, because they are views of it.

@@ -89,13 +89,26 @@ def guard_model(model: nn.Module, session: Host) -> Callable[[], None]:
             "a second model instead"
         )
 
+    def pickled(self: nn.Module, protocol: Any) -> Any:
+        if ended():
+            return self.__reduce_ex__(protocol)
+        raise ContractError(
+            f"a prepared {type(self).__name__} cannot be pickled or copied, because its memory is the plan's: save "
+            "model.state_dict(), or end the session first with session.close()"
+        )
+
     def zeroed(self: nn.Module, set_to_none: bool = True) -> None:
         held = keeper()
         if held is not None:
             held.loop.zero_grad(set_to_none)
 
     for module in model.modules():
-        for name, function in (("_apply", moved), ("load_state_dict", loaded), ("__deepcopy__", copied)):
+        for name, function in (
+            ("_apply", moved),
+            ("load_state_dict", loaded),
+            ("__deepcopy__", copied),
+            ("__reduce_ex__", pickled),
+        ):
             undo.append(override(module, name, types.MethodType(function, module)))
         handle = module.register_state_dict_post_hook(_current_values(keeper))  # type: ignore[no-untyped-call]
         undo.append(handle.remove)

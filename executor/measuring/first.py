@@ -310,7 +310,7 @@ class FirstIteration(Standing[Host]):  # type: ignore[no-untyped-call]
         assert s.ranks is not None
         workload = self._measured()
         try:
-            replace(s.plan, workload=workload).check()
+            replace(s.plan, workload=workload, ranked=None).check()
         except PlanError as error:
             self._say("the plan does not hold for this tide")
             self.end()

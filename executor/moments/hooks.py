@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from executor.devices.torch_private import call_of, replace_call
-from pstar_sim.errors import ContractError
+from pstar_sim.errors import ContractError, ModelError
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["ROOT", "ModuleEvent", "MomentClock", "units"]
@@ -139,9 +139,21 @@ class MomentClock:
         return self._open > 0 or _graph_task() != -1
 
     @property
+    def in_backward(self) -> bool:
+        return _graph_task() != -1
+
+    @property
     def backwards(self) -> int:
         """The number of backwards that have ended since the last `step()`."""
         return self._turns
+
+    def require_backwards(self, count: int, name: str) -> None:
+        """Raise ModelError if more backwards than `count` have ended: the loss of the model `name` has run one."""
+        if self._turns > count:
+            raise ModelError(
+                f"{name}: the loss runs a backward of its own (torch.autograd.grad, as in a gradient penalty), and "
+                "a plan has one forward and one backward per micro-batch; leave that part of the loss out"
+            )
 
     @property
     def unfinished(self) -> bool:

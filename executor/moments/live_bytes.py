@@ -23,9 +23,10 @@ from torch.utils.flop_counter import flop_registry
 
 from executor.devices.torch_private import LOCAL_SCALAR, RESHAPE_ALIAS, UNSAFE_VIEW, storage_key
 from executor.moments.compiled import pause_compiler
+from pstar_sim.errors import ModelError
 from pstar_sim.workload.workload import Product
 
-__all__ = ["LiveStorages"]
+__all__ = ["LiveStorages", "require_dense"]
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -125,6 +126,15 @@ class _Watched(weakref.ref):  # type: ignore[type-arg]
     key: int
     size: int
     in_part: bool
+
+
+def require_dense(tensor: torch.Tensor, operator: object) -> None:
+    """Raise ModelError for a sparse result of the operator."""
+    if tensor.layout is not torch.strided:
+        raise ModelError(
+            f"{operator} makes a sparse tensor, and plans hold dense tensors alone; give sparse=False to Embedding and "
+            "EmbeddingBag"
+        )
 
 
 class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -289,6 +299,7 @@ class LiveStorages(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         live, ours = self._live, self._ours
         for tensor in outputs:
+            require_dense(tensor, self.last_op)
             storage = tensor.untyped_storage()
             key = storage_key(storage)
             if key in live:

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from executor.contract import ChunkParameter, map_parameters, snapshot_of, write_refused, writes
+from executor.contract import ChunkParameter, map_parameters, snapshot_of, write_refused, written
 from executor.devices.torch26 import saved_tensor_hooks
 from executor.devices.torch_private import storage_key
 from executor.moments.hooks import tensors_of
 from executor.moments.unseen import unseen
 from executor.queues.interface import Landing
+from executor.session.cursor import Act
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.loop import Loop
 from executor.session.reader import Reader
@@ -34,6 +35,8 @@ from pstar_sim.errors import ContractError
 __all__ = ["Host", "Reads"]
 
 _SHOWN = frozenset({torch.Tensor.__repr__, torch.Tensor.__format__})
+_OF_THE_GRAPH = frozenset({torch.autograd.backward, torch.autograd.grad})
+_ALIASES = frozenset({torch.Tensor.view_as, torch.Tensor.expand_as})
 
 
 class OnDemand(Protocol):
@@ -86,12 +89,17 @@ class Reads:
         s = self.host
         if s.closed:
             raise refused(Refusal.CLOSED, s)
-        if writes(func, kwargs) and args and isinstance(args[0], ChunkParameter):
+        changed = next((p for p in written(func, args, kwargs) if isinstance(p, ChunkParameter)), None)
+        if changed is not None:
             if s.end_after_training():
                 return func(*args, **kwargs)
-            raise write_refused(s.reader.name_of(args[0].plan_tensor))
+            raise write_refused(s.reader.name_of(changed.plan_tensor))
         if func in _SHOWN:
             return self._shown(func, *args, **kwargs)
+        if func in _OF_THE_GRAPH:
+            return self._of_the_graph(func, args, kwargs)
+        if func is torch.Tensor.data_ptr:
+            return self._address(args[0])
         if not s.clock.inside:
             return self._outside(func, args, kwargs)
         if not s.cursor.off_plan and not s.cursor.visiting and s.cursor.moment < 0 and not s.reader.trains:
@@ -157,18 +165,71 @@ class Reads:
             return f"tensor(..., size={tuple(parameter.shape)}, dtype={parameter.dtype})  # values not shown: {error}"
         return func(value.requires_grad_(parameter.requires_grad), *args, **kwargs)
 
+    def _of_the_graph(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of autograd that asks for parameters' places in the graph, not for their values. It gets the
+        places themselves, and torch functions stay on: the backward may read parameters."""
+        inputs, rest = args[1:2], dict(kwargs)
+        if func is torch.autograd.grad:
+            self.host.loop.ask(Act.DIFFERENTIATE)
+        zeros = rest.get("materialize_grads")
+        if zeros:  # torch does not know the shape of a place
+            rest.update(materialize_grads=False, allow_unused=True)
+        gradients = func(*map_parameters(args, _place), **map_parameters(rest, _place))
+        if not zeros:
+            return gradients
+        return tuple(
+            torch.zeros(p.shape, dtype=p.dtype, device=p.device, requires_grad=rest["create_graph"]) if g is None else g
+            for g, p in zip(gradients, *inputs)
+        )
+
+    def _address(self, parameter: ChunkParameter) -> int:
+        """Returns the address of a parameter's first element, for a kernel of the user's own in a module's forward."""
+        s = self.host
+        if not s.clock.inside:
+            s.loop.ask(Act.LOCATE, tensor=parameter.plan_tensor)
+        self.read({s.timetable.chunk_of[parameter.plan_tensor]})
+        with torch._C.DisableTorchFunctionSubclass():
+            return parameter.data_ptr()
+
     def _outside(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call the function with copies of current values, for parameters that are read while no module runs."""
         s = self.host
 
         def copy(parameter: ChunkParameter) -> torch.Tensor:
             value = s.reader.current_value(parameter.plan_tensor).to(s.home if s.trained else s.backend.device)
-            if torch.is_grad_enabled() and parameter.requires_grad:
-                value.requires_grad_()
-                value.register_hook(_refuse_gradient(s.reader.name_of(parameter.plan_tensor)))  # type: ignore[no-untyped-call]
-            return snapshot_of(value, _adoption(s, parameter, value.detach()))
+            copied = snapshot_of(value, _adoption(s, parameter, value))
+            if not (torch.is_grad_enabled() and parameter.requires_grad):
+                return copied
+            name = s.reader.name_of(parameter.plan_tensor)
+            outside: torch.Tensor = _Outside.apply(parameter, lambda: copied, name)  # type: ignore[no-untyped-call]
+            return outside
 
+        if func in _ALIASES and args[0] is args[1] and not kwargs:
+            return copy(args[0])  # the usual way to a parameter's node in the graph
         return func(*map_parameters(args, copy), **map_parameters(kwargs, copy))
+
+
+def _place(parameter: ChunkParameter) -> torch.autograd.graph.GradientEdge:
+    """Returns where the parameter's gradients arrive in graphs."""
+    with unseen(), torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(parameter)
+
+
+class _Outside(torch.autograd.Function):
+    """A parameter's value, read outside every module. Its node has the parameter's own behind it, and refuses
+    gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, value: Callable[[], torch.Tensor], name: str) -> torch.Tensor:
+        ctx.name = name
+        return value()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ContractError(
+            f"parameter {ctx.name!r} was read outside every module call and the loss depends on it; move that code "
+            "into the forward of the model or of one of its modules"
+        )
 
 
 def _adoption(session: Host, parameter: nn.Parameter, value: torch.Tensor) -> Callable[[], bool]:
@@ -244,13 +305,3 @@ def _beside(own: tuple[Any, Any], mine: tuple[Any, Any], chunk_of: Callable[[tor
         return unpack_mine(kept) if ours else unpack(kept)
 
     return pack_both, unpack_both
-
-
-def _refuse_gradient(name: str) -> Any:
-    def refuse(_: torch.Tensor) -> None:
-        raise ContractError(
-            f"parameter {name!r} was read outside every module call and the loss depends on it; move that code into "
-            "the forward of the model or of one of its modules"
-        )
-
-    return refuse

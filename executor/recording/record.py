@@ -100,9 +100,10 @@ def record(
 
     def iteration() -> None:
         # The usual loop, as in a capture: a batch stays alive until the next one is drawn.
-        for one in batches:
+        for number, one in enumerate(batches):
             drawn = fresh(one)
             value = loss(model, drawn) / len(batches)
+            session.clock.require_backwards(number, name)
             value.backward()  # type: ignore[no-untyped-call]
             del value
         session.clock.step()

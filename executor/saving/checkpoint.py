@@ -5,7 +5,8 @@
     optimizer-*.safetensors       "momentum/NAME", "variance/NAME", "param32/NAME" (where the weights are narrower),
                                   and the states of the random number generators
     extra.safetensors             tensors of the user's `extra`, if any
-    pstar.json                    schema, iteration, parameters, groups, files with their sizes; written last
+    pstar.json                    schema, iteration, parameters, groups, files with their sizes and checksums, and a
+                                  checksum of its own; written last
 
 Everything is stored by tensor name and nothing by chunk, so that a run can continue under another plan, policy, budget,
 chunk size or number of ranks. Under the same plan it continues bit-identically.
@@ -20,13 +21,13 @@ tensor. A reader takes the elements that it needs from the existing pieces.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,19 +42,27 @@ from executor.saving.as_json import encode
 from executor.saving.generators import generator_states
 from executor.saving.manifest import (
     EXTRA,
-    FORMAT,
     MANIFEST,
-    SCHEMA,
+    Manifest,
+    StoredScale,
     Trained,
     check_between_iterations,
     groups_table,
     is_checkpoint,
+    manifest_text,
     model_table,
 )
-from executor.saving.tensor_files import TensorToStore, piece_buffer, write_tensor_file
+from executor.saving.tensor_files import (
+    StoredFile,
+    TensorToStore,
+    piece_buffer,
+    write_tensor_file,
+    write_text_file,
+)
 from executor.saving.weights import INDEX, persistent_buffers
 from pstar_sim.core.step import Place
 from pstar_sim.errors import CheckpointError, PstarError
+from pstar_sim.schema.records import read_record
 from pstar_sim.units import format_bytes
 from pstar_sim.version import __version__
 from pstar_sim.workload.workload import Tensor
@@ -62,7 +71,7 @@ if TYPE_CHECKING:
     from executor.distributed.ranks import Ranks
     from executor.engine import Session
 
-__all__ = ["save", "together"]
+__all__ = ["save", "state_of", "together", "whole_of"]
 
 log = logging.getLogger("executor")
 
@@ -94,14 +103,13 @@ def save(optimizer: Trained, folder: str | Path, *, extra: Any = None, shard_byt
         try:
             temporary = together(ranks, saving, lambda: _begin(folder, int(needed), first))
             files = together(ranks, saving, lambda: _write(session, work, temporary))
-            count = sum(ranks.come_to(SAVES, len(files))) if ranks is not None else len(files)
-            last = functools.partial(_finish, work, folder, temporary, int(count))
+            last = functools.partial(_finish, work, folder, temporary, files)
             together(ranks, saving, last if first else lambda: None)
         except BaseException:
             if first:
                 whole_folder.abandon(folder)
             raise
-    log.info("checkpoint of iteration %d: %s in %s", work.manifest["iteration"], format_bytes(int(needed)), folder)
+    log.info("checkpoint of iteration %d: %s in %s", work.manifest.iteration, format_bytes(int(needed)), folder)
     return folder
 
 
@@ -135,7 +143,7 @@ def together(ranks: Ranks | None, what: str, action: Callable[[], T]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class _Writing:
-    """The work of a rank: rows by file, and the content of the manifest.
+    """The work of a rank: rows by file, and the manifest, which has no files yet.
 
     rows_read: rows of weights whose values were read, which on several ranks takes all of them.
     """
@@ -143,7 +151,7 @@ class _Writing:
     weights: list[list[TensorToStore]]
     states: list[list[TensorToStore]]
     extras: list[TensorToStore]
-    manifest: dict[str, Any]
+    manifest: Manifest
     rows_read: set[str]
 
     @property
@@ -171,22 +179,21 @@ def _plan_work(optimizer: Trained, folder: Path, extra: Any, shard_bytes: int) -
     return _Writing(
         weights=_shards([_noted(row, rows_read) for row in _weight_rows(session)], shard_bytes),
         states=_shards([*generators, *states], shard_bytes),
-        manifest={
-            "format": FORMAT,
-            "schema": SCHEMA,
-            "written_by": {"pstar-sim": __version__, "torch": torch.__version__},
-            "model": session.plan.workload.model,
-            "iteration": session.iterations_before + session.iteration,
-            "ranks": 1 if session.ranks is None else session.ranks.count,
-            "tensors": model_table(session.plan.workload.tensors),
-            "states": list(session.plan.layout.state_lists),
-            "updates": {
+        manifest=Manifest(
+            written_by={"pstar-sim": __version__, "torch": torch.__version__},
+            model=session.plan.workload.model,
+            iteration=session.iterations_before + session.iteration,
+            ranks=1 if session.ranks is None else session.ranks.count,
+            tensors=model_table(session.plan.workload.tensors),
+            states=tuple(session.plan.layout.state_lists),
+            updates={
                 session.reader.name_of(t): n for t, n in session.contents.steps_taken.items() if not _frozen(session, t)
             },
-            "groups": groups_table(optimizer, tensors),
-            "loss_scaling": None if session.scaling is None else session.scaling.state_dict(),
-            "extra": encode(extra, tensors, "extra"),
-        },
+            groups=groups_table(optimizer, tensors),
+            loss_scaling=None if session.scaling is None else read_record(StoredScale, session.scaling.state_dict()),
+            extra=encode(extra, tensors, "extra"),
+            files={},
+        ),
         extras=[_row(name, tensor) for name, tensor in tensors.items()],
         rows_read=rows_read,
     )
@@ -214,15 +221,18 @@ def _begin(folder: Path, needed_bytes: int, first: bool) -> Path:
     return whole_folder.begin(folder)
 
 
-def _write(session: Session, work: _Writing, folder: Path) -> list[str]:
-    """Write this rank's files. Returns their names. The first rank writes the weights, for which the others give their
-    parts; each rank writes its states."""
+def _write(session: Session, work: _Writing, folder: Path) -> dict[str, StoredFile]:
+    """Write this rank's files. The first rank writes the weights, for which the others give their parts; each rank
+    writes its states. Ranks other than the first write a list of their files, which the first reads."""
     buffer = piece_buffer()
     ranks = session.ranks
     if ranks is not None and ranks.rank:
         for row in (row for rows in work.weights for row in rows):
             row.pieces()
-        return _write_shards(folder, f"optimizer-rank{ranks.rank}", work.states, buffer)
+        files = _write_shards(folder, f"optimizer-rank{ranks.rank}", work.states, buffer)
+        rows = {name: dataclasses.asdict(file) for name, file in files.items()}
+        write_text_file(_list_of(folder, ranks.rank), json.dumps(rows))
+        return files
     try:
         files = _write_shards(folder, "model", work.weights, buffer)
     except OSError:
@@ -230,23 +240,33 @@ def _write(session: Session, work: _Writing, folder: Path) -> list[str]:
             if row.name not in work.rows_read:
                 row.pieces()  # the other ranks wait for this rank's part
         raise
-    files += _write_shards(folder, "optimizer" if ranks is None else "optimizer-rank0", work.states, buffer)
+    files |= _write_shards(folder, "optimizer" if ranks is None else "optimizer-rank0", work.states, buffer)
     if work.extras:
-        write_tensor_file(folder / EXTRA, work.extras, buffer)
-        files.append(EXTRA)
+        files[EXTRA] = write_tensor_file(folder / EXTRA, work.extras, buffer)
     _save_config(session, folder)
     return files
 
 
-def _finish(work: _Writing, folder: Path, temporary: Path, count: int) -> None:
-    """Write the manifest, and move the folder to its place."""
-    files = {p.name: p.stat().st_size for p in sorted(temporary.iterdir()) if _OURS.fullmatch(p.name)}
-    if len(files) != count:
-        raise CheckpointError(
-            f"checkpoint {folder} is not written: the ranks wrote {count} files, and the first rank sees {len(files)}; "
-            "save to a folder that all ranks see"
-        )
-    _write_text(temporary / MANIFEST, json.dumps({**work.manifest, "files": files}, indent=1) + "\n")
+def _list_of(folder: Path, rank: int) -> Path:
+    return folder / f"files-rank{rank}.json"
+
+
+def _finish(work: _Writing, folder: Path, temporary: Path, files: Mapping[str, StoredFile]) -> None:
+    """Write the manifest, and move the folder to its place.
+
+    files: those of the first rank.
+    """
+    listed = dict(files)
+    for rank in range(1, work.manifest.ranks):
+        path = _list_of(temporary, rank)
+        if not path.is_file():
+            raise CheckpointError(
+                f"checkpoint {folder} is not written: the first rank does not see the files of rank {rank}; save to a "
+                "folder that all ranks see"
+            )
+        listed |= {name: StoredFile(**row) for name, row in json.loads(path.read_text(encoding="utf-8")).items()}
+        path.unlink()
+    write_text_file(temporary / MANIFEST, manifest_text(dataclasses.replace(work.manifest, files=listed)))
     ours = {entry.name for entry in folder.iterdir() if _OURS.fullmatch(entry.name)} if folder.is_dir() else ()
     whole_folder.finish(folder, ours)
 
@@ -298,16 +318,16 @@ def _value_of(session: Session, tensor: int) -> Callable[[], Iterable[torch.Tens
         state = contents.chunks[chunk]
         for place in (Place.HOST, Place.GPU):
             if place in state.current and tensor not in state.where(place, "param"):
-                return [_whole(session, tensor, contents.slots.at(place, tensor, "param"))]
+                return [whole_of(session, tensor, contents.slots.at(place, tensor, "param"))]
         for place in (Place.HOST, Place.GPU):
             if arena.has(place, chunk, "param32"):
-                return [_whole(session, tensor, contents.slots.at(place, tensor, "param32"))]
+                return [whole_of(session, tensor, contents.slots.at(place, tensor, "param32"))]
         raise AssertionError(f"no place holds the value of {session.reader.name_of(tensor)!r}")
 
     return pieces
 
 
-def _whole(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
+def whole_of(session: Session, tensor: int, part: torch.Tensor) -> torch.Tensor:
     """Returns a whole tensor. On several ranks it is joined from the ranks' parts."""
     return session.contents.exchange.joined(tensor, part) if session.contents.sliced else part
 
@@ -328,11 +348,11 @@ def _state_rows(session: Session) -> list[TensorToStore]:
                 if part.numel or whole:
                     key = f"{name}/{t.name}" if whole else f"{name}/{t.name}@{part.skip}"
                     shape = t.shape if whole else (part.numel,)
-                    rows.append(TensorToStore(key, dtype, shape, _state_of(session, slot.tensor, name)))
+                    rows.append(TensorToStore(key, dtype, shape, state_of(session, slot.tensor, name)))
     return rows
 
 
-def _state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable[torch.Tensor]]:
+def state_of(session: Session, tensor: int, name: str) -> Callable[[], Iterable[torch.Tensor]]:
     def pieces() -> Iterable[torch.Tensor]:
         chunk = session.plan.layout.chunk_of[tensor]
         place = Place.HOST if session.arena.has(Place.HOST, chunk, name) else Place.GPU
@@ -357,22 +377,22 @@ def _shards(rows: Sequence[TensorToStore], shard_bytes: int) -> list[list[Tensor
 
 def _write_shards(
     folder: Path, stem: str, shards: Sequence[Sequence[TensorToStore]], buffer: torch.Tensor
-) -> list[str]:
-    """Write the shards. Returns the names of the files. Several files of weights get the index that transformers looks
+) -> dict[str, StoredFile]:
+    """Write the shards. Returns the files by name. Several files of weights get the index that transformers looks
     for."""
     count = len(shards)
     ends = [f"-{i:05d}-of-{count:05d}" for i in range(1, count + 1)] if count > 1 else [""]
     names = [f"{stem}{end}.safetensors" for end in ends]
-    for name, rows in zip(names, shards):
-        write_tensor_file(folder / name, rows, buffer, {"format": "pt"})
+    files = {
+        name: write_tensor_file(folder / name, rows, buffer, {"format": "pt"}) for name, rows in zip(names, shards)
+    }
     if stem == "model" and count > 1:
         index = {
             "metadata": {"total_size": sum(row.size_bytes for rows in shards for row in rows)},
             "weight_map": {row.name: name for name, rows in zip(names, shards) for row in rows},
         }
-        _write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
-        names.append(INDEX)
-    return names
+        files[INDEX] = write_text_file(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    return files
 
 
 def _save_config(session: Session, folder: Path) -> None:
@@ -386,11 +406,4 @@ def _save_config(session: Session, folder: Path) -> None:
         if name == "config.json":
             values["architectures"] = [type(session.model).__name__]
             values["dtype"] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[session.plan.workload.dtype]
-        _write_text(folder / name, json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+        write_text_file(folder / name, json.dumps(values, indent=2, sort_keys=True) + "\n")

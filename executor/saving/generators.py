@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 
-__all__ = ["generator_states", "set_generators"]
+from pstar_sim.errors import CheckpointError
+
+__all__ = ["checked_generators", "generator_states", "set_generators"]
 
 
 def generator_states() -> dict[str, torch.Tensor]:
@@ -32,17 +35,42 @@ def _as_bytes(value: Any) -> torch.Tensor:
 
 
 def set_generators(states: Mapping[str, torch.Tensor]) -> None:
-    """Set the generators to these states. States of devices that are not here are left out."""
+    """Set the generators to these states."""
+    for action in checked_generators(states):
+        action()
+
+
+def checked_generators(states: Mapping[str, torch.Tensor]) -> list[Callable[[], object]]:
+    """Returns the functions that set the generators to these states. States of devices that are not here are left out.
+    Each state is tried on a generator of its own first. Raises CheckpointError, naming the generator."""
+    actions = []
     for name, state in states.items():
-        if name == "torch":
-            torch.set_rng_state(state)
-        elif name.startswith("cuda."):
-            number = int(name.removeprefix("cuda."))
-            if torch.cuda.is_available() and number < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state, number)
-        elif name == "python":
-            version, words, gauss = json.loads(bytes(state.numpy()))
-            random.setstate((version, tuple(words), gauss))
-        else:
-            kind, keys, *rest = json.loads(bytes(state.numpy()))
-            numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+        try:
+            action = _checked(name, state)
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"the state of the random number generator {name!r} is damaged ({reason})") from error
+        if action is not None:
+            actions.append(action)
+    return actions
+
+
+def _checked(name: str, state: torch.Tensor) -> Callable[[], object] | None:
+    if name == "torch":
+        torch.Generator().set_state(state)
+        return partial(torch.set_rng_state, state)
+    if name.startswith("cuda."):
+        number = int(name.removeprefix("cuda."))
+        if not torch.cuda.is_available() or number >= torch.cuda.device_count():
+            return None
+        torch.Generator(f"cuda:{number}").set_state(state)
+        return partial(torch.cuda.set_rng_state, state, number)
+    if name == "python":
+        version, words, gauss = json.loads(bytes(state.numpy()))
+        python = (version, tuple(words), gauss)
+        random.Random().setstate(python)
+        return partial(random.setstate, python)
+    kind, keys, *rest = json.loads(bytes(state.numpy()))
+    legacy = (kind, numpy.array(keys, dtype=numpy.uint32), *rest)
+    numpy.random.RandomState().set_state(legacy)
+    return partial(numpy.random.set_state, legacy)

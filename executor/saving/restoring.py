@@ -1,14 +1,17 @@
 """Restoring: loads a checkpoint of `checkpoint.py` into a prepared model, under the same plan or another.
 
-All errors of a folder are found before anything changes: files that are missing or of another size, another model or
-other groups, a newer schema, states that do not cover their tensors.
+All errors of a folder are found before anything changes: files that are missing, of another size or with another
+checksum, another model or other groups, a newer schema, states that do not cover their tensors. Checksums take a
+reading of the whole folder, which the ranks of a host share. A load that fails after that, or is interrupted, leaves a
+session that refuses every act until a load ends (`Loop.loading`).
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,19 +22,23 @@ from executor.contract import tensor_of
 from executor.moments.unseen import unseen
 from executor.saving.as_json import decode
 from executor.saving.checkpoint import together
-from executor.saving.generators import set_generators
+from executor.saving.generators import checked_generators
 from executor.saving.manifest import (
     EXTRA,
+    MANIFEST,
+    Manifest,
     Trained,
     check_between_iterations,
+    check_files,
     find_checkpoint,
     model_table,
     read_manifest,
 )
 from executor.saving.tensor_files import TensorFile, piece_buffer
 from executor.saving.weights import Weights, some
+from executor.session.loop import LOAD
 from pstar_sim.core.step import Place
-from pstar_sim.errors import CheckpointError, WeightsError
+from pstar_sim.errors import CheckpointError, PstarError, WeightsError
 
 if TYPE_CHECKING:
     from executor.engine import Session
@@ -75,102 +82,174 @@ class _SoundCheckpoint:
     """A checkpoint whose files all exist and have their original sizes."""
 
     folder: Path
-    manifest: dict[str, Any]
+    manifest: Manifest
     pieces: dict[tuple[str, str], list[_Piece]] = field(default_factory=dict)  # (list, tensor name)
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    def decoded(self, value: Any, name: str) -> Any:
+        """Returns a value of the manifest. Raises CheckpointError where a tensor of it is missing.
 
-def load(optimizer: Trained, folder: str | Path, *, generators: bool = True) -> Restored:
+        name: the field that holds it.
+        """
+        try:
+            return decode(value, self.extra)
+        except KeyError as error:
+            raise CheckpointError(
+                f"{self.folder / MANIFEST}: field {name!r} holds the tensor {error}, which {EXTRA} does not; give "
+                "another checkpoint"
+            ) from error
+
+
+def load(optimizer: Trained, folder: str | Path, *, generators: bool = True, checksums: bool = True) -> Restored:
     """Put parameters, optimizer states, step counts, groups and loss scale of a checkpoint into a prepared model.
     Returns the other values of the checkpoint.
 
     The plan may differ from the plan under which the checkpoint was saved. On several ranks every rank calls this.
-    Raises CheckpointError for a folder that is partial, of another model, or from a newer version, before anything is
-    changed; ContractError between a forward and `step()`.
+    Raises CheckpointError for a folder that is partial, damaged, of another model, or from a newer version, before
+    anything is changed; ContractError between a forward and `step()`.
 
     generators: whether to set the global random number generators (torch, Python, numpy) too, each rank its own.
+    checksums: whether to compare the checksums of all files first, which reads the folder once more.
     """
     session = optimizer.session
     session.loop.require_running()
     ranks = session.ranks
     folder = Path(folder).expanduser()
-    opened, weights = together(ranks, f"be loaded from {folder}", functools.partial(_checked, optimizer, folder))
+    what = f"be loaded from {folder}"
+    opened = together(ranks, what, lambda: _opened_for(optimizer, folder))
     manifest = opened.manifest
-    numbers = [decode(group["numbers"], opened.extra) for group in manifest["groups"]]
-    extra = decode(manifest["extra"], opened.extra)
-    with session.still(), unseen(), torch.no_grad():
-        weights.fill(session.arena, session.contents)
-        _fill_states(opened, session)
-        for tensor in session.contents.steps_taken:
-            session.contents.steps_taken[tensor] = int(manifest["updates"].get(session.reader.name_of(tensor), 0))
-    for mine, theirs in zip(optimizer.param_groups, numbers):
-        mine.update(theirs)
-    if session.scaling is not None and manifest["loss_scaling"] is not None:
-        session.scaling.load_state_dict(manifest["loss_scaling"])
-    session.iterations_before = int(manifest["iteration"]) - session.iteration
-    if generators:
-        kept = f"random.{0 if ranks is None else ranks.rank}"
-        set_generators(
-            {name: rows[0].file.read(rows[0].name) for (kind, name), rows in opened.pieces.items() if kind == kept}
-        )
-    note = f"checkpoint {opened.folder}: iteration {manifest['iteration']}"
+    if checksums:
+        sharing = [0] if ranks is None else ranks.on_this_host()
+        place = 0 if ranks is None else sharing.index(ranks.rank)
+        names = sorted(manifest.files)[place :: len(sharing)]
+        together(ranks, what, lambda: check_files(opened.folder, manifest, names))
+    values = together(ranks, what, lambda: _checked(opened, session, generators))
+    with session.loop.loading(LOAD), unseen(), torch.no_grad():
+        together(ranks, what, lambda: _fill(values, optimizer))
+    note = f"checkpoint {opened.folder}: iteration {manifest.iteration}"
+    if not all(file.xxh3_64 for file in manifest.files.values()):
+        note += "; it has no checksums (an earlier version wrote it): damaged values are not found"
     log.info("%s", note)
-    return Restored(int(manifest["iteration"]), extra, note)
+    return Restored(manifest.iteration, values.extra, note)
 
 
-def _checked(optimizer: Trained, folder: Path) -> tuple[_SoundCheckpoint, Weights]:
-    """Make every check that can be made before anything is changed."""
+@dataclass(frozen=True, kw_only=True)
+class _Values:
+    """The values of a checkpoint, found sound.
+
+    numbers: settings of each group.
+    generators: set the generators.
+    """
+
+    opened: _SoundCheckpoint
+    weights: Weights
+    numbers: list[dict[str, Any]]
+    extra: Any
+    generators: list[Callable[[], object]]
+
+
+def _opened_for(optimizer: Trained, folder: Path) -> _SoundCheckpoint:
+    """Make every check that the manifest and the sizes of the files allow."""
     session = optimizer.session
     check_between_iterations(session, "load")
     opened = _open(folder)
     _check_model(opened, session)
     _check_groups(opened, session, optimizer)
+    return opened
+
+
+def _checked(opened: _SoundCheckpoint, session: Session, generators: bool) -> _Values:
+    """Make every check of the files' content."""
+    _read_headers(opened)
     try:
         weights = Weights(opened.folder)
         weights.match(session.model, session.plan.workload.tensors)
     except WeightsError as error:
         raise CheckpointError(f"checkpoint {opened.folder}: {error}") from error
+    foreign = sorted(path.name for path in weights.paths if path.name not in opened.manifest.files)
+    if foreign:
+        raise CheckpointError(
+            f"checkpoint {opened.folder}: {foreign[0]} is not one of its files; remove it, or give another checkpoint"
+        )
     _check_states(opened, session)
-    return opened, weights
+    return _Values(
+        opened=opened,
+        weights=weights,
+        numbers=[opened.decoded(group.numbers, f"groups[{i}]") for i, group in enumerate(opened.manifest.groups)],
+        extra=opened.decoded(opened.manifest.extra, "extra"),
+        generators=_generators(opened, session) if generators else [],
+    )
+
+
+def _generators(opened: _SoundCheckpoint, session: Session) -> list[Callable[[], object]]:
+    kept = f"random.{0 if session.ranks is None else session.ranks.rank}"
+    rows = [pieces[0] for (kind, _), pieces in opened.pieces.items() if kind == kept]
+    try:
+        return checked_generators({row.name.partition("/")[2]: row.file.read(row.name) for row in rows})
+    except PstarError as error:
+        raise CheckpointError(f"{rows[0].file.path} is damaged: {error}; give another checkpoint") from error
+
+
+def _fill(values: _Values, optimizer: Trained) -> None:
+    """Put the values in their places."""
+    session, manifest = optimizer.session, values.opened.manifest
+    try:
+        values.weights.fill(session.arena, session.contents)
+        _fill_states(values.opened, session)
+    except (OSError, WeightsError) as error:
+        raise CheckpointError(f"checkpoint {values.opened.folder} was loaded in part: {error}") from error
+    for tensor in session.contents.steps_taken:
+        session.contents.steps_taken[tensor] = manifest.updates.get(session.reader.name_of(tensor), 0)
+    for mine, theirs in zip(optimizer.param_groups, values.numbers):
+        mine.update(theirs)
+    if session.scaling is not None and manifest.loss_scaling is not None:
+        session.scaling.load_state_dict(dataclasses.asdict(manifest.loss_scaling))
+    session.iterations_before = manifest.iteration - session.iteration
+    for set_generator in values.generators:
+        set_generator()
 
 
 def stored_extra(folder: str | Path) -> Restored:
     """Returns the values of a checkpoint beside parameters and states, without loading it. Raises CheckpointError as
     `load` does for a broken checkpoint."""
     opened = _open(Path(folder).expanduser())
-    manifest = opened.manifest
-    return Restored(int(manifest["iteration"]), decode(manifest["extra"], opened.extra), f"checkpoint {opened.folder}")
+    check_files(opened.folder, opened.manifest, opened.manifest.files.keys() & {EXTRA})
+    _read_headers(opened)
+    extra = opened.decoded(opened.manifest.extra, "extra")
+    return Restored(opened.manifest.iteration, extra, f"checkpoint {opened.folder}")
 
 
 def _open(folder: Path) -> _SoundCheckpoint:
     folder = find_checkpoint(folder)
-    manifest = read_manifest(folder)
-    opened = _SoundCheckpoint(folder, manifest)
-    for name, size in manifest["files"].items():
+    opened = _SoundCheckpoint(folder, read_manifest(folder))
+    files = opened.manifest.files
+    for name, written in files.items():
         file = folder / name
         if not file.is_file():
             raise CheckpointError(
-                f"checkpoint {folder} is partial: {name} is missing ({len(manifest['files'])} files belong to it); "
-                "copy it whole, or give another checkpoint"
+                f"checkpoint {folder} is partial: {name} is missing ({len(files)} files belong to it); copy it whole, "
+                "or give another checkpoint"
             )
-        if file.stat().st_size != size:
+        if file.stat().st_size != written.bytes:
             raise CheckpointError(
-                f"checkpoint {folder} is damaged: {name} has {file.stat().st_size} bytes, {size} were written; copy it "
-                "again, or give another checkpoint"
+                f"checkpoint {folder} is damaged: {name} has {file.stat().st_size} bytes, {written.bytes} were "
+                "written; copy it again, or give another checkpoint"
             )
-        if name.startswith("optimizer"):
-            _index(opened, _sound(file))
-        elif name == EXTRA:
-            table = _sound(file)
-            opened.extra.update({key: table.read(key) for key in table.entries})
     return opened
 
 
-def _sound(path: Path) -> TensorFile:
-    try:
-        return TensorFile(path)
-    except WeightsError as error:
-        raise CheckpointError(f"checkpoint {path.parent} is damaged: {error}") from error
+def _read_headers(opened: _SoundCheckpoint) -> None:
+    """Note where each list of each tensor is, and read the tensors of `extra`."""
+    for name in opened.manifest.files:
+        file = opened.folder / name
+        try:
+            if name.startswith("optimizer"):
+                _index(opened, TensorFile(file))
+            elif name == EXTRA:
+                table = TensorFile(file)
+                opened.extra.update({key: table.read(key) for key in table.entries})
+        except WeightsError as error:
+            raise CheckpointError(f"checkpoint {opened.folder} is damaged: {error}") from error
 
 
 def _index(opened: _SoundCheckpoint, file: TensorFile) -> None:
@@ -182,9 +261,9 @@ def _index(opened: _SoundCheckpoint, file: TensorFile) -> None:
 
 
 def _check_model(opened: _SoundCheckpoint, session: Session) -> None:
-    theirs = {row["name"]: row for row in opened.manifest["tensors"]}
-    mine = {row["name"]: row for row in model_table(session.plan.workload.tensors)}
-    where = f"checkpoint {opened.folder} is of another model ({opened.manifest.get('model')!r})"
+    theirs = {row.name: row for row in opened.manifest.tensors}
+    mine = {row.name: row for row in model_table(session.plan.workload.tensors)}
+    where = f"checkpoint {opened.folder} is of another model ({opened.manifest.model!r})"
     only_there, only_here = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
     if only_there or only_here:
         parts = [f"only the checkpoint has {some(only_there)}"] if only_there else []
@@ -192,15 +271,16 @@ def _check_model(opened: _SoundCheckpoint, session: Session) -> None:
         raise CheckpointError(f"{where}: {'; '.join(parts)}; build the model that was saved")
     for name, row in mine.items():
         for what in ("shape", "frozen", "tied_to"):
-            if row[what] != theirs[name][what]:
+            stored, wanted = getattr(theirs[name], what), getattr(row, what)
+            if stored != wanted:
                 raise CheckpointError(
-                    f"{where}: {what} of {name!r} is {theirs[name][what]} in the checkpoint and {row[what]} in the "
-                    "model; build the model that was saved"
+                    f"{where}: {what} of {name!r} is {stored} in the checkpoint and {wanted} in the model; build the "
+                    "model that was saved"
                 )
 
 
 def _check_groups(opened: _SoundCheckpoint, session: Session, optimizer: Trained) -> None:
-    groups = [set(group["params"]) for group in opened.manifest["groups"]]
+    groups = [set(group.params) for group in opened.manifest.groups]
     name_of = session.reader.name_of
     here = [{name_of(t) for p in g["params"] if (t := tensor_of(p)) is not None} for g in optimizer.param_groups]
     if groups != here:
@@ -217,7 +297,7 @@ def _wanted_states(session: Session) -> list[tuple[int, str]]:
 
 def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
     """Check that the checkpoint has every element of each optimizer state."""
-    stored = {row["name"]: row["dtype"] for row in opened.manifest["tensors"]}
+    stored = {row.name: row.dtype for row in opened.manifest.tensors}
     for tensor, list_name in _wanted_states(session):
         t = session.plan.workload.tensors[tensor]
         if list_name == "param32" and stored[t.name] == "fp32":
@@ -225,6 +305,12 @@ def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
         reached = 0
         for piece in sorted(opened.pieces.get((list_name, t.name), []), key=lambda piece: piece.start):
             reached = piece.stop if piece.start == reached else -1
+            entry = piece.file.entries[piece.name]
+            if entry.dtype is None or not entry.dtype.is_floating_point:
+                raise CheckpointError(
+                    f"checkpoint {opened.folder} is damaged: {piece.name!r} in {piece.file.path.name} is in "
+                    f"{entry.code}, which no state is; give another checkpoint"
+                )
         if reached != t.numel:
             raise CheckpointError(
                 f"checkpoint {opened.folder} is damaged: {list_name} of {t.name!r} does not cover the tensor's "

@@ -4,6 +4,9 @@ Neither the reader nor the writer ever holds a whole tensor or a whole file. The
 buffer that is used again; nothing is mapped, so no page of the file counts as memory of the process. The writer gets
 rows whose elements are made on request. Knows no model and no chunk.
 
+[Note: checksums] XXH3 of 64 bits, by xxhash: on one core it is faster than memory is copied, where zlib's CRC32, which
+Python has, is about as slow as a disk. It is taken of a whole file, header included, as its bytes are written.
+
 Format (https://huggingface.co/docs/safetensors): 8 bytes little-endian length n; n bytes of JSON that give each
 tensor's dtype, shape, and first and last byte; then the bytes. Every byte belongs to exactly one tensor.
 """
@@ -21,10 +24,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from pstar_sim.errors import WeightsError
 
-__all__ = ["PIECE_BYTES", "StoredTensor", "TensorFile", "TensorToStore", "piece_buffer", "write_tensor_file"]
+__all__ = [
+    "PIECE_BYTES",
+    "StoredFile",
+    "StoredTensor",
+    "TensorFile",
+    "TensorToStore",
+    "piece_buffer",
+    "stored_file",
+    "write_elements",
+    "write_tensor_file",
+    "write_text_file",
+    "write_whole",
+]
 
 PIECE_BYTES = 16 << 20
 LONGEST_HEADER_BYTES = 100 << 20
@@ -54,6 +70,27 @@ def piece_buffer(size_bytes: int = PIECE_BYTES) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous uint8 tensor on the host, whose storage cannot be resized from then on."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as it was written.
+
+    xxh3_64: its checksum, in hexadecimal digits; "" for a file of which none was taken ([Note: checksums]).
+    """
+
+    bytes: int
+    xxh3_64: str
+
+
+def stored_file(path: Path, buffer: torch.Tensor) -> StoredFile:
+    """Returns the file as it is now. It is read through `buffer` (uint8). Raises OSError."""
+    checksum, size, view = xxhash.xxh3_64(), 0, bytes_of(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(view):
+            checksum.update(view[:count])
+            size += count
+    return StoredFile(size, checksum.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +271,8 @@ class TensorToStore:
 
 def write_tensor_file(
     path: Path, rows: Sequence[TensorToStore], buffer: torch.Tensor, metadata: Mapping[str, str] | None = None
-) -> int:
-    """Write the rows to a new file, in the given order, and flush it to the disk. Returns its bytes.
+) -> StoredFile:
+    """Write the rows to a new file, in the given order, and flush it to the disk.
 
     Elements go through `buffer` (uint8) piece by piece, where they are cast. (After `Tensor.numpy()` on a chunk, the
     chunk's storage could not be evicted any more.) Raises OSError (disk full, ...); AssertionError if a row gives more
@@ -252,33 +289,64 @@ def write_tensor_file(
         reached += row.size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        _write(descriptor, memoryview(struct.pack("<Q", len(text)) + text))
+    with _NewFile(path) as file:
+        file.write(memoryview(struct.pack("<Q", len(text)) + text))
         for row in rows:
             left = math.prod(row.shape)
             for tensor in row.pieces():
                 left -= tensor.numel()
-                _write_elements(descriptor, tensor, row.dtype, buffer)
+                write_elements(file.write, tensor, row.dtype, buffer)
             assert left == 0, f"{row.name}: {left} elements of {row.shape} did not come"
-        os.fsync(descriptor)
+        return file.flushed()
+
+
+def write_text_file(path: Path, text: str) -> StoredFile:
+    """Write a new file, and flush it to the disk. Raises OSError."""
+    with _NewFile(path) as file:
+        file.write(memoryview(text.encode()))
+        return file.flushed()
+
+
+class _NewFile:
+    """A file that is being written, and the checksum of what was written."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._checksum = xxhash.xxh3_64()
+        self._size_bytes = 0
+
+    def __enter__(self) -> _NewFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def write(self, content: memoryview) -> None:
+        self._checksum.update(content)
+        self._size_bytes += len(content)
+        write_whole(self._descriptor, content)
+
+    def flushed(self) -> StoredFile:
+        """Flush the file to the disk. Its pages leave the page cache, because they are not read again."""
+        os.fsync(self._descriptor)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-    return 8 + len(text) + reached
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return StoredFile(self._size_bytes, self._checksum.hexdigest())
 
 
-def _write_elements(descriptor: int, tensor: torch.Tensor, dtype: torch.dtype, buffer: torch.Tensor) -> None:
+def write_whole(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def write_elements(
+    write: Callable[[memoryview], object], tensor: torch.Tensor, dtype: torch.dtype, buffer: torch.Tensor
+) -> None:
+    """Call `write` with the elements of the tensor in this dtype, piece by piece; each piece is in `buffer` (uint8)."""
     flat = tensor.detach().reshape(-1)
     most = buffer.numel() // dtype.itemsize
     for start in range(0, flat.numel(), most):
         part = flat[start : start + most]
         piece = buffer[: part.numel() * dtype.itemsize]
         piece.view(dtype).copy_(part)
-        _write(descriptor, bytes_of(piece))
-
-
-def _write(descriptor: int, content: memoryview) -> None:
-    while content:
-        content = content[os.write(descriptor, content) :]
+        write(bytes_of(piece))

@@ -33,9 +33,10 @@ from executor.devices.torch_private import buffer_table, non_persistent_buffers
 from executor.lifetime.loading import views_of
 from executor.memory.arena import Arena
 from executor.memory.contents import Contents
+from executor.saving.manifest import check_files, is_checkpoint, read_manifest
 from executor.saving.tensor_files import StoredTensor, TensorFile, piece_buffer
 from pstar_sim.core.step import Place
-from pstar_sim.errors import WeightsError
+from pstar_sim.errors import CheckpointError, WeightsError
 from pstar_sim.units import format_params
 from pstar_sim.workload.workload import Tensor
 
@@ -57,6 +58,7 @@ def check_values(model: nn.Module, tensors: Sequence[Tensor], folder: str | Path
     """
     if folder is not None:
         source = Weights(folder)
+        source.check_checksums()
         source.match(model, tensors)
         _initialise_adapters(model)
         return source
@@ -172,6 +174,19 @@ class Weights:
                 self._sources[name] = _StoredValue(file, name)
         self._parameters: dict[int, _StoredValue] = {}
         self._buffers: list[tuple[nn.Module, str, _StoredValue]] = []
+
+    @property
+    def paths(self) -> frozenset[Path]:
+        return frozenset(source.file.path for source in self._sources.values())
+
+    def check_checksums(self) -> None:
+        """Raise WeightsError where the folder is a checkpoint, and a file is not as it was written."""
+        if is_checkpoint(self.folder):
+            try:
+                manifest = read_manifest(self.folder)
+                check_files(self.folder, manifest, {path.name for path in self.paths} & manifest.files.keys())
+            except CheckpointError as error:
+                raise WeightsError(f"weights {str(self.folder)!r}: {error}") from error
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources

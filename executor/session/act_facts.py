@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from executor.contract import raw_grad
+from executor.devices.torch_private import transforms_running
 from executor.moments.hooks import ModuleEvent
 from executor.session.accelerated import Accelerated
 from executor.session.batches import Batches
@@ -98,6 +100,11 @@ class ActFacts:
         return self.host.iteration
 
     @property
+    def loading(self) -> str:
+        """The call whose load did not end."""
+        return self.host.at_work.loading
+
+    @property
     def policy(self) -> str:
         return self.host.plan.policy
 
@@ -115,6 +122,16 @@ class ActFacts:
     def setting(self) -> str:
         """The name of the number of micro-batches in the user's program."""
         return self.host.spelling.micro_batches
+
+    @property
+    def backwards(self) -> str:
+        count = self.host.now.backwards
+        return f"{count} backward{'s' if count > 1 else ''}"
+
+    @property
+    def subject(self) -> str:
+        """What a transform of torch.func met."""
+        return f"{self.name!r} is read" if self.tensor >= 0 else f"a forward of {self.forward}"
 
     @property
     def switched_name(self) -> str:
@@ -152,6 +169,7 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.PENDING: lambda act: bool(act.host.now.arrived) and not act.host.cursor.stepped,
     Fact.GIVEN: lambda act: bool(act.host.now.arrived or act.host.now.missed),
     Fact.ARRIVED: lambda act: bool(act.host.now.arrived),
+    Fact.ARRIVING: lambda act: raw_grad(act.host.reader.parameters[act.tensor]) is not None,
     Fact.CONSUMED: _consumed,
     Fact.STEPPED: lambda act: act.host.cursor.stepped,
     Fact.SURPLUS: lambda act: act.host.now.backwards >= act.planned,
@@ -165,5 +183,9 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.SEVERAL: lambda act: act.host.ranks is not None,
     Fact.INSIDE: lambda act: act.host.cursor.moment >= 0,
     Fact.UNDUE: lambda act: act.host.accelerated.skips,
+    Fact.BACKWARD: lambda act: act.host.cursor.moment >= 0 and act.host.now.backwards > 0,
+    Fact.IN_BACKWARD: lambda act: act.host.clock.in_backward,
+    Fact.SCALED: lambda act: act.host.scaling is not None,
+    Fact.TRANSFORMED: lambda act: transforms_running(),
     Fact.FROZEN: lambda act: act.host.plan.workload.tensors[act.tensor].frozen,
 }

@@ -4,6 +4,10 @@ An error of the engine's own (any `Exception`) leaves that state in order; Ctrl-
 way into the engine from the user's thread is a block `with at_work:`, and an interruption inside sets `torn`, at
 whatever line it came. While `torn` is set the loop is in `State.INTERRUPTED` of the contract's table
 (`session/cursor.py`).
+
+A load writes values that are in use. From its first value to its last, `loading` names it, and stays where an error or
+an interruption ends the load before: some values are then the load's and some are not, and the loop is in
+`State.HALF_LOADED`.
 """
 
 from __future__ import annotations
@@ -21,13 +25,15 @@ class AtWork:
     Attributes:
         depth: number of open `with at_work:` blocks.
         torn: whether an interruption left a block and has not been mended since. `Loop.mend` clears it.
+        loading: the call whose load has begun and not ended; "" where there is none.
     """
 
-    __slots__ = ("depth", "torn")
+    __slots__ = ("depth", "loading", "torn")
 
     def __init__(self) -> None:
         self.depth = 0
         self.torn = False
+        self.loading = ""
 
     def __enter__(self) -> None:
         self.depth += 1

@@ -29,13 +29,14 @@ class _Word(Enum):
 
 
 class State(_Word):
-    """The state of the loop. `Cursor.state` distinguishes the first four; `Loop.ask` gives the last two precedence.
+    """The state of the loop. `Cursor.state` distinguishes the first four; `Loop.ask` gives the last three precedence.
 
     BETWEEN: no iteration is open: from the end of `optimizer.step()` to the first event of the next iteration.
     VISITING: an evaluation runs between two iterations.
     ON_PLAN: the open moment is the plan's.
     OFF_PLAN: the iteration has left the plan and continues on demand.
     INTERRUPTED: an interruption came inside the engine's own work and has not been mended.
+    HALF_LOADED: a load has begun and did not end.
     CLOSED: the session has ended.
     """
 
@@ -44,6 +45,7 @@ class State(_Word):
     ON_PLAN = "on plan"
     OFF_PLAN = "off plan"
     INTERRUPTED = "interrupted"
+    HALF_LOADED = "half loaded"
     CLOSED = "closed"
 
 
@@ -63,6 +65,8 @@ class Act(_Word):
     DROP_GRAD = "p.grad = None"
     READ_VALUE = "a parameter's value is read outside every module"
     READ_STATE = "an optimizer state is read"
+    DIFFERENTIATE = "torch.autograd.grad of parameters"
+    LOCATE = "a parameter's address is read outside every module"
     LOOK = "values are looked at while nothing moves"
 
 
@@ -126,6 +130,8 @@ class Fact(_Word):
     """Gradients have arrived, or count as zero."""
     ARRIVED = "arrived"
     """Gradients have arrived."""
+    ARRIVING = "arriving"
+    """The parameter's gradient is in `.grad`: a hook of the user's own runs, before the gradient is taken."""
     CONSUMED = "consumed"
     """A gradient (of the parameter, where the act is about one) has left and is not cleared."""
     STEPPED = "stepped"
@@ -154,6 +160,14 @@ class Fact(_Word):
     """The parameter is not trained."""
     UNDUE = "undue"
     """Accelerate says that no optimizer step is due."""
+    BACKWARD = "backward"
+    """A backward of the open iteration has ended."""
+    IN_BACKWARD = "in_backward"
+    """A backward runs in this thread."""
+    SCALED = "scaled"
+    """Gradients are multiplied by a loss scale inside the model."""
+    TRANSFORMED = "transformed"
+    """A transform of torch.func runs."""
 
 
 class FactSource(Protocol):
@@ -183,6 +197,7 @@ def _row(when: str, then: Answer | Refusal) -> TableRow:
 
 
 _FORWARD = (
+    _row("begins transformed", Refusal.TRANSFORMED),
     _row("switched trains", Refusal.SWITCHED_FORWARD),
     _row("outside trains", Refusal.OUTSIDE),
     _row("alone trains", Refusal.LAYER_MAJOR),
@@ -210,6 +225,7 @@ _INTERRUPTED = (
     _row("", Answer.MEND),
 )
 _UPDATE = (
+    _row("!given backward", Refusal.NO_GRADIENT),
     _row("!given", Answer.NOTHING),
     _row("stepped", Refusal.TWICE),
     _row("undue", Refusal.UNDUE),
@@ -221,15 +237,27 @@ _CLEAR = (
     _row("pending updating", Refusal.UPDATED),
     _row("pending several", Refusal.SUMMED),
     _row("pending", Answer.DROP),
+    _row("!given backward surplus", Answer.DROP),
     _ALLOW,
 )
 _CALLS: dict[Act, tuple[TableRow, ...]] = {
     Act.CLEAR: _CLEAR,
-    Act.READ_GRAD: (_row("consumed", Refusal.GRAD), _ALLOW),
-    Act.SET_GRAD: (_row("", Refusal.GRAD_SET),),
+    Act.READ_GRAD: (
+        _row("consumed in_backward", Refusal.GRAD_IN_BACKWARD),
+        _row("consumed", Refusal.GRAD),
+        _ALLOW,
+    ),
+    Act.SET_GRAD: (_row("arriving !consumed", Answer.ALLOW), _row("", Refusal.GRAD_SET)),
     Act.DROP_GRAD: (_row("consumed !stepped", Refusal.GRAD_LEFT), _ALLOW),
-    Act.READ_VALUE: (_row("several inside", Refusal.BORDER), _row("!frozen updating", Refusal.UPDATING), _ALLOW),
+    Act.READ_VALUE: (
+        _row("transformed", Refusal.TRANSFORMED),
+        _row("several inside", Refusal.BORDER),
+        _row("!frozen updating", Refusal.UPDATING),
+        _ALLOW,
+    ),
     Act.READ_STATE: (_UPDATING, _ALLOW),
+    Act.DIFFERENTIATE: (_row("scaled", Refusal.SCALED), _ALLOW),
+    Act.LOCATE: (_row("", Refusal.ADDRESS),),
     Act.LOOK: (_ALLOW,),
 }
 _EVENTS = (Act.FORWARD, Act.RECOMPUTE, Act.END, Act.GRADIENT, Act.BACKWARD_END, Act.STEP)
@@ -277,6 +305,7 @@ _ROWS: dict[State, dict[Act, tuple[TableRow, ...]]] = {
         Act.CLEAR: (_row("keeps", Refusal.KEEPS), _row("", Answer.MEND)),
         Act.LOOK: _INTERRUPTED,
     },
+    State.HALF_LOADED: dict.fromkeys(Act, (_row("", Refusal.HALF_LOADED),)),
     State.CLOSED: {**dict.fromkeys(_EVENTS, (_NOTHING,)), Act.UPDATE: (_CLOSED,), Act.CLEAR: (_CLOSED,)},
 }
 

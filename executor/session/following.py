@@ -26,7 +26,7 @@ from executor.session.reader import Reader
 from executor.session.steps import Steps
 from executor.session.updates import Updates
 from pstar_sim.core.step import Place
-from pstar_sim.errors import PlanError
+from pstar_sim.errors import ContractError, PlanError
 from pstar_sim.workload.workload import Phase
 
 __all__ = ["Following", "Host"]
@@ -274,6 +274,8 @@ class Following:
         """Take the gradient accumulated into `parameter`."""
         host = self.host
         cursor = host.cursor
+        if raw_grad(parameter) is None:
+            return  # a hook of the user's own has dropped it
         as_planned = cursor.moment >= 0 and tensor in host.timetable.due[cursor.moment]
         if not (as_planned or cursor.off_plan or self._is_final(tensor)):
             return
@@ -295,6 +297,11 @@ class Following:
         """Take the gradient, which is whole, out of the parameter."""
         grad = raw_grad(parameter)
         assert grad is not None
+        if grad.layout is not torch.strided:
+            raise ContractError(
+                f"the gradient of {self.host.reader.name_of(tensor)!r} is sparse, and chunks hold dense gradients "
+                "alone; give sparse=False to its Embedding or EmbeddingBag"
+            )
         if modes_standing() or torch.is_grad_enabled():
             with unseen(), unrecorded():
                 self._take(tensor, grad)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from executor.devices.torch_private import transforms_running
 from executor.moments.hooks import ModuleEvent
 from executor.moments.unseen import Watching, modes_standing, unseen
 from executor.queues.interface import Health, Stillness, Timing
@@ -30,7 +31,10 @@ from executor.session.steps import Steps
 from executor.session.updates import Updates
 from pstar_sim.errors import ContractError, Interrupted, OutOfMemory
 
-__all__ = ["Host", "Loop"]
+__all__ = ["LOAD", "Host", "Loop"]
+
+LOAD = "optimizer.load"
+"""The call that loads every value."""
 
 log = logging.getLogger("executor")
 
@@ -193,6 +197,8 @@ class Loop:
         host = self.host
         if host.closed:
             return State.CLOSED
+        if host.at_work.loading:
+            return State.HALF_LOADED
         return State.INTERRUPTED if host.at_work.torn else host.cursor.state
 
     def refuse_while_updating(self, what: str) -> None:
@@ -256,7 +262,7 @@ class Loop:
         host = self.host
         at_work, reader = host.at_work, host.reader
         return (
-            not (host.closed or at_work.torn or at_work.depth)
+            not (host.closed or at_work.torn or at_work.loading or at_work.depth)
             and reader.is_open
             and not (reader.switched or host.ladder.given_up or host.queues.troubled)
             and self._alone
@@ -332,6 +338,8 @@ class Loop:
     def see_batch(self, args: Any, kwargs: Any) -> None:
         """Handle the batch with which the root's forward is about to begin."""
         host = self.host
+        if transforms_running():
+            return  # the first event refuses
         if host.first is not None and torch.is_grad_enabled():
             host.first.require_plan()
         with unseen():
@@ -454,12 +462,12 @@ class Loop:
         host.now.missed.clear()
         host.cursor.stepped = False
 
-    # -- interruptions, and standing still ----------------------------------------------------------------------------
+    # -- interruptions, loads, and standing still ---------------------------------------------------------------------
 
     def meet_interruption(self) -> None:
         """Mend an interruption before values are read: [Note: interrupted] in off_plan/mending.py. Raises ContractError
         if only the loop can decide that the iteration's gradients are to be dropped."""
-        if self.host.at_work.torn:
+        if self.host.at_work.torn or self.host.at_work.loading:
             self.require_running()
             if self.ask(Act.LOOK) is Answer.MEND:
                 self.mend()
@@ -498,3 +506,20 @@ class Loop:
                 if not held:
                     self._standing = False
                     host.queues.resume()
+
+    @contextlib.contextmanager
+    def loading(self, call: str) -> Iterator[None]:
+        """Inside this context nothing moves, and values may be written. If the context ends with an error or an
+        interruption, every act is refused until `call` or LOAD has ended.
+
+        call: the call that loads, for the refusal.
+        """
+        at_work = self.host.at_work
+        if not at_work.loading or call not in (at_work.loading, LOAD):
+            self.meet_interruption()
+        elif at_work.torn:
+            self.mend()
+        with at_work, self.still():
+            at_work.loading = call
+            yield
+            at_work.loading = ""

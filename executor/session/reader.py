@@ -119,11 +119,11 @@ class Reader:
         return raw_grad(self.parameters[tensor])
 
     def set_grad_of(self, tensor: int, value: torch.Tensor | None) -> None:
-        """Set `p.grad = value`. Raises ContractError for a tensor, and for None while the gradient is in its chunk and
-        not used by `optimizer.step()` yet."""
+        """Set `p.grad = value`. Raises ContractError for a tensor, except in a hook that runs before the gradient
+        leaves, and for None while the gradient is in its chunk and not used by `optimizer.step()` yet."""
         self.host.loop.ask(Act.DROP_GRAD if value is None else Act.SET_GRAD, tensor=tensor)
         self.consumed.discard(tensor)
-        set_raw_grad(self.parameters[tensor], None)
+        set_raw_grad(self.parameters[tensor], value)
 
     def see_requires_grad(self, tensor: int, value: bool) -> None:
         """Note that requires_grad of a parameter is about to be `value`. Around an evaluation this has no effect."""

@@ -17,6 +17,7 @@ class Refusal(Enum):
 
     CLOSED = "closed"
     INTERRUPTED = "interrupted"
+    HALF_LOADED = "half loaded"
     SWITCHED_FORWARD = "switched forward"
     SWITCHED_BACKWARD = "switched backward"
     OUTSIDE = "outside"
@@ -33,9 +34,14 @@ class Refusal(Enum):
     UPDATED = "updated"
     SUMMED = "summed"
     GRAD = "grad"
+    GRAD_IN_BACKWARD = "grad in backward"
     GRAD_SET = "grad set"
     GRAD_LEFT = "grad left"
     BORDER = "border"
+    NO_GRADIENT = "no gradient"
+    SCALED = "scaled"
+    TRANSFORMED = "transformed"
+    ADDRESS = "address"
 
 
 _SWITCHED = (
@@ -50,6 +56,9 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
         Refusal.INTERRUPTED: (
             "iteration {f.iteration} was interrupted; call optimizer.zero_grad() to drop what it has left of its "
             "gradients, and run its forward and backward again"
+        ),
+        Refusal.HALF_LOADED: (
+            "{f.loading} has begun and did not end: some values are loaded and others are not; call {f.loading} again"
         ),
         Refusal.SWITCHED_FORWARD: "a forward of {f.forward} with gradients" + _SWITCHED,
         Refusal.SWITCHED_BACKWARD: "a backward" + _SWITCHED,
@@ -106,10 +115,16 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
             "on the update; call step()"
         ),
         Refusal.GRAD: (
-            "the gradient of {f.name!r} is not in .grad: it left for its chunk as soon as it was final. To clip, give "
+            "the gradient of {f.name!r} is not in .grad: it left for its chunk as soon as it was final. To see or "
+            "change it on its way, register a hook before prepare, or p.register_hook. To clip, give "
             "AdamW(max_grad_norm=...) instead of clip_grad_norm_ (executor.hf.connect for a transformers Trainer); its "
             "norm is optimizer.session.grad_norm. Loss scaling is AdamW(loss_scale=...), on by itself in fp16, instead "
             "of GradScaler"
+        ),
+        Refusal.GRAD_IN_BACKWARD: (
+            "the gradient of {f.name!r} is not in .grad inside a backward: it left for its chunk as soon as it was "
+            "final. To update parameters in backward, make the plan with update='eager' and give AdamW(eager=True); to "
+            "see or change gradients, register the hook before prepare, or p.register_hook"
         ),
         Refusal.GRAD_SET: (
             "the gradient of {f.name!r} cannot be set: gradients live in chunks; change the loss instead"
@@ -121,6 +136,24 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
         Refusal.BORDER: (
             "{f.name!r} is read inside an iteration, outside every module: on several ranks each holds a part of it; "
             "read it between optimizer.step() and the next forward, on all ranks"
+        ),
+        Refusal.NO_GRADIENT: (
+            "optimizer.step() would train nothing: no parameter got a gradient in the iteration's {f.backwards}; call "
+            "loss.backward(), or zero_grad() to begin the iteration anew (torch.autograd.grad returns gradients and "
+            "leaves none; backward(inputs=...) leaves them in its inputs alone)"
+        ),
+        Refusal.SCALED: (
+            "torch.autograd.grad of parameters under loss scaling would return gradients multiplied by the scale; call "
+            "loss.backward(), or train in bf16 or fp32"
+        ),
+        Refusal.TRANSFORMED: (
+            "{f.subject} inside a transform of torch.func (grad, vjp, jvp, vmap, ...), which hides parameters from the "
+            "session; use a copy of the model and torch.func.functional_call(copy, model.state_dict(), ...), or "
+            "torch.autograd"
+        ),
+        Refusal.ADDRESS: (
+            "data_ptr() of {f.name!r} outside every module: its memory moves with its chunk; compare parameters with "
+            "`is`, or read model.state_dict()"
         ),
     }
 )

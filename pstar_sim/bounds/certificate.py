@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pstar_sim.bounds.bound_facts import Bound
 from pstar_sim.bounds.bounds import lower_bound, relative_to
 from pstar_sim.catalog.machine import Machine
-from pstar_sim.core.figures import BINDS_NAMES, own_shares
+from pstar_sim.core.figures import BINDS_NAMES
 from pstar_sim.core.layout import Layout, build_layout
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import part_counts
@@ -123,18 +123,15 @@ def certificate_of(plan: Plan, *, lp: bool = False) -> Certificate:
     lp: solve the fluid program too.
     """
     require_bounded(plan)
-    return Certifier(plan.workload, plan.machine, plan.settings, lp=lp).of(plan.layout)
+    return Certifier(plan.workload, plan.machine, plan.settings, lp=lp, ranked=plan.ranked).of(plan.layout)
 
 
-def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, earlier: bool = False) -> str:
+def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None) -> str:
     """Compares the figures that the plan carries with a recomputation from workload, machine, settings and layout
-    alone. Returns a sentence if the figures agree, if the plan carries no figures, or if its figures were predicted
-    with a workload per rank.
+    alone. Returns a sentence if the figures agree, or if the plan carries no figures.
 
     lp: solve the fluid program too.
     found: the recomputation, if the caller has it.
-    earlier: whether an earlier version of the cost model predicted the plan's figures. The stored bound may then be
-        lower, or higher from a longer fluid program.
 
     Raises PlanError, naming the stored and the recomputed figure, if they do not agree.
     """
@@ -149,13 +146,10 @@ def agree(plan: Plan, *, lp: bool = False, found: Certificate | None = None, ear
         own += f"; {found.note}"
     if stored is None:
         return f"lower bound by {own}; the plan carries none to compare"
-    apart = own_shares(plan)
-    if apart is not None:
-        return f"lower bound by {own}; the stored {format_s(stored)} is {apart}"
-    return f"lower bound by {own}; {_verdict(stored, method, found.seconds, kind, earlier=earlier)}"
+    return f"lower bound by {own}; {_verdict(stored, method, found.seconds, kind)}"
 
 
-def _verdict(stored_s: float, method: object, found_s: float, kind: str, *, earlier: bool) -> str:
+def _verdict(stored_s: float, method: object, found_s: float, kind: str) -> str:
     """Returns words that compare the stored bound with the recomputed bound.
 
     method, kind: how the stored and the recomputed bound were proved.
@@ -165,10 +159,6 @@ def _verdict(stored_s: float, method: object, found_s: float, kind: str, *, earl
     if stored_s <= 0:
         raise PlanError(f"lower_bound_s is {stored_s:.9g} s in the plan; a lower bound is above 0")
     tolerance = max(AGREE[kind], AGREE.get(str(method), AGREE["joint LP"]))
-    if earlier and stored_s < found_s * (1 - tolerance):
-        return f"above the stored {format_s(stored_s)} of an earlier version of the cost model, which is still true"
-    if earlier and method == kind == "fluid LP" and stored_s > found_s * (1 + tolerance):
-        return f"below the stored {format_s(stored_s)}, for which an earlier version solved a longer program"
     if method == kind or method not in AGREE or {method, kind} <= COARSE:
         if abs(stored_s - found_s) > tolerance * found_s:
             raise PlanError(

@@ -83,7 +83,7 @@ class Gpu:
     hbm_bytes_per_s: float
     flops_per_s: Mapping[str, float]
     measured: bool
-    source: str
+    source: str = field(compare=False)
     launch_s: float | None = None
     known: str = "datasheet"
     matmul_tables: Mapping[str, Curve] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Link:
     latency_s: float
     duplex: bool
     measured: bool
-    source: str
+    source: str = field(compare=False)
     known: str = "datasheet"
     pageable_bytes_per_s: float | None = None
     h2d_table: Curve = ()
@@ -175,7 +175,7 @@ class Fabric:
     bytes_per_s: float
     latency_s: float
     measured: bool
-    source: str
+    source: str = field(compare=False)
     known: str = "datasheet"
     table: Curve = ()
 
@@ -207,7 +207,7 @@ class Nvme:
     write_bytes_per_s: float
     latency_s: float
     measured: bool
-    source: str
+    source: str = field(compare=False)
     life_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -242,7 +242,7 @@ class Host:
     cores: int
     adam_params_per_s: float
     measured: bool
-    source: str
+    source: str = field(compare=False)
     adam_table: Curve = ()
     dram_measured: bool = False
     pinned_bytes: int | None = None
@@ -277,7 +277,7 @@ class Framework:
     name: str
     python_s: float
     wait_s: float
-    source: str
+    source: str = field(compare=False)
     known: str = "assumed"
 
     def __post_init__(self) -> None:
@@ -410,6 +410,11 @@ class Machine:
     def host_budget_bytes(self) -> int:
         """Bytes of the host that a plan may use on each rank: its part of the node."""
         return self.host.budget_bytes // self.local_ranks
+
+    @property
+    def pinned_budget_bytes(self) -> int | None:
+        """Bytes that each rank can pin: its part of the node; None: all."""
+        return None if self.host.pinned_bytes is None else self.host.pinned_bytes // self.local_ranks
 
     @property
     def nvme_budget_bytes(self) -> int:

@@ -11,7 +11,7 @@ from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.flag_values import policy_names
 from pstar_sim.cli.flags import JsonObject, MachineFlags, SettingFlags, WorkloadFlags, certify, output
-from pstar_sim.cli.output import save_picture, say, say_json, tell
+from pstar_sim.cli.output import picture_kind, save_picture, say, say_json, tell
 
 __all__ = ["commands"]
 
@@ -41,6 +41,8 @@ def ablate(
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
     from pstar_sim.planner.ablate import ablate as ask
 
+    if path is not None:
+        picture_kind(Path(path))  # before any planning
     machine = machine_of(on)
     workloads = workloads_of(job, machine)
     with bar("planning", quiet=json) as on_part:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.exit_status import NO
-from pstar_sim.cli.flag_values import count, duration_s, machine_names, model_names, one_of, positive, share
+from pstar_sim.cli.flag_values import count, duration_s, machine_names, model_names, positive, share
 from pstar_sim.cli.flags import (
     JobFlags,
     JsonList,
+    Loading,
     MachineFlags,
     MicroBatches,
     Preset,
@@ -35,21 +36,13 @@ __all__ = ["commands"]
 
 commands = typer.Typer()
 
-LOADINGS = Literal["whole", "in-place"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class AskedFlags:
     """Questions about one job on one machine, and the form of the answer."""
 
     policy: Annotated[list[str] | None, policies("ask about", "all policies")] = None
-    loading: Annotated[
-        LOADINGS,
-        typer.Option(
-            parser=one_of(LOADINGS),
-            help="how the weights come: whole, into host memory beside the chunks, or made in place",
-        ),
-    ] = "whole"
+    loading: Loading = None
     json: JsonList = False
 
 
@@ -70,9 +63,10 @@ def fits(
 
     machine = machine_of(on)
     likes = read_likes(like)
-    named = asked.policy
+    named, loading = asked.policy, asked.loading
     if likes is not None:
         job, setting = likes.fill(job, setting, machine)
+        likes, loading = likes.loaded(loading)
         named = named or list(OURS)
     workloads = workloads_of(job, machine)
     predictions: tuple[ConfigurationPrediction, ...] = ()
@@ -85,7 +79,7 @@ def fits(
             machine,
             policies=named,
             settings=settings_of(setting),
-            loading=asked.loading,
+            loading=loading,
             on_part=on_part,
         )
     if asked.json:
@@ -131,6 +125,7 @@ def max_model(
     """Find the largest model a machine can train, by policy: of the catalog, and of a family by its depth."""
     from pstar_sim.cli.inputs import lora_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_model as ask
+    from pstar_sim.planner.memory_needs import LOADING
 
     machine = machine_of(on)
     with bar("starting", quiet=asked.json) as on_policy:
@@ -149,7 +144,7 @@ def max_model(
             kernels=job.kernels,
             lora=lora_of(job.lora),
             optimizer=job.optimizer,
-            loading=asked.loading,
+            loading=asked.loading or LOADING[0],
             on_policy=on_policy,
         )
     return _say_limits(answer, asked, smallest=f"one layer like {like}", machine=str(on.machine))
@@ -185,6 +180,7 @@ def max_batch(
     """Find the largest batch with which a machine can train a model, by policy."""
     from pstar_sim.cli.inputs import lora_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_batch as ask
+    from pstar_sim.planner.memory_needs import LOADING
     from pstar_sim.workload.presets import default_dtype, preset
     from pstar_sim.workload.workload import Workload
 
@@ -210,7 +206,7 @@ def max_batch(
             write,
             policies=asked.policy,
             settings=settings_of(setting),
-            loading=asked.loading,
+            loading=asked.loading or LOADING[0],
             on_policy=on_policy,
         )
     return _say_limits(answer, asked, smallest=f"one sequence of {model}", machine=machine.name)
@@ -254,12 +250,14 @@ def cheapest(
     ] = 64,
     setting: SettingFlags,
     policy: Annotated[list[str] | None, policies("use", "optimal")] = None,
+    loading: Loading = None,
     json: JsonList = False,
 ) -> int:
     """Find the cheapest machine that trains a model on a number of tokens by a deadline."""
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.cli.inputs import lora_of, settings_of
     from pstar_sim.planner.cheapest import cheapest as ask
+    from pstar_sim.planner.memory_needs import LOADING
     from pstar_sim.report.capacity_tables import cheapest_text
 
     if (changes or gpus) and not machine:
@@ -281,6 +279,7 @@ def cheapest(
             kernels=job.kernels,
             lora=lora_of(job.lora),
             optimizer=job.optimizer,
+            loading=loading or LOADING[0],
             prices=prices,
             most_nodes=most_nodes,
             on_part=on_part,
@@ -303,6 +302,7 @@ def sensitivity(
     on: MachineFlags,
     setting: SettingFlags,
     policy: Annotated[list[str] | None, policies("ask about", "three of them")] = None,
+    loading: Loading = None,
     by: Annotated[
         float,
         typer.Option(
@@ -316,11 +316,12 @@ def sensitivity(
 ) -> int:
     """Say what a tenth more GPU memory, RAM, link, DRAM, cores or network is worth, in time and in model size."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
+    from pstar_sim.planner.memory_needs import LOADING
     from pstar_sim.planner.sensitivity import sensitivity as ask
     from pstar_sim.report.capacity_tables import sensitivity_text
 
     machine = machine_of(on)
-    named: dict[str, Any] = {} if policy is None else {"policies": policy}
+    named: dict[str, Any] = {"loading": loading or LOADING[0]} | ({} if policy is None else {"policies": policy})
     with bar("starting", quiet=json) as on_part:
         answer = ask(
             workloads_of(job, machine), machine, settings=settings_of(setting), by=by, on_part=on_part, **named

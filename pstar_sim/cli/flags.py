@@ -66,6 +66,15 @@ Lora = Annotated[
         help="freeze the model and train adapters of rank R, such as r=16 or r=8,targets=all-linear (presets only)",
     ),
 ]
+LOADINGS = Literal["whole", "each", "in-place"]
+Loading = Annotated[
+    LOADINGS | None,
+    typer.Option(
+        parser=one_of(LOADINGS),
+        help="how the weights come into host memory, beside what a plan keeps there: whole, once per node; each: "
+        "whole, by every process; in-place: never whole (default: whole, or as --like says)",
+    ),
+]
 MicroBatches = Annotated[int, typer.Option(parser=positive, metavar="U", help="micro-batches per iteration")]
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="a plan file")]
 Preset = Annotated[

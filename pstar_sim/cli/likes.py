@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pstar_sim.cli.flags import SettingFlags
+from pstar_sim.cli.flags import LOADINGS, SettingFlags
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_count
 
@@ -57,6 +57,15 @@ class Likes:
                     f"{format_count(ranks, 'GPU')}; give --gpus"
                 )
         return replace(job, **filled), replace(setting, clip=clip)
+
+    def loaded(self, flag: LOADINGS | None) -> tuple[Likes, LOADINGS | None]:
+        """Returns the configurations, loaded as the flag says, and the way in which the job loads its weights: that of
+        the flag, or of the configurations if these agree; None if nothing says it."""
+        if flag is not None:
+            read = tuple((label, replace(c, loading=flag)) for label, c in self.configurations)
+            return Likes(configurations=read), flag
+        ways = {c.loading for _, c in self.configurations}
+        return self, ways.pop() if len(ways) == 1 else None
 
     def _answer(self, name: str, say: Callable[[Configuration], Any], flag: Any) -> Any:
         value, source = flag, _flag(name, flag)

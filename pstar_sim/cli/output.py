@@ -67,13 +67,23 @@ def check_apart(read: Sequence[str], written: Sequence[str]) -> None:
 def save_picture(figure: Figure, path: Path, *, dpi: int) -> None:
     """Write a picture, atomically. The ending of the file is the kind of picture; without an ending it is PNG.
 
-    Raises PstarError for an ending that matplotlib does not know and for a file that cannot be written.
+    Raises PstarError for an ending that matplotlib does not know, for a kind that it cannot write here, and for a file
+    that cannot be written.
     """
     from pstar_sim.files import replaced_atomically
 
     kind = picture_kind(path)
     with replaced_atomically(path) as temporary:
-        figure.savefig(temporary, dpi=dpi, format=kind)
+        try:
+            figure.savefig(temporary, dpi=dpi, format=kind)
+        except OSError:
+            raise
+        except Exception as error:  # a backend may raise anything, such as RuntimeError for LaTeX that is not installed
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise PstarError(
+                f"{path}: matplotlib cannot write a picture of kind {kind!r} here: {why}; name a file that ends in "
+                ".png, .svg or .pdf"
+            ) from error
 
 
 def picture_kind(path: Path) -> str:

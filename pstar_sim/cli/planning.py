@@ -15,7 +15,9 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.exit_status import MISTAKE, NO
 from pstar_sim.cli.flag_values import natural, one_of, policy_names, positive
 from pstar_sim.cli.flags import (
+    LOADINGS,
     JsonList,
+    Loading,
     MachineFlags,
     OptionalMachineFlags,
     OptionalWorkloadFlags,
@@ -27,7 +29,7 @@ from pstar_sim.cli.flags import (
     policies,
 )
 from pstar_sim.cli.likes import OURS, Like, Likes, read_likes
-from pstar_sim.cli.output import note, save_picture, say, say_json, tell
+from pstar_sim.cli.output import note, picture_kind, save_picture, say, say_json, tell
 from pstar_sim.cli.usage import CommandGroup
 from pstar_sim.errors import DoesNotFit, FalseFigures, NothingFits, PlanError, PstarError
 
@@ -62,6 +64,7 @@ class _PlanningQuestion:
     on: MachineFlags
     setting: SettingFlags
     global_batch: int | None
+    loading: LOADINGS | None
     certify: bool
     quiet: bool
 
@@ -77,13 +80,16 @@ def compare(
     global_batch: GlobalBatch = None,
     policy: Annotated[list[str] | None, policies("compare", "all policies")] = None,
     like: Like = None,
+    loading: Loading = None,
     lp: Annotated[
         bool, certify("compare the policies with the tighter bound of a linear program, which takes seconds")
     ] = False,
     json: JsonList = False,
 ) -> int:
     """Compare policies on a machine: what fits, how fast, what binds, and why the rest does not fit."""
-    asked = _PlanningQuestion(job=job, on=on, setting=setting, global_batch=global_batch, certify=lp, quiet=json)
+    asked = _PlanningQuestion(
+        job=job, on=on, setting=setting, global_batch=global_batch, loading=loading, certify=lp, quiet=json
+    )
     likes = read_likes(like)
     predictions: tuple[ConfigurationPrediction, ...] = ()
     if likes is not None:
@@ -122,9 +128,10 @@ def _beside(
         )
     machine = machine_of(asked.on)
     job, setting = likes.fill(asked.job, asked.setting, machine)
+    likes, loading = likes.loaded(asked.loading)
     with bar("configurations", quiet=asked.quiet):
         predictions = likes.predict(workloads_of(job, machine), machine, job, setting)
-    return replace(asked, job=job, setting=setting), list(policies or OURS), predictions
+    return replace(asked, job=job, setting=setting, loading=loading), list(policies or OURS), predictions
 
 
 def _fits_or_says_why(result: Comparison) -> int:
@@ -146,12 +153,15 @@ def plan(
     policy: Annotated[
         str, typer.Option(metavar="P", autocompletion=policy_names, help="policy, or auto: the fastest that fits")
     ] = "auto",
+    loading: Loading = None,
     path: Annotated[str, output("the plan file to write")],
     lp: Annotated[bool, certify("give the plan the tighter bound of a linear program, which takes seconds")] = False,
     json: Annotated[bool, typer.Option("--json", help="the plan's line of the comparison as a JSON object")] = False,
 ) -> int:
     """Make a plan and write it to a file."""
-    asked = _PlanningQuestion(job=job, on=on, setting=setting, global_batch=global_batch, certify=lp, quiet=json)
+    asked = _PlanningQuestion(
+        job=job, on=on, setting=setting, global_batch=global_batch, loading=loading, certify=lp, quiet=json
+    )
     result = _compared(asked, None if policy == "auto" else [policy], only_best=True)
     say_notes(result)
     if not any(row.fits for row in result.rows):
@@ -176,19 +186,18 @@ def plan(
             }
         )
         return 0
-    from pstar_sim.core.figures import LEAST_ROOM, own_shares
     from pstar_sim.report.tables import format_percent
     from pstar_sim.units import format_bytes, format_s
 
     row = best.row
     sources = confidence_line(confidence(result.workload, result.machine))
     peak = format_bytes(row.peak_gpu_bytes or 0)
-    budget = format_bytes(best.plan.gpu_budget_bytes)
-    of_gpu = f"{peak} of the GPU" if own_shares(best.plan) is None else f"{peak} of {budget}{LEAST_ROOM}"
+    by_rank = row.peak_gpu_bytes_by_rank
+    whose = "" if by_rank is None else f" of rank {by_rank.index(max(by_rank))}"
     tell(
         f"{path}: {row.policy}, {format_s(row.iteration_s or 0)} per iteration, "
         + (f"{format_percent(row.gap)} above the bound, " if row.gap is not None else "")
-        + f"peaks at {of_gpu}; "
+        + f"peaks at {peak} of the GPU{whose}; "
         f"{len(best.plan.steps)} steps; {sources}"
     )
     if result.workload.notes:
@@ -233,7 +242,9 @@ def named(path: str) -> Iterator[None]:
 def check(
     *,
     path: PlanFile,
-    lp: Annotated[bool, certify("also solve the linear program of the tighter bound again")] = False,
+    lp: Annotated[
+        bool, certify("also solve the linear program of the tighter bound, and plan without the barrier, again")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="a JSON object instead of sentences")] = False,
 ) -> int:
     """Prove that a plan file is right: chunks resident when used, no place over its budget in any legal order, every
@@ -258,7 +269,10 @@ def check(
         return MISTAKE
     report = found.report
     if json:
-        peaks = {f"peak_{place}_bytes": size for place, size in report.peak_bytes.items()}
+        peaks: dict[str, object] = {f"peak_{place}_bytes": size for place, size in report.peak_bytes.items()}
+        if len(report.gpus) > 1:
+            by_rank = {r: gpu.bytes for gpu in report.gpus for r in gpu.ranks}
+            peaks["peak_gpu_bytes_by_rank"] = [by_rank[r] for r in sorted(by_rank)]
         said = {"lower_bound": found.bound, "as_stated": report.figures, "not_checked": report.not_checked}
         say_json({**answer, "steps": report.steps, **peaks, **said})
     else:
@@ -321,6 +335,7 @@ def tide(
     states, free; policies below each other."""
     from pstar_sim.report.tide_picture import tide_figure
 
+    picture_kind(Path(path))  # before any planning
     if not plans:
         timelines, title = _planned_timelines(job, on, setting, policy)
     elif job.trace is not None or job.model is not None:
@@ -363,6 +378,7 @@ def _compared(
     from pstar_sim.planner.asked import asked_policies
     from pstar_sim.planner.balance import all_balance
     from pstar_sim.planner.compare import compare as ask
+    from pstar_sim.planner.memory_needs import LOADING
 
     machine, settings = machine_of(asked.on), settings_of(asked.setting)
     if asked.global_batch is not None:
@@ -376,6 +392,7 @@ def _compared(
             policies=[*(p.as_policy() for p in likes), *policies] if likes and policies else policies,
             made=made,
             settings=settings,
+            loading=asked.loading or LOADING[0],
             certify=asked.certify,
             only_best=only_best,
             cut=cut_of(asked.job, machine),
@@ -396,6 +413,7 @@ def _among_variants(
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask
+    from pstar_sim.planner.memory_needs import LOADING
     from pstar_sim.planner.tried import tried_text
     from pstar_sim.planner.variants import choose
     from pstar_sim.policy.registry import policy_name
@@ -404,7 +422,8 @@ def _among_variants(
     with bar("writing the ways to run it", quiet=asked.quiet) as on_way:
         ways = variants_of(asked.job, global_batch, machine)
         try:
-            chosen = choose(ways, machine, settings, policy=policy, on_way=on_way)
+            loading = asked.loading or LOADING[0]
+            chosen = choose(ways, machine, settings, policy=policy, loading=loading, on_way=on_way)
         except DoesNotFit as error:
             note = f"global batch {global_batch}: none of {len(ways)} ways fits; the heading describes the first one"
             row = unfit_row(policy_name(policy), error)
@@ -422,6 +441,7 @@ def _among_variants(
             machine,
             policies=policies,
             settings=settings,
+            loading=loading,
             certify=asked.certify,
             only_best=only_best,
             made={policy_name(policy): (chosen.plan, chosen.timeline)},

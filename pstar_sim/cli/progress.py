@@ -93,9 +93,7 @@ def plain_line(steps: int, plan: Plan, report: StepReport, status: Status) -> st
 def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
     """Returns three lines: loss, speed and deviations from the plan; bytes held in each place; the link in both
     directions."""
-    shares = [rank.batch_share for rank in plan.machine.ranks]
-    tokens = plan.workload.tokens * sum(shares) / max(shares)  # of all ranks; the plan's are the largest rank's
-    rate = tokens / report.time_s if report.time_s > 0 else 0.0
+    rate = plan.tokens / report.time_s if report.time_s > 0 else 0.0
     held = (
         f"GPU {format_bytes(status.gpu_peak_bytes)} at most of {format_bytes(status.gpu_budget_bytes)}, "
         f"host {format_bytes(status.host_bytes)} of {format_bytes(status.host_budget_bytes)}"
@@ -109,5 +107,5 @@ def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
         busy = f" busy {use.busy_share:.0%}" if status.on_plan else ""
         links.append(f"{direction} {format_bytes(use.bytes_per_s)}/s{of}{busy}")
     links.append(f"compute waits {status.waiting_share:.0%}")
-    whose = "" if len(shares) == 1 else " of the first rank"
+    whose = "" if len(plan.machine.ranks) == 1 else " of the first rank"
     return [f"loss{whose} {report.loss:.4f}, {rate:,.0f} tokens/s, {plan_words}", held, ", ".join(links)]

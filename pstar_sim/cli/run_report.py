@@ -271,7 +271,7 @@ def smaller_batches(plan: Plan, machine: Machine, shares: Sequence[float]) -> Pl
         replace(m, duration_s=seconds if m.phase is Phase.ADAM else seconds * shares[m.micro_batch])
         for m, seconds in zip(w.moments, moments_s)
     )
-    return replace(plan, workload=replace(w, moments=moments, recorded_on=machine.name))
+    return replace(plan, workload=replace(w, moments=moments, recorded_on=machine.name), ranked=None)
 
 
 def explain_run(plan: Plan, machine: Machine, result: RunResult) -> str:

@@ -147,7 +147,7 @@ def _say(plan: Plan, machine: Machine, predicted: Timeline, result: RunResult, *
         return
     ranks, losses = said.ranks, said.losses
     several = f"{ranks} ranks" if ranks > 1 else "one rank"
-    tell(f"{plan.policy}: {plan.workload.model} on {several}, {len(losses)} steps of {int(said.tokens)} tokens\n")
+    tell(f"{plan.policy}: {plan.workload.model} on {several}, {len(losses)} steps of {plan.tokens} tokens\n")
     say_table(("step", "loss", "seconds", "tokens/s"), said.step_rows())
     say("")
     say_table(("", "predicted", "measured"), said.predicted_rows())
@@ -177,12 +177,6 @@ class _Said:
     def step_s(self) -> float:
         """Median seconds per step, without the first step if there are others."""
         return statistics.median(self.times[1:] or self.times)
-
-    @cached_property
-    def tokens(self) -> float:
-        """Tokens per step, of all ranks."""
-        shares = [rank.batch_share for rank in self.plan.machine.ranks]
-        return self.plan.workload.tokens * sum(shares) / max(shares)
 
     @cached_property
     def losses(self) -> Sequence[float]:
@@ -222,7 +216,7 @@ class _Said:
         return {
             "policy": plan.policy, "model": plan.workload.model, "ranks": self.ranks,
             "first_step": result.reports[0].step, "losses": list(self.losses),
-            "step_s": self.times, "tokens_per_s": self.tokens / self.step_s, "peak_gpu_bytes": self.peaks,
+            "step_s": self.times, "tokens_per_s": self.plan.tokens / self.step_s, "peak_gpu_bytes": self.peaks,
             "peak_gpu_bytes_at_most": self.peaks_at_most, "transient_bytes": self.transient, "moved_bytes": self.moved,
             "predicted_moved_bytes": {lane: wanted.get(lane, 0) for lane in self.moved},
             "predicted_iteration_s": self.predicted.iteration_s, "retimed_iteration_s": self.again_s,
@@ -236,7 +230,7 @@ class _Said:
         first, count = self.result.reports[0].step, len(self.losses)
         from_ = count - 5 if count > 6 else 0
         return [
-            (str(first + i), f"{loss:.4f}", f"{self.times[i]:.3f}", f"{self.tokens / self.times[i]:,.0f}")
+            (str(first + i), f"{loss:.4f}", f"{self.times[i]:.3f}", f"{self.plan.tokens / self.times[i]:,.0f}")
             for i, loss in enumerate(self.losses)
             if i == 0 or i >= from_
         ]

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pstar_sim.units import format_bytes
+from pstar_sim.units import format_bytes, format_ranks
 
-__all__ = ["CheckReport"]
+__all__ = ["CheckReport", "GpuPeak"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuPeak:
+    """The most bytes that the GPU of some ranks can hold in any legal interleaving (exact).
+
+    ranks: numbers of these ranks.
+    moment: the moment of this peak, -1 for the cut.
+    running: ids of the steps under way at this peak.
+    budget_bytes: bytes of its GPU that each of these ranks may take.
+    """
+
+    ranks: tuple[int, ...]
+    bytes: int
+    moment: int
+    running: tuple[int, ...]
+    budget_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,11 +33,11 @@ class CheckReport:
     steps: number of steps of the plan.
     moments: number of moments of the plan.
     iterations: number of iterations that had to be unrolled; 2 unless a queue may run further ahead.
-    peak_bytes: place -> the most bytes that the place can hold in any legal interleaving (exact).
+    peak_bytes: place -> the most bytes that the place can hold in any legal interleaving (exact), on any rank.
     peak_at: place -> the moment of this peak, -1 for the cut.
     running: place -> ids of the steps under way at this peak.
     budget_bytes: place -> bytes of the place that the plan may take.
-    where: place -> words that say whose bytes these are; empty if all ranks are alike.
+    gpus: the peaks of the GPUs, one for all ranks that are alike.
     figures: names of the plan's figures that were computed again and are right.
     not_checked: a line for each kind of statement in the plan that was not computed again ([Note: what a check says] in
         figures.py).
@@ -33,21 +50,20 @@ class CheckReport:
     peak_at: dict[str, int]
     running: dict[str, tuple[int, ...]]
     budget_bytes: dict[str, int] = field(default_factory=dict)
-    where: dict[str, str] = field(default_factory=dict)
+    gpus: tuple[GpuPeak, ...] = ()
     figures: tuple[str, ...] = ()
     not_checked: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """Returns the report in words, for people."""
         lines = [f"correct: {self.steps} steps, {self.moments} moments, every legal interleaving"]
-        for place, size in self.peak_bytes.items():
-            moment = self.peak_at[place]
+        rows = [(place, size, self.peak_at[place], self.budget_bytes[place]) for place, size in self.peak_bytes.items()]
+        if len(self.gpus) > 1:
+            gpus = [(f"gpu of {format_ranks(p.ranks)}", p.bytes, p.moment, p.budget_bytes) for p in self.gpus]
+            rows = [*gpus, *(row for row in rows if row[0] != "gpu")]
+        for what, size, moment, budget in rows:
             when = "between two iterations" if moment < 0 else f"in moment {moment}"
-            lines.append(
-                f"{place}: at most {format_bytes(size)} ({size} bytes, {when}) "
-                f"of {format_bytes(self.budget_bytes[place])}{self.where.get(place, '')}"
-            )
-        if self.figures:
-            lines.append(f"as stated: {', '.join(self.figures)}")
+            lines.append(f"{what}: at most {format_bytes(size)} ({size} bytes, {when}) of {format_bytes(budget)}")
+        lines.append(f"as stated: {', '.join(self.figures) or 'no figure was computed again'}")
         lines += [f"not checked: {line}" for line in self.not_checked]
         return "\n".join(lines)

@@ -16,20 +16,12 @@ from pstar_sim.core.step import Place
 
 __all__ = [
     "BINDS_NAMES",
-    "LEAST_ROOM",
-    "OWN_SHARES",
     "Stated",
     "byte_figures",
     "moves_on_disks",
     "not_checked",
-    "own_shares",
 ]
 
-OWN_SHARES = "shares"
-"""Name of the choice that says that figures were predicted with a separate workload for each rank."""
-LEAST_ROOM = " on the GPU with the least room"
-"""Suffix of the words for GPU memory if ranks differ. The bytes left of the smallest GPU's budget are then the least
-room that any GPU has."""
 BINDS_NAMES = {"adam": "CPU Adam", "barrier": "CPU Adam", "dram": "host DRAM", "net": "collectives", "nvme": "disks"}
 """Resource that binds -> its short name. A resource that is missing here has the name that plans use. Behind a barrier
 CPU Adam binds, too: answers that do not know the cost of the barrier cannot tell the two apart."""
@@ -55,24 +47,13 @@ def moves_on_disks(moved_bytes: Mapping[str, int]) -> bool:
     return any(moved_bytes.get(way, 0) for way in ("nvme_read", "nvme_write"))
 
 
-def own_shares(plan: Plan) -> str | None:
-    """Returns words for why the plan's predictions cannot be computed from the plan alone; None if they can. The plan's
-    ranks may take different shares of the batch or have different GPUs. The plan's one workload is then at least as
-    hard as that of every rank."""
-    first, *others = plan.machine.ranks
-    alike = all(r.gpu == first.gpu and r.batch_share == first.batch_share for r in others)
-    if alike and (not others or OWN_SHARES not in plan.choices):
-        return None
-    return "predicted with each rank's own share of the batch, which the plan does not carry"
-
-
 def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
     """Check the figures of bytes. Returns which are right, and which differ from the recomputed figures.
 
     peak_bytes: the most bytes that each place can hold, as proved.
 
     The peak of a run depends on its timing. So a stated peak has to lie between the bytes that every run holds,
-    whatever its timing, and the proved peak. If ranks differ, peaks are not checked.
+    whatever its timing, and the proved peak; on several ranks, on the rank with the largest.
     """
     false: list[str] = []
     checked: list[str] = []
@@ -85,7 +66,7 @@ def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
             false.append(f"{name} is {stated:.15g} in the plan, but its steps move {moved}")
     for name, place in _PEAKS.items():
         stated = plan.predictions.get(name)
-        if stated is None or own_shares(plan) is not None:
+        if stated is None:
             continue
         checked.append(name)
         least, most = _least_bytes(plan, place), peak_bytes[place.value]
@@ -95,8 +76,8 @@ def byte_figures(plan: Plan, peak_bytes: Mapping[str, int]) -> Stated:
 
 
 def _least_bytes(plan: Plan, place: Place) -> int:
-    """Returns the least bytes that the place holds at its peak, whatever the timing: the bytes that it holds at the cut
-    or, on the gpu, the bytes of the moment with the largest need if these are more."""
+    """Returns the least bytes that the place holds at its peak on some rank, whatever the timing: the bytes that it
+    holds at the cut or, on the gpu, the bytes of the moment with the largest need if these are more."""
     cut = sum(size for _, where, size in plan.buffers if where is place)
     cut += sum(plan.layout.payload_bytes(r.chunk, r.list) for r in plan.initial if r.chunk >= 0 and r.place is place)
     if place is not Place.GPU:
@@ -106,7 +87,8 @@ def _least_bytes(plan: Plan, place: Place) -> int:
         cut,
         *(
             m.peak_bytes + sum(plan.layout.payload_bytes(c, "param") for c in {chunk_of[t] for t in tensors})
-            for m, tensors in zip(plan.workload.moments, read)
+            for job in {id(job): job for job in plan.jobs}.values()
+            for m, tensors in zip(job.moments, read)
         ),
     )
 

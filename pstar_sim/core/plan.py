@@ -9,7 +9,7 @@ iterations overlap in time. On each queue, all steps of iteration k come before 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import ROUTES, Place, Step, from_text, to_text
 from pstar_sim.errors import PlanError
 from pstar_sim.renderers import render, render_html
-from pstar_sim.units import format_bytes, format_s
+from pstar_sim.units import format_bytes, format_ranks, format_s
 from pstar_sim.workload.workload import Workload, activations_text
 
 __all__ = [
@@ -62,8 +62,8 @@ class Settings:
         the iteration.
     sums: number of bits in which gradients of several micro-batches add up, one of SUMS. "16-bit" is for bf16 models;
         it takes half of the room and rounds every addition.
-    effort: effort of a policy that searches, as a multiple of the usual effort. With more effort the search continues
-        where it stopped with less.
+    effort: effort of a policy that searches, as a multiple of the usual effort. More effort mostly, not always, finds
+        a faster plan.
 
     Raises PlanError for other values. Settings of a single policy are options in the policy's name.
     """
@@ -110,7 +110,7 @@ class Plan:
     """One iteration, as every rank runs it.
 
     policy: name of the policy.
-    workload: the job that the plan is for.
+    workload: the job of each rank. If ranks have different jobs, one that is at least as hard as each of these.
     machine: the machine that the plan is for.
     settings: the settings that the caller gave to the policy.
     layout: chunks of the model.
@@ -123,6 +123,9 @@ class Plan:
     buffers: (name, place, bytes) that the policy holds throughout, including the room for stashes (STASHES).
     predictions: figures by name (iteration_s, peak_gpu_bytes, lower_bound_s ...), may be empty.
     choices: the policy's decisions and their reasons, for `explain` (capacity rule, pins tried, kept gaps ...).
+    ranked: each rank's own job, if these differ. They are of one model and run the same moments.
+
+    Raises PlanError for `ranked` that are not one per rank, with the moments and uses of `workload`.
     """
 
     policy: str
@@ -139,12 +142,45 @@ class Plan:
     buffers: tuple[tuple[str, Place, int], ...] = ()
     predictions: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, object] = field(default_factory=dict)
+    ranked: tuple[Workload, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranked is not None:
+            _check_ranked(self.ranked, self.workload, self.machine)
 
     def __repr__(self) -> str:
         return f"<Plan {self.policy}: {self.workload.model} on {self.machine.name}, {len(self.steps)} steps>"
 
     def _repr_html_(self) -> str:
         return render_html(self)
+
+    @property
+    def jobs(self) -> tuple[Workload, ...]:
+        """The job of each rank."""
+        return self.ranked or (self.workload,) * len(self.machine.ranks)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per iteration, of all ranks."""
+        return sum(job.tokens for job in self.jobs)
+
+    @property
+    def own_batches(self) -> str | None:
+        """Words for the batches of ranks whose jobs differ: "8 on rank 0, 4 on ranks 1, 2"; None if all have one
+        job."""
+        if self.ranked is None:
+            return None
+        ranks_of: dict[int, list[int]] = {}
+        for rank, job in enumerate(self.ranked):
+            ranks_of.setdefault(job.batch, []).append(rank)
+        return ", ".join(f"{batch} on {format_ranks(ranks)}" for batch, ranks in ranks_of.items())
+
+    @property
+    def gpu_budgets(self) -> tuple[int, ...]:
+        """Bytes of its GPU that each rank may take. `gpu_budget_bytes` is that of the smallest GPU; a larger GPU has so
+        many bytes more."""
+        smallest = self.machine.gpu_budget_bytes
+        return tuple(self.gpu_budget_bytes + rank.gpu.budget_bytes - smallest for rank in self.machine.ranks)
 
     @property
     def budgets(self) -> dict[Place, int]:
@@ -189,7 +225,7 @@ class Plan:
         adam = f"after the barrier ({barrier})" if barrier else "as gradients arrive"
         moved = self.moved_bytes
         on = "on" if w.checkpointing else "off"
-        shape = f"batch {w.batch} x {w.micro_batches}, sequence {w.sequence}, checkpointing {on}"
+        shape = f"batch {self.own_batches or w.batch} x {w.micro_batches}, sequence {w.sequence}, checkpointing {on}"
         what = ", ".join(f"{modes[mode]} {mode}" for mode in MODES if modes[mode])
         size, waste = format_bytes(self.layout.chunk_bytes), f"{self.layout.waste:.2%} waste"
         gpu, host = format_bytes(self.gpu_budget_bytes), format_bytes(self.host_budget_bytes)
@@ -211,6 +247,21 @@ class Plan:
         if "iteration_s" in self.predictions:
             lines.append(f"predicted iteration: {format_s(self.predictions['iteration_s'])}")
         return "\n".join(lines)
+
+
+def _check_ranked(ranked: Sequence[Workload], workload: Workload, machine: Machine) -> None:
+    """Raise PlanError unless there is one job per rank, all of the model of `workload`, with its moments and uses."""
+    if len(ranked) != len(machine.ranks):
+        raise PlanError(f"{len(ranked)} workloads for {len(machine.ranks)} ranks; each rank needs its own")
+
+    def of_job(w: Workload) -> tuple[object, ...]:
+        return w.fingerprint, w.dtype, w.optimizer, w.uses, len(w.moments), w.stashes
+
+    same: set[int] = set()
+    for r, job in enumerate(ranked):
+        if id(job) not in same and of_job(job) != of_job(workload):
+            raise PlanError(f"the workload of rank {r} has other parameters, moments or uses than the plan's")
+        same.add(id(job))
 
 
 def moved_bytes(steps: Iterable[Step], ranks: int) -> dict[str, int]:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.check_fields import check_fields, check_step_fields
@@ -31,7 +31,7 @@ from pstar_sim.workload.workload import Moment, Stash, Tensor, Use, Workload
 __all__ = ["FORMAT", "VERSION", "read_plan", "save_plan"]
 
 FORMAT = "pstar-sim plan"
-VERSION = 1
+VERSION = 2
 
 _COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use, "stashes": Stash}
 _ONLY_IF_ANY = (
@@ -40,6 +40,16 @@ _ONLY_IF_ANY = (
     "dtype_open",
     "kernels",
 )  # fields of the workload that are left out if they are empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class RanksFile:
+    """Ranks with one job, of ranks whose jobs differ."""
+
+    ranks: Annotated[tuple[int, ...], says("numbers of these ranks")]
+    workload: Annotated[
+        Workload, columns(**_COLUMNS), says("their job: the fields that differ from those of the plan's workload")
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +65,7 @@ class PlanFile:
     choices: Annotated[Mapping[str, object], says("what the policy decided and why")]
     machine: Annotated[Machine, says("the machine the plan was made for")]
     workload: Annotated[Workload, columns(**_COLUMNS), says("the iteration the plan was made for, tables by column")]
+    ranked: Annotated[tuple[RanksFile, ...], says("the jobs of ranks that differ; empty: each rank has the workload")]
     layout: Annotated[LayoutForm, says("which parameter lives where in which chunk")]
     modes: Annotated[tuple[str, ...], says("of each chunk: cpu, pin, stream or frozen")]
     buffers: Annotated[
@@ -84,6 +95,7 @@ def _to_json(plan: Plan) -> str:
         "choices": dict(plan.choices),
         "machine": _machine_to_dict(plan.machine),
         "workload": _workload_to_dict(plan.workload),
+        "ranked": _ranked_to_list(plan),
         "layout": plan.layout.to_dict(),
         "modes": list(plan.modes),
         "buffers": [[name, place.value, size] for name, place, size in plan.buffers],
@@ -128,16 +140,44 @@ def _settings_to_dict(settings: Settings) -> dict[str, object]:
 
 
 def _workload_to_dict(w: Workload) -> dict[str, object]:
-    values: dict[str, object] = {}
-    for f in dataclasses.fields(w):
-        value = getattr(w, f.name)
-        if f.name in _ONLY_IF_ANY and not value:
-            continue
-        if f.name in _COLUMNS:
-            values[f.name] = to_columns(_COLUMNS[f.name], value)
-        else:
-            values[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-    return values
+    names = [f.name for f in dataclasses.fields(w)]
+    return {name: _plain(w, name) for name in names if getattr(w, name) or name not in _ONLY_IF_ANY}
+
+
+def _plain(w: Workload, name: str) -> object:
+    """Returns a field of the workload as plain values."""
+    value = getattr(w, name)
+    if name in _COLUMNS:
+        return to_columns(_COLUMNS[name], value)
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+
+
+def _ranked_to_list(plan: Plan) -> list[dict[str, object]]:
+    if plan.ranked is None:
+        return []
+    ranks_of: dict[int, list[int]] = {}
+    for r, job in enumerate(plan.ranked):
+        ranks_of.setdefault(id(job), []).append(r)
+    rows: list[dict[str, object]] = []
+    for ranks in ranks_of.values():
+        job, names = plan.ranked[ranks[0]], [f.name for f in dataclasses.fields(Workload)]
+        own = {name: _plain(job, name) for name in names if getattr(job, name) != getattr(plan.workload, name)}
+        rows.append({"ranks": ranks, "workload": own})
+    return rows
+
+
+def _with_whole_jobs(body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values of the file with all fields of each rank's job."""
+    workload, rows = body.get("workload"), body.get("ranked")
+    if not isinstance(workload, dict) or not isinstance(rows, list):
+        return body
+    whole = [
+        {**row, "workload": workload | row["workload"]}
+        if isinstance(row, dict) and isinstance(row.get("workload"), dict)
+        else row
+        for row in rows
+    ]
+    return {**body, "ranked": whole}
 
 
 def read_plan(path: Path) -> Plan:
@@ -155,7 +195,7 @@ def read_plan(path: Path) -> Plan:
         raise PlanError(f"{path}: {what}: {fault.in_json()}") from None
     try:
         body = without_head(values, what="a pstar-sim plan", format=FORMAT, version=VERSION, error=PlanError)
-        plan = _plan(read_record(PlanFile, body), text)
+        plan = _plan(read_record(PlanFile, _with_whole_jobs(body)), text)
         check_fields(plan)
         check_step_fields(plan)
     except Fault as fault:
@@ -181,7 +221,18 @@ def _plan(found: PlanFile, text: str) -> Plan:
         buffers=found.buffers,
         initial=_initial(found.initial),
         steps=_steps(found.steps, text),
+        ranked=_ranked(found),
     )
+
+
+def _ranked(found: PlanFile) -> tuple[Workload, ...] | None:
+    if not found.ranked:
+        return None
+    jobs = {r: row.workload for row in found.ranked for r in row.ranks}
+    named, ranks = sorted(r for row in found.ranked for r in row.ranks), range(len(found.machine.ranks))
+    if named != list(ranks):
+        raise PlanError(f"field 'ranked' has jobs for ranks {named}; each of the ranks 0 to {ranks[-1]} has one")
+    return tuple(jobs[r] for r in ranks)
 
 
 def _initial(rows: tuple[tuple[int, str, Place], ...]) -> frozenset[Resident]:

@@ -45,6 +45,7 @@ KEYS = (
     used(f"{_DS}.gradient_accumulation_steps", "ds_micro_batches", Count),
     used(f"{_DS}.gradient_clipping", "ds_clip", Annotated[float, least(0)]),
     used(f"{_DS}.deepspeed_config_file", "ds_file", str),
+    used(f"{_DS}.zero3_init_flag", "ds_init", bool),
     unmodelled(
         f"{_FSDP}.fsdp_activation_checkpointing_offload", "inputs of recomputed blocks are taken to stay on the GPU"
     ),
@@ -71,7 +72,6 @@ KEYS = (
         f"{_FSDP}.fsdp_sync_module_states",
         f"{_FSDP}.fsdp_transformer_layer_cls_to_wrap",
         f"{_FSDP}.fsdp_use_orig_params",
-        f"{_DS}.zero3_init_flag",
         f"{_DS}.zero3_save_16bit_model",
         f"{_DS}.offload_optimizer_nvme_path",
         f"{_DS}.offload_param_nvme_path",
@@ -142,7 +142,8 @@ def read(content: object, file: str) -> Configuration:
         policy=fsdp_policy(offload=found.usual("offload", False), reshard=reshard),
         dtype=_dtype(found),
         checkpointing=found.known("checkpointing") if "checkpointing" in found.named else None,
-        details=_details(found, {"type": kind, "version": version, "loads_once": found.usual("loads_once", False)}),
+        loading="whole" if found.usual("loads_once", False) else "each",
+        details=_details(found, {"type": kind, "version": version}),
         notes=tuple(notes),
         without_effect=found.without_effect,
     )
@@ -212,7 +213,10 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
         content["fp16" if dtype == "fp16" else "bf16"] = {"enabled": dtype != "fp32"}
     made = deepspeed.read(content, file)
     details = _details(found, dict(made.details))
-    return replace(made, details=details, notes=(*notes, *made.notes), without_effect=found.without_effect)
+    loading = "each" if found.known("ds_init") is False else made.loading
+    return replace(
+        made, details=details, loading=loading, notes=(*notes, *made.notes), without_effect=found.without_effect
+    )
 
 
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
@@ -231,7 +235,11 @@ def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: i
     return max(buckets, buckets + 2 * trained - workload.peak_non_model_bytes)
 
 
-MEMORY = replace(fsdp.MEMORY, gpu_beyond_bytes=_gpu_beyond_bytes)
+MEMORY = replace(
+    fsdp.MEMORY,
+    gpu_beyond_bytes=_gpu_beyond_bytes,
+    once="with fsdp_cpu_ram_efficient_loading: true",
+)
 """Rules by which the types of accelerate allocate: FSDP, a single process, and DistributedDataParallel."""
 
 
@@ -254,7 +262,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
         "offload": offloads(c),
         "reshard": reshard if two else None,
         "strategy": None if two else ("FULL_SHARD" if reshard else "SHARD_GRAD_OP"),
-        "loads_once": detail["loads_once"],
+        "loads_once": c.loading == "whole",
         "checkpointing": c.checkpointing,
         "wrap": "TRANSFORMER_BASED_WRAP",
     }
@@ -271,9 +279,9 @@ def express(plan: Plan) -> Expressed:
     details: dict[str, object] = {
         "type": "FSDP",
         "version": 2,
-        "loads_once": True,
         "processes": len(plan.machine.ranks),
     }
     found = express_as(plan, ACCELERATE, details, says_batch=False)
+    found = replace(found, configuration=replace(found.configuration, loading="whole"))
     script = ("clipping: the script calls accelerator.clip_grad_norm_",) if plan.settings.clip else ()
     return replace(found, cannot=(*found.cannot, *script))

@@ -273,11 +273,18 @@ def read(content: object, file: str) -> Configuration:
         optimizer=optimizer,
         pinned=states == "none" or found.usual("pinned", True),
         pinned_params=params == "none" or found.usual("pinned_params", True),
+        loading=_loading(stage),
         details=_details(found, stage, states, params),
         left_open=tuple(name for name in ("bucket", "prefetch") if found[name] == AUTO and name in in_full(policy)),
         notes=(*notes, *said),
         without_effect=found.without_effect,
     )
+
+
+def _loading(stage: int) -> Literal["whole", "each"]:
+    """Returns the way in which the weights are loaded. With stage 3, zero.Init slices the model while it is made (the
+    HF Trainer uses zero.Init); otherwise every process loads the whole model."""
+    return "whole" if stage == 3 else "each"
 
 
 def _micro_batches(found: KeyReading) -> int | None:
@@ -528,14 +535,11 @@ def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: i
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
-def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes of weights while they are loaded, in the working dtype. Every process loads the whole model;
-    with stage 3, zero.Init slices the model while it is made (the HF Trainer uses zero.Init)."""
-    whole = workload.params * DTYPE_BYTES[workload.dtype]
-    return -(-whole // ranks) if configuration.detail["stage"] == 3 else whole
-
-
-MEMORY = MemoryRules(allocations=_allocations, start_bytes=_start_bytes, gpu_beyond_bytes=_gpu_beyond_bytes)
+MEMORY = MemoryRules(
+    allocations=_allocations,
+    gpu_beyond_bytes=_gpu_beyond_bytes,
+    unpinned='with "pin_memory": false in its offload_optimizer and offload_param',
+)
 """Rules by which DeepSpeed allocates."""
 
 _OWN = (
@@ -579,6 +583,7 @@ def express(plan: Plan) -> Expressed:
         micro_batches=w.micro_batches,
         clip=settings.clip,
         optimizer=optimizer,
+        loading=_loading(stage),
         details=tuple(sorted(details.items())),
     )
     says = (*common_says(plan), _says(stage, states, params), f"clipping {'at 1.0' if settings.clip else 'off'}")

@@ -11,16 +11,19 @@ from dataclasses import replace
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import STASHES, Plan, Settings
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import COPIES, PAGEABLE, Place
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.targets import target_of
+from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["Follows"]
+__all__ = ["CAPABILITIES", "Follows"]
+
+CAPABILITIES = Capabilities(counts_host=True)
 
 _ROOMY_BYTES = 1 << 50
 """Host memory that is enough for every policy."""
@@ -38,6 +41,15 @@ def _planned_on(machine: Machine, gpu_bytes: int) -> Machine:
     )
     host = replace(machine.host, memory_bytes=_ROOMY_BYTES)
     return replace(machine, host=host, ranks=ranks if gpu_bytes else machine.ranks)
+
+
+def _copied(plan: Plan, configuration: Configuration) -> Plan:
+    """Returns the plan with its copies at the rate of memory that is not pinned, if the configuration pins none. A
+    policy with an option for this has marked its copies itself."""
+    pinned = configuration.pinned or "pinned" in configuration.options
+    if pinned or plan.machine.link.pageable_bytes_per_s is None:
+        return plan
+    return replace(plan, steps=tuple(replace(s, via=PAGEABLE) if s.kind in COPIES else s for s in plan.steps))
 
 
 class Follows:
@@ -60,7 +72,7 @@ class Follows:
         configuration = self.configuration.for_model(workload)
         memory, ranks = target_of(configuration).memory, len(machine.ranks)
         need = memory.host_need(configuration, configuration.job(workload), ranks)
-        short = need.shortage(machine, self.__name__)
+        short = memory.shortage(configuration, configuration.job(workload), machine, self.__name__)
         if short is not None:
             raise short
         more_bytes = memory.gpu_beyond_bytes(configuration, workload, ranks)
@@ -76,7 +88,7 @@ class Follows:
                 available_bytes=machine.gpu_budget_bytes,
                 what=f"{error.what}, and {format_bytes(more_bytes)} of gradients",
             ) from error
-        return self._with_own_buffers(plan, machine, need.host_bytes, more_bytes)
+        return self._with_own_buffers(_copied(plan, configuration), machine, need.host_bytes, more_bytes)
 
     def _with_own_buffers(self, plan: Plan, machine: Machine, host_bytes: int, gpu_bytes: int) -> Plan:
         """Returns the plan on the machine that the user asks about. The plan's GPU buffer is gpu_bytes; its host buffer

@@ -86,14 +86,11 @@ def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(units.values())
 
 
-def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes of weights while they are loaded, in fp32. Either every process loads the whole model, or one
-    process loads it for all."""
-    whole = workload.params * _WIDTH
-    return -(-whole // ranks) if configuration.detail.get("loads_once") else whole
-
-
-MEMORY = MemoryRules(allocations=_allocations, start_bytes=_start_bytes)
+MEMORY = MemoryRules(
+    allocations=_allocations,
+    loaded_width=_WIDTH,
+    unpinned="with CPUOffloadPolicy(pin_memory=False) of FSDP 2 in the script",
+)
 """Rules by which FSDP allocates, under each of its names."""
 
 

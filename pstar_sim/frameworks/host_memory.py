@@ -10,13 +10,14 @@ pin by itself (DS_PIN_MEMORY_BACKEND=native). Neither is the default, and neithe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.planner.memory_needs import loading_words
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import Tensor, Workload
+from pstar_sim.workload.workload import DTYPE_BYTES, Tensor, Workload
 
 __all__ = [
     "Allocation", "HostNeed", "MemoryRules", "allocation", "moments_bytes_per_param", "rank_sizes", "sub_groups",
@@ -55,11 +56,13 @@ class HostNeed:
 
     allocations: held from the first step on.
     startup_bytes: weights while they are loaded; they are freed before the allocations are made.
+    loading: words for the way in which they are loaded.
     stash_bytes: activations on the host.
     """
 
     allocations: tuple[Allocation, ...]
     startup_bytes: int
+    loading: str = ""
     stash_bytes: int = 0
 
     @property
@@ -71,6 +74,11 @@ class HostNeed:
     def rounding_bytes(self) -> int:
         """Bytes that pinning adds to the requested bytes."""
         return sum(a.taken_bytes - a.asked_bytes for a in self.allocations)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of page-locked memory, as PyTorch rounds them."""
+        return sum(a.taken_bytes for a in self.allocations if a.pinned)
 
     @property
     def held_bytes(self) -> int:
@@ -85,7 +93,8 @@ class HostNeed:
     def parts(self) -> list[str]:
         """Returns the parts of `host_bytes`, each as a phrase for a message."""
         if self.startup_bytes > self.held_bytes:
-            return [f"{format_bytes(self.startup_bytes)} of weights while they are loaded"]
+            how = f", {self.loading}" if self.loading else ""
+            return [f"{format_bytes(self.startup_bytes)} of weights while they are loaded{how}"]
         said = [f"{format_bytes(a.asked_bytes)} of {a.name}{' (pinned)' if a.pinned else ''}" for a in self.allocations]
         if self.stash_bytes:
             said.append(f"{format_bytes(self.stash_bytes)} of activations")
@@ -96,15 +105,28 @@ class HostNeed:
         return said
 
     def shortage(self, machine: Machine, policy: str) -> DoesNotFit | None:
-        """Returns the error for a host without enough room; None where there is enough."""
-        if self.host_bytes <= machine.host_budget_bytes:
+        """Returns the error for a host without enough room, or without enough memory that can be pinned; None where
+        there is enough."""
+        if self.host_bytes > machine.host_budget_bytes:
+            return DoesNotFit(
+                policy=policy,
+                place="host",
+                needed_bytes=self.host_bytes,
+                available_bytes=machine.host_budget_bytes,
+                what=", ".join(self.parts()),
+            )
+        can_pin = machine.pinned_budget_bytes
+        if can_pin is None or self.pinned_bytes <= can_pin:
             return None
+        pinned = replace(
+            self, allocations=tuple(a for a in self.allocations if a.pinned), startup_bytes=0, stash_bytes=0
+        )
         return DoesNotFit(
             policy=policy,
-            place="host",
-            needed_bytes=self.host_bytes,
-            available_bytes=machine.host_budget_bytes,
-            what=", ".join(self.parts()),
+            place="pinned",
+            needed_bytes=self.pinned_bytes,
+            available_bytes=can_pin,
+            what=", ".join(pinned.parts()).replace(" (pinned)", ""),
         )
 
 
@@ -113,19 +135,43 @@ class MemoryRules:
     """Rules by which a framework allocates: functions of (configuration, workload of one rank, number of ranks).
 
     allocations: host memory that one rank requests.
-    start_bytes: bytes of weights while they are loaded.
+    loaded_width: bytes per parameter of weights while they are loaded; None: those of the working dtype.
+    once: what makes one process of a node load the weights for all, in words; "" if nothing does.
+    unpinned: what makes the framework pin less memory, in words; "" if nothing does.
     gpu_beyond_bytes: bytes that the GPU holds beside the lists of the policy; by default none.
     """
 
     allocations: Callable[[Configuration, Workload, int], tuple[Allocation, ...]]
-    start_bytes: Callable[[Configuration, Workload, int], int]
+    loaded_width: int | None = None
+    once: str = ""
+    unpinned: str = ""
     gpu_beyond_bytes: Callable[[Configuration, Workload, int], int] = lambda configuration, workload, ranks: 0
+
+    def shortage(
+        self, configuration: Configuration, workload: Workload, machine: Machine, policy: str
+    ) -> DoesNotFit | None:
+        """Returns the error for a host without enough room for the configuration, with the value of the configuration
+        that would do; None where there is enough."""
+        ranks = len(machine.ranks)
+        short = self.host_need(configuration, workload, ranks).shortage(machine, policy)
+        if short is None:
+            return None
+        for words, changed in (
+            (self.once, replace(configuration, loading="whole")),
+            (self.unpinned, replace(configuration, pinned=False, pinned_params=False)),
+        ):
+            if words and self.host_need(changed, workload, ranks).shortage(machine, policy) is None:
+                return short.restated(change=words)
+        return short
 
     def host_need(self, configuration: Configuration, workload: Workload, ranks: int) -> HostNeed:
         """Returns the host memory that the framework takes on one rank."""
+        weights = workload.params * (self.loaded_width or DTYPE_BYTES[workload.dtype])
+        startup = {"each": weights, "whole": -(-weights // ranks), "in-place": 0}
         return HostNeed(
             allocations=self.allocations(configuration, workload, ranks),
-            startup_bytes=self.start_bytes(configuration, workload, ranks),
+            startup_bytes=startup[configuration.loading],
+            loading=loading_words(configuration.loading, ranks),
             stash_bytes=sum(size for _, size in workload.stash_room),
         )
 

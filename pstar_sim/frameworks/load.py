@@ -16,6 +16,13 @@ from pstar_sim.schema.reading import Fault
 
 __all__ = ["load_configuration"]
 
+_TRAINERS = {
+    "axolotl": {"base_model", "sequence_len"},
+    "LLaMA-Factory": {"finetuning_type", "cutoff_len", "template"},
+    "a training script": {"model_name_or_path", "per_device_train_batch_size"},
+}
+"""Trainers, and keys by which their files are known: no framework's file has one of them at the top."""
+
 _ENDINGS = {ending: target for target in TARGETS.values() for ending in target.endings}
 
 
@@ -47,7 +54,20 @@ def load_configuration(path: str) -> Configuration:
             f"{path}: is a plan of pstar, not a framework's configuration; `pstar explain {path}` and `pstar export "
             f"{path} --deepspeed ds.json` read it; give --policy NAME to set its policy beside others"
         )
+    for trainer, keys in _TRAINERS.items():
+        if isinstance(content, dict) and keys & content.keys():
+            raise PstarError(f"{path}: is a configuration of {trainer}, which is not read; {_launched_with(content)}")
     return read(content, path)
+
+
+def _launched_with(content: dict[str, object]) -> str:
+    """Returns the file to give instead of a trainer's configuration."""
+    named = content.get("deepspeed")
+    if isinstance(named, str):
+        return f"give --like the DeepSpeed file that its key deepspeed names, {named}"
+    if isinstance(content.get("fsdp_config"), dict):
+        return "give --like an accelerate file with distributed_type: FSDP and its fsdp_config (keys with fsdp_ before)"
+    return "give --like the DeepSpeed file (JSON) or the accelerate file (YAML) that it is launched with"
 
 
 def _content(path: str, ending: str, text: str) -> object:

@@ -15,7 +15,7 @@ from pstar_sim.frameworks.host_memory import (
     tensor_allocations,
     trained,
 )
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+from pstar_sim.workload.workload import Workload
 
 __all__ = ["MEGATRON", "MEMORY", "express", "write"]
 
@@ -120,10 +120,5 @@ def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: i
     return int(4 * workload.trainable_params * (1 - counted))
 
 
-def _start_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
-    """Returns the bytes of weights while they are loaded. Every process loads the whole model, in the working dtype."""
-    return workload.params * DTYPE_BYTES[workload.dtype]
-
-
-MEMORY = MemoryRules(allocations=_allocations, start_bytes=_start_bytes, gpu_beyond_bytes=_gpu_beyond_bytes)
+MEMORY = MemoryRules(allocations=_allocations, gpu_beyond_bytes=_gpu_beyond_bytes)
 """Rules by which Megatron-LM allocates."""

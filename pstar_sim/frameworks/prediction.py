@@ -20,6 +20,7 @@ from pstar_sim.planner.batch_shares import share_out
 from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.fits import Fit
 from pstar_sim.planner.trust import trust
+from pstar_sim.sim.play import peaks_of_ranks
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["ConfigurationPrediction", "predict"]
@@ -39,7 +40,7 @@ class ConfigurationPrediction:
     short_of: place that lacks memory; None if none does.
     short_bytes: bytes that the place lacks.
     gpu_needed_bytes: the most bytes on the GPU, or, if the GPU lacks memory, the bytes that are needed. None if the
-        host lacks memory.
+        host lacks memory. If GPUs differ, the smallest budget less the least room that any GPU has left.
     iteration_s: simulated seconds per iteration; None if the configuration does not fit.
     tokens_per_s: simulated tokens per second; None if the configuration does not fit.
     expected_error: as in `Fit`, for the policy.
@@ -157,14 +158,16 @@ def predict(
     except DoesNotFit as error:
         return replace(
             found,
-            reason=str(error),
+            reason=str(error) + (f"; fits {error.change}" if error.change else ""),
             short_of=error.place,
             short_bytes=error.short_bytes,
             gpu_needed_bytes=error.needed_bytes if error.place == "gpu" else None,
         )
+    peaks = peaks_of_ranks(plan, timeline)
+    least_room = min(budget - peak["gpu"] for budget, peak in zip(plan.gpu_budgets, peaks))
     return replace(
         found,
-        gpu_needed_bytes=timeline.peak_bytes["gpu"],
+        gpu_needed_bytes=plan.gpu_budget_bytes - least_room,
         iteration_s=timeline.iteration_s,
         tokens_per_s=share.tokens / timeline.iteration_s,
         expected_error=belief.error,

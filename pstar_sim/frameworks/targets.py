@@ -23,10 +23,8 @@ class Target:
     express: plan -> the nearest configuration, and the parts of the plan that it cannot express.
     read: (content of a file, name of the file) -> configuration; None if its files are not read.
     write: configuration -> text of the file.
-    blocks: (configuration, workload of one rank, number of ranks) -> blocks of host memory that one rank requests.
-    start_bytes: the same arguments -> bytes of weights while they are loaded.
-    gpu_beyond_bytes: the same arguments -> bytes that the GPU holds beside the lists of the policy; None if it holds
-        none.
+    memory: the rules by which it allocates.
+    endings: endings of its files.
     """
 
     name: str

@@ -32,7 +32,7 @@ from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.batch_shares import machine_of, shares_of_batch, tightest
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
-from pstar_sim.planner.memory_needs import memory_need
+from pstar_sim.planner.memory_needs import LOADING, memory_need
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
 from pstar_sim.workload.lora import Adapter, adapter
@@ -77,6 +77,7 @@ class Offer:
     gpus: number of GPUs of all nodes.
     tried: all numbers of nodes that were tried.
     in_time: whether the offer makes the deadline; True without a deadline.
+    in_time_is_sure: whether the deadline lies outside of the error of `days`; True without a deadline.
     usd_per_hour: price of all nodes; None without a price.
     batch: sequences per micro-batch, of all GPUs together.
     price_of: the offer from which the price comes, and its date.
@@ -93,6 +94,7 @@ class Offer:
     price_of: str | None = None
     tried: tuple[int, ...] = ()
     in_time: bool = False
+    in_time_is_sure: bool = True
     policy: str | None = None
     batch: int | None = None
     micro_batches: int | None = None
@@ -162,6 +164,7 @@ def cheapest(
     kernels: str | None = None,
     lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
+    loading: str = LOADING[0],
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
     on_part: OnPart | None = None,
@@ -177,6 +180,7 @@ def cheapest(
     settings: as in `compare`.
     dtype: working dtype; None: the dtype of each machine's GPU.
     checkpointing, kernels, lora, optimizer: as in `preset`.
+    loading: as in `fits`.
     most_nodes: the largest number of nodes to try.
     prices: a price file that takes precedence over the shipped list.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
@@ -195,6 +199,7 @@ def cheapest(
     if dtype is not None:
         choice("dtype", dtype, DTYPE_BYTES)
     optimizer_spec(optimizer)
+    choice("loading", loading, LOADING)
     lora = None if lora is None else adapter(lora)
     known = load_prices(None if prices is None else str(file_path("prices", prices)))
     settings = settings_of(settings)
@@ -207,6 +212,7 @@ def cheapest(
         kernels,
         lora,
         optimizer,
+        loading,
         settings,
         None if policies is None else tuple(asked_names(policies)),
     )
@@ -245,6 +251,7 @@ class _CheapestJob:
     kernels: str | None
     lora: Adapter | None
     optimizer: str
+    loading: str
     settings: Settings
     policies: tuple[str, ...] | None
 
@@ -378,6 +385,7 @@ def _so_many(
     offer = replace(
         base,
         in_time=deadline_s is None or cost.days * DAY_S <= deadline_s,
+        in_time_is_sure=deadline_s is None or abs(deadline_s / (cost.days * DAY_S) - 1) > (row.expected_error or 0.0),
         policy=row.policy,
         batch=batch,
         micro_batches=micro_batches,
@@ -420,7 +428,15 @@ def _fastest(machine: Machine, job: _CheapestJob) -> tuple[Row, int, int]:
             worst = error if isinstance(error, DoesNotFit) or worst is None else worst
         if not roomy:
             continue
-        answer = compare(ranked, machine, policies=roomy, settings=job.settings, barrier_cost=False, near=False)
+        answer = compare(
+            ranked,
+            machine,
+            policies=roomy,
+            settings=job.settings,
+            loading=job.loading,
+            barrier_cost=False,
+            near=False,
+        )
         if any(row.fits for row in answer.rows):
             return answer.best().row, answer.batch, micro_batches
     assert worst is not None
@@ -435,7 +451,7 @@ def _with_room(
     refusals: list[DoesNotFit | CannotPlan] = []
     for policy in job.policies or POLICIES:
         try:
-            memory_need(policy, workload, machine, job.settings)
+            memory_need(policy, workload, machine, job.settings, loading=job.loading)
         except (DoesNotFit, CannotPlan) as error:
             refusals.append(error)
         else:

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pstar_sim.arguments import flag, function, instance, refused, text
+from pstar_sim.arguments import choice, flag, function, instance, refused, text, whole
 from pstar_sim.bounds.certificate import Certificate, Certifier, certificate_of, require_bounded
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
-from pstar_sim.core.figures import OWN_SHARES, moves_on_disks
+from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import VERSION
@@ -28,20 +28,21 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.machine_notes import machine_notes
+from pstar_sim.planner.memory_needs import LOADING, with_room
 from pstar_sim.planner.nearest import Elsewhere, nearest
-from pstar_sim.planner.trust import Trust, trust
+from pstar_sim.planner.trust import Trust, trust, validation_digest
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
 from pstar_sim.policy.kit.ties import burden, least_of
 from pstar_sim.policy.registry import Policy, can_follow, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_html, render_text
-from pstar_sim.sim.play import play
+from pstar_sim.sim.play import peaks_of_ranks, play
 from pstar_sim.units import format_s
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
     import pandas
 
-__all__ = ["Comparison", "Planned", "Row", "compare", "plan_and_play", "without_barrier"]
+__all__ = ["Comparison", "Planned", "Row", "barrier_cost_of", "compare", "plan_and_play", "without_barrier"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,9 @@ class Row:
     certificate: kind of the bound, the term that binds it and the setting for which it holds; or the reason why there
         is none (`Certificate.text`).
     bound_by: see `binding.bound_by`.
-    peak_gpu_bytes: the most bytes on the GPU. If ranks differ, the smallest GPU's budget less the least room left on
-        any GPU.
+    peak_gpu_bytes: the most bytes on the GPU of any rank.
+    peak_host_bytes: the most bytes of any rank on the host.
+    peak_gpu_bytes_by_rank: the most bytes on each rank's GPU, if these differ.
     barrier_cost_s: seconds that the same policy would save if no Adam had to wait for all gradients; None if nothing
         makes it wait.
     expected_error: one standard deviation of the seconds, as a share of them. The deviation comes from published runs
@@ -78,6 +80,7 @@ class Row:
     bound_by: str | None = None
     peak_gpu_bytes: int | None = None
     peak_host_bytes: int | None = None
+    peak_gpu_bytes_by_rank: tuple[int, ...] | None = None
     h2d_bytes: int | None = None
     d2h_bytes: int | None = None
     barrier_cost_s: float | None = None
@@ -107,16 +110,18 @@ class Planned:
         self.with_predictions().save(path)
 
     def with_predictions(self) -> Plan:
-        """Returns the plan with the figures of its line of the table (only numbers) as its predictions. The plan's
-        choices say where the inputs of the predictions come from, and which version of the cost model predicted."""
+        """Returns the plan with the figures of its line of the table (only numbers) as its predictions, in place of the
+        policy's own estimate. The plan's choices say where the inputs of the predictions come from, which version of
+        the cost model predicted, and which rows of validation the expected error is of."""
         figures = {k: float(v) for k, v in self.row.to_json().items() if isinstance(v, int | float) and k != "fits"}
         sources = confidence(self.plan.workload, self.plan.machine)
         return replace(
             self.plan,
-            predictions={**self.plan.predictions, **figures},
+            predictions={k: v for k, v in self.plan.predictions.items() if k != "policy_iteration_s"} | figures,
             choices={
                 **self.plan.choices,
                 "cost_model": VERSION,
+                "validation": validation_digest(),
                 "confidence": sources,
                 "certificate": dict(self.row.certificate or {}),
             },
@@ -212,6 +217,7 @@ def compare(
     loop: str | None = None,
     sums: str | None = None,
     effort: float | None = None,
+    loading: str = LOADING[0],
     barrier_cost: bool = True,
     near: bool = True,
     certify: bool = False,
@@ -227,6 +233,7 @@ def compare(
     machine: a Machine, or its name.
     policies: names or specs (`tide:capacity=peak`), or functions (workload, machine, settings) -> Plan.
     settings: settings; update, clip, chunk_bytes, loop, sums and effort override single fields of them.
+    loading: as in `fits`.
     barrier_cost: whether to simulate every fitting policy also without its barrier.
     near: whether to look for the nearest machine or setting under which the other policies would fit.
     certify: whether to use the tighter bound of the fluid linear program, which takes seconds, instead of the joint
@@ -251,6 +258,7 @@ def compare(
     names = [name for name, _ in asked]
     if len(set(names)) != len(names):
         raise PstarError(f"policies must have different names, not {', '.join(names)}")
+    choice("loading", loading, LOADING)
     for what, value in (("barrier_cost", barrier_cost), ("near", near), ("certify", certify), ("only_best", only_best)):
         flag(what, value)
     if made is not None and not isinstance(made, Mapping):
@@ -261,7 +269,7 @@ def compare(
     share = share_out(workload, machine, nearly=all_balance((policy for _, policy in asked), machine))
     if policies is None and only_best:
         asked = [(name, policy) for name, policy in asked if can_follow(settings, share.workload, policy)]
-    free = _free(share, machine, settings, barrier_cost)
+    free = _free(share.workload, share.ranked, machine, settings) if barrier_cost else None
     with without_garbage_collection(), plans_shared(share.workload, *(free[:1] if free is not None else ())):
         return _compare(
             share,
@@ -269,6 +277,7 @@ def compare(
             settings,
             asked,
             free,
+            loading=loading,
             near=near,
             certify=certify,
             only_best=only_best,
@@ -286,6 +295,7 @@ def _compare(
     asked: Sequence[tuple[str, Policy]],
     free: _Free | None,
     *,
+    loading: str,
     near: bool,
     certify: bool,
     only_best: bool,
@@ -301,7 +311,7 @@ def _compare(
     found = _Found()
     for name, policy in asked:
         tell(name, len(found.rows), len(asked))
-        job = _Question(share=share, machine=machine, settings=settings, free=free)
+        job = _Question(share=share, machine=machine, settings=settings, loading=loading, free=free)
         try:
             found.add(name, policy, job, certifier, made.get(name), cut=cut, certify=certify, only_best=only_best)
         except CannotPlan as reason:
@@ -319,7 +329,9 @@ def _compare(
             hint = ""
             if near_wanted:
                 tell(f"what would do for {row.policy}", len(rows), len(asked))
-                hint = nearest(policy, workload, machine, settings, error, fitting=others, elsewhere=elsewhere)
+                hint = nearest(
+                    policy, workload, machine, settings, error, loading=loading, fitting=others, elsewhere=elsewhere
+                )
             rows[i] = unfit_row(row.policy, error, usual, hint)
     if only_best and others:
         best = _best(workload, settings, rows, planned)
@@ -384,19 +396,17 @@ class _Found:
         tokens = job.share.tokens
         own = balanced(policy, job.share, machine, settings, cut)
         if own is not None:
-            job = _of_balance(own, settings, wanted=job.free is not None)
+            job = _of_balance(own, job)
             self.free[name] = job.free
         plan, timeline = job.planned(policy, name) if made is None else (made[0], made[1].labelled(name))
         barrier_cost_s = None if only_best else _barrier_cost(policy, timeline, job.free)
-        plan = _with_shares(plan, job.share.ranked)
         if own is not None:
             gain = _gain(policy, own, settings, timeline.iteration_s)
             plan = replace(plan, choices={**plan.choices, "balance": gain})
             self.gains.append(f"{name}: {gain}")
             certifier = Certifier(job.share.workload, job.machine, settings, lp=certify, ranked=job.share.ranked)
-        peaks = timeline.peak_bytes if job.share.ranked is None else play(plan).peak_bytes
-        belief = trust(machine, name, job.share.workload)
-        row = _figures(name, belief, timeline, peaks, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
+        belief = trust(machine, plan.policy, job.share.workload)
+        row = _figures(plan, name, belief, timeline, tokens, _certificate(certifier, plan, asked), barrier_cost_s)
         self.planned[name] = Planned(row=row, plan=plan, timeline=timeline)
         self.rows.append(row)
 
@@ -419,39 +429,38 @@ _Free = tuple[Workload, Machine, Settings, Sequence[Workload] | None]
 """A job in which no Adam waits for all gradients, with the workloads rank by rank if they differ."""
 
 
-def _free(share: Share, machine: Machine, settings: Settings, wanted: bool) -> _Free | None:
-    """Returns the setting in which no Adam waits for all gradients, with its workloads. Returns None if it is not
-    wanted, or if no Adam waits anyway."""
-    workload = share.workload
-    if not wanted or settings.barrier(workload.dtype) is None:
+def _free(workload: Workload, ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> _Free | None:
+    """Returns the setting in which no Adam waits for all gradients, with its workloads. Returns None if no Adam waits
+    anyway."""
+    if settings.barrier(workload.dtype) is None:
         return None
-    return (*without_barrier(workload, machine, settings), _retyped(share.ranked, workload, machine, settings))
+    return (*without_barrier(workload, machine, settings), _retyped(ranked, machine, settings))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Question:
     """The job for which a policy is asked to plan.
 
+    loading: the way in which the weights are loaded.
     free: the same job if no Adam waits for all gradients; None if that is not asked.
     """
 
     share: Share
     machine: Machine
     settings: Settings
+    loading: str
     free: _Free | None
 
     def planned(self, policy: Policy, name: str) -> tuple[Plan, Timeline]:
-        share = self.share
-        return plan_and_play(policy, share.workload, self.machine, self.settings, label=name, workloads=share.ranked)
+        w, m, s, ranked = self.share.workload, self.machine, self.settings, self.share.ranked
+        return plan_and_play(policy, w, m, s, loading=self.loading, label=name, workloads=ranked)
 
 
-def _of_balance(own: Balanced, settings: Settings, *, wanted: bool) -> _Question:
-    """Returns the job with the shares that a policy chose.
-
-    wanted: whether the cost of the barrier is asked.
-    """
-    free = _free(own.share, own.machine, settings, wanted)
-    return _Question(share=own.share, machine=own.machine, settings=settings, free=free)
+def _of_balance(own: Balanced, job: _Question) -> _Question:
+    """Returns the job with the shares that a policy chose."""
+    wanted = job.free is not None
+    free = _free(own.share.workload, own.share.ranked, own.machine, job.settings) if wanted else None
+    return replace(job, share=own.share, machine=own.machine, free=free)
 
 
 def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> str:
@@ -467,14 +476,6 @@ def _gain(policy: Policy, own: Balanced, settings: Settings, seconds: float) -> 
     )
 
 
-def _with_shares(plan: Plan, ranked: Sequence[Workload] | None) -> Plan:
-    """Returns the plan. Its choices name the shares if the figures were predicted with one share per rank."""
-    if ranked is None:
-        return plan
-    shares = ", ".join(str(w.batch) for w in ranked)
-    return replace(plan, choices={**plan.choices, OWN_SHARES: f"batches of {shares}, rank by rank"})
-
-
 def _fitting(workload: Workload, settings: Settings, rows: Sequence[Row], planned: Mapping[str, Planned]) -> list[str]:
     """Returns the policies that fit, the best first and the others by their pace."""
     if not planned:
@@ -483,9 +484,7 @@ def _fitting(workload: Workload, settings: Settings, rows: Sequence[Row], planne
     return [r.policy for r in sorted(later_first, key=lambda r: (r is not first, _pace(r))) if r.fits]
 
 
-def _retyped(
-    ranked: Sequence[Workload] | None, workload: Workload, machine: Machine, settings: Settings
-) -> Sequence[Workload] | None:
+def _retyped(ranked: Sequence[Workload] | None, machine: Machine, settings: Settings) -> Sequence[Workload] | None:
     """Returns the ranks' own workloads in a dtype with which Adam need not wait for all gradients."""
     if ranked is None:
         return None
@@ -499,19 +498,34 @@ def plan_and_play(
     machine: Machine,
     settings: Settings,
     *,
+    loading: str | None = None,
     label: str = "",
     workloads: Sequence[Workload] | None = None,
 ) -> tuple[Plan, Timeline]:
     """Returns the policy's plan and its simulated timeline, which carries the fields for its picture.
 
+    loading: the way in which the weights are loaded; the host then has room for a run of the plan (memory_needs.py).
+        None: the host has room for the plan's payloads, which is enough for its seconds.
     workloads: each rank's own workload, if these differ. `workload` is then at least as hard as each of them.
 
     A user's policy is not trusted: its plan has to be for this job and to pass the checker. Raises DoesNotFit and
     CannotPlan, and PlanError naming the policy for any other fault of it.
     """
-    if is_built_in(policy):
-        plan = plan_once(policy, workload, machine, settings)
-        return plan, play_plan(plan, label=label, workloads=workloads)
+
+    def plan_on(where: Machine) -> Plan:
+        if is_built_in(policy):
+            return plan_once(policy, workload, where, settings)
+        return _users_plan(policy, workload, where, settings, label)
+
+    if loading is None:
+        plan = plan_on(machine)
+    else:
+        plan = with_room(plan_on, policy, workload, machine, settings, loading=loading)
+    return _played(plan, label, workloads)
+
+
+def _users_plan(policy: Policy, workload: Workload, machine: Machine, settings: Settings, label: str) -> Plan:
+    """Returns the checked plan of a policy that is not built in. Raises the same errors as `plan_and_play`."""
     name = label or getattr(policy, "__name__", "policy")
     try:
         plan = policy(workload, machine, settings)
@@ -529,19 +543,24 @@ def plan_and_play(
         if one is not other and one != other:
             raise PlanError(f"policy {name} made its plan for another {what} than it was asked for")
     plan.check()
-    return plan, play_plan(plan, label=label, workloads=workloads)
+    return plan
 
 
-def play_plan(
-    plan: Plan, *, label: str = "", workloads: Sequence[Workload] | None = None, rank: int | None = None
-) -> Timeline:
+def _played(plan: Plan, label: str, ranked: Sequence[Workload] | None) -> tuple[Plan, Timeline]:
+    """Returns the plan with the jobs of its ranks, and its timeline."""
+    plan = replace(plan, ranked=None if ranked is None else tuple(ranked))
+    return plan, play_plan(plan, label=label)
+
+
+def play_plan(plan: Plan, *, label: str = "", rank: int | None = None) -> Timeline:
     """Returns the plan's simulated timeline with a label.
 
-    workloads: each rank's own workload, if these differ.
     rank: rank of the timeline, if ranks differ; None: the slowest rank.
     """
     instance("plan", plan, Plan, "a Plan")
-    timeline = play(plan, workloads=workloads, rank=rank)
+    if rank is not None:
+        whole("rank", rank, least=0)
+    timeline = play(plan, rank=rank)
     return timeline.labelled(label) if label else timeline
 
 
@@ -559,6 +578,16 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
     }
     ranks = tuple(replace(r, gpu=gpus.get(id(r.gpu), r.gpu)) for r in machine.ranks)
     return replace(workload, dtype="bf16", tensors=tensors), replace(machine, ranks=ranks), free
+
+
+def barrier_cost_of(plan: Plan, timeline: Timeline) -> float | None:
+    """Returns the seconds that the plan's policy would save if no Adam had to wait for all gradients; None if none
+    waits, or if the policy then lacks room. Raises UnknownName for a policy that is not known.
+
+    timeline: the simulated timeline of the plan.
+    """
+    free = _free(plan.workload, plan.ranked, plan.machine, plan.settings)
+    return _barrier_cost(find_policy(plan.policy), timeline, free)
 
 
 def _barrier_cost(
@@ -598,15 +627,17 @@ def _unfit(name: str, certificate: Certificate | None, *, reason: str | None = N
 
 
 def _figures(
+    plan: Plan,
     name: str,
     belief: Trust,
     timeline: Timeline,
-    peaks: Mapping[str, int],
     tokens: int,
     certificate: Certificate,
     barrier_cost_s: float | None,
 ) -> Row:
     bound_s = certificate.seconds
+    peaks = peaks_of_ranks(plan, timeline)
+    gpus = tuple(peak["gpu"] for peak in peaks)
     return Row(
         policy=name,
         fits=True,
@@ -615,8 +646,9 @@ def _figures(
         lower_bound_s=bound_s,
         gap=None if moves_on_disks(timeline.moved_bytes) else timeline.iteration_s / bound_s - 1,
         bound_by=bound_by(timeline, barrier_cost_s=barrier_cost_s),
-        peak_gpu_bytes=peaks["gpu"],
-        peak_host_bytes=peaks["host"],
+        peak_gpu_bytes=max(gpus),
+        peak_host_bytes=max(peak["host"] for peak in peaks),
+        peak_gpu_bytes_by_rank=gpus if len(set(gpus)) > 1 else None,
         h2d_bytes=timeline.moved_bytes["h2d"],
         d2h_bytes=timeline.moved_bytes["d2h"],
         barrier_cost_s=barrier_cost_s,

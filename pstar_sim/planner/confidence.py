@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pstar_sim.catalog.machine import KNOWN, Machine
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["claims_more", "confidence", "confidence_line", "worst_known"]
+__all__ = ["confidence", "confidence_line", "worst_known"]
 
 ORDER = ("recorded", "calibrated", *KNOWN)  # the best known first
 
@@ -29,16 +29,6 @@ def worst_known(found: Mapping[str, str]) -> str:
     """Returns the worst word and its inputs, such as "assumed: operators, framework"."""
     word = max(found.values(), key=ORDER.index)
     return f"{word}: {', '.join(name for name, known in found.items() if known == word)}"
-
-
-def claims_more(said: Mapping[str, str], sources: Mapping[str, str]) -> bool:
-    """Returns whether `said` gives an input a better source than `sources` does, or a source that is not in ORDER.
-    Ignores inputs that are in only one of the two mappings."""
-    return any(
-        word not in ORDER or ORDER.index(word) < ORDER.index(sources[name])
-        for name, word in said.items()
-        if name in sources
-    )
 
 
 def confidence_line(found: Mapping[str, str]) -> str:

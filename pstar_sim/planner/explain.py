@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pstar_sim.arguments import choice, instance, number, whole
 from pstar_sim.catalog.model_shapes import is_model, model_entry
 from pstar_sim.core.effects import gradient_list
-from pstar_sim.core.figures import BINDS_NAMES, LEAST_ROOM, OWN_SHARES, moves_on_disks, own_shares
+from pstar_sim.core.figures import BINDS_NAMES, moves_on_disks
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, to_text
 from pstar_sim.core.timeline import Timeline
@@ -28,9 +28,9 @@ from pstar_sim.policy.family.pace import period_s
 from pstar_sim.policy.kit.options import options_of, split_spec
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.registry import find_policy, policy_at
-from pstar_sim.sim.play import play
+from pstar_sim.sim.play import peaks_of_ranks, play
 from pstar_sim.terminal import terminal_width, wrap
-from pstar_sim.units import format_bytes, format_params, format_s
+from pstar_sim.units import format_bytes, format_params, format_ranks, format_s
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.workload import Phase, Workload, activations_text
 
@@ -258,8 +258,8 @@ def _job(plan: Plan) -> list[str]:
     what = f"{w.model} ({format_params(w.params)} parameters, {w.dtype})"
     each = " per GPU" if len(m.ranks) > 1 else ""
     order = ", layer by layer" if w.layer_major else ""
-    most = "at most " if OWN_SHARES in plan.choices else ""
-    batch = f"batch {most}{w.batch}{each} x {_micro_batches(w.micro_batches)}{order}, sequence {w.sequence}"
+    batch = f"batch {plan.own_batches or f'{w.batch}{each}'} x {_micro_batches(w.micro_batches)}{order}"
+    batch += f", sequence {w.sequence}"
     checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
     if w.activations:
         checkpointing = activations_text(w)
@@ -286,14 +286,16 @@ def _micro_batches(count: int) -> str:
 def _where(plan: Plan, timeline: Timeline) -> list[str]:
     lines = _lines_of_modes(plan)
     held = held_between(plan)
-    differ = own_shares(plan) is not None
-    peaks = (play(plan) if differ else timeline).peak_bytes
+    ranks = peaks_of_ranks(plan, timeline)
     for place, budget in plan.budgets.items():
         parts = [f"{name} {format_bytes(size)}" for (p, name), size in sorted(held.items()) if p is place and size]
-        peak = peaks.get(place.value, 0)
         lines.append(f"  {place.value} between iterations: {', '.join(parts) or 'nothing'}")
-        whose = LEAST_ROOM if place is Place.GPU and differ else ""
-        lines.append(f"  {place.value} at most: {format_bytes(peak)} of {format_bytes(budget)}{whose}")
+        budgets = plan.gpu_budgets if place is Place.GPU else (budget,) * len(ranks)
+        rows = list(zip((peak.get(place.value, 0) for peak in ranks), budgets))
+        for peak, of in dict.fromkeys(rows):
+            alike = [r for r, row in enumerate(rows) if row == (peak, of)]
+            whose = "" if len(alike) == len(rows) else f" of {format_ranks(alike)}"
+            lines.append(f"  {place.value}{whose} at most: {format_bytes(peak)} of {format_bytes(of)}")
     lines += _lines_of_sums(plan)
     lines += _lines_of_experts(plan)
     if plan.workload.stashes:
@@ -404,7 +406,7 @@ def _why(plan: Plan) -> list[str]:
     return [
         f"  {name.removesuffix('_s').replace('_', ' ')}: {_worded(name, value)}"
         for name, value in plan.choices.items()
-        if name not in ("certificate", "cost_model")
+        if name not in ("certificate", "cost_model", "validation")
     ]
 
 

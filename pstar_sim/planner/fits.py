@@ -14,14 +14,24 @@ from typing import TYPE_CHECKING
 from pstar_sim.arguments import choice, flag
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
-from pstar_sim.core.plan import Settings
+from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
-from pstar_sim.planner.memory_needs import LOADING, Need, host_shortage, least_gpu_bytes, memory_need, need_with_room
-from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, in_words, remedies
+from pstar_sim.planner.memory_needs import (
+    LOADING,
+    Need,
+    host_shortage,
+    least_gpu_bytes,
+    memory_need,
+    need_with_room,
+    shortage,
+    startup_bytes,
+    with_room,
+)
+from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, asker, in_words, remedies
 from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import built_in, can, find_policy
 from pstar_sim.renderers import render_text
@@ -47,9 +57,12 @@ class Fit:
     host_payload_bytes: bytes of the payloads, a part of host_needed_bytes.
     host_rounding_bytes: bytes that pinning adds, a part of host_needed_bytes.
     host_startup_bytes: weights while they are loaded.
+    loading_short_bytes: bytes that the host lacks if every process loads the weights whole. None if it lacks none, and
+        if the question says how they are loaded.
     host_buffer_bytes: buffers of the policy. The larger of host_startup_bytes and host_buffer_bytes is the rest of
         host_needed_bytes.
-    short_of: place that is short ("gpu", "host" or "nvme"), if the policy does not fit.
+    short_of: place that is short ("gpu", "host", "nvme", or "pinned" for host memory that is to be pinned), if the
+        policy does not fit.
     short_bytes: bytes that the place lacks.
     reason: why the policy does not fit, and which changes would make it fit. A policy that has no plan for such a
         machine has a reason and no figures.
@@ -70,6 +83,7 @@ class Fit:
     host_rounding_bytes: int | None = None
     host_startup_bytes: int | None = None
     host_buffer_bytes: int | None = None
+    loading_short_bytes: int | None = None
     short_of: str | None = None
     short_bytes: int | None = None
     reason: str | None = None
@@ -117,6 +131,7 @@ class Fits(Collection):
     machine: the machine asked about.
     settings: the settings asked about.
     batch: sequences per micro-batch, of all GPUs together.
+    loading: the way in which the weights are loaded.
     rows: the answers.
     near: whether changes were looked for.
     change: the smallest change that makes the job fit, if no policy fits; None if a policy fits or no change helps.
@@ -126,6 +141,7 @@ class Fits(Collection):
     machine: Machine
     settings: Settings
     batch: int
+    loading: str
     rows: tuple[Fit, ...]
     near: bool = True
     change: SmallestChange | None = None
@@ -156,7 +172,7 @@ def fits(
     *,
     policies: Iterable[str] | str | None = None,
     settings: Settings | None = None,
-    loading: str = "whole",
+    loading: str | None = None,
     times: bool = True,
     near: bool = True,
     on_part: OnPart | None = None,
@@ -165,7 +181,8 @@ def fits(
     included.
 
     workload, machine, settings: as in `compare`.
-    loading: the way in which the weights are loaded ([Note: what the host really has to give] in memory_needs.py).
+    loading: the way in which the weights are loaded ([Note: what the host really has to give] in memory_needs.py);
+        None: whole, once per node. The answer then says where another way would decide.
     times: whether to plan and simulate the policies that fit.
     near: whether to look for changes that would make the others fit, and for their needs in the place that is not
         short.
@@ -174,14 +191,21 @@ def fits(
     Raises UnknownName for a policy that does not exist.
     """
     machine, settings = machine_of(machine), settings_of(settings)
-    choice("loading", loading, LOADING)
+    if loading is not None:
+        choice("loading", loading, LOADING)
     flag("times", times)
     flag("near", near)
     tell = teller(on_part)
     names = asked_names(policies)
     refuse_balance(names, machine)
     share = share_out(workload, machine)
-    job = Asked(workload=share.workload, machine=machine, settings=settings, loading=loading)
+    job = Asked(
+        workload=share.workload,
+        machine=machine,
+        settings=settings,
+        loading=loading or LOADING[0],
+        said=loading is not None,
+    )
     answers: list[tuple[Fit, DoesNotFit | None]] = []
     for name in names:
         tell(name, len(answers), len(names))
@@ -218,6 +242,7 @@ def fits(
         machine=machine,
         settings=settings,
         batch=share.batch,
+        loading=job.loading,
         rows=tuple(rows),
         near=near,
         change=change,
@@ -229,27 +254,30 @@ class Asked:
     """The job that was asked about.
 
     loading: the way in which the weights are loaded.
+    said: whether the question says how they are loaded.
     """
 
     workload: Workload
     machine: Machine
     settings: Settings
     loading: str
+    said: bool
 
     def of(self, policy: str, *, others: bool = True) -> Ask:
         """Returns a function from a job to the reason why the policy has no room for it; None if it has room.
 
         others: as in `memory_need`.
         """
+        return asker(policy, loading=self.loading, others=others)
 
-        def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
-            try:
-                memory_need(policy, workload, machine, settings, loading=self.loading, others=others, fewest=False)
-            except DoesNotFit as short:
-                return short
+    def short_if_each_loads(self, need: Need) -> int | None:
+        """Returns `Fit.loading_short_bytes` of a policy with this need."""
+        w, m = self.workload, self.machine
+        beside = need.pinned_bytes + max(startup_bytes(w, m, "each"), need.buffer_bytes)
+        if self.said or beside <= m.host_budget_bytes:
             return None
-
-        return ask
+        short = shortage(need.policy, w, m, self.settings, loading="each")
+        return None if short is None else short.short_bytes
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int | None:
         """Returns the least GPU budget with which the policy fits the machine; None if the policy does not fit now."""
@@ -265,8 +293,18 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
         gpu_available_bytes=machine.gpu_budget_bytes,
         host_available_bytes=machine.host_budget_bytes,
     )
+    plan: Plan | None = None
     try:
         need = memory_need(name, workload, machine, settings, loading=job.loading)
+        if times:
+            plan = need.plan or with_room(
+                lambda where: find_policy(name)(workload, where, settings),
+                name,
+                workload,
+                machine,
+                settings,
+                loading=job.loading,
+            )
     except CannotPlan as reason:
         return replace(row, reason=str(reason)), None
     except DoesNotFit as error:
@@ -280,9 +318,9 @@ def _fit(name: str, share: Share, job: Asked, *, times: bool) -> tuple[Fit, Does
         )
         return row, error
     row = _filled(replace(row, fits=True), job.least_gpu_bytes(name, machine), need)
-    if times:
-        plan = need.plan or find_policy(name)(workload, machine, settings)
-        seconds = play(plan, workloads=share.ranked).iteration_s
+    row = replace(row, loading_short_bytes=job.short_if_each_loads(need))
+    if plan is not None:
+        seconds = play(replace(plan, ranked=share.ranked)).iteration_s
         belief = trust(machine, name, workload)
         row = replace(
             row,

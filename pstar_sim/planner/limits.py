@@ -26,7 +26,7 @@ from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.batch_shares import least_batch, machine_of, share_out, shares_of_batch, tightest
 from pstar_sim.planner.collection import Collection
-from pstar_sim.planner.memory_needs import LOADING, memory_need
+from pstar_sim.planner.memory_needs import LOADING, shortage
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
@@ -165,7 +165,7 @@ def max_model(
     kernels: str | None = None,
     lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
-    loading: str = "whole",
+    loading: str = LOADING[0],
     catalog: bool = True,
     near: Mapping[str, int] | None = None,
     written: Written | None = None,
@@ -376,7 +376,7 @@ def max_batch(
     *,
     policies: Iterable[str | Policy] | str | None = None,
     settings: Settings | None = None,
-    loading: str = "whole",
+    loading: str = LOADING[0],
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
     """Returns the most sequences per micro-batch, of all GPUs together, with which each policy can train on the
@@ -431,10 +431,9 @@ AskOne = Callable[[str | Policy, int], Refusal | None]
 def _asker(machine: Machine, settings: Settings, loading: str) -> Callable[[str | Policy, Workload], Refusal | None]:
     def ask(policy: str | Policy, workload: Workload) -> Refusal | None:
         try:
-            memory_need(policy, workload, machine, settings, loading=loading, others=False, fewest=False)
-        except (DoesNotFit, CannotPlan) as error:
+            return shortage(policy, workload, machine, settings, loading=loading, others=False)
+        except CannotPlan as error:
             return error
-        return None
 
     return ask
 

@@ -1,5 +1,5 @@
-"""Notes of an answer on the effects of the machine: one memory for CPU and GPU, little pinned memory, a host without
-room for a run of a plan, disks that wear out."""
+"""Notes of an answer on the effects of the machine: one memory for CPU and GPU, little pinned memory, disks that wear
+out."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.planner.memory_needs import need_of_plan
 from pstar_sim.units import format_bytes
 
-__all__ = ["NO_DISKS", "disk_life", "machine_notes"]
+__all__ = ["NO_DISKS", "disk_life", "machine_notes", "pinned_notes"]
 
 NO_DISKS = "the lower bound counts no disks, so no distance from it is given"
 """The reason why a plan that moves lists on disks has no gap."""
@@ -34,28 +33,21 @@ def machine_notes(machine: Machine, plans: Iterable[tuple[Plan, Timeline]]) -> l
             "GPU may use is not counted for the host (--host-memory SIZE moves the border), "
             "and offloading is a copy inside it"
         )
-    if machine.host.pinned_bytes is not None and copies:
-        notes.append(
-            f"the host can pin {format_bytes(machine.host.pinned_bytes)}: lists of a job beyond that are copied "
-            f"at the pageable rate, {format_bytes(machine.link.pageable_bytes_per_s or 0)}/s"
-        )
-    tight = {plan.policy: need for plan, _ in plans if (need := _run_bytes(plan)) > machine.host_budget_bytes}
-    if tight:
-        notes.append(
-            f"{', '.join(tight)}: the payloads of the plan fit the host, but a run also needs the rounding of pinned "
-            f"memory and the weights while they are loaded, up to {format_bytes(max(tight.values()))} of "
-            f"{format_bytes(machine.host_budget_bytes)}; `pstar fits` counts both"
-        )
+    if copies:
+        notes += pinned_notes(machine)
     on_disks = [plan.policy for plan, _ in plans if moves_on_disks(plan.moved_bytes)]
     if on_disks:
         notes.append(f"{', '.join(on_disks)}: {NO_DISKS}")
     return [*notes, *(line for plan, timeline in plans if (line := disk_life(plan, timeline.iteration_s)))]
 
 
-def _run_bytes(plan: Plan) -> int:
-    """Returns the bytes that a run of the plan needs of the host; 0 for a plan that uses disks, whose payloads pass
-    through the host."""
-    return 0 if plan.nvme_budget_bytes else need_of_plan(plan).host_bytes
+def pinned_notes(machine: Machine) -> list[str]:
+    """Returns the note on copies of a plan where the host can pin only a part of its memory; none if it can pin all."""
+    if machine.host.pinned_bytes is None:
+        return []
+    rate = format_bytes(machine.link.pageable_bytes_per_s or 0)
+    can_pin = format_bytes(machine.host.pinned_bytes)
+    return [f"the host can pin {can_pin}: lists of a job beyond that are copied at the pageable rate, {rate}/s"]
 
 
 def disk_life(plan: Plan, iteration_s: float) -> str:

@@ -1,15 +1,19 @@
 """Memory: whether a policy has room for a job, and how much of each place it needs at least; without planning the job,
-if possible.
+if possible. All questions whether a job fits are answered here: `memory_need` without a plan, `with_room` with one.
 
-[Note: what the host really has to give] A plan counts payloads. A machine has to give more, and capacity answers count
-it:
+[Note: what the host really has to give] A plan counts payloads. A machine has to give more, and all answers count it:
 
 - pinned rounding: payloads are carved from slabs that are powers of two (core/slabs.py, the executor's own rule);
-- start-up: the weights are loaded once per node in the working dtype. The weights lie in host memory beside the slabs
-  until all are in their chunks (the executor's check before a run counts the same). `loading="in-place"` leaves this
-  out: a model that is initialised chunk by chunk, as PatrickStar's is, never lies there whole;
+- start-up: the weights are loaded in the working dtype. The weights lie in host memory beside the slabs until all are
+  in their chunks or on the GPU (the executor's check before a run counts the same). How they are loaded is a property
+  of the job (LOADING): `whole`, once per node, for all processes; `each`, whole by every process; `in-place`, never
+  whole, as where a model is initialised chunk by chunk. A job that keeps nothing on the host of a machine with one
+  memory needs no room of its own: its weights have the GPU's, which has room for more than twice their bytes;
 - the policy's own buffers on the host. These buffers are taken when the weights are in their chunks, so the larger of
   the two counts.
+
+A policy plans with payloads alone, so its first plan may take too much. It then plans again for a host with less memory
+(`with_room`). A policy whose plans count all of this by themselves says so (`Capabilities.counts_host`).
 
 [Note: payloads that pass through the host] With disks most payloads only pass through the host. A place of its own for
 each payload would take as much memory as lies on the disks. So a plan that uses disks needs slabs for the payloads that
@@ -27,7 +31,7 @@ say what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pstar_sim.catalog.machine import Gpu, Machine
@@ -50,14 +54,17 @@ __all__ = [
     "Need",
     "host_shortage",
     "least_gpu_bytes",
+    "loading_words",
     "memory_need",
     "need_of_plan",
     "need_with_room",
     "shortage",
     "startup_bytes",
+    "with_room",
 ]
 
-LOADING = ("whole", "in-place")
+LOADING = ("whole", "each", "in-place")
+"""The ways in which a job loads its weights. The first is assumed where nothing says how."""
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
 
 
@@ -70,6 +77,7 @@ class Need:
     pinned_bytes: the payloads in slabs.
     startup_bytes: weights while they are loaded.
     buffer_bytes: buffers of the policy.
+    loading: words for the way in which they are loaded.
     pins: number of chunks that stay on the GPU, None if only the policy's plan knows it.
     plan: the plan, if one had to be made.
     """
@@ -79,6 +87,7 @@ class Need:
     pinned_bytes: int
     startup_bytes: int
     buffer_bytes: int = 0
+    loading: str = ""
     pins: int | None = None
     plan: Plan | None = None
 
@@ -95,26 +104,90 @@ def startup_bytes(workload: Workload, machine: Machine, loading: str = "whole") 
         raise PstarError(f"loading must be one of {', '.join(LOADING)}, not {loading!r}")
     if loading == "in-place":
         return 0
-    return -(-workload.params * DTYPE_BYTES[workload.dtype] // machine.local_ranks)
+    weights = workload.params * DTYPE_BYTES[workload.dtype]
+    return weights if loading == "each" else -(-weights // machine.local_ranks)
 
 
-def shortage(policy: str | Policy, workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
-    """Returns why the policy would refuse to plan, in its own words; None if it can plan. Rounding and start-up are
-    left out."""
-    able = can(policy)
+def loading_words(loading: str, ranks: int) -> str:
+    """Returns words for the way in which the weights of a job on several ranks are loaded. Empty for one rank, which
+    can load them in one way only."""
+    return {"whole": "once per node", "each": "whole by every process"}.get(loading, "") if ranks > 1 else ""
+
+
+def shortage(
+    policy: str | Policy,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    loading: str = LOADING[0],
+    others: bool = True,
+) -> DoesNotFit | None:
+    """Returns why the policy has no room for a job; None if it has room.
+
+    loading, others: as in `memory_need`.
+    """
     try:
-        if able.point is not None:
-            try:
-                _job(policy_name(policy), able.point, workload, machine, settings)
-            except DoesNotFit:
-                if not able.tries_others:
-                    raise
-            else:
-                return None
-        (find_policy(policy) if isinstance(policy, str) else policy)(workload, machine, settings)
-    except DoesNotFit as error:
-        return error
+        memory_need(policy, workload, machine, settings, loading=loading, others=others, fewest=False)
+    except DoesNotFit as short:
+        return short
     return None
+
+
+def with_room(
+    plan_on: Callable[[Machine], Plan],
+    policy: str | Policy,
+    workload: Workload,
+    machine: Machine,
+    settings: Settings,
+    *,
+    loading: str = LOADING[0],
+) -> Plan:
+    """Returns a plan of the policy that the host has room to run ([Note: what the host really has to give]). Raises
+    DoesNotFit if the policy finds none.
+
+    plan_on: the policy's plan for this job on a machine.
+    """
+    plan, budget_bytes = plan_on(machine), machine.host_budget_bytes
+    if can(policy).counts_host:
+        return plan
+    refusal = _shortage_of(plan, machine, loading)
+    short = refusal
+    for _ in range(MOST_SHORT):
+        if short is None:
+            return plan if budget_bytes == machine.host_budget_bytes else _moved(plan, machine)
+        budget_bytes -= short.short_bytes
+        smaller = _planned_within(plan_on, machine, budget_bytes)
+        if smaller is None:
+            break
+        plan, short = smaller, _shortage_of(smaller, machine, loading)
+    if can(policy).point is not None:
+        # its own need, with as little on the host as it can do with, is the reason or a last chance
+        need = memory_need(policy, workload, machine, settings, loading=loading, others=False, fewest=False)
+        smaller = _planned_within(plan_on, machine, need.payload_bytes)
+        if smaller is not None and _shortage_of(smaller, machine, loading) is None:
+            return _moved(smaller, machine)
+    assert refusal is not None
+    raise refusal
+
+
+def _planned_within(plan_on: Callable[[Machine], Plan], machine: Machine, budget_bytes: int) -> Plan | None:
+    """Returns the plan for a host with this budget; None if there is none."""
+    if budget_bytes <= 0:
+        return None
+    try:
+        return plan_on(_with_host_budget(machine, budget_bytes))
+    except DoesNotFit:
+        return None
+
+
+def _moved(plan: Plan, machine: Machine) -> Plan:
+    """Returns the plan for a machine with more host memory than it was made for."""
+    return replace(plan, machine=machine, host_budget_bytes=machine.host_budget_bytes)
+
+
+def _shortage_of(plan: Plan, machine: Machine, loading: str) -> DoesNotFit | None:
+    return host_shortage(need_of_plan(plan, loading), machine)
 
 
 def memory_need(
@@ -123,25 +196,25 @@ def memory_need(
     machine: Machine,
     settings: Settings,
     *,
-    loading: str = "whole",
+    loading: str = LOADING[0],
     others: bool = True,
     fewest: bool = True,
 ) -> Need:
     """Returns the needs of the policy on the host. Raises DoesNotFit if it has no room, even if only rounding or
     start-up is too much.
 
+    loading: the way in which the weights are loaded, one of LOADING.
     others: whether to ask other policies for a policy that tries others. Such a policy fits wherever one of them does:
         if its own checks and its plan find no room, the need is that of the first other policy that finds room.
     fewest: whether to find the fewest pins. False takes any number of pins that fits, which is enough to know whether
         there is room at all.
     """
-    startup = startup_bytes(workload, machine, loading)
     able = can(policy)
     refusal: DoesNotFit | None = None
     if able.point is not None:
         try:
             job = _job(policy_name(policy), able.point, workload, machine, settings)
-            return _asynchronous_need(job, machine, startup, fewest=fewest)
+            return _asynchronous_need(job, machine, loading, fewest=fewest)
         except DoesNotFit as short:
             if not able.tries_others or not others:
                 raise
@@ -149,8 +222,9 @@ def memory_need(
     name = policy if isinstance(policy, str) else getattr(policy, "__name__", "policy")
     try:
         plan = (find_policy(policy) if isinstance(policy, str) else policy)(workload, machine, settings)
-        need = _need_of_plan(name, plan, startup)
-        _check_host(need, machine)
+        need = replace(need_of_plan(plan, loading), policy=name)
+        if not able.counts_host:
+            _check_host(need, machine)
     except DoesNotFit:
         if refusal is None:
             raise
@@ -168,22 +242,29 @@ def memory_need(
     raise refusal
 
 
-def need_of_plan(plan: Plan) -> Need:
-    """Returns the needs of a run of the plan on the host of each rank, with weights that are loaded whole."""
-    return _need_of_plan(plan.policy, plan, startup_bytes(plan.workload, plan.machine))
+def need_of_plan(plan: Plan, loading: str = LOADING[0]) -> Need:
+    """Returns the needs of a run of the plan on the host of each rank."""
+    need = _need(plan.policy, _host_sizes(plan), plan.workload, plan.machine, loading, pins=plan.modes.count("pin"))
+    return replace(need, buffer_bytes=_buffer_bytes(plan), plan=plan)
 
 
-def _need_of_plan(name: str, plan: Plan, startup: int) -> Need:
-    sizes = _host_sizes(plan)
-    payload = sum(sizes.values())
+def _need(
+    name: str,
+    sizes: Mapping[tuple[int, str], int],
+    workload: Workload,
+    machine: Machine,
+    loading: str,
+    *,
+    pins: int,
+) -> Need:
+    """Returns the needs for host payloads of these sizes."""
     return Need(
         policy=name,
-        payload_bytes=payload,
+        payload_bytes=sum(sizes.values()),
         pinned_bytes=pack_slabs(sizes.items()).total_bytes,
-        startup_bytes=startup if payload else 0,
-        buffer_bytes=_buffer_bytes(plan),
-        pins=plan.modes.count("pin"),
-        plan=plan,
+        startup_bytes=startup_bytes(workload, machine, loading) if sizes or not machine.unified else 0,
+        loading=loading_words(loading, machine.local_ranks),
+        pins=pins,
     )
 
 
@@ -213,13 +294,14 @@ def host_shortage(need: Need, machine: Machine) -> DoesNotFit | None:
     budget = machine.host_budget_bytes
     if need.host_bytes <= budget:
         return None
-    parts = [f"{format_bytes(need.payload_bytes)} of payloads"]
+    parts = [f"{format_bytes(need.payload_bytes)} of payloads"] if need.payload_bytes else []
     if need.pinned_bytes > need.payload_bytes:
         parts.append(f"{format_bytes(need.pinned_bytes - need.payload_bytes)} by which pinning rounds them up")
     if need.buffer_bytes > need.startup_bytes:
         parts.append(f"{format_bytes(need.buffer_bytes)} of the policy's own buffers")
     elif need.startup_bytes:
-        parts.append(f"{format_bytes(need.startup_bytes)} of weights while they are loaded")
+        how = f", {need.loading}" if need.loading else ""
+        parts.append(f"{format_bytes(need.startup_bytes)} of weights while they are loaded{how}")
     return DoesNotFit(
         policy=need.policy,
         place="host",
@@ -246,26 +328,18 @@ def _job(name: str, point: Point, workload: Workload, machine: Machine, settings
     return job
 
 
-def _asynchronous_need(job: Job, machine: Machine, startup: int, *, fewest: bool) -> Need:
+def _asynchronous_need(job: Job, machine: Machine, loading: str, *, fewest: bool) -> Need:
     """Returns the needs with as few pins as the host allows, by bisection: more pins never need more of the host.
 
     fewest: False stops at the first number of pins that the host allows, which is no pins or the most.
     """
 
     def need(pins: int) -> Need:
-        sizes = _payloads(job, pins)
-        return Need(
-            policy=job.name,
-            payload_bytes=sum(sizes.values()),
-            pinned_bytes=pack_slabs(sizes.items()).total_bytes,
-            startup_bytes=startup if sizes else 0,
-            pins=pins,
-        )
+        return _need(job.name, _payloads(job, pins), job.workload, machine, loading, pins=pins)
 
     budget = machine.host_budget_bytes
     low, high = 0, most_pins_of(job)
-    payload = sum(_payloads(job, 0).values())
-    if payload + (startup if payload else 0) <= budget:  # slabs are never smaller than their contents
+    if sum(_payloads(job, 0).values()) <= budget:  # slabs are never smaller than their contents
         best = need(0)
         if best.host_bytes <= budget:
             return best
@@ -321,7 +395,7 @@ def need_with_room(
     settings: Settings,
     short: DoesNotFit,
     *,
-    loading: str = "whole",
+    loading: str = LOADING[0],
 ) -> Roomy | None:
     """Returns the machine, with just enough added to each place that is short to make the job fit. Returns None if more
     memory does not help.

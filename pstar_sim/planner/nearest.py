@@ -3,7 +3,7 @@
 The changes are tried in this order, up to the first success of each kind: options under which the policy keeps lists on
 the machine's disks; more GPU memory, where the user has set it; a catalog machine with more GPU memory; more host
 memory; smaller micro-batches at the same global batch; checkpointing; then the other policies that are known to fit.
-Every suggested change was planned by the policy itself. The module knows the catalog and the presets. A workload that
+Every suggested change has room by memory_needs.py. The module knows the catalog and the presets. A workload that
 comes from a trace is not changed.
 """
 
@@ -18,13 +18,14 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError, DoesNotFit, PstarError
+from pstar_sim.planner.memory_needs import LOADING, shortage
 from pstar_sim.policy.kit.options import Specified, split_spec
-from pstar_sim.policy.registry import Policy, can, find_policy, policy_name
+from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB
 from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Workload
 
-__all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "in_words", "nearest", "remedies"]
+__all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "asker", "in_words", "nearest", "remedies"]
 
 KINDS = ("policy", "checkpointing", "micro-batches", "host memory", "GPU memory", "machine")
 """Kinds of changes, smallest change first: flags of the job cost nothing, memory for the host costs less than a GPU."""
@@ -105,6 +106,7 @@ def nearest(
     settings: Settings,
     error: DoesNotFit,
     *,
+    loading: str = LOADING[0],
     fitting: Sequence[str] = (),
     ask: Ask | None = None,
     elsewhere: Elsewhere | None = None,
@@ -112,9 +114,10 @@ def nearest(
     """Returns words for the changes that make a job fit ("fits on a100-80, or with --batch 4 --micro-batches 2").
 
     fitting: policies known to fit this very job, best first.
-    ask, elsewhere: as in `remedies`.
+    loading, ask, elsewhere: as in `remedies`.
     """
-    return in_words(remedies(policy, workload, machine, settings, error, ask=ask, elsewhere=elsewhere), fitting)
+    ways = remedies(policy, workload, machine, settings, error, loading=loading, ask=ask, elsewhere=elsewhere)
+    return in_words(ways, fitting)
 
 
 def in_words(found: Sequence[Remedy], fitting: Sequence[str] = ()) -> str:
@@ -130,6 +133,7 @@ def remedies(
     settings: Settings,
     error: DoesNotFit,
     *,
+    loading: str = LOADING[0],
     ask: Ask | None = None,
     ask_of: Callable[[str], Ask] | None = None,
     elsewhere: Elsewhere | None = None,
@@ -137,14 +141,19 @@ def remedies(
     """Returns changes that make the policy fit, at most one of each kind; none if no tried change does. Host memory may
     come twice: with the options for disks, which need less, and alone.
 
-    ask: returns why a job does not fit, or None if it fits; None: the policy's own planning.
-    ask_of: returns the `ask` of another spec; None: its own planning.
+    loading: the way in which the weights are loaded.
+    ask: returns why a job does not fit, or None if it fits; None: `shortage` of the policy.
+    ask_of: returns the `ask` of another spec; None: `shortage` of the spec.
     elsewhere: the machines and workloads to try, for a caller who asks for several policies.
     """
-    ask = ask or _planned(policy)
+    if error.change:
+        return (Remedy(kind="policy", size=0, words=error.change),)
+    ask = ask or asker(policy, loading=loading)
     elsewhere = elsewhere or Elsewhere(workload, machine)
+    if error.place == "pinned":
+        return ()
     if error.place == "host":
-        disks = _on_disks(policy, workload, machine, settings, ask_of or (lambda spec: _planned(find_policy(spec))))
+        disks = _on_disks(policy, workload, machine, settings, ask_of or (lambda spec: asker(spec, loading=loading)))
         more = _host_memory(ask, workload, machine, settings, error)
         if disks is not None and more is not None and disks.size >= more.size:
             disks = None  # the options are given already, or save no host memory
@@ -157,13 +166,14 @@ def remedies(
     return tuple(one for one in (bigger, smaller) if one is not None)
 
 
-def _planned(policy: Policy) -> Ask:
+def asker(policy: str | Policy, *, loading: str, others: bool = True) -> Ask:
+    """Returns the question whether the policy has room for a job.
+
+    others: as in `memory_need`.
+    """
+
     def ask(workload: Workload, machine: Machine, settings: Settings) -> DoesNotFit | None:
-        try:
-            policy(workload, machine, settings)
-        except DoesNotFit as error:
-            return error
-        return None
+        return shortage(policy, workload, machine, settings, loading=loading, others=others)
 
     return ask
 

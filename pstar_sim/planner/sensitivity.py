@@ -33,6 +33,7 @@ from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, compare
 from pstar_sim.planner.limits import Written, max_model
+from pstar_sim.planner.memory_needs import LOADING
 from pstar_sim.planner.trust import error_of_change, error_of_ratio, trust
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
@@ -157,6 +158,7 @@ def sensitivity(
     *,
     policies: Sequence[str] | str = POLICIES,
     settings: Settings | None = None,
+    loading: str = LOADING[0],
     by: float = 0.1,
     parts: Iterable[str] | None = None,
     largest: bool = True,
@@ -167,6 +169,7 @@ def sensitivity(
     workload, machine: as in `compare`. If ranks take different shares, one more GPU is left out, because its share is
         not known.
     policies, settings: as in `compare`. Each machine gets the fastest of these policies.
+    loading: as in `fits`.
     by: share by which each part is enlarged, 0.1 for a tenth.
     parts: names in `PARTS`; None: all parts that the machine has.
     largest: whether to search the largest model too (presets only; for a trace only times are compared).
@@ -186,7 +189,15 @@ def sensitivity(
     share = share_out(workload, machine)
     ranked, one = share.ranked, share.workload
     largest = largest and can_vary(one)
-    asked = _MachineQuestion(share=share, machine=machine, policies=policies, settings=settings, by=by, largest=largest)
+    asked = _MachineQuestion(
+        share=share,
+        machine=machine,
+        policies=policies,
+        settings=settings,
+        loading=loading,
+        by=by,
+        largest=largest,
+    )
 
     changed = [(name, None if ranked and name == "one more GPU" else _more(machine, name, by)) for name in names]
     wanted = [(name, where) for name, where in changed if where is not None]
@@ -245,6 +256,7 @@ class _MachineQuestion:
     machine: Machine
     policies: Sequence[str]
     settings: Settings
+    loading: str
     by: float
     largest: bool
     written: Written = field(default_factory=dict)
@@ -281,7 +293,7 @@ class _MachineQuestion:
         policy, seconds = (None, None) if best is None else (best.policy, best.iteration_s)
         how, planned_s = PLANNED, None
         if part != "one more GPU" and self.by > 0 and plan is not None and now.iteration_s is not None:
-            replayed_s = play(replace(plan, machine=where), workloads=self.share.ranked).iteration_s
+            replayed_s = play(replace(plan, machine=where)).iteration_s
             kept_s = min(replayed_s, now.iteration_s)
             if seconds is None or kept_s < seconds * (1 - ROUNDING):
                 how = REPLAYED if replayed_s <= now.iteration_s else AS_NOW
@@ -305,7 +317,15 @@ class _MachineQuestion:
 
     def _compared(self, where: Machine) -> Comparison:
         each = self.share.ranked or (self.share.workload,) * len(where.ranks)
-        return compare(each, where, policies=self.policies, settings=self.settings, barrier_cost=False, near=False)
+        return compare(
+            each,
+            where,
+            policies=self.policies,
+            settings=self.settings,
+            loading=self.loading,
+            barrier_cost=False,
+            near=False,
+        )
 
     def _change(self, seconds: float | None, where: Machine, now: PartEffect) -> float | None:
         """Returns the relative change of the time per token."""
@@ -347,6 +367,7 @@ class _MachineQuestion:
             kernels=workload.kernels or None,
             lora=adapter_of(workload),
             optimizer=workload.optimizer.name,
+            loading=self.loading,
             catalog=False,
             near=near,
             written=self.written,

@@ -7,7 +7,7 @@ are named, not computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from pathlib import Path
@@ -19,18 +19,19 @@ from pstar_sim.core import plan as plans
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.checker.check import prove
 from pstar_sim.core.checker.same_job import check_machine, check_workload_of
-from pstar_sim.core.figures import byte_figures, not_checked, own_shares
+from pstar_sim.core.figures import byte_figures, not_checked
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
-from pstar_sim.cost import VERSION, changed_since
+from pstar_sim.cost import VERSION
 from pstar_sim.errors import FalseFigures, PlanError
 from pstar_sim.planner.asked import OnPart, teller
-from pstar_sim.planner.confidence import claims_more, confidence
-from pstar_sim.planner.trust import trust
+from pstar_sim.planner.batch_shares import tightest
+from pstar_sim.planner.compare import barrier_cost_of
+from pstar_sim.planner.confidence import confidence
+from pstar_sim.planner.trust import trust, validation_digest
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import policies
-from pstar_sim.sim.play import play
-from pstar_sim.units import format_s
+from pstar_sim.sim.play import play_each, slowest
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["SECONDS_AGREE", "Examined", "LoadedPlan", "examine", "load_plan"]
@@ -38,10 +39,11 @@ __all__ = ["SECONDS_AGREE", "Examined", "LoadedPlan", "examine", "load_plan"]
 SECONDS_AGREE = 1e-6
 """Relative difference up to which a stated time and the simulated time agree: sums may be rounded in another order."""
 _BEYOND = {
-    "barrier_cost_s": "the policy would have to plan again without its barrier",
+    "balance": "the policy would have to plan again with equal shares",
+    "barrier_cost_s": "of another plan, without the barrier, which --certify makes again",
     "policy_iteration_s": "the policy's own estimate",
 }
-"""Figures that are not computed again, and why."""
+"""Statements that are not computed again, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,7 @@ def examine(
     """Proves the plan and computes its statements again. Returns the results.
 
     workload, machine: also compare the plan with these.
-    lp: whether to solve the fluid program of the bound again.
+    lp: whether to solve the fluid program of the bound again, and to plan again without the barrier.
     on_part: called with the next part of the work, the number of parts done and the number of all parts.
 
     Raises PlanError with the first error in the plan itself. Raises FalseFigures with all its figures that are false.
@@ -83,66 +85,60 @@ def examine(
     tell("proving", 0, 3)
     report = prove(plan)
     tell("simulating", 1, 3)
-    timeline = play(plan)
+    timelines = play_each(plan)
     tell("lower bound", 2, 3)
     found = certificate_of(plan, lp=lp)
-    notes = _Notes(plan, timeline)
+    notes = _Notes(plan, timelines)
+    notes.jobs()
     notes.bytes(report)
     notes.seconds()
+    notes.barrier(again=lp)
     bound = notes.bound(found, lp=lp)
     notes.words(found)
     if notes.false:
         raise FalseFigures(tuple(notes.false))
     rest = not_checked(plan, notes.checked, notes.why, workload=workload is not None, machine=machine is not None)
     figures = tuple(notes.checked)
-    return Examined(report=replace(report, figures=figures, not_checked=rest), bound=bound, timeline=timeline)
+    return Examined(report=replace(report, figures=figures, not_checked=rest), bound=bound, timeline=notes.timeline)
 
 
 class _Notes:
     """Findings about one plan.
 
-    earlier: words for the difference between the earlier version of the cost model that made the plan's predictions and
-        today's version; None if today's version made them, or predicts the same.
+    timeline: the simulated timeline of the slowest rank.
     checked: names of the figures that are as the plan states them.
     false: a sentence for each figure that is not.
     why: name of a figure that was not computed again -> the reason.
     """
 
-    def __init__(self, plan: Plan, timeline: Timeline) -> None:
+    def __init__(self, plan: Plan, timelines: Sequence[Timeline]) -> None:
         self.plan = plan
-        self.timeline = timeline
-        self.apart = own_shares(plan)
+        self.timelines = timelines
+        self.timeline = slowest(timelines)
         self.checked: list[str] = []
         self.false: list[str] = []
         self.why = dict(_BEYOND)
-        self.old = False  # whether an earlier version of the cost model wrote the plan's figures
-        self.bounds_rose = False  # bounds of several micro-batches are higher than under earlier cost models
-        self.earlier = self._version()
+        self._version()
 
-    def _version(self) -> str | None:
-        said = self.plan.choices.get("cost_model", 1)
-        if type(said) is not int or not 1 <= said <= VERSION:
-            self.false.append(f"cost_model is {said!r} in the plan; this pstar-sim knows versions 1 to {VERSION}")
-            return None
-        self.checked += ["cost_model"] if "cost_model" in self.plan.choices else []
-        self.old = said < VERSION
-        self.bounds_rose = self.old and self.plan.workload.micro_batches > 1
-        changed = changed_since(said, self.plan)
-        if changed is None:
-            return None
-        seconds = format_s(self.timeline.iteration_s)
-        return (
-            f"predicted by version {said} of the cost model, in which {changed}; version {VERSION} predicts {seconds} "
-            "per iteration"
-        )
+    def _version(self) -> None:
+        said = self.plan.choices.get("cost_model")
+        if said == VERSION and type(said) is int:
+            self.checked.append("cost_model")
+        elif said is not None:
+            self.false.append(
+                f"cost_model is {said!r} in the plan, and this pstar-sim predicts by version {VERSION}; plan again"
+            )
 
-    def _differs(self, name: str, sentence: str) -> None:
-        """Record a prediction that differs from the figure computed now: as false, or as that of an earlier cost
-        model."""
-        if self.earlier is None:
-            self.false.append(sentence)
-        else:
-            self.why[name] = self.earlier
+    def jobs(self) -> None:
+        """Compare the plan's workload with the jobs of its ranks, if these differ."""
+        ranked, workload = self.plan.ranked, self.plan.workload
+        if ranked is None:
+            return
+        hardest = tightest(ranked, self.plan.machine)
+        if (hardest.batch, hardest.moments) != (workload.batch, workload.moments):
+            self.false.append(
+                "workload is not the hardest of the jobs of the plan's ranks, moment by moment; plan again"
+            )
 
     def bytes(self, report: CheckReport) -> None:
         stated = byte_figures(self.plan, report.peak_bytes)
@@ -152,65 +148,79 @@ class _Notes:
     def seconds(self) -> None:
         """Compare the figures of the simulation with the plan's: times to SECONDS_AGREE, peaks to the byte."""
         plan, timeline = self.plan, self.timeline
-        tokens = plan.workload.tokens * len(plan.machine.ranks)
+        peaks = [each.peak_bytes for each in self.timelines]
         for name, value, tolerance in (
             ("iteration_s", timeline.iteration_s, SECONDS_AGREE),
-            ("tokens_per_s", tokens / timeline.iteration_s, SECONDS_AGREE),
-            ("peak_gpu_bytes", timeline.peak_bytes["gpu"], 0.0),
-            ("peak_host_bytes", timeline.peak_bytes["host"], 0.0),
+            ("tokens_per_s", plan.tokens / timeline.iteration_s, SECONDS_AGREE),
+            ("peak_gpu_bytes", max(peak["gpu"] for peak in peaks), 0.0),
+            ("peak_host_bytes", max(peak["host"] for peak in peaks), 0.0),
         ):
             stated = plan.predictions.get(name)
             if stated is None or any(line.startswith(f"{name} is ") for line in self.false):
                 continue
-            if self.apart is not None:
-                self.why[name] = self.apart
-            elif abs(stated - value) <= tolerance * abs(value):
+            if abs(stated - value) <= tolerance * abs(value):
                 self.checked += [] if name in self.checked else [name]
             else:
-                self._differs(
-                    name, f"{name} is {stated:.9g} in the plan, but the simulation of its steps gives {value:.9g}"
+                self.false.append(
+                    f"{name} is {stated:.15g} in the plan, but the simulation of its steps gives {value:.15g}"
                 )
-        self._barrier()
 
-    def _barrier(self) -> None:
+    def barrier(self, *, again: bool) -> None:
+        """Compare the cost of the barrier.
+
+        again: whether to make the plan without its barrier.
+        """
         timeline = self.timeline
         stated = self.plan.predictions.get("barrier_cost_s")
         if stated is None:
             return
         if self.plan.settings.barrier(self.plan.workload.dtype) is None:
             self.false.append(f"barrier_cost_s is {stated:.9g} in the plan, but no Adam waits for all gradients in it")
-        elif self.apart is None and not 0 <= stated < timeline.iteration_s:
+        elif not 0 <= stated < timeline.iteration_s:
             self.false.append(
                 f"barrier_cost_s is {stated:.9g} in the plan, but its iteration lasts {timeline.iteration_s:.9g} s"
             )
+        elif again:
+            self._barrier_again(stated)
+
+    def _barrier_again(self, stated: float) -> None:
+        plan = self.plan
+        if split_spec(plan.policy)[0] not in policies():
+            self.why["barrier_cost_s"] = f"{plan.policy} is no policy of this pstar-sim, which would have to plan again"
+            return
+        if plan.workload.relayed:
+            self.why["barrier_cost_s"] = (
+                "the policy chose the order of the iteration, and the plan holds no other order"
+            )
+            return
+        cost_s = barrier_cost_of(plan, self.timeline)
+        if cost_s is None or abs(stated - cost_s) > SECONDS_AGREE * self.timeline.iteration_s:
+            found = "that plan does not fit" if cost_s is None else f"without the barrier it is {cost_s:.9g} s faster"
+            self.false.append(f"barrier_cost_s is {stated:.9g} in the plan, but planned again {found}")
+        else:
+            self.checked.append("barrier_cost_s")
 
     def bound(self, found: Certificate, *, lp: bool) -> str:
         """Compare the stated lower bound, and the gap over it, with a recomputation. Returns words for the
         comparison."""
         plan = self.plan
         try:
-            said = agree(plan, found=found, earlier=self.bounds_rose)
+            said = agree(plan, found=found)
         except PlanError as error:
             self.false.append(str(error))
             return str(error)
         stated = plan.predictions.get("lower_bound_s")
         seconds = self.timeline.iteration_s
-        if self.apart is not None or "iteration_s" in self.why:
-            seconds = plan.predictions.get("iteration_s", 0.0)
         if stated is not None:
-            self._stated_bound(stated, found, seconds, lp=lp)
+            self._stated_bound(stated, seconds, lp=lp)
         self._gap(stated, seconds)
         return said
 
-    def _stated_bound(self, stated: float, found: Certificate, seconds: float, *, lp: bool) -> None:
+    def _stated_bound(self, stated: float, seconds: float, *, lp: bool) -> None:
         """Record, for a stated bound that agrees with the recomputed bound, whether it is as stated, or why this is not
         known."""
         if stated > seconds * (1 + SECONDS_AGREE):
             self.false.append(f"lower_bound_s is {stated:.9g} s in the plan, but its iteration lasts {seconds:.9g} s")
-        elif self.apart is not None:
-            self.why["lower_bound_s"] = self.apart
-        elif self.bounds_rose and abs(stated - found.seconds) > SECONDS_AGREE * found.seconds:
-            self.why["lower_bound_s"] = self.earlier or "of an earlier version of the cost model, with other bounds"
         elif self._method() == "fluid LP" and not lp:
             self.why["lower_bound_s"] = "of the fluid LP, which --certify solves again; not below the joint LP"
         else:
@@ -240,33 +250,29 @@ class _Notes:
         said, sources = plan.choices.get("confidence"), confidence(plan.workload, plan.machine)
         if said == sources:
             self.checked.append("confidence")
-        elif self.old and said is not None:
-            self.why["confidence"] = "of an earlier version of the cost model, which had other words for it"
-        elif isinstance(said, Mapping) and set(said) != set(sources) and not claims_more(said, sources):
-            self.why["confidence"] = (
-                f"of a version of pstar-sim that names other inputs ({', '.join(map(str, said)) or 'none'}) "
-                f"than this version ({', '.join(sources)})"
-            )
         elif said is not None:
             self.false.append(f"confidence is {said} in the plan, but by its machine it is {sources}")
         self._certificate(found)
         self._expected_error()
 
     def _expected_error(self) -> None:
-        """Compare the expected error. An earlier validation, with other rows, may have found another error, so only an
-        impossible error is false."""
+        """Compare the expected error. An earlier validation, with other rows, may have found another error."""
         plan = self.plan
         error, known = plan.predictions.get("expected_error"), trust(plan.machine, plan.policy, plan.workload).error
+        rows = plan.choices.get("validation")
+        if rows == validation_digest():
+            self.checked.append("validation")
         if error is None:
             return
         if not 0 <= error < inf:
             self.false.append(f"expected_error is {error:.9g} in the plan; it is a share of the seconds, 0 or more")
-        elif split_spec(plan.policy)[0] not in policies():
-            self.why["expected_error"] = "not one of the policies that were validated"
         elif error == known:
             self.checked.append("expected_error")
+        elif isinstance(rows, str) and rows != validation_digest():
+            reason = f"validation had other rows then; it finds {known:.9g} now"
+            self.why |= {"expected_error": reason, "validation": reason}
         else:
-            self.why["expected_error"] = f"validation had other rows then; it finds {known:.9g} now"
+            self.false.append(f"expected_error is {error:.9g} in the plan, but validation finds {known:.9g}")
 
     def _certificate(self, found: Certificate) -> None:
         said: object = self.plan.choices.get("certificate")
@@ -277,22 +283,15 @@ class _Notes:
                 f"certificate is {said!r} in the plan; it must name the kind of bound and the term that binds"
             )
             return
-        if said.get("bound") is None and "lower_bound_s" not in self.plan.predictions:
-            self.why["certificate"] = "it states no lower bound; plans for several GPUs once had none"
-            return
         keys = ["bound", "binding", "relative_to"]
-        if self.apart is not None:
-            self.why["certificate"] = self.apart
-            keys = ["relative_to"]
-        elif "fluid LP" in (said.get("bound"), found.text["bound"]):
+        if "fluid LP" in (said.get("bound"), found.text["bound"]):
             self.why["certificate"] = "the solver of a linear program decides which resource binds it"
             keys = ["relative_to"]
         for key in keys:
             one_bound = isinstance(said.get(key), str) and {said.get(key), found.text.get(key)} <= COARSE
             if said.get(key) != found.text.get(key) and not one_bound:
-                self._differs(
-                    "certificate",
-                    f"certificate.{key} is {said.get(key)!r} in the plan, but computed again {found.text.get(key)!r}",
+                self.false.append(
+                    f"certificate.{key} is {said.get(key)!r} in the plan, but computed again {found.text.get(key)!r}"
                 )
                 return
         if "certificate" not in self.why:

@@ -39,8 +39,8 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.compare import plan_and_play
-from pstar_sim.planner.memory_needs import shortage
-from pstar_sim.planner.nearest import nearest
+from pstar_sim.planner.memory_needs import LOADING, shortage
+from pstar_sim.planner.nearest import asker, nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.planner.ways import Way, layer_major_ways, words
 from pstar_sim.policy.kit.points import Point
@@ -92,11 +92,13 @@ def choose(
     settings: Settings,
     *,
     policy: str = SEARCHING,
+    loading: str = LOADING[0],
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
     """Returns the fastest of the ways (or workloads) under `policy`. Each of them is one rank's whole share of the same
     batch. [Note: what is planned] says which of them are planned.
 
+    loading: as in `fits`.
     on_way: called with the work in hand, the number of ways done and the number of all ways.
 
     Raises DoesNotFit, of the candidate that lacks least, if none fits. Raises CannotPlan if the policy can plan none of
@@ -113,7 +115,7 @@ def choose(
     left_out = (*_splits_left_out(ways), _OWN_RULE.format(policy)) if own else _left_out(ways)
     ways = own or ways
     # each candidate in its own order
-    race = _Race(ways, machine, replace(settings, loop="own"), policy, on_way)
+    race = _Race(ways, machine, replace(settings, loop="own"), policy, loading, on_way)
     later = race.run_all()
     if race.searching:
         race.ask_others()
@@ -170,9 +172,11 @@ class _Race:
         machine: Machine,
         settings: Settings,
         policy: str,
+        loading: str,
         on_way: Callable[[str, int, int], None] | None,
     ) -> None:
         self.on_way = on_way
+        self.loading = loading
         self.ways, self.machine, self.settings, self.policy = ways, machine, settings, policy
         self.function: Policy = find_policy(policy)
         self.reorders = reorders(self.function)
@@ -241,7 +245,7 @@ class _Race:
                 if not can_follow(self.settings, way.workload, policy):
                     continue
                 try:
-                    _, timeline = plan_and_play(policy, way.workload, self.machine, self.settings)
+                    _, timeline = self._planned(policy, way)
                 except (DoesNotFit, CannotPlan):
                     continue
                 if self._could_win(timeline.iteration_s):
@@ -297,15 +301,18 @@ class _Race:
         """
         if not self.searching or (count == 1 and way.repeats > 1):
             return None
-        return shortage(QUICK, way.stand_in(count), self.machine, self.usual)
+        return shortage(QUICK, way.stand_in(count), self.machine, self.usual, loading=self.loading)
 
     def _words(self, way: Way) -> str:
         return words(way, self.ways)
 
+    def _planned(self, policy: Policy, way: Way) -> tuple[Plan, Timeline]:
+        return plan_and_play(policy, way.workload, self.machine, self.settings, loading=self.loading)
+
     def _plan(self, way: Way) -> None:
         self.planned.add(way)
         try:
-            plan, timeline = plan_and_play(self.function, way.workload, self.machine, self.settings)
+            plan, timeline = self._planned(self.function, way)
         except DoesNotFit as error:
             self.note(way, error)
             return
@@ -325,9 +332,7 @@ class _Race:
         assert self.shortest is not None
         way, error = self.shortest
 
-        def ask(other: Workload, where: Machine, with_settings: Settings) -> DoesNotFit | None:
-            return shortage(QUICK if self.searching else self.policy, other, where, with_settings)
-
+        ask = asker(QUICK if self.searching else self.policy, loading=self.loading)
         hint = nearest(self.function, way.workload, self.machine, self.settings, error, ask=ask)
         ways = f"that is {self._words(way)}, which lacks least of {len(self.ways)} tried"
         return error.restated(policy=self.policy, what="; ".join((error.what, ways, hint, *left_out)))

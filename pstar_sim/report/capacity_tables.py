@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
+from pstar_sim.planner.machine_notes import pinned_notes
+from pstar_sim.planner.memory_needs import LOADING, loading_words
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
@@ -92,7 +94,15 @@ def _asked(answer: Fits) -> tuple[str, str]:
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
     parts = [w.model, f"{_params(w.params)} parameters", batch_words(answer), f"sequence {w.sequence}", w.dtype]
     parts += [word for word in (w.notes, w.optimizer.name) if word and word != "adamw"]
-    return ", ".join(parts) + _kernels(w.kernels), f"on {m.name}: {_memory(m)}{each}"
+    machine = f"on {m.name}: {_memory(m)}{each}; weights are {_loaded(answer.loading, m)}"
+    return ", ".join(parts) + _kernels(w.kernels), machine
+
+
+def _loaded(loading: str, machine: Machine) -> str:
+    """Returns words for the way in which weights are loaded."""
+    if loading == "in-place":
+        return "made in place"
+    return f"loaded {loading_words(loading, machine.local_ranks) or 'whole'}"
 
 
 def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
@@ -109,6 +119,8 @@ def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
     if len(answer.rows) > 1 and any(row.policy == "zero3_resident" for row in answer.rows):
         yield "zero3_resident is ZeRO-3 (FSDP) without offloading; `pstar policies` lists the others"
     notes = unmodelled_notes(answer.workload, answer.machine, {}, short_of_gpu=short == {"gpu"} and not answer.any)
+    if any(row.fits and row.host_payload_bytes for row in answer.rows):
+        notes = (*notes, *pinned_notes(answer.machine))
     yield from (f"note: {note}" for note in notes)
 
 
@@ -136,6 +148,11 @@ def _yes(answer: Fits) -> list[str]:
     gpu = f"{format_size(best.gpu_needed_bytes)} of {format_size(best.gpu_available_bytes)} of GPU memory"
     host = f"{format_size(best.host_needed_bytes)} of {format_size(best.host_available_bytes)} of host memory"
     said.append(f"{best.policy} needs at least {gpu} and {host}{_each(answer.machine)}.")
+    if best.loading_short_bytes is not None:
+        said.append(
+            f"Loading decides: the weights are taken to be loaded once per node; where every process loads them whole "
+            f"(--loading each), {best.policy} lacks {format_bytes(best.loading_short_bytes)} of host memory per GPU."
+        )
     return said
 
 
@@ -149,7 +166,7 @@ def _no(answer: Fits) -> list[str]:
     if least is None:
         return [*said, f"Why: {answer.rows[0].reason}."]
     who = "it" if total == 1 else f"{least.policy}{'' if helped else ', which lacks least,'}"
-    said.append(f"Why: {who} {_lack(least, answer.machine)}.")
+    said.append(f"Why: {who} {_lack(least, answer.machine, answer.loading)}.")
     return [*said, *_changes(answer)]
 
 
@@ -179,7 +196,7 @@ def _under(policies: Sequence[str]) -> str:
     return f", under {names}"
 
 
-def _lack(row: Fit, machine: Machine) -> str:
+def _lack(row: Fit, machine: Machine, loading: str) -> str:
     """Returns the bytes that a policy needs of the place that is short, the bytes that can be used, and the difference,
     in words."""
     needed = {"gpu": row.gpu_needed_bytes, "host": row.host_needed_bytes}.get(row.short_of or "")
@@ -195,8 +212,12 @@ def _lack(row: Fit, machine: Machine) -> str:
         shared = f", {ranks} GPUs share the rest" if ranks > 1 else ""
     besides = f" ({format_bytes(kept)} of {format_bytes(whole)} are kept for {who}{shared})" if kept else ""
     need = f"{format_bytes(needed)} of {place} memory{_each(machine)}"
-    short = format_bytes(needed - available)
-    return f"needs {need}, but only {format_bytes(available)} can be used{besides}: {short} too little"
+    short = needed - available
+    startup = row.host_startup_bytes or 0
+    if row.short_of == "host" and startup >= short:  # in place, the weights would fit
+        how = loading_words(loading, machine.local_ranks)
+        need += f", {format_bytes(startup)} of it for weights while they are loaded{how and f' {how}'}"
+    return f"needs {need}, but only {format_bytes(available)} can be used{besides}: {format_bytes(short)} too little"
 
 
 def _each(machine: Machine) -> str:
@@ -236,7 +257,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
     lines = [
         f"largest {'depth' if answer.what == 'layers' else 'batch'}: {answer.of}",
-        f"on {m.name}: {_memory(m)}{each}; weights are loaded {answer.job.get('loading', 'whole')}",
+        f"on {m.name}: {_memory(m)}{each}; weights are {_loaded(str(answer.job.get('loading', LOADING[0])), m)}",
     ]
     lines = [*_folded(lines, width), ""]
     published = published_limits(m) if answer.what == "layers" else ()
@@ -309,6 +330,8 @@ def _offer_notes(answer: Cheapest, shown: Sequence[Offer]) -> Iterator[str]:
         prices = dict.fromkeys(f"{row.machine}: {row.price_of}" for row in shown)
         yield f"prices of a node: {'; '.join(prices)}"
         yield "micro-batches: sequences of all GPUs at a time x how many per iteration"
+        if not all(row.in_time_is_sure for row in shown):
+            yield "in time, within ± ...: the deadline is nearer to the days than their error, and may be missed or met"
         unknown = [(row.machine, row.trust) for row in shown if row.trust is not None and NOT_NEAR in row.trust]
         yield from (f"error of {line}" for line in trust_lines(unknown))
     if any(row.gpus > 1 for row in answer.rows):
@@ -342,7 +365,8 @@ def _offer_cells(row: Offer) -> tuple[str, ...]:
     return (
         row.machine,
         str(row.nodes),
-        "yes" if row.in_time else "no",
+        ("yes" if row.in_time else "no")
+        + ("" if row.in_time_is_sure else f", within {format_error(row.expected_error)}"),
         row.policy or "",
         f"{row.batch} x {row.micro_batches}",
         "" if row.tokens_per_s is None else f"{row.tokens_per_s:,.0f}",

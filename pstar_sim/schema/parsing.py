@@ -73,11 +73,11 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def without_head(values: object, *, what: str, format: str, version: int, error: type[PstarError]) -> dict[str, Any]:
-    """Returns a JSON object without its fields `format` and `version`. Raises `error` for another format, and for a
-    newer version.
+    """Returns a JSON object without its fields `format` and `version`. Raises `error` for another format or
+    another version.
 
     what: the kind of file, for messages.
-    version: the newest version that this package reads.
+    version: the version that this package reads.
     """
     if not isinstance(values, dict) or values.get("format") != format:
         raise error(f"is not {what} (field 'format' is not {format!r})")
@@ -85,8 +85,9 @@ def without_head(values: object, *, what: str, format: str, version: int, error:
     return {name: value for name, value in values.items() if name not in ("format", "version")}
 
 
-def _check_version(found: object, what: str, newest: int, error: type[PstarError], place: str = "") -> None:
+def _check_version(found: object, what: str, version: int, error: type[PstarError], place: str = "") -> None:
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise error(f"{place}field 'version' is {found!r}, not a version number")
-    if found > newest:
-        raise error(f"{place}was written by a newer pstar-sim ({what} version {found}; this one reads {newest})")
+    if found != version:
+        which, do = ("a newer", "") if found > version else ("an earlier", f"; make the {what} again")
+        raise error(f"{place}was written by {which} pstar-sim ({what} version {found}; this one reads {version}){do}")

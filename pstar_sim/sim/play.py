@@ -8,16 +8,15 @@ cost model gives seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import CostModel, cost_of
 from pstar_sim.errors import PlanError
 from pstar_sim.sim.one import Jitter, play_one
-from pstar_sim.workload.workload import Workload
 
-__all__ = ["Jitter", "play"]
+__all__ = ["Jitter", "peaks_of_ranks", "play", "play_each", "slowest"]
 
 
 def play(
@@ -27,7 +26,6 @@ def play(
     max_iterations: int = 8,
     jitter: Jitter | None = None,
     every_rank: bool = False,
-    workloads: Sequence[Workload] | None = None,
     rank: int | None = None,
 ) -> Timeline:
     """Simulates the plan on its machine until it is steady, for at most `max_iterations` (>= 2) iterations. Returns the
@@ -37,16 +35,48 @@ def play(
         ranks are simulated once (several_ranks.py).
     jitter: factor on the seconds of each step, for tests.
     every_rank: whether to simulate all ranks one by one.
-    workloads: each rank's own workload; None: the plan's.
     rank: rank of the timeline, if ranks differ; None: the slowest rank.
 
     Raises PlanError, naming the step, for a plan that deadlocks, that goes over a budget, or whose steps contradict
-    each other.
+    each other. Raises PlanError for a rank that the machine does not have.
     """
+    count = len(plan.machine.ranks)
+    if rank is not None and not 0 <= rank < count:
+        raise PlanError(f"rank is {rank}; {plan.machine.name} has ranks 0 to {count - 1}")
+    timelines = play_each(plan, cost=cost, max_iterations=max_iterations, jitter=jitter, every_rank=every_rank)
+    return slowest(timelines) if rank is None else timelines[rank]
+
+
+def play_each(
+    plan: Plan,
+    *,
+    cost: CostModel | None = None,
+    max_iterations: int = 8,
+    jitter: Jitter | None = None,
+    every_rank: bool = False,
+) -> tuple[Timeline, ...]:
+    """Returns the timeline of each rank. The arguments and errors are those of `play`."""
     if max_iterations < 2:
         raise PlanError(f"max_iterations must be at least 2, so that two can agree, not {max_iterations}")
-    if len(plan.machine.ranks) > 1:
+    if len(plan.machine.ranks) > 1 or plan.ranked is not None:
         from pstar_sim.sim.several_ranks import play_ranks
 
-        return play_ranks(plan, cost, max_iterations, jitter, every_rank=every_rank, workloads=workloads, rank=rank)
-    return play_one(plan, cost or cost_of(plan.workload, plan.machine, plan.layout), max_iterations, jitter)
+        return play_ranks(plan, cost, max_iterations, jitter, every_rank=every_rank)
+    return (play_one(plan, cost or cost_of(plan.workload, plan.machine, plan.layout), max_iterations, jitter),)
+
+
+def slowest(timelines: Sequence[Timeline]) -> Timeline:
+    """Returns the timeline of the slowest rank, the first of equally slow ranks. Its period is the machine's."""
+    return max(timelines, key=lambda timeline: timeline.iteration_s)
+
+
+def peaks_of_ranks(plan: Plan, timeline: Timeline) -> tuple[Mapping[str, int], ...]:
+    """Returns the peaks of each rank by place.
+
+    timeline: that of the plan's slowest rank.
+    """
+    from pstar_sim.sim.several_ranks import classes_of
+
+    classes = classes_of(plan.machine, plan.ranked)
+    alike = len(set(classes)) == 1
+    return tuple(each.peak_bytes for each in ([timeline] * len(classes) if alike else play_each(plan)))

@@ -66,7 +66,7 @@ def retime(plan: Plan, measured: Timeline) -> float:
     machine = replace(
         machine, ranks=tuple(replace(rank, link=replace(rank.link, duplex=True)) for rank in machine.ranks)
     )
-    alone = replace(plan, machine=machine)
+    alone = replace(plan, machine=machine, ranked=None)
     timeline = play(
         alone,
         cost=_OneSecond(plan.workload, machine, plan.layout),

@@ -43,62 +43,39 @@ __all__ = ["classes_of", "fair_rates", "new_environment", "play_ranks"]
 
 
 def play_ranks(
-    plan: Plan,
-    cost: CostModel | None,
-    max_iterations: int,
-    jitter: Jitter | None,
-    *,
-    every_rank: bool = False,
-    workloads: Sequence[Workload] | None = None,
-    rank: int | None = None,
-) -> Timeline:
-    """Returns the timeline of `rank`; with None, of the slowest class of ranks (the first of equally slow classes),
-    whose period is the machine's.
+    plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None, *, every_rank: bool = False
+) -> tuple[Timeline, ...]:
+    """Returns the timeline of each rank; ranks of one class share one.
 
-    Raises PlanError as `play` does, for `workloads` that are not one per rank with the plan's moments and uses, and for
-    a rank that the machine does not have.
+    Raises PlanError as `play` does.
     """
     machine = plan.machine
-    count = len(machine.ranks)
-    if rank is not None and not 0 <= rank < count:
-        raise PlanError(f"rank is {rank}; {machine.name} has ranks 0 to {count - 1}")
-    if workloads is not None:
-        _check_workloads(plan, workloads)
-    classes = classes_of(machine, workloads)
+    classes = classes_of(machine, plan.ranked)
     if len(set(classes)) == 1 and not every_rank:
-        return _play_one_class(plan, cost, max_iterations, jitter, workloads)
+        return (_play_one_class(plan, cost, max_iterations, jitter),) * len(classes)
     if cost is not None:
         raise PlanError("leave cost out: ranks that are simulated one by one are timed by their own GPUs and links")
-    members = range(count) if every_rank else [classes.index(c) for c in sorted(set(classes))]
     env = new_environment()
     nodes: dict[Hashable, _Node] = {}
     simulation = _Simulation(env, max_iterations, jitter)
-    for r in members:
+    runs = list(range(len(classes))) if every_rank else classes  # rank -> number of its simulation
+    for r in (runs.index(n) for n in sorted(set(runs))):
         share = _commons_of(machine, classes, r, alone=every_rank)
         node = nodes.setdefault(share.node, _Node(env, machine.host.dram_bytes_per_s, machine.root_bytes_per_s))
-        own = plan if workloads is None else replace(plan, workload=workloads[r])
-        own = replace(own, gpu_budget_bytes=max(plan.gpu_budget_bytes, machine.ranks[r].gpu.budget_bytes))
+        own = replace(plan, workload=plan.jobs[r], ranked=None, gpu_budget_bytes=plan.gpu_budgets[r])
         seconds = CostModel(own.workload, machine, plan.layout, rank=r)
         simulation.join(_RankRun(own, seconds, machine.ranks[r], node, share, simulation))
     env.run()
     _require_ends(simulation.runs)
     timelines = [run.timeline() for run in simulation.runs]
-    if rank is not None:
-        return timelines[rank if every_rank else sorted(set(classes)).index(classes[rank])]
-    return max(timelines, key=lambda t: t.iteration_s)
+    return tuple(timelines[n] for n in runs)
 
 
-def _play_one_class(
-    plan: Plan,
-    cost: CostModel | None,
-    max_iterations: int,
-    jitter: Jitter | None,
-    workloads: Sequence[Workload] | None,
-) -> Timeline:
+def _play_one_class(plan: Plan, cost: CostModel | None, max_iterations: int, jitter: Jitter | None) -> Timeline:
     """Returns the timeline of equal ranks: that of one rank with its part of DRAM and switch."""
-    whole = plan if workloads is None else replace(plan, workload=workloads[0])
-    seconds = cost or CostModel(whole.workload, plan.machine, plan.layout)
-    one = replace(whole, machine=_one_rank(plan.machine))
+    job = plan.jobs[0]
+    seconds = cost or CostModel(job, plan.machine, plan.layout)
+    one = replace(plan, workload=job, ranked=None, machine=_one_rank(plan.machine))
     return play_one(one, seconds, max_iterations, jitter, moved_bytes=plan.moved_bytes)
 
 
@@ -122,16 +99,6 @@ def new_environment() -> simpy.Environment:
             "a simulation of ranks that differ needs the package simpy, which cannot be imported; pip install simpy"
         ) from error
     return simpy.Environment()
-
-
-def _check_workloads(plan: Plan, workloads: Sequence[Workload]) -> None:
-    count = len(plan.machine.ranks)
-    if len(workloads) != count:
-        raise PlanError(f"{len(workloads)} workloads for {count} ranks; each rank needs its own")
-    mine = plan.workload
-    for r, w in enumerate(workloads):
-        if (w.fingerprint, w.uses, len(w.moments)) != (mine.fingerprint, mine.uses, len(mine.moments)):
-            raise PlanError(f"the workload of rank {r} has other parameters, moments or uses than the plan's")
 
 
 def _one_rank(machine: Machine) -> Machine:

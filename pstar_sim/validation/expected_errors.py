@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pstar_sim.errors import PstarError
 from pstar_sim.files import write_atomically
-from pstar_sim.planner.trust import ANY, ANY_CLASS, FEWEST_ROWS, FILE, class_name, machines_of
+from pstar_sim.planner.trust import ANY, FEWEST_ROWS, FILE, UNTUNED, class_name, machines_of
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.validation.results import WHOLE, Result, Validation, errors_of, quantile
 from pstar_sim.validation.rows import published_rows
@@ -26,7 +26,7 @@ _Z90 = 1.645
 
 def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, float]]]:
     """Returns class -> policy (and "any policy") -> median, p90, bar and number of rows. Only rows of whole iterations
-    to which nothing is fitted, and from which nothing is inferred, are counted. ANY_CLASS is for classes without rows.
+    to which nothing is fitted, and from which nothing is inferred, are counted.
     """
     groups = _groups(_judged(results))
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -40,37 +40,16 @@ def errors_by_class(results: Iterable[Result]) -> dict[str, dict[str, dict[str, 
                 "bar": round(_bar(groups[name][key]), 4),
                 "rows": e.rows,
             }
-    whole = [r for name in groups for r in groups[name][ANY]]
-    e = errors_of(whole)
-    if e is not None:
-        far = round(_bar(whole) * left_out_factor(groups), 4)
-        found[ANY_CLASS] = {ANY: {"median": round(e.median, 4), "p90": round(e.p90, 4), "bar": far, "rows": e.rows}}
     return found
-
-
-def left_out_factor(groups: dict[str, dict[str, list[Result]]]) -> float:
-    """Returns the factor by which the bar of some machines exceeds the bar of the rows of all others, whatever the
-    kernels: the 68th percentile over the machines with enough rows, at least 1.
-    """
-    rows: dict[str, list[Result]] = {}
-    for name, of_class in groups.items():
-        rows.setdefault(machines_of(name), []).extend(of_class[ANY])
-    ratios = []
-    for name, own in rows.items():
-        others = [r for other in rows if other != name for r in rows[other]]
-        if len(own) >= FEWEST_ROWS and others:
-            ratios.append(_bar(own) / _bar(others))
-    return max(1.0, quantile(sorted(ratios), INSIDE)) if ratios else 1.0
 
 
 def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
     """Returns the rows of whole iterations to which nothing is fitted, and from which nothing is inferred. Each comes
     with the bar that an answer would quote for it without knowing the row itself: the bar of its class and policy, of
-    its class, or of every class times `left_out_factor` (at least the bar of a class of the same machines).
+    its class, or UNTUNED (at least the bar of a class of the same machines).
     """
     judged = _judged(results)
     groups = _groups(judged)
-    factor = left_out_factor(groups)
     found = []
     for r in judged:
         name, policy = _class(r), split_spec(r.policy)[0]
@@ -80,14 +59,12 @@ def quoted_bars(results: Iterable[Result]) -> list[tuple[Result, float]]:
                 found.append((r, _bar(others)))
                 break
         else:
-            others = [o for other in groups if other != name for o in groups[other][ANY]]
-            if others:
-                same = [
-                    _bar(groups[other][ANY])
-                    for other in groups
-                    if other != name and machines_of(other) == machines_of(name)
-                ]
-                found.append((r, max([_bar(others) * factor, *same])))
+            same = [
+                _bar(groups[other][ANY])
+                for other in groups
+                if other != name and machines_of(other) == machines_of(name)
+            ]
+            found.append((r, max([UNTUNED, *same])))
     return found
 
 

@@ -188,6 +188,52 @@ def test_a_picture_that_fails_leaves_nothing(
     assert f"{target}: cannot be written: No space left on device" in said and list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [
+        (
+            "pgf",
+            RuntimeError("xelatex not found; install it"),
+            "xelatex not found; install it; name a file that ends in",
+        ),
+        (
+            "ps",
+            ValueError("Image size too large\nmore"),
+            "Image size too large; name a file that ends in .png, .svg or",
+        ),
+        ("webp", KeyError(), "KeyError; name a file that ends in .png"),
+    ],
+)
+def test_a_kind_of_picture_that_matplotlib_cannot_write_here(
+    kind: str,
+    error: Exception,
+    said: str,
+    plan_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from matplotlib.figure import Figure
+
+    def fail(self: object, file: Path, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Figure, "savefig", fail)
+    target = tmp_path / f"tide.{kind}"
+    line = complaint(capsys, "plot", "tide", str(plan_file), "-o", str(target))
+    assert f"{target}: matplotlib cannot write a picture of kind {kind!r} here: {said}" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_kind_of_picture_is_refused_before_any_planning(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pstar_sim.cli.inputs.workloads_of", lambda *_: pytest.fail("planned"))
+    job = ["--model", "gpt2", "--batch", "1", "--seq", "64", "--machine", "virtual"]
+    for command in (["plot", "tide", *job, "-o"], ["ablate", *job, "-o"]):
+        assert "'xyz' is not a kind of picture" in complaint(capsys, *command, str(tmp_path / "tide.xyz"))
+
+
 def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     target = tmp_path / "file.json"
     files.write_atomically(target, "old")

@@ -27,6 +27,7 @@ KEYS = [
     "bound_by",
     "peak_gpu_bytes",
     "peak_host_bytes",
+    "peak_gpu_bytes_by_rank",
     "h2d_bytes",
     "d2h_bytes",
     "barrier_cost_s",
@@ -164,7 +165,7 @@ def test_a_truncated_plan(command: str, plan_file: Path, tmp_path: Path, capsys:
 
 def test_a_newer_plan(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "newer.json"
-    path.write_text(plan_file.read_text().replace('"version": 1', '"version": 99', 1))
+    path.write_text(plan_file.read_text().replace('"version": 2', '"version": 99', 1))
     assert "newer" in complaint(capsys, "check", str(path))
 
 

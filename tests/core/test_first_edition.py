@@ -1,4 +1,4 @@
-"""Files that the first edition wrote are read: one of each format, kept as it came out."""
+"""Files that the first edition wrote are read: one of each format but plans, kept as it came out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from pstar_sim.catalog.loader import load_machine
-from pstar_sim.core.plan import load_plan
 from pstar_sim.core.run_file import load_run, load_timelines
 from pstar_sim.core.timeline import load_timeline
 from pstar_sim.errors import PstarError
@@ -16,14 +15,6 @@ from pstar_sim.testing import chain_workload
 from pstar_sim.workload.trace import load_trace, save_trace
 
 FILES = Path(__file__).parent / "first_edition"
-
-
-def test_its_plan_is_read_proved_and_written_as_it_was(tmp_path: Path) -> None:
-    plan = load_plan(FILES / "plan.json")
-    assert plan.policy == "tide"
-    assert plan.check().steps == len(plan.steps) > 0
-    plan.save(tmp_path / "plan.json")
-    assert (tmp_path / "plan.json").read_text() == (FILES / "plan.json").read_text()
 
 
 def test_its_timeline_and_run_are_read_and_written_as_they_were(tmp_path: Path) -> None:
@@ -52,11 +43,10 @@ def test_its_machine_file_is_read() -> None:
     assert machine.calibrated and machine.confidence_by_input["DRAM"] == "datasheet"
 
 
-@pytest.mark.parametrize("name", ["plan.json", "timeline.json", "run.json"])
+@pytest.mark.parametrize("name", ["timeline.json", "run.json"])
 def test_a_version_that_does_not_exist_yet_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
     values = json.loads((FILES / name).read_text())
     (tmp_path / name).write_text(json.dumps({**values, "version": 2}))
-    read = load_plan if name == "plan.json" else load_timelines
     kind = name.removesuffix(".json")
     with pytest.raises(PstarError, match=rf"was written by a newer pstar-sim \({kind} version 2; this one reads 1\)$"):
-        read(tmp_path / name)
+        load_timelines(tmp_path / name)

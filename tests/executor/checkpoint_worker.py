@@ -85,6 +85,17 @@ def case(policy: str, dtype: torch.dtype, rank: int, folder: Path, alone: Any, b
     both_wait(both)
     if rank == 0:
         (two / "away").rename(two / MANIFEST)
+        flip(two / "optimizer-rank1.safetensors")
+    both_wait(both)
+    try:
+        optimizer.load(two)
+        result["flipped"] = "loaded"
+    except CheckpointError as error:
+        result["flipped"] = str(error)
+    result["after the flip"] = same(values(model, optimizer), after)
+    both_wait(both)
+    if rank == 0:
+        flip(two / "optimizer-rank1.safetensors")
     both_wait(both)
     optimizer.session.close(restore=False)
 
@@ -104,6 +115,13 @@ def case(policy: str, dtype: torch.dtype, rank: int, folder: Path, alone: Any, b
     run(model, optimizer, draw, rank, 1, seed=4)
     optimizer.session.close(restore=False)
     return result
+
+
+def flip(path: Path) -> None:
+    """One bit of the file's last byte is another; twice, it is as it was."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def both_wait(group: Any) -> None:

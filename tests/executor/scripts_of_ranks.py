@@ -140,6 +140,8 @@ def trained(folder: Path) -> dict[str, Any]:
     again.train(resume_from_checkpoint=str(folder / "mine" / "checkpoint-2"))
     resumed = weights(again.model)
     again.offload_session.close(restore=False)
+    plainly = trainer(folder / "plainly")
+    plainly.train(resume_from_checkpoint=str(folder / "mine" / "checkpoint-2"))
     script = folder / f"{os.environ['RANK']}.py"
     script.write_text(SCRIPT)
     with contextlib.redirect_stdout(io.StringIO()) as told:
@@ -149,6 +151,7 @@ def trained(folder: Path) -> dict[str, Any]:
     return {
         "plain": said_by(plain), "mine": said,
         "apart": apart(done, weights(plain.accelerator.unwrap_model(plain.model))),
+        "plainly_apart": apart(done, weights(plainly.accelerator.unwrap_model(plainly.model))),
         "resumed_apart": apart(resumed, done), "launched": status, "told": told.getvalue(),
         "refused": refused, "written": written,
     }  # fmt: skip

@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pstar_sim import PstarError, Settings
+from pstar_sim import PstarError, Settings, compare
+from pstar_sim.catalog.loader import load_machine
+from pstar_sim.core.step import COPIES, PAGEABLE, Queue
 from pstar_sim.frameworks import deepspeed
 from pstar_sim.frameworks.keys import KeyEffect
 from pstar_sim.frameworks.load import load_configuration
 from pstar_sim.frameworks.prediction import predict
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 
 MIB = 2**20
@@ -200,6 +203,52 @@ def test_host_memory_of_stage_2_by_hand() -> None:
         {"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "pin_memory": False}}}, "ds.json"
     )
     assert deepspeed.MEMORY.host_need(unpinned, w, 1).host_bytes == need.asked_bytes
+
+
+def test_a_host_that_pins_less_than_a_file_wants_is_a_no_and_the_value_that_would_do_is_named() -> None:
+    """3 layers of 100,000 parameters: 5 MiB and a block of 2**18 bytes are to be pinned, and 5 MB can be."""
+    w = chain_workload(3, 100_000)
+    little = load_machine("rtx4090-wsl2", overrides={"host.pinned": "5MB"})
+    enough = load_machine("rtx4090-wsl2", overrides={"host.pinned": "6MB"})
+    pinned, not_pinned = (
+        deepspeed.read({"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "pin_memory": pin}}}, "ds.json")
+        for pin in (True, False)
+    )
+    no = predict(pinned, w, little, Settings(), label="ds.json")
+    wanted = 5 * MIB + 2**18
+    assert no.short_of == "pinned" and no.short_bytes == wanted - 5_000_000 and no.reason is not None
+    assert no.reason.startswith("ds.json does not fit: host is to pin 5.505 MB (1.2 MB of fp32 masters, ")
+    assert no.reason.endswith(
+        'but can pin 5 MB, short by 505 kB; fits with "pin_memory": false in its offload_optimizer and offload_param'
+    )
+    fast, slow = (predict(c, w, enough, Settings(), label="ds.json") for c in (pinned, not_pinned))
+    assert fast.iteration_s is not None and slow.iteration_s is not None and fast.iteration_s < slow.iteration_s
+    assert predict(not_pinned, w, little, Settings(), label="ds.json").iteration_s == slow.iteration_s
+    (row,) = compare(w, little, policies=[no.as_policy()], barrier_cost=False).rows
+    assert row.short_of == "pinned" and row.reason == no.reason
+
+
+def test_copies_of_memory_that_is_not_pinned_go_at_the_rate_for_it() -> None:
+    """A link of 1 MiB/s, half of it for memory that is not pinned: every copy takes twice as long. A machine without
+    that rate times them as pinned."""
+    w = chain_workload(2, 2**20)
+    for pin, rate, via in ((True, MIB // 2, None), (False, MIB // 2, PAGEABLE), (False, None, None)):
+        zero = {"stage": 2, "offload_optimizer": {**CPU, "pin_memory": pin}}
+        found = deepspeed.read({"zero_optimization": zero}, "ds.json")
+        plan = predict(found, w, round_machine(pageable_bytes_per_s=rate), Settings(), label="ds.json").plan
+        assert plan is not None and {step.via for step in plan.steps if step.kind in COPIES} == {via}
+        seconds = {span.end_s - span.start_s for span in play(plan).spans if span.queue is Queue.H2D}
+        assert max(seconds) == pytest.approx(2 if via is None else 4)  # 2 MiB of parameters
+
+
+@pytest.mark.parametrize("device", ["cpu", "none"])
+def test_parameters_in_one_buffer_are_pinned_whatever_the_file_says(device: str) -> None:
+    """With offload_param nothing in the file pins less, so nothing is recommended."""
+    zero = {"stage": 3, "offload_optimizer": CPU, "offload_param": {"device": device}}
+    found = deepspeed.read({"zero_optimization": zero}, "ds.json")
+    little = load_machine("rtx4090-wsl2", overrides={"host.pinned": "1MB"})
+    reason = predict(found, chain_workload(8, 100_000), little, Settings(), label="ds.json").reason
+    assert reason is not None and ("fits with" in reason) == (device == "none")
 
 
 def test_host_memory_of_stage_3_by_hand_on_two_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,31 @@ def test_a_whole_model_on_each_gpu_has_gradients_of_its_own() -> None:
     assert beyond(read("distributed_type: MULTI_GPU\nmixed_precision: bf16"), w, 2) == (4 + 2) * w.params
     assert beyond(alone, chain_workload(2, 100_000, micro_batches=2), 1) == 0
     assert beyond(read(yaml(version=2, offload="true", reshard="true")), w, 2) == 0
+
+
+_LAUNCHED = "give --like the DeepSpeed file (JSON) or the accelerate file (YAML) that it is launched with"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "base_model: m\nsequence_len: 512\ndeepspeed: zero3.json",
+            "axolotl, which is not read; give --like the DeepSpeed file that its key deepspeed names, zero3.json",
+        ),
+        (
+            "base_model: m\nfsdp_config: {offload_params: true}",
+            "axolotl, which is not read; give --like an accelerate file with distributed_type: FSDP and its fsdp",
+        ),
+        ("model_name_or_path: m\nfinetuning_type: lora", f"LLaMA-Factory, which is not read; {_LAUNCHED}"),
+        ("model_name_or_path: m\nlearning_rate: 1e-4", f"a training script, which is not read; {_LAUNCHED}"),
+    ],
+)
+def test_the_file_of_a_trainer_is_known_by_its_keys(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.yml"
+    path.write_text(text)
+    with pytest.raises(PstarError, match=re.escape(f"{path}: is a configuration of {said}")):
+        load_configuration(str(path))
 
 
 def test_host_memory_by_hand() -> None:

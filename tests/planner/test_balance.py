@@ -17,7 +17,7 @@ from pstar_sim.errors import PstarError
 from pstar_sim.planner.compare import compare
 from pstar_sim.planner.fits import fits
 from pstar_sim.testing import chain_workload, round_machine
-from pstar_sim.units import MIB
+from pstar_sim.units import MIB, format_bytes
 from pstar_sim.workload.trace import save_trace
 from pstar_sim.workload.workload import Workload
 
@@ -41,7 +41,7 @@ def test_the_gain_over_equal_shares_is_that_worked_out_by_hand() -> None:
     assert found["all_on_gpu"].timeline.iteration_s == pytest.approx(36, rel=1e-6)
     plan = found["whale"].plan
     assert [r.batch_share for r in plan.machine.ranks] == pytest.approx([8 / 12, 4 / 12])
-    assert plan.workload.batch == 8 and plan.choices["shares"] == "batches of 8, 4, rank by rank"
+    assert plan.workload.batch == 8 and [job.batch for job in plan.jobs] == [8, 4]
     assert found.notes[0] == "whale: " + str(plan.choices["balance"])
     assert "24.000 s per iteration, 1.50 times as fast as equal shares" in found.notes[0]
     assert found["whale"].row.tokens_per_s == pytest.approx(sum(w.tokens for w in (job(8), job(4))) / 24)
@@ -51,7 +51,7 @@ def test_the_gain_over_equal_shares_is_that_worked_out_by_hand() -> None:
 def test_each_rank_has_a_timeline_of_its_own() -> None:
     """Of equal shares the fast GPU computes 18 of 36 s, and waits for the other in the collectives."""
     plan = compare([job(6)] * 2, two_and_one(), policies=["all_on_gpu"])["all_on_gpu"].plan
-    fast, slow = (ps.play(plan, workloads=[job(6)] * 2, rank=r) for r in range(2))
+    fast, slow = (ps.play(plan, rank=r) for r in range(2))
     assert fast.iteration_s == pytest.approx(slow.iteration_s) == pytest.approx(36, rel=1e-6)
     assert (fast.busy_s["compute"], slow.busy_s["compute"]) == pytest.approx((18, 36), rel=1e-6)
     assert fast.stall_s["net"] == pytest.approx(18, rel=1e-6)
@@ -82,13 +82,14 @@ def test_equal_shares_that_do_not_fit_are_named() -> None:
     m = replace(m, ranks=(m.ranks[0], replace(m.ranks[1], gpu=small)))
     found = compare([job(6)] * 2, m, policies=["whale"], cut=job)
     assert "GPU virtual 9+3; equal shares (virtual 6+6) do not fit: whale does not fit: gpu needs" in found.notes[0]
-    # 37 MiB on the first, 31 of 31 on the second: what has the least room counts, everywhere
+    # 28 + 9 MiB on the first, 28 + 3 of 31 on the second
     best = found["whale"]
     report = best.plan.check()
-    assert best.row.peak_gpu_bytes == report.peak_bytes["gpu"] == 31 * MIB
-    said = "32.51 MB of 32.51 MB on the GPU with the least room"
-    assert f"gpu: at most 32.51 MB ({31 * MIB} bytes" in report.describe() and said in best.explain()
-    assert report.describe().count("on the GPU with the least room") == 1
+    assert best.row.peak_gpu_bytes == report.peak_bytes["gpu"] == 37 * MIB
+    assert best.row.peak_gpu_bytes_by_rank == (37 * MIB, 31 * MIB)
+    for rank, held in (("rank 0", 37 * MIB), ("rank 1", 31 * MIB)):
+        assert f"gpu of {rank}: at most {format_bytes(held)} ({held} bytes" in report.describe()
+        assert f"gpu of {rank} at most: {format_bytes(held)} of " in best.explain()
 
 
 def test_on_equal_gpus_it_is_the_policy_that_it_schedules_with() -> None:
@@ -146,7 +147,7 @@ def test_from_a_trace_to_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["check", str(file)]) == 0
     assert main(["explain", str(file)]) == 0
     words = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert "balance: sequences per GPU v100-16 11" in words and "batch at most 11 per GPU" in words
+    assert "balance: sequences per GPU v100-16 11" in words and "batch 11 on rank 0, 1 on rank 1 x" in words
 
 
 def test_the_machine_by_name_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

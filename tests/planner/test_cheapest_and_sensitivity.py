@@ -19,6 +19,7 @@ from pstar_sim.errors import CatalogError, PstarError
 from pstar_sim.planner.cheapest import bill, cheapest
 from pstar_sim.planner.sensitivity import AS_NOW, PARTS, PLANNED, REPLAYED, sensitivity
 from pstar_sim.policy.kit.ties import AS_FAST
+from pstar_sim.report.capacity_tables import cheapest_text
 from pstar_sim.sim.play import play
 
 
@@ -59,6 +60,22 @@ def test_the_cheapest_in_time_comes_first(tmp_path: Path) -> None:
     assert answer.best is in_time[0]
     assert "USD" in repr(answer)
     assert len(answer.to_frame()) == 3
+
+
+@pytest.mark.parametrize(
+    ("deadline", "said", "sure"),
+    [(1.1, "yes, within ± 19 %", False), (0.9, "no, within ± 19 %", False), (1.3, "yes", True)],
+)
+def test_in_time_is_said_with_its_bar(tmp_path: Path, deadline: float, said: str, sure: bool) -> None:
+    """No class has rows of a T4, so the days have a bar of 19 %: a deadline of 1.1 times the days is inside of it."""
+    job: dict[str, Any] = {"tokens": 1e9, "batch": 8, "seq": 64, "machines": ["t4"], "policies": ["all_on_gpu"]}
+    file = prices(tmp_path, t4=0.5)
+    (row,) = cheapest("gpt2", prices=file, **job).rows
+    assert row.days is not None and row.expected_error == 0.19 and row.in_time and row.in_time_is_sure
+    answer = cheapest("gpt2", prices=file, deadline_s=deadline * row.days * 86_400, **job)
+    assert (answer.rows[0].in_time, answer.rows[0].in_time_is_sure) == (said.startswith("yes"), sure)
+    table = cheapest_text(answer, width=200)
+    assert f"  {said}  " in table and ("the deadline is nearer to the days than their error" in table) is not sure
 
 
 def test_a_deadline_nobody_makes(tmp_path: Path) -> None:

@@ -140,14 +140,15 @@ def test_a_plan_is_saved_with_its_predictions(tmp_path: Path) -> None:
     assert ps.play(again).iteration_s == best.timeline.iteration_s
 
 
-def test_a_host_with_room_for_the_payloads_alone_is_noted() -> None:
+def test_a_host_with_room_for_the_payloads_alone_is_no_room() -> None:
     """Four layers of 2**20 parameters have 64 MiB of payloads on the host; a run also loads 8 MiB of weights."""
     four = chain_workload(4, 2**20)
     tight, wide = (round_machine(host_memory_bytes=mib * MIB) for mib in (64, 72))
-    said = compare(four, tight, policies=["zero_offload"]).notes
-    assert len(said) == 1 and "zero_offload: the payloads of the plan fit the host" in said[0]
-    assert "up to 75.5 MB of 67.11 MB; `pstar fits` counts both" in said[0]  # 72 and 64 MiB
-    assert compare(four, wide, policies=["zero_offload"]).notes == ()
+    (row,) = compare(four, tight, policies=["zero_offload"], near=False).rows
+    assert not row.fits and (row.short_of, row.needed_bytes) == ("host", 72 * MIB)
+    assert row.needed_for == "67.11 MB of payloads, 8.389 MB of weights while they are loaded"
+    assert compare(four, tight, policies=["zero_offload"], loading="in-place").rows[0].fits
+    assert compare(four, wide, policies=["zero_offload"]).rows[0].fits
 
 
 def test_html_and_text_name_the_policies_and_reasons() -> None:

@@ -14,6 +14,7 @@ from pstar_sim.core.slabs import host_payloads, pack_slabs
 from pstar_sim.core.step import Place
 from pstar_sim.errors import PstarError
 from pstar_sim.planner import memory_needs
+from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.limits import Written, _largest, _others_go_on, deeper, max_batch, max_model
@@ -28,7 +29,7 @@ QUICK = ("static_partition", "tide")
 
 def planned(name: str, w: ps.Workload, m: ps.Machine, s: ps.Settings) -> ps.DoesNotFit | None:
     try:
-        find_policy(name)(w, m, s)
+        plan_and_play(find_policy(name), w, m, s, loading="whole")
     except ps.DoesNotFit as error:
         return error
     return None
@@ -88,13 +89,13 @@ def test_start_up_by_hand_and_what_it_can_break() -> None:
     m = ps.machine("virtual", gpu_memory="1GB")
     assert startup_bytes(w, m) == 124_439_808 * 2
     assert startup_bytes(w, m, "in-place") == 0
-    with pytest.raises(PstarError, match="loading must be one of whole, in-place, not 'lazy'"):
+    with pytest.raises(PstarError, match="loading must be one of whole, each, in-place, not 'lazy'"):
         startup_bytes(w, m, "lazy")
     need = memory_need("zero_offload", w, m, ps.Settings())
     assert need.host_bytes == need.pinned_bytes + 248_879_616
     # a host with room for the slabs but not for the weights beside them
     tight = ps.machine("virtual", gpu_memory="1GB", host_memory=2_000_000_000 + need.pinned_bytes + 1)
-    assert shortage("zero_offload", w, tight, ps.Settings()) is None
+    assert shortage("zero_offload", w, tight, ps.Settings(), loading="in-place") is None
     with pytest.raises(ps.DoesNotFit) as error:
         memory_need("zero_offload", w, tight, ps.Settings())
     assert error.value.short_bytes == 248_879_615
@@ -483,14 +484,14 @@ def test_where_the_host_is_short_and_there_are_disks_the_options_for_disks_are_n
 
 
 def test_where_the_host_is_short_even_with_the_disks_more_memory_and_the_options_are_named() -> None:
-    """One memory of 128 GB, of which the host has 20: the states of 18 billion parameters fit the disks alone. With the
-    options given, only the memory is named."""
+    """One memory of 128 GB, of which the host has 20: the states of 18 billion parameters fit the disks alone. Their
+    36 GB of weights lie on the host while they are loaded. With the options given, only the memory is named."""
     w, m = preset("18B", batch=2, seq=1024), ps.machine("gb10")
     spec = "zero_infinity:params=nvme,states=nvme"
     first, second = ps.compare(w, m, policies=["zero_infinity", spec], barrier_cost=False).rows
-    assert first.reason is not None and first.reason.endswith(f"; fits with --policy {spec} and --host-memory 48GB")
-    assert second.reason is not None and second.reason.endswith("; fits with --host-memory 48GB")
-    enough = ps.compare(w, ps.machine("gb10", host_memory="48GB"), policies=[spec], barrier_cost=False)
+    assert first.reason is not None and first.reason.endswith(f"; fits with --policy {spec} and --host-memory 96GB")
+    assert second.reason is not None and second.reason.endswith("; fits with --host-memory 96GB")
+    enough = ps.compare(w, ps.machine("gb10", host_memory="96GB"), policies=[spec], barrier_cost=False)
     assert enough.rows[0].fits
 
 
@@ -501,12 +502,12 @@ def test_what_the_tide_gains_is_said_of_a_plan_that_does_not_follow_it() -> None
     gains = {}
     for memory in (None, "396GB"):
         m = ps.machine("rtxpro6000", host_memory=memory)
-        found = ps.compare(w, m, policies=["tide", "zero_infinity:states=nvme"], barrier_cost=False, near=False)
-        gains[memory] = {row.policy: tide_gain(found[row.policy].plan) for row in found.rows if row.fits}
-    (neither,) = gains[None].values()
+        names = ("tide", "zero_infinity:states=nvme") if memory else ("zero_infinity:states=nvme",)
+        gains[memory] = [tide_gain(find_policy(name)(w, m, ps.Settings())) for name in names]
+    (neither,) = gains[None]
     assert neither.startswith("neither capacity rule fits here: tide does not fit: host needs ")
     short = "with a constant capacity sized for the tide's peak nothing fits (static_partition does not fit: host needs"
-    tide, disks = gains["396GB"].values()
+    tide, disks = gains["396GB"]
     assert tide.startswith(f"the plan itself: {short} ") and tide.endswith(", and tide fits")
     assert disks.startswith(f"a plan: {short} ")
     assert disks.endswith("; this plan of zero_infinity:states=nvme is neither")

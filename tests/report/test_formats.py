@@ -32,7 +32,7 @@ def test_every_key_has_a_meaning_and_every_format_a_version(name: str) -> None:
     table = lines(name)
     assert [cells[0] for cells in table if not (cells[3] if len(cells) == 5 else all(cells))] == []
     assert name == "options" or re.search(
-        rf"^Version {2 if name == 'trace' else 1}, said by ", format_page(name), re.MULTILINE
+        rf"^Version {2 if name in ('trace', 'plan') else 1}, said by ", format_page(name), re.MULTILINE
     )
 
 

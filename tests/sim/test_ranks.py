@@ -138,10 +138,13 @@ def test_ranks_of_different_batches() -> None:
     """Rank 1 computes 2 + 4 s instead of 1 + 2 s, and rank 0 waits for it at each reduce-scatter: 8 + 3 s."""
     p = plan(machine())
     large = chain_workload(1, MB, forward_s=2.0)
-    assert play(p, workloads=[p.workload, large]).iteration_s == pytest.approx(11.0)
-    assert play(p, workloads=[p.workload, large], every_rank=True).iteration_s == pytest.approx(11.0)
+    apart = replace(p, ranked=(p.workload, large))
+    assert play(apart).iteration_s == pytest.approx(11.0)
+    assert play(apart, every_rank=True).iteration_s == pytest.approx(11.0)
     with pytest.raises(PlanError, match="1 workloads for 2 ranks"):
-        play(p, workloads=[large])
+        replace(p, ranked=(large,))
+    with pytest.raises(PlanError, match="the workload of rank 1 has other parameters, moments or uses"):
+        replace(p, ranked=(p.workload, chain_workload(2, MB)))
 
 
 def test_classes_of_ranks() -> None:

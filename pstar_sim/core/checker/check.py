@@ -7,18 +7,19 @@ from dataclasses import replace
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.check_fields import check_fields
-from pstar_sim.core.check_report import CheckReport
+from pstar_sim.core.check_report import CheckReport, GpuPeak
 from pstar_sim.core.checker.barrier import check_barrier
 from pstar_sim.core.checker.same_job import check_budgets, check_machine, check_workload_of
 from pstar_sim.core.checker.stash_trips import check_stashes
 from pstar_sim.core.checker.structure import check_pins, check_structure
 from pstar_sim.core.checker.unrolled import Unrolled
 from pstar_sim.core.checker.walk import Walk
-from pstar_sim.core.checker.worst_case import worst_case
-from pstar_sim.core.figures import LEAST_ROOM, byte_figures, not_checked, own_shares
+from pstar_sim.core.checker.worst_case import Worst, worst_case
+from pstar_sim.core.figures import byte_figures, not_checked
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import FalseFigures, PlanError
+from pstar_sim.units import format_ranks
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["check_plan", "prove"]
@@ -69,21 +70,50 @@ def prove(plan: Plan) -> CheckReport:
     held = {r.place for r in plan.initial} | {place for _, place, _ in plan.buffers}
     if Place.NVME in held or any(s.queue is Queue.NVME for s in plan.steps):
         budgets[Place.NVME] = plan.nvme_budget_bytes
-    peaks: dict[str, int] = {}
-    moments: dict[str, int] = {}
-    running: dict[str, tuple[int, ...]] = {}
+    gpus = _gpu_peaks(plan, program, walk)
+    largest = max(gpus, key=lambda gpu: gpu.bytes)
+    worst: dict[Place, Worst | GpuPeak] = {Place.GPU: largest}
     for place, budget in budgets.items():
-        worst = worst_case(plan, program, walk, place)
-        peaks[place.value], moments[place.value], running[place.value] = worst.bytes, worst.moment, worst.running
-        if worst.bytes > budget:
-            raise PlanError(worst.text(plan, place, budget))
+        if place is not Place.GPU:
+            worst[place] = found = worst_case(plan, program, walk, place)
+            if found.bytes > budget:
+                raise PlanError(found.text(plan, place.value, budget))
+    budgets[Place.GPU] = largest.budget_bytes
     return CheckReport(
         steps=len(plan.steps),
         moments=len(plan.workload.moments),
         iterations=iterations,
-        peak_bytes=peaks,
-        peak_at=moments,
-        running=running,
+        peak_bytes={place.value: peak.bytes for place, peak in worst.items()},
+        peak_at={place.value: peak.moment for place, peak in worst.items()},
+        running={place.value: peak.running for place, peak in worst.items()},
         budget_bytes={place.value: budget for place, budget in budgets.items()},
-        where={} if own_shares(plan) is None else {Place.GPU.value: LEAST_ROOM},
+        gpus=gpus,
     )
+
+
+def _gpu_peaks(plan: Plan, program: Unrolled, walk: Walk) -> tuple[GpuPeak, ...]:
+    """Returns the peaks of the GPUs, one for all ranks with the same job and budget. Raises PlanError for a rank whose
+    GPU may hold more than its budget."""
+    ranks_of: dict[tuple[int, int], list[int]] = {}
+    for r, (job, budget) in enumerate(zip(plan.jobs, plan.gpu_budgets)):
+        ranks_of.setdefault((id(job), budget), []).append(r)
+    worst_of: dict[int, Worst] = {}
+    peaks: list[GpuPeak] = []
+    for (job_id, budget), ranks in ranks_of.items():
+        if job_id not in worst_of:
+            alone = replace(plan, workload=plan.jobs[ranks[0]], ranked=None)
+            worst_of[job_id] = worst_case(alone, program, walk, Place.GPU)
+        worst = worst_of[job_id]
+        if worst.bytes > budget:
+            what = "gpu" if len(ranks_of) == 1 else f"gpu of {format_ranks(ranks)}"
+            raise PlanError(worst.text(plan, what, budget))
+        peaks.append(
+            GpuPeak(
+                ranks=tuple(ranks),
+                bytes=worst.bytes,
+                moment=worst.moment,
+                running=worst.running,
+                budget_bytes=budget,
+            )
+        )
+    return tuple(peaks)

@@ -57,7 +57,7 @@ def _key_name(key: _Key) -> str:
 class Walk:
     """Plays all unrolled iterations in one legal order. An instance is a step in one of these iterations.
 
-    takes: instance -> (place, bytes) that it takes.
+    takes: instance -> (place, bytes) that it takes; the tide is not among them.
     frees: instance -> (place, bytes) that it frees.
     content: list that is present now -> its contents; None for a list that no step has filled.
     last_change: list -> the latest instance that changed it.
@@ -107,9 +107,6 @@ class Walk:
         self.parts = part_counts(plan.steps)
         self.sums = self._sums()
         self.target = self._targets()
-        peaks = [m.peak_bytes for m in w.moments]
-        self._rise = [max(0, peak - peaks[m - 1]) for m, peak in enumerate(peaks)]
-        self._fall = [max(0, peak - peaks[(m + 1) % len(peaks)]) for m, peak in enumerate(peaks)]
 
     def _sums(self) -> frozenset[int]:
         """Returns the chunks that have grad32 on the gpu between two iterations, or open it there."""
@@ -323,10 +320,6 @@ class Walk:
             own = self.target[chunk_of[t], moment.micro_batch]
             for name in (own, *(other for other, mine in OTHERS.items() if mine == own and self.sliced)):
                 self._put_gradient(s, k, step, (chunk_of[t], name, Place.GPU), t)
-        if self._rise[m]:
-            self.takes[s] = (Place.GPU, self._rise[m])
-        if self._fall[m]:
-            self.frees[s] = (Place.GPU, self._fall[m])
 
     def _read(self, s: int, k: int, step: Step, key: _Key, t: int) -> None:
         """Check that a moment may read tensor t in a working list, or in the other ranks' part of it."""

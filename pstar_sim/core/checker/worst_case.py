@@ -4,6 +4,7 @@ and the end events (which free), found exactly as a minimum cut. The module serv
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,16 @@ class Worst:
     moment: int
     running: tuple[int, ...]
 
-    def text(self, plan: Plan, place: Place, budget: int) -> str:
+    def text(self, plan: Plan, what: str, budget: int) -> str:
+        """Returns words for a worst case beyond the budget.
+
+        what: the place, for example "gpu of rank 1".
+        """
         by_id = {step.id: step for step in plan.steps}
         under_way = ", ".join(label(by_id[i]) for i in self.running[:8]) or "nothing"
         when = "between two iterations" if self.moment < 0 else f"in moment {self.moment}"
         return (
-            f"{place.value} may hold {self.bytes} bytes, {self.bytes - budget} more than its budget of {budget}: "
+            f"{what} may hold {self.bytes} bytes, {self.bytes - budget} more than its budget of {budget}: "
             f"{when}, with {under_way} under way; a memory edge is missing or the budget is too small"
         )
 
@@ -37,13 +42,14 @@ class Worst:
 def worst_case(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> Worst:
     """Returns the most bytes that the place can hold, and the point of the iteration at which it holds them."""
     held = _held_at_cut(plan, walk, place)
-    frees = _frees(program, walk, place)
+    takes, frees_of = _moves(plan, program, walk, place)
+    frees = _frees(program, frees_of)
     # Each take forces the frees of a prefix of every queue to have happened: number of frees, per queue.
     ends = [[done for done, _ in row] for row in frees]
     groups: dict[tuple[int, ...], int] = {}
     members: dict[tuple[int, ...], list[int]] = {}
-    for s, (where, size) in walk.takes.items():
-        if where is place and size:
+    for s, size in takes.items():
+        if size:
             forced = tuple(map(bisect_left, ends, program.clock[s]))
             groups[forced] = groups.get(forced, 0) + size
             members.setdefault(forced, []).append(s)
@@ -70,11 +76,33 @@ def _held_at_cut(plan: Plan, walk: Walk, place: Place) -> int:
     return held
 
 
-def _frees(program: Unrolled, walk: Walk, place: Place) -> list[list[tuple[int, int]]]:
-    """Returns, per queue, (sequence of the step, bytes that it frees), ascending."""
+def _moves(plan: Plan, program: Unrolled, walk: Walk, place: Place) -> tuple[dict[int, int], dict[int, int]]:
+    """Returns instance -> bytes of the place that it takes, and instance -> bytes that it frees. On the gpu the tide of
+    the plan's workload is among them."""
+    tide = [m.peak_bytes for m in plan.workload.moments]
+    takes: dict[int, int] = {}
+    frees: dict[int, int] = {}
+    for s in program.order[: program.iterations * program.count]:
+        step = program.step(s)
+        if step.kind is Kind.COMPUTE and place is Place.GPU:
+            assert step.moment is not None
+            peak, after = tide[step.moment], tide[(step.moment + 1) % len(tide)]
+            takes[s], frees[s] = max(0, peak - tide[step.moment - 1]), max(0, peak - after)
+        if s in walk.takes and walk.takes[s][0] is place:
+            takes[s] = walk.takes[s][1]
+        if s in walk.frees and walk.frees[s][0] is place:
+            frees[s] = walk.frees[s][1]
+    return takes, frees
+
+
+def _frees(program: Unrolled, frees_of: Mapping[int, int]) -> list[list[tuple[int, int]]]:
+    """Returns, per queue, (sequence of the step, bytes that it frees), ascending.
+
+    frees_of: instance -> bytes that it frees.
+    """
     frees: list[list[tuple[int, int]]] = [[] for _ in program.queues]
-    for s, (where, size) in walk.frees.items():
-        if where is place and size:
+    for s, size in frees_of.items():
+        if size:
             frees[program.queue_of[s % program.count]].append((program.sequence(s), size))
     for row in frees:
         row.sort()

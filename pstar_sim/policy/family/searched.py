@@ -112,7 +112,8 @@ def own_plans(
 
 class _Sizes:
     """Searches over several chunk sizes, one after the other, until a plan is good enough, the effort is used up, or
-    every search is exhausted. More effort continues the same searches, so it never makes the plan slower.
+    every search is exhausted. The effort also decides which sizes are looked at first, so more effort mostly, not
+    always, finds a faster plan.
 
     usual: the layout at the usual size.
     few: whether the usual layout has few chunks, so that smaller chunks gain more.

@@ -35,6 +35,8 @@ class Capabilities:
     streams_states: whether the policy updates chunks on the GPU whose states live elsewhere.
     reorders: whether its plans are layer-major in any order of the workload. A loop of the user cannot follow such
         plans.
+    counts_host: whether its plans count all that a run takes of the host, the rounding of pinned memory and the weights
+        while they are loaded included.
     from_disks: options under which lists live on disks; they are tried if the host has no room.
     balance: a function that chooses the ranks' shares of the batch if their GPUs differ. planner/balance.py calls it,
         with the policy's options, before it asks for the plan. None: the policy takes the shares of the machine.
@@ -50,6 +52,7 @@ class Capabilities:
     yardstick: bool = False
     streams_states: bool = False
     reorders: bool = False
+    counts_host: bool = False
     from_disks: tuple[str, ...] = ()
     balance: Callable[..., tuple[int, ...]] | None = None
     activations: Callable[[Workload, Workload, Machine, Settings], Iterable[Workload]] | None = None

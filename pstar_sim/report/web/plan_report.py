@@ -12,7 +12,7 @@ from typing import Any
 
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.effects import category_of, tide_at_cut
-from pstar_sim.core.figures import moves_on_disks, own_shares
+from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.core.timeline import Timeline
@@ -299,7 +299,8 @@ def _merged(legends: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 def _job(plan: Plan) -> str:
     w, m = plan.workload, plan.machine
-    batch = f"batch {w.batch}{f' on each of {len(m.ranks)} GPUs' if len(m.ranks) > 1 else ''}"
+    each = f"{w.batch}{f' on each of {len(m.ranks)} GPUs' if len(m.ranks) > 1 else ''}"
+    batch = f"batch {plan.own_batches or each}"
     batch += f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
     return f"{w.model}, {format_params(w.params)} parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
 
@@ -313,7 +314,7 @@ def _budgets(machine: Machine) -> str:
 def _work(plan: Plan) -> tuple[str, int, int]:
     """Returns the work of an iteration. Seconds of plans are compared if their work is equal, also on different
     machines."""
-    return plan.workload.model, plan.workload.params, plan.workload.tokens * len(plan.machine.ranks)
+    return plan.workload.model, plan.workload.params, plan.tokens
 
 
 def _notes(chart: Chart) -> str:
@@ -335,7 +336,7 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
     plan, timeline, said = subject.plan, subject.timeline, subject.plan.predictions
     seconds = timeline.iteration_s
     yield "iteration", f"{format_s(seconds)}{_error(subject)}"
-    tokens = plan.workload.tokens * len(plan.machine.ranks)
+    tokens = plan.tokens
     yield "tokens/s", f"{tokens / seconds:,.0f}{_error(subject)}"
     bound_s = said.get("lower_bound_s")
     if bound_s and subject.as_planned:
@@ -358,8 +359,8 @@ def _quantities(subject: Subject) -> Iterator[tuple[str, str]]:
     for cause, stall_s in sorted(timeline.stall_s.items(), key=lambda item: -item[1]):
         if stall_s > 0:
             yield f"- {WAITS.get(cause, cause)}", format_s(stall_s)
-    if own_shares(plan) is not None:
-        yield "seconds", "of the slowest rank, without the ranks' own shares of the batch"
+    if plan.ranked is not None or plan.machine.mixed:
+        yield "seconds and bytes", "of the slowest rank"
 
 
 def _ways(timeline: Timeline) -> Iterator[tuple[str, str]]:

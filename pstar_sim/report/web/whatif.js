@@ -50,7 +50,7 @@ function job() {
   const name = label(MODEL, chosen[MODEL]);
   write("job", best
     ? `${name} trains with ${label("policy", best.policy)}: ${seconds(best.iteration_s)}${error(best)} per iteration, ` +
-      `${digits(best.tokens_per_s)} tokens/s${error(best)}. What binds: ${binds(best)}.${loading(best)}`
+      `${digits(best.tokens_per_s)} tokens/s${error(best)}. What binds: ${binds(best)}.`
     : found.length === 0 ? "The sweep has no such point."
       : found.every(senseless) ? `${name} has no plan here: ${values.reasons[found[0].senseless]}.` : `${name} does not fit here.`);
   table("job-table", ["policy", "seconds per iteration", "tokens/s", "$ per million tokens", "above the bound", "binds", "GPU", "host"],
@@ -71,7 +71,6 @@ function largestOf(found) {
 }
 
 const size = (model) => (values.params[model] === null ? label(MODEL, model) : `${label(MODEL, model)} (${billions(values.params[model])} parameters)`);
-const loading = (point) => (point.loading_short_bytes ? ` Load its weights in place: loaded whole, they need ${gigabytes(point.loading_short_bytes)} more of host memory.` : "");
 const upTo = (found) => (found.next === null ? "it is the largest of the sweep, a larger one may fit" : `${size(found.next)} does not fit`);
 
 function largest() {
@@ -80,7 +79,7 @@ function largest() {
   const each = policies.map((policy) => ({ policy, ...largestOf(found.filter((p) => p.policy === policy)) }));
   const best = each.filter((one) => one.fits).sort((a, b) => b.fits[MODEL] - a.fits[MODEL] || a.fits.iteration_s - b.fits.iteration_s)[0];
   write("largest", best
-    ? `${size(best.fits[MODEL])} with ${label("policy", best.policy)}; ${upTo(best)}.${loading(best.fits)}`
+    ? `${size(best.fits[MODEL])} with ${label("policy", best.policy)}; ${upTo(best)}.`
     : found.length && found.every(senseless) ? "No model of the sweep has a plan on this machine." : "No model of the sweep fits this machine.");
   table("largest-table", ["policy", "largest model", "above it", "seconds per iteration", "$ per million tokens"],
     each.map((one) => one.fits

@@ -5,9 +5,6 @@ sweeps' results.
 [Note: errors of a page] Seconds, and figures computed from them, have the error that validation found for the class of
 machine. The largest model lies between the largest model of the sweep that fits and the next larger model, which does
 not.
-
-[Note: start-up on a page] A sweep plans, so its bytes are payloads. Weights that are loaded whole lie in host memory
-beside the payloads until all are in their chunks, as `pstar fits` counts. A page names the bytes that are short then.
 """
 
 from __future__ import annotations
@@ -21,11 +18,11 @@ from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.prices import load_prices
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.grid import machine_of
+from pstar_sim.planner.trust import UNTUNED
 from pstar_sim.report.palette import policy_colours
 from pstar_sim.report.tables import BINDS_WORDS
 from pstar_sim.report.web.document import document
-from pstar_sim.workload.presets import default_dtype
-from pstar_sim.workload.workload import DTYPE_BYTES
+from pstar_sim.units import format_error
 
 __all__ = ["distinct_points", "whatif_page"]
 
@@ -61,7 +58,6 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
     rows = {
         tuple(index[axis][_value(p, axis)] for axis in axes): [
             *(p.get(name) for name in _FIGURES),
-            _loading_short(p, parts),
             reasons.index(str(p.get("reason"))) if p.get("fits") is None else None,
         ]
         for p in points
@@ -73,7 +69,7 @@ def whatif_page(points: Sequence[Mapping[str, object]], axes: Sequence[str], *, 
             for axis in axes
         ],
         "model": model,
-        "figures": [*_FIGURES, "loading_short_bytes", "senseless"],
+        "figures": [*_FIGURES, "senseless"],
         "reasons": reasons,
         "rows": [[*at, *figures] for at, figures in rows.items()],
         "prices": costs,
@@ -120,22 +116,6 @@ def _labels(axis: str, values: Sequence[object]) -> list[object]:
     return names if axis in ("machine", "trace") and len({*names}) == len(names) else list(values)
 
 
-def _loading_short(point: Mapping[str, object], parts: Sequence[str]) -> int:
-    """Returns the host bytes that are short while weights are loaded whole, see [Note: start-up on a page]; 0 where the
-    job does not fit, has all on the GPU or comes from a trace, and for a machine file that is not here."""
-    payload = point.get("peak_host_bytes")
-    if not point.get("fits") or not isinstance(payload, int | float) or payload == 0 or "model" not in point:
-        return 0
-    changes = tuple((part, value) for part in parts if (value := _value(point, part)) != "x1")
-    try:
-        machine = machine_of(str(point["machine"]), changes)
-    except PstarError:
-        return 0
-    dtype = str(point.get("dtype") or default_dtype(machine))
-    weights = model_entry(str(point["model"])).params * DTYPE_BYTES[dtype] // machine.local_ranks
-    return max(0, int(payload) + weights - machine.host_budget_bytes)
-
-
 def _title(axis: str) -> str:
     return axis.removeprefix("set.").replace(".", " ") if axis.startswith("set.") else _NAMES.get(axis, axis)
 
@@ -170,8 +150,8 @@ def _body() -> str:
     return f"""<div class="row"><h1>What if?</h1>
 <button data-theme-button aria-label="change between light and dark">dark</button></div>
 <p class="soft">Every figure comes from a sweep that pstar-sim has planned and simulated. ± is one standard deviation
-that validation found for this class of machine; without such runs the bar is that of all classes, which is wider. Bytes
-are those that the plan takes, and a run stays within them.</p>
+that validation found for this class of machine; without such runs the bar is at least {format_error(UNTUNED)}, that of
+machines for which nothing was tuned. Bytes are those that the plan takes, and a run stays within them.</p>
 <div class="row choices" id="choices"></div>
 <h2>This job</h2><p class="answer" id="job" aria-live="polite"></p><div id="job-table"></div>
 <p class="note" id="job-reasons"></p>

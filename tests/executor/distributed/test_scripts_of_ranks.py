@@ -55,6 +55,7 @@ def test_a_trainer_under_accelerate_launch(tmp_path: Path) -> None:
         for key, value in said["plain"].items():
             assert said["mine"][key] == pytest.approx(value, rel=1e-5), key
         assert said["apart"] < 1e-6 and said["resumed_apart"] == 0 and said["launched"] == 0
+        assert said["plainly_apart"] < 1e-6  # a plain Trainer resumed the plan's checkpoint
         assert "call session.close() on all ranks" in said["refused"] and said["written"]
     assert len(first["mine"]["loss"]) == 3 and (tmp_path / "saved" / "model.safetensors").is_file()
     assert "bf16, 2 x batch 2 per step" in first["told"] and "all on plan" in first["told"]

@@ -12,7 +12,7 @@ import executor
 from executor.devices.backend import VirtualLink
 from executor.recording.record import record
 from pstar_sim.core.step import Queue
-from pstar_sim.errors import DoesNotFit, PlanError
+from pstar_sim.errors import DoesNotFit, ModelError, PlanError
 from pstar_sim.workload.workload import Phase
 
 # Llama builds its mask another way on real tensors than on fake ones.
@@ -134,3 +134,17 @@ def test_groups_and_clipping_are_recorded(kit: Any) -> None:
     )
     assert {t.group for t in w.tensors if t.name.endswith("weight")} == {0}
     assert {t.group for t in w.tensors if t.name.endswith("bias")} == {1}
+
+
+def test_a_loss_with_a_backward_of_its_own_is_refused_by_name(kit: Any) -> None:
+    """As in a capture; a recorded iteration would have more forwards and backwards than micro-batches."""
+
+    def penalised(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        x = batch.clone().requires_grad_()
+        out = model(x).square().mean()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + slope.square().sum()
+
+    for loss in (penalised, lambda model, batch: penalised(model, batch).detach() + model(batch).mean()):
+        with pytest.raises(ModelError, match=r"net: the loss runs a backward of its own \(torch.autograd.grad"):
+            record(nn.Linear(4, 2), [torch.ones(2, 4)] * 2, kit.small_machine(10**7), name="net", loss=loss)

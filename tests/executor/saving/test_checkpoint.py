@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +13,16 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 from torch import nn
 
 import executor
 from executor.saving import whole_folder
 from executor.saving.as_json import decode, encode
 from executor.saving.checkpoint import save
-from executor.saving.manifest import MANIFEST, is_checkpoint
+from executor.saving.manifest import CHECKSUM, MANIFEST, is_checkpoint
 from executor.saving.restoring import stored_extra
-from pstar_sim.errors import CheckpointError, ContractError
+from pstar_sim.errors import CheckpointError, ContractError, WeightsError
 
 
 def trained(start: Callable[..., Any], kit: Any, name: str = "gpt2", policy: str = "tide", **options: Any) -> Any:
@@ -229,8 +232,11 @@ def test_not_inside_an_iteration(start: Callable[..., Any], kit: Any, tmp_path: 
 
 
 def change(folder: Path, **values: Any) -> None:
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**manifest, **values}))
+    """Edit the manifest, whose checksum follows."""
+    fields = {**json.loads((folder / MANIFEST).read_text()), **values}
+    del fields[CHECKSUM]
+    fields[CHECKSUM] = xxhash.xxh3_64_hexdigest(json.dumps(fields).encode())
+    (folder / MANIFEST).write_text(json.dumps(fields))
 
 
 @pytest.mark.parametrize(
@@ -241,12 +247,17 @@ def change(folder: Path, **values: Any) -> None:
         (lambda f: os.truncate(f / "optimizer.safetensors", 5000), r"optimizer.safetensors has 5000 bytes, \d+ were"),
         (lambda f: (f / MANIFEST).write_text('{"format": "pstar'), "cannot be read"),
         (lambda f: (f / MANIFEST).write_text("[]"), "is not the manifest of a checkpoint"),
-        (lambda f: change(f, schema=2), "is of schema 2, written by pstar-sim .* reads up to 1: upgrade"),
-        (lambda f: change(f, files={}), r"damaged: momentum of '.*' does not cover the tensor.s [0-9]+ elements"),
-        (lambda f: change(f, files=[]), "'files' must name the files of the checkpoint"),
+        (lambda f: change(f, schema=3), "is of schema 3, written by pstar-sim .* reads up to 2: upgrade"),
+        (lambda f: change(f, files={}), "model.safetensors is not one of its files"),
+        (lambda f: change(f, files=[]), r"pstar.json: field 'files' is \[\]; it must be an object"),
+        (
+            lambda f: change(f, updates={"layers.0.weight": "2"}),
+            r"field 'updates\.layers\.0\.weight' is \"2\"; it must",
+        ),
         (lambda f: change(f, groups=[]), "optimizer groups of .* give AdamW the groups"),
+        (lambda f: change(f, extra={"$tensor": "extra"}), "field 'extra' holds the tensor 'extra', which extra.safet"),
     ],
-    ids=["partial", "shard", "size", "json", "foreign", "newer", "states", "files", "groups"],
+    ids=["partial", "shard", "size", "json", "foreign", "newer", "files", "kind", "number", "groups", "extra"],
 )
 def test_a_broken_checkpoint_is_refused_and_nothing_changes(
     start: Callable[..., Any], kit: Any, tmp_path: Path, break_it: Callable[[Path], Any], match: str
@@ -260,6 +271,85 @@ def test_a_broken_checkpoint_is_refused_and_nothing_changes(
         run.optimizer.load(tmp_path / "c")
     assert "\n" not in str(caught.value)
     assert all(torch.equal(v, before[k]) for k, v in current(run).items())
+
+
+def flipped(path: Path, place: int) -> None:
+    """One bit of one byte is another."""
+    content = bytearray(path.read_bytes())
+    content[place % len(content)] ^= 1 << place % 7
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "missing": lambda path: path.unlink(),
+    "text": lambda path: path.write_text("not what it was"),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "zeros of its size": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    **{f"byte {place}": functools.partial(flipped, place=place) for place in (0, 9, 100, 1003, 4321, -200, -1)},
+}
+
+
+@pytest.mark.parametrize("shard_bytes", [5 * 10**9, 30_000], ids=["whole", "shards"])
+def test_every_damage_of_every_file_is_found_before_anything_changes(
+    start: Callable[..., Any], kit: Any, tmp_path: Path, shard_bytes: int
+) -> None:
+    run = trained(start, kit, "mlp")
+    folder = save(run.optimizer, tmp_path / "c", extra={"average": torch.ones(3)}, shard_bytes=shard_bytes)
+    kit.train_alone(run.model, run.optimizer, run.batches, 1)
+    before, generator = current(run), torch.get_rng_state()
+    names = sorted(path.name for path in folder.iterdir())
+    assert MANIFEST in names and "extra.safetensors" in names and len(names) == (4 if shard_bytes > 10**6 else 12)
+    for name in names:
+        content = (folder / name).read_bytes()
+        for what, damage in DAMAGE.items():
+            damage(folder / name)
+            with pytest.raises(CheckpointError) as caught:
+                run.optimizer.load(folder)
+                pytest.fail(f"{name}: {what}")
+            said = str(caught.value)
+            assert name in said and "\n" not in said, (what, said)
+            (shutil.rmtree if (folder / name).is_dir() else Path.unlink)(folder / name, True)
+            (folder / name).write_bytes(content)
+    assert all(torch.equal(v, before[k]) for k, v in current(run).items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert run.optimizer.load(folder).iteration == 2
+
+
+def test_files_of_two_checkpoints_are_no_checkpoint(start: Callable[..., Any], kit: Any, tmp_path: Path) -> None:
+    """Both files are sound, and of the size that the manifest says."""
+    run = trained(start, kit, "mlp")
+    run.optimizer.save(tmp_path / "early")
+    kit.train_alone(run.model, run.optimizer, run.batches, 1)
+    run.optimizer.save(tmp_path / "late")
+    shutil.copy(tmp_path / "early" / "model.safetensors", tmp_path / "late")
+    with pytest.raises(CheckpointError, match=r"is damaged: model.safetensors has the checksum [0-9a-f]{16}, [0-9a-f]"):
+        run.optimizer.load(tmp_path / "late")
+    assert run.optimizer.load(tmp_path / "late", checksums=False).iteration == 3
+
+
+def test_a_checkpoint_without_checksums_loads_and_says_so(start: Callable[..., Any], kit: Any, tmp_path: Path) -> None:
+    """As the first schema was: sizes alone. What can be seen without checksums is refused still."""
+    run = trained(start, kit, "mlp")
+    run.optimizer.save(tmp_path / "c")
+    fields = json.loads((tmp_path / "c" / MANIFEST).read_text())
+    del fields[CHECKSUM]
+    fields |= {"schema": 1, "files": {name: file["bytes"] for name, file in fields["files"].items()}}
+    (tmp_path / "c" / MANIFEST).write_text(json.dumps(fields))
+    assert run.optimizer.load(tmp_path / "c").note.endswith("no checksums (an earlier version wrote it): damaged "
+                                                            "values are not found")  # fmt: skip
+    content = (tmp_path / "c" / "optimizer.safetensors").read_bytes()
+    states = safetensors.torch.load(content)
+    for name, damaged in (("python", b"[3, ["), ("numpy", b'["MT19937", 1'), ("torch", bytes(9))):
+        state = bytes(states[f"random.0/{name}"].numpy())
+        broken = content.replace(state, damaged.ljust(len(state), b"\0"))
+        (tmp_path / "c" / "optimizer.safetensors").write_bytes(broken)
+        with pytest.raises(CheckpointError, match=f"optimizer.safetensors is damaged: .* generator '{name}' is "):
+            run.optimizer.load(tmp_path / "c")
+    (tmp_path / "c" / "optimizer.safetensors").write_bytes(content.replace(b'"F32"', b'"I32"', 1))
+    with pytest.raises(CheckpointError, match="is in I32, which no state is"):
+        run.optimizer.load(tmp_path / "c")
 
 
 def test_another_model_is_named(start: Callable[..., Any], kit: Any, tmp_path: Path) -> None:
@@ -293,3 +383,6 @@ def test_a_checkpoint_is_also_weights(start: Callable[..., Any], kit: Any, tmp_p
     twin, optimizer = executor.prepare(model, run.plan, executor.AdamW(), weights=tmp_path / "c")
     assert all(torch.equal(v, current(run)[k]) for k, v in twin.state_dict().items())
     optimizer.session.close()
+    flipped(tmp_path / "c" / "model.safetensors", -9)
+    with pytest.raises(WeightsError, match=r"model.safetensors has the checksum"):
+        executor.prepare(kit.build("gpt2")[0], run.plan, executor.AdamW(), weights=tmp_path / "c")

@@ -44,3 +44,14 @@ def test_any_number_of_ranks_goes_on(results: dict[str, list[dict[str, Any]]], p
         assert "is not a whole checkpoint" in row["damaged"]
         assert {"model.safetensors", "optimizer-rank0.safetensors", "optimizer-rank1.safetensors"} <= set(row["files"])
     assert rows[0]["to one"]
+
+
+@pytest.mark.parametrize("policy", ["tide", "zero3_resident", "all_on_gpu"])
+def test_a_flipped_bit_of_one_rank_is_found_on_every_rank(
+    results: dict[str, list[dict[str, Any]]], policy: str
+) -> None:
+    """The ranks share the reading of the checksums."""
+    rows = results[policy]
+    assert sorted("rank 0" in row["flipped"] or "rank 1" in row["flipped"] for row in rows) == [False, True]
+    assert any("optimizer-rank1.safetensors has the checksum" in row["flipped"] for row in rows)
+    assert all(row["after the flip"] for row in rows)

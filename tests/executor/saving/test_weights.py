@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import xxhash
 from torch import nn
 
 import executor
-from executor.saving.tensor_files import TensorFile, TensorToStore, piece_buffer, write_tensor_file
+from executor.saving.tensor_files import (
+    StoredFile,
+    TensorFile,
+    TensorToStore,
+    piece_buffer,
+    stored_file,
+    write_tensor_file,
+)
 from executor.saving.weights import Weights
 from pstar_sim.core.plan import Settings
 from pstar_sim.core.step import Place
@@ -54,8 +62,10 @@ def test_what_we_write_safetensors_reads_and_the_other_way_round(tmp_path: Path)
         "flags": torch.tensor([True, False, True]),
     }
     rows = [TensorToStore(n, t.dtype, tuple(t.shape), lambda t=t: [t]) for n, t in tensors.items()]
-    size = write_tensor_file(tmp_path / "ours.safetensors", rows, piece_buffer(16), {"format": "pt"})
-    assert size == (tmp_path / "ours.safetensors").stat().st_size
+    written = write_tensor_file(tmp_path / "ours.safetensors", rows, piece_buffer(16), {"format": "pt"})
+    content = (tmp_path / "ours.safetensors").read_bytes()
+    assert written == StoredFile(len(content), xxhash.xxh3_64_hexdigest(content))
+    assert written == stored_file(tmp_path / "ours.safetensors", piece_buffer(16))
     theirs = safetensors.torch.load_file(tmp_path / "ours.safetensors")
     safetensors.torch.save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     ours = TensorFile(tmp_path / "theirs.safetensors")

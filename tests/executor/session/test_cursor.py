@@ -47,23 +47,34 @@ def contract(state: State, act: Act, f: World) -> Answer | Refusal:
     """What comes of it, in branches."""
     if act in (Act.UPDATE, Act.CLEAR) and state is State.CLOSED:
         return Refusal.CLOSED
+    if state is State.HALF_LOADED:
+        return Refusal.HALF_LOADED
     if act is Act.CLEAR:
         if f[Fact.KEEPS]:
             return Refusal.KEEPS
         if state is State.INTERRUPTED:
             return Answer.MEND
         if not f[Fact.PENDING]:
-            return Answer.ALLOW
+            barren = f[Fact.BACKWARD] and f[Fact.SURPLUS] and not f[Fact.GIVEN]
+            return Answer.DROP if barren else Answer.ALLOW
         if f[Fact.UPDATING]:
             return Answer.HALF if f[Fact.UNFINISHED] else Refusal.UPDATED
         return Refusal.SUMMED if f[Fact.SEVERAL] else Answer.DROP
     if act is Act.READ_GRAD:
-        return Refusal.GRAD if f[Fact.CONSUMED] else Answer.ALLOW
+        if not f[Fact.CONSUMED]:
+            return Answer.ALLOW
+        return Refusal.GRAD_IN_BACKWARD if f[Fact.IN_BACKWARD] else Refusal.GRAD
     if act is Act.SET_GRAD:
-        return Refusal.GRAD_SET
+        return Answer.ALLOW if f[Fact.ARRIVING] and not f[Fact.CONSUMED] else Refusal.GRAD_SET
     if act is Act.DROP_GRAD:
         return Refusal.GRAD_LEFT if f[Fact.CONSUMED] and not f[Fact.STEPPED] else Answer.ALLOW
+    if act is Act.DIFFERENTIATE:
+        return Refusal.SCALED if f[Fact.SCALED] else Answer.ALLOW
+    if act is Act.LOCATE:
+        return Refusal.ADDRESS
     if act is Act.READ_VALUE:
+        if f[Fact.TRANSFORMED]:
+            return Refusal.TRANSFORMED
         if f[Fact.SEVERAL] and f[Fact.INSIDE]:
             return Refusal.BORDER
         return Refusal.UPDATING if f[Fact.UPDATING] and not f[Fact.FROZEN] else Answer.ALLOW
@@ -85,7 +96,7 @@ def contract(state: State, act: Act, f: World) -> Answer | Refusal:
 
 def update(state: State, f: World) -> Answer | Refusal:
     if not f[Fact.GIVEN]:
-        return Answer.NOTHING
+        return Refusal.NO_GRADIENT if f[Fact.BACKWARD] else Answer.NOTHING
     if f[Fact.STEPPED]:
         return Refusal.TWICE
     if f[Fact.UNDUE]:
@@ -99,6 +110,8 @@ def update(state: State, f: World) -> Answer | Refusal:
 
 def event(state: State, act: Act, f: World) -> Answer | Refusal:
     if act is Act.FORWARD:
+        if f[Fact.BEGINS] and f[Fact.TRANSFORMED]:
+            return Refusal.TRANSFORMED
         if f[Fact.TRAINS] and f[Fact.SWITCHED]:
             return Refusal.SWITCHED_FORWARD
         if f[Fact.TRAINS] and f[Fact.OUTSIDE]:

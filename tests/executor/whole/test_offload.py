@@ -521,6 +521,46 @@ def test_a_run_goes_on_from_its_own_checkpoint_and_from_a_plain_one(
         offloaded(trainer(**shared)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "LoRA"])
+def test_a_plain_trainer_goes_on_from_a_checkpoint_under_a_plan(
+    trainer: Callable[..., Any], tmp_path: Path, adapter: bool
+) -> None:
+    """With the moments, the step counts and the schedule: the losses, norms and values of a run that was never under a
+    plan. Tied weights, groups with and without decay, clipping."""
+    shared = {"max_steps": 6, "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "max_grad_norm": 0.5,
+              "weight_decay": 0.1, "optim": "adamw_torch_fused"}  # fmt: skip
+
+    def adapted(model: Any, **more: Any) -> Any:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True)
+        return transformers.Trainer(model=peft.get_peft_model(model, config), **more)
+
+    def made(**arguments: Any) -> Any:
+        return trainer(adapted if adapter else None, **shared, **arguments)
+
+    plain = made()
+    plain.train()
+    offloaded(made(save_strategy="steps", save_steps=3)).train()
+    assert (tmp_path / "checkpoint-3" / "optimizer.pt").is_file()
+    resumed = made(output_dir=str(tmp_path / "again"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for key in ("loss", "grad_norm"):
+        rows = [[row[key] for row in run.state.log_history if key in row] for run in (plain, resumed)]
+        assert rows[1] == pytest.approx(rows[0], rel=1e-5) and len(rows[0]) == 6
+    for (name, p), q in zip(plain.model.named_parameters(), resumed.model.parameters()):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-6), name
+
+
+def test_a_checkpoint_without_states_is_said(
+    trainer: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(max_steps=2, save_strategy="steps", save_steps=1, save_only_model=True).train()
+    with caplog.at_level("WARNING", logger="executor"):
+        offloaded(trainer(max_steps=2)).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert "checkpoint-1 has no optimizer.pt and no scheduler.pt: moments and learning rate begin anew" in caplog.text
+
+
 def test_the_best_checkpoint_comes_back_at_the_end(trainer: Callable[..., Any]) -> None:
     """The loss falls, and the highest counts as the best: that of the first step."""
     mine = offloaded(

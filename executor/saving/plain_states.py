@@ -1,0 +1,115 @@
+"""Plain states: the optimizer's states in a file that a plain torch.optim.AdamW loads, as `torch.save` writes it.
+
+A Trainer's checkpoint has this file beside the folder of `checkpoint.py`, so that a plain Trainer goes on from it too.
+It has the moments and step counts, and no master copies, which torch's AdamW has no use for.
+
+[Note: a state dict without memory] `optimizer.state_dict()` copies every state, for which a host that is full of them
+has no room. Here torch writes the file of a state dict of fake tensors, and leaves their values out. The values are
+then written at their places from the chunks, through one buffer.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from executor.moments.unseen import unseen
+from executor.saving.checkpoint import state_of, together, whole_of
+from executor.saving.manifest import Trained
+from executor.saving.tensor_files import piece_buffer, write_elements, write_whole
+from pstar_sim.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from executor.engine import Session
+
+__all__ = ["write_plain_states"]
+
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a member of a zip file: lengths of its name and of its extra field
+
+
+def write_plain_states(optimizer: Trained, path: Path) -> None:
+    """Write the states to `path`. On several ranks every rank calls this, and the first writes. Raises
+    CheckpointError."""
+    session = optimizer.session
+    first = session.ranks is None or session.ranks.rank == 0
+    values: list[tuple[int, str]] = []  # (tensor, list) of each tensor in the file, in its order
+
+    def fake(tensor: int, list_name: str) -> torch.Tensor:
+        values.append((tensor, list_name))
+        shape = () if list_name == "step" else session.plan.workload.tensors[tensor].shape
+        return torch.empty(shape, dtype=torch.float32)
+
+    with session.still(), unseen(), torch.no_grad():
+        with FakeTensorMode():
+            packed = optimizer.packed(fake)
+        for action in (_write_without_values, _write_values) if first else (_nothing, _give_parts):
+            together(session.ranks, f"be saved in {path}", functools.partial(action, session, path, packed, values))
+
+
+_Values = Sequence[tuple[int, str]]
+
+
+def _nothing(session: Session, path: Path, packed: Mapping[str, Any], values: _Values) -> None:
+    """The first rank makes the file."""
+
+
+def _write_without_values(session: Session, path: Path, packed: Mapping[str, Any], values: _Values) -> None:
+    try:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(packed, path)
+    except RuntimeError as error:  # torch's writer
+        raise CheckpointError(f"{path} cannot be written: {str(error).splitlines()[0]}") from error
+
+
+def _write_values(session: Session, path: Path, packed: Mapping[str, Any], values: _Values) -> None:
+    """Write the values at their places in the file. Where that fails, the other ranks still wait for this rank's part
+    of the others."""
+    buffer = piece_buffer()
+    left = iter(values)
+    try:
+        places = _places(path)
+        assert len(places) == len(values)
+        with path.open("r+b", buffering=0) as file:
+            write = functools.partial(write_whole, file.fileno())
+            for place, (tensor, list_name) in zip(places, left):
+                file.seek(place)
+                for part in _parts(session, tensor, list_name):
+                    write_elements(write, part, torch.float32, buffer)
+            os.fsync(file.fileno())
+    except OSError:
+        _give_parts(session, path, packed, tuple(left))
+        raise
+
+
+def _give_parts(session: Session, path: Path, packed: Mapping[str, Any], values: _Values) -> None:
+    """Give this rank's part of each value to the first rank."""
+    for tensor, list_name in values:
+        _parts(session, tensor, list_name)
+
+
+def _parts(session: Session, tensor: int, list_name: str) -> list[torch.Tensor]:
+    """Returns the value, in parts. Every rank calls this."""
+    if list_name == "step":
+        return [torch.tensor(float(session.contents.steps_taken[tensor]))]
+    return [whole_of(session, tensor, part) for part in state_of(session, tensor, list_name)()]
+
+
+def _places(path: Path) -> list[int]:
+    """Returns the first byte of each tensor's values, in the order in which torch came to the tensors."""
+    places: dict[int, int] = {}
+    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        for member in archive.infolist():
+            folder, _, name = member.filename.rpartition("/")
+            if folder.endswith("/data"):
+                file.seek(member.header_offset)
+                header = file.read(_LOCAL_HEADER.size)
+                places[int(name)] = member.header_offset + len(header) + sum(_LOCAL_HEADER.unpack(header))
+    return [place for _, place in sorted(places.items())]

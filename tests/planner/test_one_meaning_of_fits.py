@@ -1,0 +1,125 @@
+"""One meaning of "fits": `fits`, `compare`, `max_batch`, `choose` and the commands count the same bytes of the host."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pstar_sim as ps
+from pstar_sim.cli import main
+from pstar_sim.planner.compare import plan_and_play
+from pstar_sim.planner.memory_needs import need_of_plan
+from pstar_sim.planner.variants import choose
+from pstar_sim.policy.registry import find_policy
+from pstar_sim.testing import MIB, chain_workload, round_machine
+
+JOB = ["--model", "llama-2-7b", "--batch", "8", "--seq", "2048", "--policy", "zero3_resident"]
+NODE = ["--machine", "rtx3090-64gb", "--gpus", "8"]
+FSDP = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_processes: 8
+fsdp_config: {{fsdp_version: 2, fsdp_cpu_ram_efficient_loading: {once}, fsdp_offload_params: false}}
+"""
+
+
+@pytest.mark.parametrize("loading", ["whole", "in-place"])
+@pytest.mark.parametrize(
+    "policy",
+    ["all_on_gpu", "zero_offload", "static_partition", "tide", "patrickstar", "zero3_offload", "zero_infinity"],
+)
+def test_every_question_gives_the_same_answer(policy: str, loading: str) -> None:
+    """Around the sizes at which payloads, rounding and weights find room, one after the other."""
+    w, seen = ps.preset("gpt2", batch=1, seq=64), set()
+    for host in (2.2, 2.4, 3.6, 3.7, 3.8, 3.9, 4.0, 4.2, 4.4, 4.8, 6.0):
+        m = ps.machine("virtual", gpu_memory="900MB", host_memory=f"{host}GB")
+        (fit,) = ps.fits(w, m, policies=[policy], loading=loading, near=False)
+        row = ps.compare(w, m, policies=[policy], loading=loading, barrier_cost=False, near=False).rows[0]
+        batch = ps.max_batch(m, lambda n: ps.preset("gpt2", batch=n, seq=64), policies=[policy], loading=loading)
+        assert (fit.fits, fit.iteration_s) == (row.fits, row.iteration_s), (host, fit.reason, row.reason)
+        assert (batch[policy].value >= 1) == fit.fits, host
+        seen.add(fit.fits)
+    assert seen == ({False} if policy == "all_on_gpu" else {True, False})
+
+
+def test_a_plan_that_would_take_too_much_is_made_again_for_less() -> None:
+    """Eight layers of 2**20 parameters: 14 MiB of payloads each on the host, unless the layer is pinned on the GPU. The
+    weights are 16 MiB while they are loaded. tide leaves two layers on the host, which take 28 MiB, in slabs 32. 40 MiB
+    have room for one of them, which takes 16 MiB in slabs."""
+    w, tide = chain_workload(8, 2**20), find_policy("tide")
+    m = round_machine(gpu_memory_bytes=100 * MIB, host_memory_bytes=40 * MIB)
+    first, _ = plan_and_play(tide, w, m, ps.Settings())
+    plan, _ = plan_and_play(tide, w, m, ps.Settings(), loading="whole")
+    assert [need_of_plan(one).host_bytes for one in (first, plan)] == [48 * MIB, 32 * MIB]
+    assert [one.modes.count("pin") for one in (first, plan)] == [6, 7]
+    assert plan.machine is m and plan.host_budget_bytes == m.host_budget_bytes
+    plan.check()
+
+
+def test_no_way_to_run_a_batch_is_recommended_that_fits_refuses() -> None:
+    """Four layers have 64 MiB of payloads under zero_offload, and 8 MiB of weights while they are loaded."""
+    w = chain_workload(4, 2**20)
+    with pytest.raises(ps.DoesNotFit, match=r"8\.389 MB of weights while they are loaded"):
+        choose([w], round_machine(host_memory_bytes=64 * MIB), ps.Settings(), policy="zero_offload")
+    chosen = choose([w], round_machine(host_memory_bytes=72 * MIB), ps.Settings(), policy="zero_offload")
+    assert need_of_plan(chosen.plan).host_bytes == 72 * MIB
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    status = main([*argv])
+    return status, " ".join(capsys.readouterr().out.split())
+
+
+def test_the_weights_of_a_job_without_offloading_pass_through_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """13.48 GB in bf16: an eighth of them per GPU if they are loaded once per node, all of them if every process loads
+    them. Which of both decides, and the answer says so."""
+    status, text = said(capsys, "fits", *JOB, *NODE)
+    assert status == 0 and "of GPU memory and 1.7 GB of 7.5 GB of host memory per GPU." in text
+    assert "Loading decides: the weights are taken to be loaded once per node; where every process loads them" in text
+    assert "(--loading each), zero3_resident lacks 5.98 GB of host memory per GPU." in text
+    assert "weights are loaded once per node" in text
+    status, text = said(capsys, "fits", *JOB, *NODE, "--loading", "each")
+    assert status == 3 and text.startswith("No: ") and "Loading decides" not in text
+    assert "13.48 GB of it for weights while they are loaded whole by every process" in text
+    status, text = said(capsys, "compare", *JOB, *NODE, "--loading", "each")
+    assert status == 3 and "host needs 13.48 GB (13.48 GB of weights while they are loaded, whole by every" in text
+    for answer in ("max-batch", "sensitivity"):
+        flags = [*JOB[:2], *JOB[4:], *NODE] if answer == "max-batch" else [*JOB, *NODE]
+        assert said(capsys, answer, *flags, "--loading", "each")[0] == 3
+
+
+@pytest.mark.parametrize("command", ["fits", "compare"])
+@pytest.mark.parametrize(("once", "status"), [("false", 3), ("true", 0)])
+def test_how_a_job_loads_is_what_its_file_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, once: str, status: int
+) -> None:
+    file = tmp_path / "fsdp.yaml"
+    file.write_text(FSDP.format(once=once))
+    assert main([command, "--like", str(file), *JOB, *NODE, "--json"]) == status
+    like, ours = json.loads(capsys.readouterr().out)
+    assert like["fits"] is ours["fits"] is (status == 0)
+    if status:
+        assert like["reason"].endswith("; fits with fsdp_cpu_ram_efficient_loading: true")
+        for row in (like, ours):
+            assert re.search(r"GB of weights while they are loaded, whole by every process\)", row["reason"])
+    assert main([command, "--like", str(file), *JOB, *NODE, "--json", "--loading", "in-place"]) == 0
+
+
+@pytest.mark.parametrize(("stage", "loading"), [(2, "each"), (3, "whole")])
+def test_how_deepspeed_loads(tmp_path: Path, stage: int, loading: str) -> None:
+    from pstar_sim.frameworks.load import load_configuration
+
+    content: dict[str, Any] = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(content))
+    assert load_configuration(str(tmp_path / "ds.json")).loading == loading
+
+
+def test_one_memory_has_room_for_the_weights_of_a_job_that_keeps_nothing_on_the_host() -> None:
+    (row,) = ps.fits(ps.preset("1B", batch=1, seq=128), "gb10", policies=["all_on_gpu"], times=False)
+    assert row.fits and row.host_needed_bytes == 0
+    (row,) = ps.fits(ps.preset("1B", batch=1, seq=128), "a100-80", policies=["all_on_gpu"], times=False)
+    assert row.host_needed_bytes == 2 * ps.preset("1B", batch=1, seq=128).params
