@@ -40,11 +40,15 @@ from executor.recording.record import record
 from executor.session.forms import Form, form_of, names_of
 from executor.session.spelling import LOOP, Spelling
 from pstar_sim.arguments import parse_bytes
-from pstar_sim.catalog.loader import load_machine
+from pstar_sim.catalog.catalog import load_catalog
+from pstar_sim.catalog.here import nvidia_smi, this_machine
+from pstar_sim.catalog.loader import load_machine, resize
 from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.overrides import override
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import ContractError, DoesNotFit, ModelError, PstarError
 from pstar_sim.policy.registry import find_policy
+from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 __all__ = [
@@ -308,21 +312,33 @@ def _machine(request: Request, *, gpus: int) -> Machine:
     """Returns the machine to plan for: the requested machine, with the GPU memory that chunks and tide can really
     use."""
     many = gpus if gpus > 1 else None
-    given = request.machine
-    named = given if isinstance(given, Machine) else load_machine(given, gpus=many)
-    if not is_cuda(request.where):
-        if isinstance(given, Machine) or request.gpu_memory is None:
-            return named
-        return load_machine(given, gpus=many, gpu_memory=request.gpu_memory)
+    on_cuda = is_cuda(request.where)
+    if isinstance(request.machine, Machine):
+        machine = request.machine
+    elif on_cuda and str(request.machine).lower() == "here":
+        machine = this_machine(load_catalog(), gpus=lambda: nvidia_smi() or cuda_devices())
+        machine = machine if many is None else override(machine, {"gpus": many})
+    else:
+        machine = load_machine(request.machine, gpus=many)
+    if not on_cuda:
+        return resize(machine, gpu_memory=request.gpu_memory)
     backend = CudaBackend(cuda_device(request.where), limit_bytes=request.limit_bytes)
     try:
         free_bytes = backend.plannable_gpu_bytes()
     finally:
         backend.close()
-    if isinstance(given, Machine) or named.gpu_budget_bytes <= free_bytes:
-        return named
+    if machine.gpu_budget_bytes <= free_bytes:
+        return machine
     # `free_bytes` is without the CUDA context, which the machine's memory includes.
-    return load_machine(given, gpus=many, gpu_memory=free_bytes - free_bytes // 64 + named.gpu.context_bytes)
+    return resize(machine, gpu_memory=free_bytes - free_bytes // 64 + machine.gpu.context_bytes)
+
+
+def cuda_devices() -> str:
+    """Returns torch's CUDA devices in the words of `nvidia_smi`, which a container may lack. All memory counts as free:
+    asking for it would open a context on every device."""
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    mib = ((device.name, device.total_memory // MIB) for device in devices)
+    return "".join(f"{name}, {memory}, {memory}, [N/A], [N/A]\n" for name, memory in mib)
 
 
 def describe(plan: Plan) -> str:

@@ -67,22 +67,27 @@ def measure_room(device: torch.device, *, least_bytes: int = LEAST_BYTES) -> Hea
 
     least_bytes: bytes kept free in all, where the measured bytes are fewer.
     """
+    torch._C._cuda_clearCublasWorkspaces()  # of earlier products
+    products = _multiply(device)  # held: backward's thread holds its last gradients for a moment longer
     torch.cuda.synchronize(device)
-    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if forget is not None:
-        forget()  # else workspaces of earlier products would be held already, and no new ones seen
     before = int(torch.cuda.memory_allocated(device))
+    torch._C._cuda_clearCublasWorkspaces()
+    taken = before - int(torch.cuda.memory_allocated(device))
+    del products
     _multiply(device)
     torch.cuda.synchronize(device)
-    taken = max(0, int(torch.cuda.memory_allocated(device)) - before)
     return Headroom(outside_bytes=outside_bytes(device), workspace_bytes=taken, least_bytes=least_bytes)
 
 
-def _multiply(device: torch.device) -> None:
+def _multiply(device: torch.device) -> list[torch.Tensor]:
+    """Multiplies forward and backward. Returns the tensors that backward's thread may hold."""
+    tensors: list[torch.Tensor] = []
     with torch.enable_grad():
         for dtype in (torch.float32, torch.bfloat16):
-            x, weight, bias = (
+            leaves = [
                 torch.ones(shape, dtype=dtype, device=device, requires_grad=True)
                 for shape in ((_EXTENT, _EXTENT), (_EXTENT, _EXTENT), (_EXTENT,))
-            )
-            torch.autograd.grad(torch.nn.functional.linear(x, weight, bias).sum(), (x, weight, bias))
+            ]
+            tensors += leaves
+            tensors += torch.autograd.grad(torch.nn.functional.linear(*leaves).sum(), leaves)
+    return tensors

@@ -61,6 +61,7 @@ def iterate(model: Any, optimizer: Any, x: torch.Tensor, count: int) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("policy", ["static_partition", "tide", "patrickstar"])
 def test_a_steady_iteration_allocates_nothing_and_the_training_thread_never_waits_for_the_device(
     kit: Any, policy: str, monkeypatch: pytest.MonkeyPatch
@@ -220,10 +221,12 @@ def test_pinned_memory_goes_back_with_the_session(kit: Any) -> None:
 
 
 def test_the_room_is_what_a_run_leaves_free() -> None:
-    """Measured twice, the same; and torch holds the workspaces that were seen."""
+    """Measured 20 times, the same, whatever backward's thread still holds; and torch holds the workspaces that were
+    seen."""
     device = torch.device("cuda", 0)
-    first, second = measure_room(device), measure_room(device)
-    assert first.workspace_bytes == second.workspace_bytes > 0
+    first, *others, second = [measure_room(device) for _ in range(20)]
+    assert {room.workspace_bytes for room in (first, *others)} == {second.workspace_bytes}
+    assert second.workspace_bytes > 0
     assert abs(first.outside_bytes - second.outside_bytes) <= 16 * MIB
     assert second.kept_bytes >= max(GIB, second.outside_bytes + second.workspace_bytes)
     assert torch.cuda.memory_allocated() >= second.workspace_bytes

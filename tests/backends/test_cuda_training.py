@@ -6,6 +6,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,7 +130,9 @@ def test_adam_delayed_by_a_second(kit: Any, on_cuda: Callable[..., Any], monkeyp
         plain(chunk, place, *rest)
 
     monkeypatch.setattr(run.session.contents, "adam", slow)
-    same(kit, run)
+    # No parameter is read between the steps, as `same` does: reading waits for Adam as well.
+    mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=3, micro_batches=1)
+    assert mine == pytest.approx(theirs, rel=5e-5)
     assert delayed
     assert run.session.queues.host_wait_s > 0.5
 
@@ -252,7 +255,9 @@ def test_recorded_on_the_device(kit: Any, start: Callable[..., Any]) -> None:
     batch = draw(torch.Generator().manual_seed(1))
     w = executor.record(model, [batch], machine, name="gpt2", device="cuda", loss=kit.loss_of, timed=2)
     assert [m.name for m in w.moments] == [m.name for m in captured.moments]
-    assert w.uses == captured.uses
+    # A device runs other kernels, which touch the parameters of a moment in another order.
+    by_moment = attrgetter("moment", "tensor", "kind.value")
+    assert sorted(w.uses, key=by_moment) == sorted(captured.uses, key=by_moment)
     assert all(m.duration_s is not None and m.duration_s > 0 for m in w.moments[:-1])
 
 

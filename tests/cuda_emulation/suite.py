@@ -12,7 +12,11 @@ import sys
 
 LEAST_PASSED = 160
 COUNTED = "EMULATED_CUDA_LEAST_PASSED"
-DEVICE = {"EMULATED_CUDA_DELAY_US": "300", "EMULATED_CUDA_POISON": "1"}
+DEVICE = {
+    "EMULATED_CUDA_NAME": "NVIDIA A100-SXM4-40GB",  # one that the catalog has
+    "EMULATED_CUDA_DELAY_US": "300",
+    "EMULATED_CUDA_POISON": "1",
+}
 
 
 def main(arguments: list[str]) -> None:

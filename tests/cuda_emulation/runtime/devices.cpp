@@ -51,7 +51,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   COUNTED();
   if (!is_device(device)) return failed(cudaErrorInvalidDevice);
   memset(p, 0, sizeof *p);
-  strcpy(p->name, "Emulated CUDA device");
+  snprintf(p->name, sizeof p->name, "%s", settings().name);
   p->uuid.bytes[0] = (char)(device + 1);
   p->totalGlobalMem = settings().memory_bytes;
   p->major = settings().major;

@@ -15,6 +15,8 @@ double number(const char* name, double otherwise) {
 Settings read() {
   Settings s;
   s.devices = (int)number("DEVICES", 1);
+  const char* name = getenv("EMULATED_CUDA_NAME");
+  s.name = name && *name ? name : "Emulated CUDA device";
   s.memory_bytes = (size_t)number("MEMORY_BYTES", 4.0 * (1ull << 30));
   s.context_bytes = (size_t)number("CONTEXT_BYTES", 300.0 * (1 << 20));
   s.major = 8;

@@ -6,6 +6,7 @@
 
 struct Settings {
   int devices;               // EMULATED_CUDA_DEVICES, 1
+  const char* name;          // EMULATED_CUDA_NAME, Emulated CUDA device
   size_t memory_bytes;       // EMULATED_CUDA_MEMORY_BYTES, of each device: 4 GiB
   size_t context_bytes;      // EMULATED_CUDA_CONTEXT_BYTES, what a context takes of it: 300 MiB
   int major, minor;          // EMULATED_CUDA_CAPABILITY, 8.0

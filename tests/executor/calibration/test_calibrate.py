@@ -557,7 +557,7 @@ def test_cuda_seconds_come_from_events_and_a_plan_for_a_cap_leaves_the_room_that
     monkeypatch.setattr("executor.devices.headroom._multiply", lambda device: said.append("product"))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     assert device.memory() == (80 * 10**9, 9 * 10**9 + (256 << 20))
-    assert said == ["wait for everything", "product", "wait for everything"]
+    assert said == ["product", "wait for everything", "product", "wait for everything"]
     said.clear()
     assert device.timed(lambda: said.append("action")) == 0.0125
     assert said == ["event on stream 0", "action", "event on stream 0", "wait for the event"]

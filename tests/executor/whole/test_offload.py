@@ -18,8 +18,11 @@ from PIL import Image
 from torch import nn
 
 import executor
-from executor.offloading import Refused, adamw_of
+from executor.offloading import Refused, adamw_of, cuda_devices
+from pstar_sim.catalog.here import this_machine
+from pstar_sim.catalog.loader import load_catalog, load_machine
 from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, ModelError, PstarError, UnknownName
+from pstar_sim.units import MIB
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -406,6 +409,28 @@ def test_an_optimizer_of_other_parameters_too_is_refused() -> None:
         ContractError, match=r"param_groups\[1\] has a parameter \(shape \(3,\)\) that is not the model"
     ):
         executor.offload(model, optimizer, (torch.zeros(4, 48),), policy="tide")
+
+
+def test_gpu_memory_caps_a_machine_that_is_given_too() -> None:
+    """As a value, by name, or as it is found here: the virtual accelerator of 1 GB is planned for as one of 40 kB."""
+    budgets = []
+    for machine in (load_machine("virtual"), "virtual", "here"):
+        model = net()
+        _, optimizer = executor.offload(
+            model, adamw(model)[0], (torch.zeros(4, 48),), gpu_memory="40KB", policy="tide", machine=machine,
+            device="virtual", on_plan=lambda plan: budgets.append(plan.gpu_budget_bytes),
+        )  # fmt: skip
+        optimizer.session.close()
+    assert budgets == [40_000] * 3
+
+
+def test_devices_of_torch_in_the_words_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA A100-SXM4-40GB", total_memory=40960 * MIB + 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    here = this_machine(load_catalog(), gpus=cuda_devices)
+    assert [(rank.gpu.name, rank.gpu.usable_bytes) for rank in here.ranks] == [("a100-40", 40960 * MIB)] * 2
+    assert here.link.name == "pcie4-x16"
 
 
 @pytest.mark.parametrize(
