@@ -53,6 +53,7 @@ from executor.models import (
     unpacked_sequences,
     unread_padding,
 )
+from executor.moments.autocast import rules_of
 from executor.moments.beside import note_of, runs_beside, tensors_beside
 from executor.moments.blind import Blind
 from executor.moments.compiled import eagerly
@@ -160,6 +161,7 @@ def capture_module(
     groups: Any = None,
     loss: Callable[[nn.Module, Any], torch.Tensor] = forward_loss,
     keep_gradients: bool = False,
+    device: str = "cpu",
 ) -> Workload:
     """Returns the workload of one micro-batch of `module` on `example_batch`; both are left as they were.
 
@@ -172,6 +174,7 @@ def capture_module(
         inputs on a CPU.
     loss: forward pass and loss, called once.
     keep_gradients: leave gradients in the parameters, as plain torch does, and count their bytes.
+    device: type of the device of the run ("cpu", "cuda"), by whose rules autocast casts.
 
     Raises ModelError for a module that fake tensors cannot run (names module and operation), a parameter read outside
     every module call, a loss that reaches no parameter or runs a backward itself, an attention kernel that was asked
@@ -183,7 +186,7 @@ def capture_module(
     beside: tuple[nn.Module, ...] = ()
     while True:
         recorder, blind, others = _run(
-            name, module, example_batch, dtype, attention, loss, firings, keep_gradients, numbered, beside
+            name, module, example_batch, dtype, attention, loss, firings, keep_gradients, numbered, beside, device
         )
         # Reentrant checkpointing of a shared layer accumulates several times, and the gradient may only be taken at the
         # last time. The first run counts the times and finds what runs beside the model; a second run uses both.
@@ -231,6 +234,7 @@ def _run(
     keep_gradients: bool,
     numbered: Sequence[int],
     beside: Sequence[nn.Module],
+    device: str,
 ) -> tuple[MomentRecorder, Blind, tuple[nn.Module, ...]]:
     """Run one fake iteration. Returns also the modules that ran beside `module`.
 
@@ -272,6 +276,7 @@ def _run(
         stack.enter_context(unread_padding())
         stack.enter_context(eagerly())
         stack.enter_context(host_draws())
+        stack.enter_context(rules_of(device))
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads the values of gradients
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # torch logs the errors that it raises
         stack.enter_context(_readable_failures(name, module, live))

@@ -193,7 +193,9 @@ class OffloadStrategy(SingleDeviceStrategy):
 
         with converted(root, DTYPES.get(str(plugin.precision))) as masters:
             with _silent(module), form_seen(root) as form, _explained():
-                workload = capture_module(root, (args, kwargs), name=type(module).__name__, groups=spec, loss=loss)
+                workload = capture_module(
+                    root, (args, kwargs), name=type(module).__name__, groups=spec, loss=loss, device=self.request.kind
+                )
             plan = plan_for(
                 workload, self.request, micro_batches=trainer.accumulate_grad_batches, clip=norm is not None
             )

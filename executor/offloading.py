@@ -51,7 +51,19 @@ from pstar_sim.policy.registry import find_policy
 from pstar_sim.units import MIB
 from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
-__all__ = ["Refused", "Request", "adamw_of", "begin", "converted", "describe", "form_seen", "offload", "plan_for"]
+__all__ = [
+    "Refused",
+    "Request",
+    "adamw_of",
+    "begin",
+    "converted",
+    "describe",
+    "form_seen",
+    "offload",
+    "plan_for",
+    "traced",
+    "under_autocast",
+]
 
 log = logging.getLogger("executor")
 
@@ -77,6 +89,11 @@ class Request:
     def where(self) -> str:
         """The device to run on: `device`, or its default."""
         return self.device or ("cuda" if torch.cuda.is_available() else "virtual")
+
+    @property
+    def kind(self) -> str:
+        """The type of the device to run on."""
+        return "cuda" if is_cuda(self.where) else "cpu"
 
     @property
     def limit_bytes(self) -> int | None:
@@ -109,6 +126,7 @@ def offload(
     micro_batches: number of backwards before each `optimizer.step()`.
     max_grad_norm: clip at this global norm inside `step()`, instead of `torch.nn.utils.clip_grad_norm_`.
     dtype: "bf16" or "fp16": train in it, with fp32 masters, by [Note: mixed precision]; None: the model's own dtypes.
+        The plan has room for a loop under autocast.
     loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
     gpu_memory, device, machine, policy, on_plan: see `Request`.
 
@@ -124,6 +142,7 @@ def offload(
     _require_its_parameters(model, optimizer)
     with converted(model, dtype) as masters:
         with form_seen(model) as form:
+            loss = under_autocast(loss, request.kind, dtype)
             workload = traced(model, example_batch, spec, request, loss=loss)
         plan = plan_for(workload, request, micro_batches=micro_batches, clip=max_grad_norm is not None)
         return model, begin(
@@ -194,6 +213,20 @@ def form_seen(model: nn.Module) -> Iterator[list[Form | None]]:
         handle.remove()
 
 
+def under_autocast(
+    loss: Callable[[nn.Module, Any], torch.Tensor], kind: str, dtype: str | None
+) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """Returns the loss under autocast to the dtype, for devices of this type; the loss itself where dtype is None."""
+    if dtype is None:
+        return loss
+
+    def cast(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast(kind, dtype=TORCH_DTYPES[dtype]):
+            return loss(model, batch)
+
+    return cast
+
+
 def traced(
     model: nn.Module,
     batch: Any,
@@ -207,7 +240,7 @@ def traced(
     fake tensors. Raises DoesNotFit where an operation of the recording does not fit the device, ModelError where the
     model cannot be recorded either."""
     try:
-        return capture_module(model, batch, name=name, groups=spec, loss=loss)
+        return capture_module(model, batch, name=name, groups=spec, loss=loss, device=request.kind)
     except NotOnFakeTensors as error:
         if _processes() > 1:
             raise

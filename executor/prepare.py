@@ -10,6 +10,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,9 @@ def prepare(
         take_threads_back = _set_up_process(made, threads)
         undo.callback(take_threads_back)
         torch_optimizer = OffloadedAdamW(given.groups, optimizer)
-        settings = _session_options(given, torch_optimizer, replan_after=replan_after, count=count)
+        settings = _session_options(
+            given, torch_optimizer, device=made.device.type, replan_after=replan_after, count=count
+        )
         put_buffers_back = move_buffers(model, made.device)
         undo.callback(put_buffers_back)
         arena.allocate_slabs()
@@ -264,14 +267,17 @@ def _set_up_process(backend: Backend, threads: int | None) -> Callable[[], None]
     return ask_torch_threads(threads) if threads is not None else lambda: None
 
 
-def _session_options(given: _Given, optimizer: OffloadedAdamW, *, replan_after: int, count: CountOf) -> SessionOptions:
+def _session_options(
+    given: _Given, optimizer: OffloadedAdamW, *, device: str, replan_after: int, count: CountOf
+) -> SessionOptions:
+    """device: type of the backend's device."""
     plan, scale = given.plan, loss_scale_for(given.optimizer.loss_scale, given.tensors)
     return SessionOptions(
         hyper=optimizer.hyper,
         max_grad_norm=given.max_grad_norm,
         eager=given.optimizer.eager and plan.settings.barrier(plan.workload.dtype) is None,
         scaling=None if scale is None else LossScaling(scale),
-        capture=capture_module,
+        capture=partial(capture_module, device=device),
         skeleton=_skeleton(given.model) if plan.steps else None,
         replan_after=replan_after,
         count=count,

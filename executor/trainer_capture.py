@@ -23,8 +23,7 @@ from torch import nn
 
 from executor.capture import capture_module
 from executor.longest_rows import largest_batch
-from executor.models import TORCH_DTYPES
-from executor.offloading import traced
+from executor.offloading import traced, under_autocast
 from executor.saving.generators import generator_states, set_generators
 from executor.session.batches import scalar_of, some_loss
 from pstar_sim.errors import ContractError, ModelError
@@ -49,16 +48,22 @@ def captured(trainer: Any, spec: Any, dtype: str | None) -> Any:
         accumulated = [inputs] * trainer.args.gradient_accumulation_steps
         items = trainer._get_num_items_in_batch(accumulated, trainer.args.device)
         batch = dict(inputs), items
+        request = trainer.offload_request
+        casts = None if trainer.args.device.type == "cpu" else dtype  # accelerate casts around the model's forward
+
+        def cast(loss: Callable[[nn.Module, Any], torch.Tensor]) -> Callable[[nn.Module, Any], torch.Tensor]:
+            return under_autocast(loss, request.kind, casts)
+
         if _stock(trainer):
-            loss = _under_autocast(trainer, dtype, _loss_of(trainer))
-            return traced(model, batch, spec, trainer.offload_request, loss=loss, name=name)
-        followed = _under_autocast(trainer, dtype, _as_far_as_followed(_loss_of(_twin(trainer))))
+            loss = cast(_loss_of(trainer))
+            return traced(model, batch, spec, request, loss=loss, name=name)
+        followed = cast(_as_far_as_followed(_loss_of(_twin(trainer))))
         try:
-            return capture_module(model, batch, name=name, groups=spec, loss=followed)
+            return capture_module(model, batch, name=name, groups=spec, loss=followed, device=request.kind)
         except ModelError:  # it cannot be followed up to the model's call
             call = _call_in(lambda: trainer.compute_loss(model, inputs, num_items_in_batch=items), model)
-        some = _under_autocast(trainer, dtype, some_loss)
-        return traced(model, call, spec, trainer.offload_request, loss=some, name=name)
+        some = cast(some_loss)
+        return traced(model, call, spec, request, loss=some, name=name)
 
 
 def _loss_of(trainer: Any) -> Callable[[nn.Module, Any], torch.Tensor]:
@@ -111,20 +116,6 @@ def _copied(value: Any) -> Any:
 def _stock(trainer: Any) -> bool:
     """Returns whether the loss is transformers' own."""
     return str(type(trainer).compute_loss.__module__) == "transformers.trainer"
-
-
-def _under_autocast(trainer: Any, dtype: str | None, loss: Callable[[nn.Module, Any], torch.Tensor]) -> Any:
-    """Returns the loss to capture with. Tensors of a capture are on the CPU; where the trainer casts on another device,
-    the returned loss casts on the CPU.
-    """
-    if dtype is None or trainer.args.device.type == "cpu":
-        return loss
-
-    def cast(model: nn.Module, batch: Any) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=TORCH_DTYPES[dtype]):
-            return loss(model, batch)
-
-    return cast
 
 
 @contextlib.contextmanager

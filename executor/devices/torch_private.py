@@ -28,6 +28,7 @@ __all__ = [
     "TO_COPY",
     "UNSAFE_VIEW",
     "all_gather",
+    "autocast_operators",
     "backward_from",
     "buffer_table",
     "call_of",
@@ -45,6 +46,7 @@ __all__ = [
     "storage_key",
     "transforms_running",
     "version_of",
+    "without_autocast",
     "writes_in_place",
 ]
 
@@ -217,3 +219,20 @@ def modes_of_thread() -> contextlib.AbstractContextManager[None]:
             yield
 
     return enter()
+
+
+def autocast_operators(device: str) -> dict[str, Any]:
+    """Returns ATen's operators that autocast of the device ("CPU", "CUDA") treats, by name ("softmax.int")."""
+    operators: dict[str, Any] = {}
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, bare = name.partition("::")
+        if space == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(name, f"Autocast{device}"):
+            packet, _, overload = bare.partition(".")
+            operators[bare] = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return operators
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which autocast of the device ("CPU", "CUDA") treats no operator."""
+    key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device}"))
+    return torch._C._ExcludeDispatchKeyGuard(key)

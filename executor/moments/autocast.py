@@ -1,0 +1,129 @@
+"""Autocast over tensors of the CPU by the rules of another device: what a capture for CUDA runs under.
+
+[Note: rules of autocast] A capture runs on fake tensors of the CPU, and torch has rules of autocast for each device:
+CUDA's runs pow, exp, sum, norms, softmax and others in fp32, which the CPU's leaves in 16 bits. Every build of torch
+has the kernels of both, by the dispatch keys AutocastCUDA and AutocastCPU, but CUDA's cast CUDA tensors alone. Inside
+`rules_of("cuda")`, each operator that has a kernel of CUDA's key gets one of the CPU's key that does the same to
+tensors of the CPU, and the CPU's other operators get none. Which operators there are is asked of torch. What is done to
+one follows from its signature, except for those that are listed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from executor.devices.torch_private import autocast_operators, without_autocast
+
+__all__ = ["rules_of"]
+
+aten = torch.ops.aten
+
+IN_16_BITS = frozenset((
+    "_convolution", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell", "addmv",
+    "addr", "chain_matmul", "convolution", "cudnn_convolution", "cudnn_convolution_transpose", "einsum", "gru_cell",
+    "linalg_multi_dot", "lstm_cell", "mv", "rnn_relu_cell", "rnn_tanh_cell",
+))  # fmt: skip
+"""Operators of CUDA alone whose arguments are cast to the dtype of autocast."""
+IN_THE_WIDEST = frozenset((
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add", "tensordot",
+    "vdot",
+))  # fmt: skip
+"""Operators whose arguments are cast to the widest dtype among them."""
+WITH_DTYPE = {aten.norm.Scalar: aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim: aten.norm.ScalarOpt_dim_dtype}
+"""Operator -> its form that takes the dtype of the result. Operators that take it run with fp32 where none is given."""
+DIFFERENT = frozenset(("grid_sampler", "prod"))
+"""Operators that both devices treat, each in its own way."""
+
+
+@contextlib.contextmanager
+def rules_of(device: str) -> Iterator[None]:
+    """Inside this context autocast treats tensors of the CPU by the rules of the device ("cuda"; any other: the CPU's
+    own), and whatever switches autocast of the device on or off does so for tensors of the CPU. See [Note: rules of
+    autocast]."""
+    if device != "cuda":
+        yield
+        return
+    theirs, own = autocast_operators("CUDA"), autocast_operators("CPU")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with contextlib.ExitStack() as stack:
+        stack.callback(library._destroy)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # that a kernel takes the place of torch's
+        for name, operator in theirs.items():
+            if name not in own or _bare(name) in DIFFERENT:
+                library.impl(name, _kernel(_bare(name), operator), "AutocastCPU")
+        for name in own.keys() - theirs.keys():
+            library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        stack.enter_context(_switched_as_the_cpu(device))
+        if enabled:
+            stack.enter_context(torch.autocast("cpu", dtype, cache_enabled=torch.is_autocast_cache_enabled()))
+        yield
+
+
+def _bare(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _kernel(name: str, operator: Any) -> Callable[..., Any]:
+    """Returns what autocast of CUDA does at the operator, for tensors of the CPU."""
+    with_dtype = WITH_DTYPE.get(operator, operator)
+    if all(argument.name != "dtype" for argument in with_dtype._schema.arguments):
+
+        def casting(*args: Any, **kwargs: Any) -> Any:
+            dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if _is_cast(t)}
+            narrow = name in IN_16_BITS or (name in IN_THE_WIDEST and torch.float32 not in dtypes)
+            to = torch.get_autocast_dtype("cpu") if narrow else torch.float32
+            with without_autocast("CPU"):
+                args, kwargs = tree_map(lambda each: each.to(to) if _is_cast(each) else each, (args, kwargs))
+                return operator(*args, **kwargs)
+
+        return casting
+
+    arguments = operator._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        with without_autocast("CPU"):
+            if not _is_cast(args[0]):
+                return operator(*args, **kwargs)
+            values = {**defaults, **dict(zip((argument.name for argument in arguments), args)), **kwargs}
+            values["dtype"] = values.get("dtype") or torch.float32
+            return with_dtype(**values)
+
+    return in_fp32
+
+
+def _is_cast(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+@contextlib.contextmanager
+def _switched_as_the_cpu(device: str) -> Iterator[None]:
+    """Inside this context torch's switches of the device's autocast are those of the CPU's. Where torch has no such
+    device, they are left alone: torch.autocast switches it off there, whatever it is asked for."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    switches = {name: getattr(torch, name) for name in SWITCHES}
+
+    def of_the_cpu(switch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda kind=device, *value: switch("cpu" if kind == device else kind, *value)
+
+    try:
+        for name, switch in switches.items():
+            setattr(torch, name, of_the_cpu(switch))
+        yield
+    finally:
+        for name, switch in switches.items():
+            setattr(torch, name, switch)
+
+
+SWITCHES = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
+"""torch's functions whose first argument is a device. (Without one, is_autocast_enabled is of CUDA.)"""
