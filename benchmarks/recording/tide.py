@@ -20,6 +20,7 @@ from contenders.drawn import draw_weights
 from torch import nn
 
 from executor.capture import capture
+from executor.devices.headroom import measure_room
 from executor.devices.on_meta import parameters_on_meta
 from executor.models import build, forward_loss, map_batch
 from executor.moments.hooks import ModuleEvent, MomentClock
@@ -69,13 +70,14 @@ class Tide:
 
 
 def record_tide(model: nn.Module, batch: Any) -> Tide:
-    """Returns the tide of one iteration, after one to warm up."""
+    """Returns the tide of one iteration, after one to warm up. Workspaces of cuBLAS stay allocated between products and
+    are no part of it."""
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_drop)
     base_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     peaks = Peaks()
     forward_loss(model, batch).backward()
-    torch.cuda.synchronize()
+    base_bytes += measure_room(torch.device("cuda", torch.cuda.current_device())).workspace_bytes
     torch.cuda.memory._record_memory_history(context=None, stacks="python", max_entries=200_000)
     clock = MomentClock(model, peaks)
     clock.listen()

@@ -1,4 +1,4 @@
-"""Builds the emulated device against the torch of this interpreter: libcudart, libcuda and the operators.
+"""Builds the emulated device against the torch of this interpreter: libcudart, libcuda, libcupti and the operators.
 
 What torch wants from the runtime and the driver, and the emulation lacks, becomes a function that names itself and
 fails. Results lie in the environment, in a folder for each state of the sources and of torch.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = sorted(path for path in HERE.glob("*/*") if path.suffix in (".c", ".cpp", ".h"))
-LIBRARIES = ("libcudart.so.13", "libcuda.so.1")
+LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libcupti.so.13")
 OPERATORS = "libemulated_cuda_operators.so"
 ASKING = (
     "c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "torch_cpu", "caffe2_nvrtc",
@@ -74,25 +74,37 @@ def build() -> None:
     cuda = torch.parent / "nvidia" / "cu13" / "include"
     libraries = [path for name in ASKING if (path := torch / "lib" / f"lib{name}.so").exists()]
     wanted = symbols(libraries, undefined=True)
-    runtime = sorted((HERE / "runtime").glob("*.cpp"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         operators = pool.submit(build_operators, torch, cuda)
-        objects = list(pool.map(lambda source: compiled(source, "-I", cuda), runtime))
-        driver = compiled(HERE / "runtime" / "driver.c")
-        for library, pattern, parts in (
-            (LIBRARIES[0], r"_{0,2}cuda[A-Z]\w+$", objects),
-            (LIBRARIES[1], r"cu[A-Z]\w+$", [driver]),
-        ):
-            names = {name for name in wanted if re.match(pattern, name)} - symbols(parts, undefined=False)
-            stubs = BUILT / f"missing_in_{library.split('.')[0]}.c"
-            stubs.write_text(missing(names))
-            versions = BUILT / f"{library}.map"
-            versions.write_text(f"{library} {{ global: cu*; __cuda*; emulated_cuda_*; local: *; }};\n")
-            run(
-                "g++", "-shared", *parts, compiled(stubs), "-o", BUILT / library,
-                f"-Wl,-soname,{library}", f"-Wl,--version-script={versions}", "-lpthread", "-ldl",
-            )  # fmt: skip
+        runtime = list(pool.map(lambda source: compiled(source, "-I", cuda), sorted(HERE.glob("runtime/*.cpp"))))
+        driver = [compiled(HERE / "runtime" / "driver.c")]
+        write_callback_numbers(cuda)
+        profiler = [compiled(HERE / "profiler" / "cupti.cpp", "-I", cuda, "-I", BUILT)]
+        link(LIBRARIES[0], r"_{0,2}cuda[A-Z]\w+$", runtime, wanted)
+        link(LIBRARIES[1], r"cu[A-Z]\w+$", driver, wanted)
+        link(LIBRARIES[2], r"cupti[A-Z]\w+$", profiler, wanted)
         operators.result()
+
+
+def link(library: str, pattern: str, parts: list[Path], wanted: set[str]) -> None:
+    """`pattern`: which of the wanted names the library has to have; those that its parts lack name themselves."""
+    names = {name for name in wanted if re.match(pattern, name)} - symbols(parts, undefined=False)
+    stubs = BUILT / f"missing_in_{library.split('.')[0]}.c"
+    stubs.write_text(missing(names))
+    versions = BUILT / f"{library}.map"
+    versions.write_text(f"{library} {{ global: cu*; __cuda*; emulated_cuda_*; local: *; }};\n")
+    run(
+        "g++", "-shared", *parts, compiled(stubs), "-o", BUILT / library,
+        f"-Wl,-soname,{library}", f"-Wl,--version-script={versions}", "-lpthread", "-ldl",
+    )  # fmt: skip
+
+
+def write_callback_numbers(cuda: Path) -> None:
+    """CUPTI's number of each function of the runtime, from its header."""
+    header = (cuda / "cupti_runtime_cbid.h").read_text()
+    numbers = dict(re.findall(r"CUPTI_RUNTIME_TRACE_CBID_(cuda\w+?)_v\d+\s*= (\d+)", header))
+    lines = (f'{{"{name}", {number}}},\n' for name, number in numbers.items() if not name.endswith("tsz"))
+    (BUILT / "callback_numbers.inc").write_text("".join(lines))
 
 
 def build_operators(torch: Path, cuda: Path) -> None:

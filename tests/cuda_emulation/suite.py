@@ -1,7 +1,7 @@
 """`make gpu-emulated`: the tests marked gpu on the emulated device, with random delays and poisoned memory.
 
-suite.py [ARGUMENTS OF PYTEST]. Without arguments every such test runs, and fewer passed tests than LEAST_PASSED fail.
-The seed of the delays is printed; EMULATED_CUDA_SEED repeats it.
+suite.py [ARGUMENTS OF PYTEST]. Without arguments every such test runs but for those marked slow, and fewer passed tests
+than LEAST_PASSED fail. The seed of the delays is printed; EMULATED_CUDA_SEED repeats it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from pathlib import Path
 
 LEAST_PASSED = 160
 COUNTED = "EMULATED_CUDA_LEAST_PASSED"
@@ -32,11 +33,14 @@ def main(arguments: list[str]) -> None:
     inner = emulated.environment(outer)
     inner["PYTHONPATH"] = os.pathsep.join([str(build.HERE), inner["PYTHONPATH"]])
     os.chdir(emulated.ROOT)
-    os.execvpe(
-        "python",
-        ["python", "-m", "pytest", "-p", "suite", "-m", "gpu", *(arguments or ["tests/backends", "tests/executor"])],
-        inner,
-    )
+    command = ["python", "-m", "pytest", "-p", "suite", "-m", "gpu and not slow", *(arguments or whole())]
+    os.execvpe(command[0], command, inner)
+
+
+def whole() -> list[str]:
+    """All files with a test for a GPU, in two processes; what a file makes once, one of them makes."""
+    files = [str(path) for path in Path("tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")]
+    return ["-n", "2", "--dist", "loadscope", *sorted(files)]
 
 
 # -- the same file as a plugin of pytest

@@ -64,12 +64,18 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaStream_t handle, 
   Direction direction = direction_of(target, source);
   Stream& stream = stream_of(handle);
   count(target, source, bytes);
-  if (source == Kind::pageable && !wait && is_done(bytes)) {
-    auto staged = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + bytes);
-    stream.put([=] { move(to, staged->data(), bytes, direction); });
-  } else {
-    stream.put([=] { move(to, from, bytes, direction); });
-  }
+  std::shared_ptr<std::vector<char>> staged;
+  if (source == Kind::pageable && !wait && is_done(bytes))
+    staged = std::make_shared<std::vector<char>>((const char*)from, (const char*)from + bytes);
+  CopyRecord record{(int)target, (int)source, bytes, stream.device, stream.id, 0, 0, Call::correlation()};
+  stream.put([=]() mutable {
+    const Profiler* listening = profiler();
+    if (listening) record.start_ns = listening->now_ns();
+    move(to, staged ? staged->data() : from, bytes, direction);
+    if (!listening) return;
+    record.end_ns = listening->now_ns();
+    listening->copy(record);
+  });
   if (!wait && target != Kind::pageable) return cudaSuccess;
   stream.drain();
   return after_waiting();

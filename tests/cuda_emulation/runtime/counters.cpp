@@ -7,12 +7,29 @@
 
 namespace {
 std::atomic<CallCounter*> newest{nullptr};
-}
+std::atomic<uint32_t> correlations{0};
+thread_local uint32_t correlation_of_thread = 0;
+}  // namespace
 
 CallCounter::CallCounter(const char* name) : name(name), next(newest.load()) {
   while (!newest.compare_exchange_weak(next, this)) {
   }
 }
+
+std::atomic<const Profiler*>& profiler() {
+  static auto* listening = new std::atomic<const Profiler*>(nullptr);
+  return *listening;
+}
+
+Call::Call(CallCounter& counter) : name_(counter.name), profiler_(profiler()) {
+  counter.calls++;
+  correlation_ = correlation_of_thread = ++correlations;
+  start_ns_ = profiler_ ? profiler_->now_ns() : 0;
+}
+Call::~Call() {
+  if (profiler_) profiler_->call(name_, start_ns_, profiler_->now_ns(), correlation_);
+}
+uint32_t Call::correlation() { return correlation_of_thread; }
 
 Totals& totals() {
   static auto* t = new Totals;
@@ -41,6 +58,9 @@ uint64_t emulated_cuda_total(const char* name) {
   auto field = fields.find(name);
   return field == fields.end() ? ~0ull : field->second->load();
 }
+
+// Null: nobody listens any more.
+void emulated_cuda_listen(const Profiler* listening) { profiler() = listening; }
 
 void emulated_cuda_reset_peaks() {
   totals().device_peak_bytes = totals().device_bytes.load();

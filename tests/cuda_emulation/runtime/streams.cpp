@@ -230,8 +230,10 @@ cudaError_t cudaStreamAddCallback(cudaStream_t handle, cudaStreamCallback_t func
   return cudaSuccess;
 }
 
-// A task of the operators; `release` is called once it will not be run again. A graph runs it at each launch.
+// A task of the operators, in the place of a kernel. `release` is called once it will not be run again: a graph runs it
+// at each launch.
 void emulated_cuda_enqueue(cudaStream_t handle, void (*run)(void*), void (*release)(void*), void* data) {
+  COUNTED_AS("cudaLaunchKernel");
   std::shared_ptr<void> owned(data, release);
   stream_of(handle).put([run, owned] { run(owned.get()); });
 }

@@ -422,3 +422,24 @@ class TestLargestModel:
         assert largest.layers_by_arithmetic(dtype="bf16", **sizes) == 9
         assert largest.layers_by_arithmetic(dtype="fp32", **sizes) == 7  # 16 bytes: 87 parameters
         assert [largest.fewer(layers) for layers in (94, 20, 9)] == [90, 19, 8]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch finds none")
+def test_the_measured_tide_is_without_workspaces(load: Callable[[str], Any]) -> None:
+    """Two layers of 256 x 256 in fp32 on 256 rows: a tensor has 256 KiB. Workspaces have 8 MiB a thread or more."""
+    from executor.capture import capture_module
+
+    class Small(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = torch.nn.Linear(256, 256), torch.nn.Linear(256, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.other(torch.relu(self.one(x))).square().mean()
+
+    x = torch.ones(256, 256)
+    captured = capture_module(Small(), {"x": x}, name="small", batch=256, sequence=1)
+    tide = load("recording.tide").record_tide(Small().cuda(), {"x": x.cuda()})
+    assert list(tide.names) == [moment.name for moment in captured.moments]
+    assert max(tide.bytes) == pytest.approx(captured.peak_non_model_bytes, abs=600 * 1024)
