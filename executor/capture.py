@@ -171,10 +171,10 @@ def capture_module(
     dtype: floating parameters, buffers and inputs are taken as if they were of this dtype ("fp32", "bf16", "fp16");
         None: as they are.
     attention: kernel of scaled_dot_product_attention ("flash", "efficient", "math"), None: torch's choice for these
-        inputs on a CPU.
+        inputs on the device.
     loss: forward pass and loss, called once.
     keep_gradients: leave gradients in the parameters, as plain torch does, and count their bytes.
-    device: type of the device of the run ("cpu", "cuda"), by whose rules autocast casts.
+    device: type of the device of the run ("cpu", "cuda"), by whose rules autocast casts and attention is fused.
 
     Raises ModelError for a module that fake tensors cannot run (names module and operation), a parameter read outside
     every module call, a loss that reaches no parameter or runs a backward itself, an attention kernel that was asked
@@ -282,7 +282,7 @@ def _run(
         stack.enter_context(_readable_failures(name, module, live))
         shapes = RealShapes()
         stack.enter_context(known_masks(lambda tensor: shapes.value_of(tensor) is not None))
-        with mode, shapes, live, attention_kernel(attention), torch.enable_grad():
+        with mode, shapes, live, attention_kernel(attention, device), torch.enable_grad():
             value = loss(module, inputs)
             clock.require_backwards(0, name)
             value.backward()  # type: ignore[no-untyped-call]

@@ -157,16 +157,17 @@ def named_failures(name: str, model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attention_kernel(attention: str | None) -> Iterator[None]:
+def attention_kernel(attention: str | None, device: str = "cpu") -> Iterator[None]:
     """Inside this context, scaled_dot_product_attention uses this kernel: "flash", "efficient" or "math"; None: torch's
-    own choice.
+    own choice on the device ("cpu", "cuda"), whatever device the tensors are of.
 
     "flash" and "efficient" are for fake tensors or a CUDA device. torch's CPU flash kernel has no dropout; the CUDA
     kernel has it at the same bytes. So under "flash", attention on the CPU leaves dropout out. "efficient" has no CPU
     kernel: its shapes are those that torch registers for it.
     """
     if attention is None:
-        yield
+        with contextlib.nullcontext() if device != "cuda" else _Attention(_as_on_cuda):
+            yield
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -304,7 +305,12 @@ def _efficient(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    # As torch does around the kernel: repeat grouped heads, turn a mask into an additive bias, expand it over heads.
+    # As torch does around the kernel: cast under autocast, repeat grouped heads, turn a mask into an additive bias,
+    # expand it over heads.
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        attn_mask = attn_mask if attn_mask is None or attn_mask.dtype is torch.bool else attn_mask.to(dtype)
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
@@ -316,6 +322,13 @@ def _efficient(
     needs_grad = query.requires_grad or key.requires_grad or value.requires_grad
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention
     return kernel(query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale)[0]
+
+
+def _as_on_cuda(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **options: Any) -> Any:
+    """A fused kernel of CUDA makes the gradient of a mask, which the CPU's cannot: the CPU keeps the scores then."""
+    fused = attn_mask is not None and attn_mask.requires_grad
+    attend = _efficient if fused else torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask, *args, **options)
 
 
 def _check_arguments(*, batch: int, sequence: int, dtype: str | None, attention: str | None, device: str) -> None:

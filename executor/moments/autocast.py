@@ -5,7 +5,8 @@ CUDA's runs pow, exp, sum, norms, softmax and others in fp32, which the CPU's le
 has the kernels of both, by the dispatch keys AutocastCUDA and AutocastCPU, but CUDA's cast CUDA tensors alone. Inside
 `rules_of("cuda")`, each operator that has a kernel of CUDA's key gets one of the CPU's key that does the same to
 tensors of the CPU, and the CPU's other operators get none. Which operators there are is asked of torch. What is done to
-one follows from its signature, except for those that are listed here.
+one follows from its signature, except for those that are listed here. CUDA's softmax also goes from fp16 to fp32 in one
+kernel, with or without autocast, where the CPU's makes a copy in fp32 first.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ WITH_DTYPE = {aten.norm.Scalar: aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_d
 """Operator -> its form that takes the dtype of the result. Operators that take it run with fp32 where none is given."""
 DIFFERENT = frozenset(("grid_sampler", "prod"))
 """Operators that both devices treat, each in its own way."""
+FROM_HALF = {"softmax.int": aten._softmax.default, "log_softmax.int": aten._log_softmax.default}
+"""Operator -> its kernel, which takes fp16 and gives fp32 where it is told to."""
 
 
 @contextlib.contextmanager
@@ -58,6 +61,8 @@ def rules_of(device: str) -> Iterator[None]:
         for name, operator in theirs.items():
             if name not in own or _bare(name) in DIFFERENT:
                 library.impl(name, _kernel(_bare(name), operator), "AutocastCPU")
+        for name, kernel in FROM_HALF.items():
+            library.impl(name, _from_half(name, kernel), "AutogradCPU")
         for name in own.keys() - theirs.keys():
             library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -98,6 +103,17 @@ def _kernel(name: str, operator: Any) -> Callable[..., Any]:
             return with_dtype(**values)
 
     return in_fp32
+
+
+def _from_half(name: str, kernel: Any) -> Callable[..., Any]:
+    operator = getattr(getattr(aten, _bare(name)), name.partition(".")[2])
+
+    def softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        if tensor.dtype is torch.float16 and dtype is torch.float32:
+            return kernel(tensor, dim, True)
+        return operator.decompose(tensor, dim, dtype)
+
+    return softmax
 
 
 def _is_cast(value: Any) -> bool:

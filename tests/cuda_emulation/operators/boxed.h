@@ -31,6 +31,18 @@ inline Tensor widened(const Tensor& t) {
   return is_16_bit ? t.to(at::kFloat) : t;
 }
 
+// What the CPU's kernel gets, where CUDA's takes or gives other dtypes.
+inline void suit_the_cpu(const std::string& name, Stack& arguments) {
+  if (is_norm(name)) {
+    for (IValue& v : arguments) v = each(v, widened, at::kCPU);
+  } else if ((name == "aten::_softmax" || name == "aten::_log_softmax") && arguments[2].toBool()) {
+    arguments[0] = widened(arguments[0].toTensor());  // from 16 bits to fp32 in one kernel
+    arguments[2] = false;
+  } else if (name == "aten::_softmax_backward_data" || name == "aten::_log_softmax_backward_data") {
+    arguments[3] = arguments[0].toTensor().scalar_type();  // and back: the copy of the result casts
+  }
+}
+
 inline void copy_results(const Stack& from, const std::vector<IValue>& to) {
   TORCH_CHECK(from.size() == to.size(), "Meta and CPU differ in the number of results");
   auto tensors = [](const IValue& v) {
@@ -103,11 +115,9 @@ inline void run_later(const c10::OperatorHandle& op, const Behaviour& b, const S
                       const std::vector<IValue>& results, Stack* stack) {
   std::vector<IValue> targets;
   for (const IValue& v : results) targets.push_back(each_on_cpu(v));
-  bool wide = is_norm(b.name);
-  enqueue(b.name, [op, on_cpu_arguments, targets, wide] {
+  enqueue(b.name, [op, name = b.name, on_cpu_arguments, targets] {
     Stack s = on_cpu_arguments;
-    if (wide)
-      for (IValue& v : s) v = each(v, widened, at::kCPU);
+    suit_the_cpu(name, s);
     op.callBoxed(&s);
     copy_results(s, targets);
   });

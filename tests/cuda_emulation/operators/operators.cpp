@@ -25,6 +25,7 @@ const std::set<std::string> KEPT = {
     "aten::_has_compatible_shallow_copy_type",
     "aten::_fused_sdp_choice",
     "aten::copy_",
+    "aten::histc",
     "aten::native_dropout",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_efficient_attention_backward",
@@ -59,6 +60,7 @@ struct Replacements {
     boxed("convolution");  // whole, so that cuDNN is never asked
     boxed("convolution_backward");
     aten.impl("copy_", TORCH_FN(emulated::copy_));
+    aten.impl("histc", TORCH_FN(emulated::histc));
     aten.impl("native_dropout", TORCH_FN(emulated::native_dropout));
     aten.impl("_scaled_dot_product_efficient_attention", TORCH_FN(emulated::efficient_attention));
     aten.impl("_scaled_dot_product_efficient_attention_backward", TORCH_FN(emulated::efficient_attention_backward));

@@ -22,6 +22,16 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   return self;
 }
 
+// CUDA's counts integers too.
+inline Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at::Scalar& most) {
+  Tensor counts = at::empty({bins}, self.options());
+  Tensor to = on_cpu(counts), from = on_cpu(self);
+  enqueue("aten::histc", [=]() mutable {
+    to.copy_(at::histc(from.is_floating_point() ? from : from.to(at::kDouble), bins, least, most));
+  });
+  return counts;
+}
+
 // CUDA's returns a mask of its own shape and dtype, and draws from the device's generator.
 inline std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   c10::DeviceGuard on_its_device(input.device());

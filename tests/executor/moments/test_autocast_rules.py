@@ -145,3 +145,60 @@ def test_a_capture_for_cuda_has_the_bytes_of_its_casts() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert peak("cuda") - peak("cpu") == 262_144 + 262_144 - 131_072 - 2
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.softmax(self.layer(x), -1, dtype=torch.float32).mean()
+
+
+def test_softmax_from_fp16_to_fp32_makes_no_copy_on_cuda() -> None:
+    """1,024 x 64 values: the CPU's copy in fp32 has 262,144 bytes. There is none of bf16 either way: CUDA copies it."""
+
+    def peak(device: str, dtype: str) -> int:
+        captured = capture_module(Scores(), {"x": torch.randn(1024, 64)}, dtype=dtype, device=device)
+        return max(moment.peak_bytes for moment in captured.moments if moment.phase == "FWD")
+
+    assert peak("cpu", "fp16") - peak("cuda", "fp16") == 262_144
+    assert peak("cpu", "bf16") == peak("cuda", "bf16") == peak("cpu", "fp16")
+
+
+class Biased(nn.Module):
+    """Attention whose mask is learned, as T5's bias of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1, 2, 64, 64))
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.layer(x).view(4, 64, 2, 32).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, self.bias.to(heads.dtype)).mean()
+
+
+@pytest.mark.parametrize(
+    ("autocast", "kept_bytes"),
+    [
+        (
+            False,
+            3 * 65_536 + 2_048 + 16 + 4,
+        ),  # x, what the layer makes, the result; a sum for each row, a seed; the mean
+        (True, 65_536 + 3 * 32_768 + 8_320 + 16_384 + 2_048 + 16 + 2),  # also in bf16 x, the layer's weights, the mask
+    ],
+)
+def test_attention_with_a_mask_that_is_learned_is_fused_on_cuda(autocast: bool, kept_bytes: int) -> None:
+    """4 x 2 x 64 rows of 32 values. The CPU has no kernel for the gradient of a mask, and keeps scores of 64 a row."""
+
+    def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return module(batch["x"])
+
+    def captured(device: str) -> Any:
+        return capture_module(Biased(), {"x": torch.randn(4, 64, 64)}, loss=loss, device=device)
+
+    assert (captured("cpu").attention, captured("cuda").attention) == ("math", "efficient")
+    assert max(m.peak_bytes for m in captured("cuda").moments if m.phase == "FWD") == kept_bytes
