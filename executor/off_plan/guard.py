@@ -20,9 +20,10 @@ from executor.devices.backend import VirtualBackend
 from executor.moments.standing import Host as StandingHost
 from executor.moments.standing import Standing
 from executor.moments.unseen import unseen
+from executor.off_plan.rungs import asked_bytes
 from executor.session.hosting import LoopHost
 from pstar_sim.core.step import Place
-from pstar_sim.errors import OutOfMemory
+from pstar_sim.errors import DoesNotFit, OutOfMemory
 
 __all__ = ["Guard"]
 
@@ -35,7 +36,9 @@ class Climbing(Protocol):
     @property
     def given_up(self) -> bool: ...
 
-    def give_back(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> None: ...
+    def make_room(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> int: ...
+
+    def give_up(self, error: OutOfMemory, short_bytes: int) -> DoesNotFit: ...
 
 
 class Host(StandingHost, LoopHost, Protocol):
@@ -89,25 +92,37 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
                     self._session.arena.flush()
                 if self._counts.over_bytes() <= 0:
                     break
-                self._make_room(self._refusal(func, max(0, self.current - before), self._counts.gpu_bytes))
+                refusal = self._refusal(func, max(0, self.current - before), self._counts.gpu_bytes)
+                if short_bytes := self._make_room(refusal):
+                    raise self._session.ladder.give_up(refusal, short_bytes)
         return out
 
     def _run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        session = self._session
+        short_bytes = 0  # missing although everything was given back
         for left in reversed(range(TRIES)):
             try:
                 return super().__torch_dispatch__(func, types, args, kwargs)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
                 if not left:
                     raise
-                undisturbed = getattr(self._session.backend, "undisturbed", None)
-                if undisturbed is not None and left == TRIES - 1:
+                # Where the text does not say what was requested, the bytes of the inputs are of the same order.
+                asked = asked_bytes(str(error)) or sum(
+                    t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor)
+                )
+                refusal = self._refusal(func, asked, None)
+            if left == TRIES - 1:
+                undisturbed = getattr(session.backend, "undisturbed", None)
+                if undisturbed is not None:
                     # See [Note: refused beside a pool] in cuda_blocks.py: the memory may in fact suffice.
                     with undisturbed(), contextlib.suppress(torch.OutOfMemoryError):
                         return super().__torch_dispatch__(func, types, args, kwargs)
-                # The requested bytes are only in the text; otherwise the bytes of the inputs are of the same order.
-                asked = sum(t.numel() * t.element_size() for t in args if isinstance(t, torch.Tensor))
-                self._make_room(self._refusal(func, asked, None))
-                self._session.backend.give_back()  # chunks and activations come from different pools
+                if session.backend.give_back():  # under the plan: only memory that nobody uses
+                    continue
+            if short_bytes:
+                raise session.ladder.give_up(refusal, short_bytes)
+            short_bytes = self._make_room(refusal)
+            session.backend.give_back()  # chunks and activations come from different pools
         raise AssertionError("the last try raises")
 
     def _refusal(self, func: Any, asked_bytes: int, limit_bytes: int | None) -> OutOfMemory:
@@ -121,6 +136,7 @@ class Guard(Standing[Host]):  # type: ignore[no-untyped-call]
             limit_bytes=limit_bytes,
         )
 
-    def _make_room(self, error: OutOfMemory) -> None:
+    def _make_room(self, error: OutOfMemory) -> int:
+        """Returns the bytes that are still missing."""
         with self._session.at_work, unseen():
-            self._session.ladder.give_back(error, needed=set(), alive_bytes=self.current)
+            return self._session.ladder.make_room(error, needed=set(), alive_bytes=self.current)

@@ -100,6 +100,7 @@ class Ladder(Sequence[Rung]):
         self.unforeseen_bytes = 0
         self._rungs: list[Rung] = []
         self._error: OutOfMemory | None = None
+        self._was_in_fragments = False  # what it requested: as many bytes were idle
         self._made: Plan | None = None  # the latest plan of the ladder
         self._known: tuple[int, tuple[int, ...]] | None = None  # (budget, tide) of the latest plan
 
@@ -141,16 +142,27 @@ class Ladder(Sequence[Rung]):
             return dropped
         return True
 
-    def note(self, error: OutOfMemory, done: str, alive_bytes: int | None = None) -> None:
+    def note(
+        self, error: OutOfMemory, done: str, alive_bytes: int | None = None, *, in_fragments: bool = False
+    ) -> None:
         """Note that memory ran out; a new plan is due.
 
         alive_bytes: non-model bytes that are needed, if they are known.
+        in_fragments: whether as many bytes as were requested were idle.
         """
         self.pending = True
         without_locals(error)
-        self._error = error
+        self._error, self._was_in_fragments = error, in_fragments
         moment = self._log(error, done)
-        self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes, moment)
+        if in_fragments and error.limit_bytes is None:  # the accelerator has the bytes that the plan counts on
+            self._pause()
+        else:
+            self._shrink(error, error.other_bytes if alive_bytes is None else alive_bytes, moment)
+
+    def _pause(self) -> None:
+        """Let the plan's steps end: a step that begins now would count on the plan's budget."""
+        if not self.session.cursor.off_plan:
+            self.session.loop.drain()
 
     def _log(self, error: OutOfMemory, done: str) -> int:
         """Log one more rung, and the moment in which it was climbed. Returns the moment."""
@@ -166,11 +178,9 @@ class Ladder(Sequence[Rung]):
         return moment
 
     def _shrink(self, error: OutOfMemory, alive_bytes: int, moment: int) -> None:
-        """Limit the bytes that the arena may hold for the rest of the iteration. The queues must stand still, because a
-        step of the plan that begins now would count on the plan's budget."""
+        """Limit the bytes that the arena may hold for the rest of the iteration."""
         s = self.session
-        if not s.cursor.off_plan:
-            s.loop.drain()
+        self._pause()
         arena = s.arena
         foreseen = s.plan.workload.moments[moment].peak_bytes if moment >= 0 else arena.tide_bytes
         budget = error.payload_bytes + foreseen
@@ -204,10 +214,8 @@ class Ladder(Sequence[Rung]):
         if s.updates.begun and s.ranks is None:
             add_note(error, "it cannot be run again: AdamW(eager=True) has updated parameters inside its backward")
             raise error
-        refused, idle_bytes = error, 0
+        refused, in_fragments, watched = error, False, s.guard is not None
         if not isinstance(error, OutOfMemory):
-            idle = getattr(s.backend, "idle_bytes", None)
-            idle_bytes = 0 if idle is None or s.guard is not None else idle()
             error = OutOfMemory(
                 what="an operator",
                 asked_bytes=asked_bytes(str(error)),
@@ -215,13 +223,14 @@ class Ladder(Sequence[Rung]):
                 other_bytes=s.arena.tide_bytes,
                 limit_bytes=s.backend.available_gpu_bytes(),
             )
+            in_fragments = self._in_fragments(error)
         if s.ranks is not None:
             raise self.ends_ranks(error) from refused
         s.guard_memory(always=True)
-        if 0 < error.asked_bytes <= idle_bytes:  # [Note: refused beside a pool] in cuda_blocks.py
+        if in_fragments and not watched:  # [Note: refused beside a pool] in cuda_blocks.py
             self._log(error, "the iteration is given up, to be run again under the same plan: as many bytes were idle")
         else:
-            self.note(error, "the iteration is given up, to be run again")
+            self.note(error, "the iteration is given up, to be run again", in_fragments=in_fragments)
         with s.at_work, unseen(), torch.no_grad():
             if s.cursor.moment >= 0 or s.cursor.off_plan:
                 s.demand.discard()
@@ -231,15 +240,21 @@ class Ladder(Sequence[Rung]):
         s.reader.consumed.clear()
         s.now.arrived.clear()
 
-    def give_back(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> None:
-        """Make room for memory that an operator, or a chunk off plan, was refused. Raises DoesNotFit if that is not
-        possible.
+    def give_back(self, error: OutOfMemory, *, needed: set[int]) -> None:
+        """Make room for a chunk off plan that was refused memory. Raises DoesNotFit if that is not possible."""
+        if short_bytes := self.make_room(error, needed=needed):
+            raise self.give_up(error, short_bytes)
+
+    def make_room(self, error: OutOfMemory, *, needed: set[int], alive_bytes: int | None = None) -> int:
+        """Give back chunks, then optimizer states, for memory that was refused. Returns the bytes that are still
+        missing.
 
         alive_bytes: as in `note`.
         """
         s = self.session
         if s.ranks is not None:
             raise self.ends_ranks(error) from error
+        in_fragments = self._in_fragments(error)  # before chunks leave
         short = error.asked_bytes
         if error.limit_bytes is not None:
             short = error.payload_bytes + error.other_bytes + error.asked_bytes - error.limit_bytes
@@ -253,11 +268,21 @@ class Ladder(Sequence[Rung]):
             if moved:
                 words.append(f"moved the optimizer states of {len(moved)} chunks to the host ({format_bytes(more)}) ")
         s.arena.flush()
-        self.note(error, "and ".join(words).strip() or "nothing is left to give back", alive_bytes)
-        if freed < short:
-            self.given_up = True
-            s.clock.reset()  # the running forward ends with the error
-            raise self._does_not_fit(error, short - freed)
+        self.note(
+            error, "and ".join(words).strip() or "nothing is left to give back", alive_bytes, in_fragments=in_fragments
+        )
+        return max(0, short - freed)
+
+    def give_up(self, error: OutOfMemory, short_bytes: int) -> DoesNotFit:
+        """End the iteration, which cannot be made to fit. Returns the error to raise."""
+        self.given_up = True
+        self.session.clock.reset()  # the running forward ends with the error
+        return self._does_not_fit(error, short_bytes)
+
+    def _in_fragments(self, error: OutOfMemory) -> bool:
+        """Returns whether as many bytes as were requested are reserved and unused."""
+        idle = getattr(self.session.backend, "idle_bytes", None)
+        return idle is not None and 0 < error.asked_bytes <= idle()
 
     def ends_ranks(self, error: OutOfMemory) -> PlanError:
         """Returns the error to raise where one of several ranks was refused memory. The other ranks get word. They wait
@@ -321,6 +346,9 @@ class Ladder(Sequence[Rung]):
                 return
             log.warning("rung %r (%s): %s", RUNGS[level], spec, error)
             tried[spec] = error
+        if self._was_in_fragments:
+            self._keep_plan()
+            return
         s.clock.reset()  # the forward that was about to begin does not run
         last = list(tried.values())[-1] if tried else None
         raise self._no_rung_fits(list(tried), last, budget) from last
@@ -346,6 +374,16 @@ class Ladder(Sequence[Rung]):
         s.deviation_log.append(f"iteration {s.iteration}: {done}")
         return None
 
+    def _keep_plan(self) -> None:
+        """Continue under the present plan. Its bytes are there, and an operator that is refused memory is given what is
+        idle."""
+        self.session.renew(self.session.plan)
+        self.pending = False
+        log.warning(
+            "iteration %d: the plan stays: no smaller plan fits; its bytes are there, in fragments",
+            self.session.iteration,
+        )
+
     def _no_rung_fits(self, tried: Sequence[str], last: DoesNotFit | None, budget: int) -> DoesNotFit:
         s, refused = self.session, self._error
         assert refused is not None
@@ -361,12 +399,15 @@ class Ladder(Sequence[Rung]):
     def _available(self) -> int:
         """Returns the bytes that a new plan may count on: at most the present budget and the accelerator's bytes. If
         the accelerator has the present budget and the tide is not counted, fragments or a tide above the plan's took
-        the memory. Then the result is the budget less an eighth, or less the requested bytes if these are more."""
+        the memory. Then the result is the budget less a sixteenth where as many bytes as requested were idle, in
+        fragments; else less an eighth, or less the requested bytes if these are more."""
         s = self.session
         budget = s.plan.gpu_budget_bytes
         limit = s.backend.available_gpu_bytes()
         if limit is not None and (limit < budget or (s.guard is not None and s.guard.counts)):
             return min(budget, limit)
+        if self._was_in_fragments:
+            return budget - budget // 16
         asked = self._error.asked_bytes if self._error is not None else 0
         return max(0, budget - max(asked, budget // 8))
 

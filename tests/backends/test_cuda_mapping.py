@@ -520,6 +520,99 @@ class TestBesideThePool:
         assert (run.session.plan is run.plan) == kept
         assert run.session.ladder[0].asked_bytes == 2048
 
+    @pytest.mark.parametrize(
+        ("gives", "rungs", "refusals"), [("at once", 0, 2), ("after the ladder", 1, 2), ("never", 1, 3)]
+    )
+    def test_a_watched_one_is_tried_again_when_everything_is_given_back(
+        self,
+        card: Card,
+        kit: Any,
+        start: Callable[..., Any],
+        monkeypatch: pytest.MonkeyPatch,
+        gives: str,
+        rungs: int,
+        refusals: int,
+    ) -> None:
+        """1 GiB is refused, far more than chunks can give; the inputs have 192 bytes. Enough is free after memory that
+        nobody used goes back: the plan stays. Or after the ladder gave all it has: the iteration ends off plan, with
+        the numbers of plain torch. Or never: the run says how much was requested."""
+        backend = on_the_card(monkeypatch)
+        run = start("mlp", "tide", backend=backend)
+        run.session.guard_memory(always=True)
+        tries: list[int] = []
+        given = iter({"at once": [4096], "after the ladder": [0, 4096], "never": [0, 0]}[gives])
+        free: list[int] = []
+
+        def give_back() -> int:
+            free.append(next(given, 0))
+            return free[-1]
+
+        def operator(x: torch.Tensor) -> torch.Tensor:
+            tries.append(len(free))
+            if not any(free):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1024.00 MiB. GPU 0 has ...")
+            return x.clone()
+
+        library = torch.library.Library("pstar_test", "FRAGMENT")
+        library.define(f"refused_{rungs}{refusals}{len(gives)}(Tensor x) -> Tensor")
+        library.impl(f"refused_{rungs}{refusals}{len(gives)}", operator, "CPU")
+        call = getattr(torch.ops.pstar_test, f"refused_{rungs}{refusals}{len(gives)}")
+        monkeypatch.setattr(backend, "give_back", give_back)
+        monkeypatch.setattr(backend, "idle_bytes", lambda: 1 << 40)
+
+        def before_the_third_layer(module: Any, args: Any) -> None:
+            with torch.no_grad():
+                call(args[0])
+
+        handle = run.model.layers[2].register_forward_pre_hook(before_the_third_layer)
+        batch = next(run.batches)
+        if gives == "never":
+            with pytest.raises(DoesNotFit, match=r"refused_.* of 1\.07 GB beside"):
+                kit.loss_of(run.model, batch)
+        else:
+            train = kit.train_both
+            mine, theirs = train(run.model, run.reference, run.optimizer, iter([batch]), steps=1, micro_batches=1)
+            assert mine == pytest.approx(theirs, rel=1e-6)
+        handle.remove()
+        assert len(tries) == refusals + (gives != "never")
+        asked = [rung.asked_bytes for rung in run.session.ladder]
+        assert set(asked) <= {1 << 30} and bool(asked) == bool(rungs)
+        assert bool(run.session.deviations) == bool(rungs)
+
+    def test_the_next_plan_loses_a_sixteenth_where_only_fragments_were_missing(
+        self, card: Card, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Half of the budget is refused, in fragments (as many bytes are idle) or not at all there. Before, both plans
+        lost half of the budget."""
+        for idle_bytes, share in ((1 << 40, 15 / 16), (0, 1 / 2)):
+            backend = on_the_card(monkeypatch)
+            run = start("mlp", "tide", backend=backend)
+            monkeypatch.setattr(backend, "idle_bytes", lambda idle_bytes=idle_bytes: idle_bytes)
+            budget = run.plan.gpu_budget_bytes
+            error = OutOfMemory(
+                what="an operator", asked_bytes=budget // 2, payload_bytes=0, other_bytes=0, limit_bytes=None
+            )
+            run.session.guard_memory(always=True)
+            ladder = run.session.ladder
+            ladder.note(error, "", in_fragments=ladder._in_fragments(error))
+            assert ladder._available() == pytest.approx(share * budget, abs=1)
+
+    def test_the_plan_stays_where_only_fragments_were_missing_and_no_smaller_plan_fits(
+        self, card: Card, kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The ladder had an answer for the iteration; the next ones run on plan, with the numbers of plain torch."""
+        backend = on_the_card(monkeypatch)
+        run = start("mlp", "tide", backend=backend)
+        monkeypatch.setattr(backend, "idle_bytes", lambda: 1 << 40)
+        ladder = run.session.ladder
+        monkeypatch.setattr(ladder, "_available", lambda: 1)
+        error = OutOfMemory(what="an operator", asked_bytes=4096, payload_bytes=0, other_bytes=0, limit_bytes=None)
+        ladder.note(error, "", in_fragments=ladder._in_fragments(error))
+        mine, theirs = kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=2, micro_batches=1)
+        assert mine == pytest.approx(theirs, rel=1e-6)
+        assert run.session.plan is run.plan and not ladder.pending
+        assert run.session.deviations == 0
+
     def test_what_is_idle(self, card: Card) -> None:
         """100 MiB reserved, 60 in use, 24 free in the pool, which operators cannot have: 16 are idle."""
         blocks = Blocks(torch.device("cpu"))
