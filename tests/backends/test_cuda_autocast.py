@@ -1,5 +1,5 @@
-"""Captures on a CPU for a CUDA device beside iterations recorded on it, under autocast: the bytes of every moment. Needs
-a GPU."""
+"""Captures on a CPU for a CUDA device beside iterations recorded on it, under autocast: the bytes of every moment.
+Needs a GPU."""
 
 from __future__ import annotations
 

@@ -489,8 +489,9 @@ def test_where_the_host_is_short_even_with_the_disks_more_memory_and_the_options
     w, m = preset("18B", batch=2, seq=1024), ps.machine("gb10")
     spec = "zero_infinity:params=nvme,states=nvme"
     first, second = ps.compare(w, m, policies=["zero_infinity", spec], barrier_cost=False).rows
-    assert first.reason is not None and first.reason.endswith(f"; fits with --policy {spec} and --host-memory 96GB")
-    assert second.reason is not None and second.reason.endswith("; fits with --host-memory 96GB")
+    memory = "--host-memory 96GB of its one memory, the rest for the GPU"
+    assert first.reason is not None and first.reason.endswith(f"; fits with --policy {spec} and {memory}")
+    assert second.reason is not None and second.reason.endswith(f"; fits with {memory}")
     enough = ps.compare(w, ps.machine("gb10", host_memory="96GB"), policies=[spec], barrier_cost=False)
     assert enough.rows[0].fits
 
