@@ -93,3 +93,4 @@ def test_training_is_plain_torch_to_the_bit(name: str) -> None:
     row = torch.ones(4, 32)
     with torch.no_grad():
         assert torch.equal(model.eval()(row), plain.eval()(row))
+    optimizer.session.close(restore=False)
