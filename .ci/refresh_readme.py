@@ -416,6 +416,17 @@ def load_weights() -> str:
     )
 
 
+def checksums() -> str:
+    rows = [row for row in result("load_weights")["rows"] if row["way"] == "meta"]
+    most = max(row["load_checked_s"] / row["load_unchecked_s"] - 1 for row in rows)
+    xxh3, crc32 = (min(row[f"{name}_bytes_per_s"] for row in rows) / 1e9 for name in ("xxh3_64", "crc32"))
+    least = min(row["checkpoint_bytes"] for row in rows) / 1e9
+    return (
+        f"at most {100 * max(most, 0):.0f} % of a load of {least:.1f} GB or more; a save adds what a core checks, at "
+        f"{xxh3:.0f} GB/s or more (CRC32: {crc32:.1f}); {link('load_weights')}"
+    )
+
+
 def planning() -> str:
     planned, certified = result("planning_speed")["rows"], result("certify")["rows"]
     planned = [row for row in planned if "cpu_s" in row]  # other rows: the job does not fit
@@ -690,7 +701,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
         accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, interleavings,
-        leaks, mutations, faults, kills, interrupts, oracle, load_weights, planning, activations, calibrated,
+        leaks, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning, activations, calibrated,
         tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio, forms_choice,
         forms_order,
     )
