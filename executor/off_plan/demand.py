@@ -75,6 +75,7 @@ class Demand:
     def __init__(self, session: Host) -> None:
         self.session = session
         self.in_a_row = 0
+        self._backwards = 0  # the most of an iteration that `zero_grad()` has dropped, since the last new plan
         self.left_in_parts = False
         self.moment = -1
         self._in_use = InUse()
@@ -135,6 +136,8 @@ class Demand:
         )
         if event.name != expected:
             return f"{event.name} came where the plan has {expected}"
+        if s.batches.differentiated:
+            return "a batch that gets a gradient itself"
         above = s.batches.above()
         return "a batch of another shape" + (f": {above}" if above else "")
 
@@ -211,6 +214,7 @@ class Demand:
     def discard(self) -> None:
         """Do `zero_grad()` before `step()`: drop the gradients and begin the iteration anew."""
         s = self.session
+        self._backwards = max(self._backwards, s.now.backwards)
         if not s.cursor.off_plan:
             s.queues.settle(s.iteration - 1)
             s.queues.pause()
@@ -243,7 +247,8 @@ class Demand:
         try:
             policy = find_policy(s.plan.policy)
             form = s.batches.form
-            s.renew(policy(s.batches.workload_of_last(s.now.backwards), s.plan.machine, s.plan.settings))
+            backwards, self._backwards = max(self._backwards, s.now.backwards), 0
+            s.renew(policy(s.batches.workload_of_last(backwards), s.plan.machine, s.plan.settings))
             s.shapes.plan_for(form)
         except PstarError as error:
             # Training continues on demand: slower, not wrong.

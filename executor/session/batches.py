@@ -119,7 +119,7 @@ class _Known:
     """A captured form.
 
     moments: its moments, under fake tensors.
-    fits: whether its tide is nowhere higher than the plan's.
+    fits: whether its tide is nowhere higher than the plan's, and it reads no more parameters.
     """
 
     moments: tuple[Moment, ...]
@@ -162,7 +162,7 @@ class Batches:
         if not host.reader.trains or host.timetable.on_demand_only or not self.samples:
             return  # an empty batch has nothing to compare
         # Only the batch's form: keeping the batch would keep its memory.
-        self.last = map_batch((args, kwargs), lambda t: torch.empty_like(t, device="meta"))
+        self.last = map_batch((args, kwargs), _without_memory)
         self.form = form = form_of(args, kwargs, host.shapes.names)
         if self._is_planned(form):
             host.shapes.planned = form
@@ -172,8 +172,9 @@ class Batches:
             return
         self.captured = form not in self._known
         if self.captured:
-            moments = host.shapes.capture(host.plan.workload, args, kwargs).moments
-            _keep(self._known, form, _Known(moments, self._fits(moments)))
+            captured = host.shapes.capture(host.plan.workload, args, kwargs)
+            fits = self._fits(captured.moments) and self._reads_as_planned(captured)
+            _keep(self._known, form, _Known(captured.moments, fits))
             if self._known[form].fits and form not in self._doubted:
                 host.shapes.covered = (*host.shapes.covered, form)[-MOST_KNOWN:]
         self._known.move_to_end(form)
@@ -232,6 +233,22 @@ class Batches:
             return all(size <= most for size, most in zip(self.shape, (self.planned_size, w.sequence)))
         return all(a.peak_bytes <= b.peak_bytes for a, b in zip(moments, body))
 
+    def _reads_as_planned(self, captured: Workload) -> bool:
+        """Returns whether the batch reads no parameter in a moment in which the plan does not have it. A backward that
+        reaches the batch reads those of the first layers."""
+        if not self.differentiated:
+            return True
+        w = self.host.plan.workload
+        planned = {m.name: set[int]() for m in (*w.moments, *captured.moments)}
+        for moment, reads in zip(w.moments, w.reads):
+            planned[moment.name].update(reads)
+        return all(planned[moment.name].issuperset(reads) for moment, reads in zip(captured.moments, captured.reads))
+
+    @property
+    def differentiated(self) -> bool:
+        """Whether a gradient of the last batch itself is asked for."""
+        return any(part.differentiated for part in self.form)
+
     def _body(self) -> list[Moment]:
         """Returns the plan's moments of the first micro-batch."""
         return [m for m in self.host.plan.workload.moments if m.micro_batch == 0 and m.phase is not Phase.ADAM]
@@ -261,6 +278,8 @@ class Batches:
         planned = self.host.shapes.planned
         if planned is not None:
             return form == planned
+        if self.differentiated:
+            return False
         first = next((t for t in tensors_of(self.last) if t.dim()), None)
         if first is None:
             return True
@@ -309,6 +328,10 @@ class Batches:
             f"{moments[at].name}; cut its rows, make a plan for this shape, give more {self.host.spelling.gpu_memory}, "
             "or recompute activations",
         )
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
 
 
 def _keep(kept: OrderedDict[Form, Any], form: Form, value: Any) -> None:

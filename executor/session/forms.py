@@ -26,11 +26,13 @@ class FormPart(NamedTuple):
 
     name: its place in the arguments.
     kind: the dtype of a tensor, the value of a bool.
+    differentiated: whether backward has to reach the tensor: it then reads parameters that it would not read otherwise.
     """
 
     name: str
     kind: torch.dtype | bool
     shape: tuple[int, ...] = ()
+    differentiated: bool = False
 
 
 Form = tuple[FormPart, ...]
@@ -54,7 +56,7 @@ def form_of(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 
 def _parts(name: str, value: Any) -> Iterator[FormPart]:
     if isinstance(value, torch.Tensor):
-        yield FormPart(name, value.dtype, tuple(value.shape))
+        yield FormPart(name, value.dtype, tuple(value.shape), value.requires_grad)
     elif isinstance(value, bool):
         yield FormPart(name, value)
     elif isinstance(value, Mapping):
@@ -72,7 +74,7 @@ def covers(larger: Form, smaller: Form) -> bool:
     """Returns whether the smaller batch needs no more memory than the larger batch: [Note: a smaller batch]."""
     return len(larger) == len(smaller) and all(
         a.name == b.name
-        and a.kind == b.kind
+        and (a.kind, a.differentiated) == (b.kind, b.differentiated)
         and len(a.shape) == len(b.shape)
         and all(most >= size for most, size in zip(a.shape, b.shape))
         for a, b in zip(larger, smaller)

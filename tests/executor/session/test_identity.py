@@ -492,6 +492,19 @@ def by_gradients(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer)
     end(optimizer)
 
 
+def by_backwards(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    """PGD as it is mostly written: the parameters get gradients on the way, which are dropped."""
+    x = batch["x"]
+    for _ in range(2):
+        x = x.detach().requires_grad_()
+        model(x, batch["y"]).backward()
+        assert x.grad is not None
+        x = x + 0.1 * x.grad.sign()
+    optimizer.zero_grad()
+    model(x.detach(), batch["y"]).backward()
+    end(optimizer)
+
+
 def critic(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
     """WGAN-GP: two losses and a gradient penalty, whose slope is a backward too."""
     real, fake = batch["x"], batch["x"].flip(0)
@@ -510,5 +523,21 @@ def test_backwards_that_count_as_micro_batches(kit: Any, start: Callable[..., An
         batch = next(run.batches)
         act(run.model, batch, run.optimizer)
         act(run.reference.model, batch, run.reference.optimizer)
+    values = run.model.state_dict()
+    assert all(kit.distance(values[name], p.detach()) <= 1e-6 for name, p in run.reference.model.named_parameters())
+
+
+@pytest.mark.parametrize("policy", ["tide", "patrickstar", "optimal"])
+@pytest.mark.parametrize("backwards", [2, 3])
+def test_a_backward_that_reaches_the_batch_under_a_tight_plan(
+    start: Callable[..., Any], kit: Any, policy: str, backwards: int
+) -> None:
+    """The first layer's weight is read in its backward, where a plan for a batch without gradients does not have it.
+    After three iterations off plan there is a new plan, for the two backwards between two `zero_grad()`."""
+    run = start("mlp", policy, micro_batches=backwards)
+    for _ in range(5):
+        batch = next(run.batches)
+        by_backwards(run.model, batch, run.optimizer)
+        by_backwards(run.reference.model, batch, run.reference.optimizer)
     values = run.model.state_dict()
     assert all(kit.distance(values[name], p.detach()) <= 1e-6 for name, p in run.reference.model.named_parameters())
