@@ -17,8 +17,10 @@ plan of uniform chunks whose payloads and highest tide fit the budget together.
 plan that uses the room of low tide would pay for this at every swing of the tide. So there are two marks. An exchange
 comes when more than the budget and a slack would be reserved, and then gives back everything that is free, down to the
 budget or below. Swings smaller than the slack cost no exchange, larger swings one for each slack. The slack comes from
-the bytes that the card, or the run's cap, has beyond the budget and the kept room (headroom.py): at most two blocks or
-1/64 of the budget, whichever is more, and 0 where the plan takes all bytes.
+the bytes that the card, or the run's cap, has beyond the budget and the kept room (headroom.py), and is 0 where the
+plan takes all bytes. It begins with a twentieth of the budget or 64 MiB, whichever is more, and doubles with each
+exchange, up to those bytes: memory that nobody uses costs less than an exchange in every step. Free pieces of segments
+that are in part in use cannot go back, so no exchange is made for them.
 
 Three parts keep the budget: the arena's ledger (bytes in use), the gate (bytes whose work is in flight) and this module
 (bytes that are free). torch itself keeps a cap on the whole process (`CudaBackend(limit_bytes=)`).
@@ -68,6 +70,7 @@ __all__ = ["Blocks", "PoolShape", "block_bytes", "check_allocator", "check_no_ca
 log = logging.getLogger("executor")
 
 MIB = 1 << 20
+LEAST_SLACK_BYTES = 64 * MIB
 # torch reads the settings once, from either variable, when the process first allocates.
 _UNSET = (
     "Before Python starts, take {0} out of PYTORCH_CUDA_ALLOC_CONF and of PYTORCH_ALLOC_CONF, or remove both: unset "
@@ -113,6 +116,11 @@ def check_allocator() -> None:
             "torch's CUDA allocator has roundup_power2_divisions, which makes blocks larger than a plan counts: its "
             "budget would not hold. " + _UNSET.format("roundup_power2_divisions")
         )
+
+
+def split_bytes(device: torch.device) -> int:
+    """Returns the free bytes of segments that are in part in use, which torch cannot give back to the driver."""
+    return int(torch.cuda.memory_stats(device).get("inactive_split_bytes.all.current", 0))
 
 
 def check_no_capture(what: str) -> None:
@@ -175,6 +183,7 @@ class Blocks:
         self.exchanges = 0
         self.pool_bytes = 0
         self.slack_bytes = 0
+        self._beyond_bytes = 0
         self._budget_bytes = 0
         self._block, self._most_bytes = 0, 0
         self._free_blocks = 0  # of the pool
@@ -199,7 +208,8 @@ class Blocks:
                 self._replace_pool(shape[0])
             self._block, self._most_bytes = shape
             self._budget_bytes = budget_bytes
-            self.slack_bytes = min(beyond_bytes, max(2 * shape[0], budget_bytes // 64))
+            self._beyond_bytes = beyond_bytes
+            self.slack_bytes = min(beyond_bytes, max(LEAST_SLACK_BYTES, budget_bytes // 20))
 
     def give_back(self) -> int:
         """Give the free memory of payloads, also the pool's, back to the driver, so that operators can have it. Returns
@@ -303,7 +313,7 @@ class Blocks:
             free = self.loose_free_bytes
             held = self.pool_bytes + self._loose_held_bytes + free
             if free and held + others_bytes > self._budget_bytes + self.slack_bytes:
-                self._exchange()
+                self._exchange_for_room()
 
     def idle_bytes(self) -> int:
         """Returns the bytes that are reserved and unused, without the pool's own free blocks."""
@@ -344,8 +354,13 @@ class Blocks:
         """Give cached memory back before the process reserves more than the budget and the slack."""
         if torch.cuda.memory_reserved(self.device) + more_bytes <= self._budget_bytes + self.slack_bytes:
             return
-        if self._idle_bytes() >= more_bytes:
-            self._exchange()
+        if self._idle_bytes() - split_bytes(self.device) >= more_bytes:
+            self._exchange_for_room()
+
+    def _exchange_for_room(self) -> None:
+        """Give cached memory back, and let the next swing of the tide be larger before it costs an exchange too."""
+        self._exchange()
+        self.slack_bytes = min(self._beyond_bytes, 2 * self.slack_bytes)
 
     def _exchange(self) -> None:
         check_no_capture("memory is given back")

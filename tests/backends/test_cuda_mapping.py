@@ -40,6 +40,7 @@ class Card:
         self.settings: dict[str, Any] = {"expandable_segments": False, "roundup_power2_divisions": {"1": 0, "1024": 1}}
         self.routed: list[Any] = []
         self.pinned_emptied: list[int] = []
+        self.split = 0  # free, of segments that are in part in use
         self.frees_bytes = 0  # what the next empty_cache gives back
         self.outside = 0  # in use on the card, and not torch's
         self.capturing = False
@@ -121,6 +122,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "synchronize": lambda device=None: None,
         "memory_reserved": lambda device=None: made.reserved,
         "memory_allocated": lambda device=None: made.allocated,
+        "memory_stats": lambda device=None: {"inactive_split_bytes.all.current": made.split},
         "mem_get_info": lambda device=None: (made.memory_bytes - made.reserved - made.outside, made.memory_bytes),
         "is_current_stream_capturing": lambda: made.capturing,
         "get_device_name": lambda device=None: "a card",
@@ -291,7 +293,12 @@ class TestBlocks:
         assert card.emptied == 0  # full, but nothing is idle
         blocks.shrink(odd)
         blocks._loose_free.clear()
-        card.allocated = 24 * MIB
+        card.allocated, card.split = 24 * MIB, 12 * MIB
+        blocks.grow(odd)
+        assert card.emptied == 0  # 12 MiB could go back, 18 are needed
+        blocks.shrink(odd)
+        blocks._loose_free.clear()
+        card.split = 0
         blocks.grow(odd)
         assert card.emptied == 1
 
@@ -400,14 +407,14 @@ class TestExchanges:
     @staticmethod
     def swings(beyond_bytes: int) -> tuple[int, int]:
         """Exchanges, and most bytes beyond the budget, in 20 swings of the tide. Budget 100 MiB, pool 24 in use, one
-        loose block of 12 that comes in each ebb: the tide goes to and fro between 60 and 70, then once to 90."""
+        loose block of 12 that comes in each ebb: the tide goes to and fro between 60 and 70, then once to 130."""
         blocks = Blocks(torch.device("cpu"))
         blocks.expect((12 * MIB, 24 * MIB), 100 * MIB, beyond_bytes=beyond_bytes)
         a, b, c = TestBlocks.payloads(blocks, 3, 3 * MIB)
         for payload in (a, b):
             blocks.grow(payload)
         most = 0
-        for tide in [*([60, 70] * 20), 90]:
+        for tide in [*([60, 70] * 20), 130]:
             if tide == 60:
                 blocks.make_room(60 * MIB)
                 blocks.grow(c)
@@ -421,12 +428,30 @@ class TestExchanges:
         assert self.swings(0)[0] == 20
         exchanges, beyond = self.swings(64 * MIB)
         assert exchanges == 1  # of the large swing
-        assert beyond <= 24 * MIB  # the slack: two blocks
+        assert beyond <= 64 * MIB
+
+    def test_each_exchange_makes_the_next_rarer(self, card: Card) -> None:
+        """20 swings to 6 MiB beyond the budget. The card has 5 MiB beyond it: one exchange each. It has 40: slacks of
+        1, 2 and 4 MiB cost one, and 8 MiB none."""
+        for beyond_mib, exchanges in ((5, 20), (40, 3)):
+            blocks = Blocks(torch.device("cpu"))
+            blocks.expect((12 * MIB, 24 * MIB), 100 * MIB, beyond_bytes=beyond_mib * MIB)
+            blocks.slack_bytes = MIB
+            a, b, c = TestBlocks.payloads(blocks, 3, 3 * MIB)
+            for payload in (a, b):
+                blocks.grow(payload)
+            for _ in range(20):
+                blocks.make_room(58 * MIB)
+                blocks.grow(c)
+                blocks.shrink(c)
+                blocks.make_room(70 * MIB)
+            assert blocks.exchanges == exchanges
 
     def test_the_slack_is_never_more_than_there_is(self, card: Card) -> None:
+        """A twentieth of 100 GiB is 5 GiB."""
         blocks = Blocks(torch.device("cpu"))
         for beyond, budget, slack in (
-            (0, 1 << 30, 0), (8 * MIB, 1 << 30, 8 * MIB), (1 << 30, 1 << 30, 24 * MIB), (1 << 30, 32 << 30, 512 * MIB),
+            (0, 1 << 30, 0), (8 * MIB, 1 << 30, 8 * MIB), (1 << 30, 1 << 30, 64 * MIB), (8 << 30, 100 << 30, 5 << 30),
         ):  # fmt: skip
             blocks.expect((12 * MIB, 24 * MIB), budget, beyond_bytes=beyond)
             assert blocks.slack_bytes == slack
