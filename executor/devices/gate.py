@@ -158,7 +158,8 @@ class Gate:
         return next(iter(self._pending.values()), None)
 
     def _wait(self, queue: Queue, oldest: _Pending) -> None:
-        """Wait until memory that is still in use may be handed out: [Note: who waits]."""
+        """Wait until memory that is still in use may be handed out: [Note: who waits]. After `room` the stream waits
+        here alone: operators take their memory without the gate. A side queue that did not sleep here would spin."""
         if queue is not Queue.COMPUTE:
             self.host_waits += 1
             self._streams.synchronize(oldest.event)
