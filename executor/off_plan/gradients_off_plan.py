@@ -51,6 +51,7 @@ class OffPlanGradients:
         host, perform, drop = self.host, self.inline.perform, self.inline.drop
         for chunk in range(len(host.plan.layout.chunks)):
             self._sum_leaves_gpu(chunk)
+            self._add_on_host(chunk)
             pinned = self.states.pinned(chunk)
             self.shares.leave_gpu(chunk, "param", restored=pinned)
             self.shares.leave_gpu(chunk, "grad", restored=False)
@@ -73,6 +74,15 @@ class OffPlanGradients:
         several = host.plan.workload.micro_batches > 1
         if several and host.plan.modes[chunk] == "stream" and not host.arena.has(HOST, chunk, "grad32"):
             inline.bring(HOST, chunk, "grad32")
+
+    def _add_on_host(self, chunk: int) -> None:
+        """Add gradients on the host whose step has not run yet to the sum there: gradients that come later are added
+        after them, as autograd does."""
+        contents = self.host.contents
+        if self.host.arena.has(HOST, chunk, "grad32"):
+            for list_name in ("grad", "param"):
+                if contents.chunks[chunk].where(HOST, list_name):
+                    contents.gradients.add_on_host(chunk, list_name)
 
     def accept(self, tensor: int, gradient: torch.Tensor) -> None:
         """Take an accumulated gradient and add it to the tensor's earlier gradients. Raises ContractError after the
