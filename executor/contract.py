@@ -28,8 +28,8 @@ gives the result of each act in each state of the loop.
 | several backwards of one forward | each counts as a micro-batch of the plan: as plain torch, or ContractError |
 | fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; a warning at the first step |
 | `step()` where `accelerator.sync_gradients` is False | ContractError: `optimizer = accelerator.prepare(optimizer)` |
-| PGD, WGAN-GP, a micro-batch of the plan per backward | as plain torch if parameters stay on the GPU (zero_offload) |
-| a double backward through parameters that have left the GPU | RuntimeError of torch; as plain torch if they stay |
+| backwards that reach the batch (PGD), a micro-batch of the plan per backward | as plain torch |
+| a double backward, a micro-batch of the plan per backward (WGAN-GP) | as plain torch under zero_offload; else ContractError |
 | under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |
 | `loss.backward(inputs=...)`, `torch.autograd.grad` of parameters, `register_multi_grad_hook` | as plain torch |

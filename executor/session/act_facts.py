@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import torch
+
 from executor.contract import raw_grad
 from executor.devices.torch_private import transforms_running
 from executor.moments.hooks import ModuleEvent
@@ -187,5 +189,6 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.IN_BACKWARD: lambda act: act.host.clock.in_backward,
     Fact.SCALED: lambda act: act.host.scaling is not None,
     Fact.TRANSFORMED: lambda act: transforms_running(),
+    Fact.DOUBLE: lambda act: act.host.timetable.moves and act.host.clock.in_backward and torch.is_grad_enabled(),
     Fact.FROZEN: lambda act: act.host.plan.workload.tensors[act.tensor].frozen,
 }

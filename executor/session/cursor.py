@@ -168,6 +168,8 @@ class Fact(_Word):
     """Gradients are multiplied by a loss scale inside the model."""
     TRANSFORMED = "transformed"
     """A transform of torch.func runs."""
+    DOUBLE = "double"
+    """The backward makes a graph of its own, and the plan moves parameters."""
 
 
 class FactSource(Protocol):
@@ -206,6 +208,7 @@ _FORWARD = (
 _GRADIENT = (
     _row("switched", Refusal.SWITCHED_BACKWARD),
     _row("of_evaluation", Refusal.OF_EVALUATION),
+    _row("double", Refusal.DOUBLE),
     _row("stepped consumed", Refusal.NOT_CLEARED),
     _row("surplus arrived", Refusal.SURPLUS),
 )

@@ -41,6 +41,7 @@ class Refusal(Enum):
     NO_GRADIENT = "no gradient"
     SCALED = "scaled"
     TRANSFORMED = "transformed"
+    DOUBLE = "double"
     ADDRESS = "address"
 
 
@@ -150,6 +151,10 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
             "{f.subject} inside a transform of torch.func (grad, vjp, jvp, vmap, ...), which hides parameters from the "
             "session; use a copy of the model and torch.func.functional_call(copy, model.state_dict(), ...), or "
             "torch.autograd"
+        ),
+        Refusal.DOUBLE: (
+            "a backward with create_graph=True, and the plan of {f.policy} moves parameters, or writes "
+            "their gradients over them, before a backward through its graph has read them; make the plan with a policy that leaves them in their places (zero_offload)"
         ),
         Refusal.ADDRESS: (
             "data_ptr() of {f.name!r} outside every module: its memory moves with its chunk; compare parameters with "

@@ -49,6 +49,7 @@ class Timetable:
         due: moment -> tensors whose gradient is final in that moment.
         early: moment -> tensors whose gradient arrives in that moment and again later in the micro-batch.
         goes_to: (chunk, micro-batch) -> list that takes gradients of the chunk.
+        moves: whether a working list leaves the gpu, or takes gradients in the place of its parameters.
         sums: steps of the net queue after which sums of gradients over the ranks are whole.
         first_complete: moment in which the first chunk has all its gradients.
         permanent_bytes: bytes on the gpu that cannot leave it between two iterations.
@@ -75,6 +76,7 @@ class Timetable:
         self.micro_batches = w.micro_batches
         self.relayed = w.relayed
         self.goes_to = gradient_list(plan)
+        self.moves = _moves(plan, self.cut) or "param" in self.goes_to.values()
         self.sums = _sums(plan)
         self._final = {(self.micro_batch[m], t): m for m, tensors in enumerate(w.gradients) for t in tensors}
         self.due = self._due(w.gradients)
@@ -184,6 +186,11 @@ def _complete(final: dict[tuple[int, int], int], chunk_of: dict[int, int]) -> di
         chunk = chunk_of[tensor]
         complete[chunk] = max(moment, complete.get(chunk, -1))
     return complete
+
+
+def _moves(plan: Plan, cut: frozenset[tuple[Place, int, str]]) -> bool:
+    stays = all((Place.GPU, c.index, "param") in cut for c in plan.layout.chunks)
+    return not stays or any((s.kind, s.list) == (Kind.DROP, "param") for s in plan.steps)
 
 
 def _permanent_bytes(plan: Plan, cut: frozenset[tuple[Place, int, str]]) -> int:

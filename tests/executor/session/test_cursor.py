@@ -128,6 +128,8 @@ def event(state: State, act: Act, f: World) -> Answer | Refusal:
             return Refusal.SWITCHED_BACKWARD
         if f[Fact.OF_EVALUATION]:
             return Refusal.OF_EVALUATION
+        if f[Fact.DOUBLE]:
+            return Refusal.DOUBLE
         if f[Fact.STEPPED] and f[Fact.CONSUMED]:
             return Refusal.NOT_CLEARED
         if f[Fact.SURPLUS] and f[Fact.ARRIVED]:

@@ -518,10 +518,10 @@ def critic(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> No
     end(optimizer)
 
 
-@pytest.mark.parametrize("late_s", [0.0, 0.02])
+@pytest.mark.parametrize(("policy", "late_s"), [("zero_offload", 0.0), ("zero_offload", 0.02), ("all_on_gpu", 0.0)])
 @pytest.mark.parametrize(("act", "backwards"), [(by_gradients, 3), (critic, 4)])
 def test_backwards_that_count_as_micro_batches(
-    kit: Any, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, act: Act, backwards: int, late_s: float
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, act: Act, backwards: int, policy: str, late_s: float
 ) -> None:
     """Gradients whose step has not run where the plan is left are added before those that come later."""
     add = ChunkGradients.add_on_host
@@ -531,7 +531,7 @@ def test_backwards_that_count_as_micro_batches(
         add(gradients, chunk, list_name)
 
     monkeypatch.setattr(ChunkGradients, "add_on_host", add_late)
-    run = start("mlp", "zero_offload", micro_batches=backwards)
+    run = start("mlp", policy, micro_batches=backwards)
     for _ in range(3):
         batch = next(run.batches)
         act(run.model, batch, run.optimizer)
@@ -541,16 +541,32 @@ def test_backwards_that_count_as_micro_batches(
 
 
 @pytest.mark.parametrize("policy", ["tide", "patrickstar", "optimal"])
-@pytest.mark.parametrize("backwards", [2, 3])
+@pytest.mark.parametrize(("act", "backwards"), [(by_gradients, 3), (by_backwards, 2), (by_backwards, 3)])
 def test_a_backward_that_reaches_the_batch_under_a_tight_plan(
-    start: Callable[..., Any], kit: Any, policy: str, backwards: int
+    start: Callable[..., Any], policy: str, act: Act, backwards: int
 ) -> None:
     """The first layer's weight is read in its backward, where a plan for a batch without gradients does not have it.
-    After three iterations off plan there is a new plan, for the two backwards between two `zero_grad()`."""
+    After three iterations off plan there is a new plan, for the backwards between two `zero_grad()`."""
     run = start("mlp", policy, micro_batches=backwards)
     for _ in range(5):
         batch = next(run.batches)
-        by_backwards(run.model, batch, run.optimizer)
-        by_backwards(run.reference.model, batch, run.reference.optimizer)
+        act(run.model, batch, run.optimizer)
+        act(run.reference.model, batch, run.reference.optimizer)
     values = run.model.state_dict()
     assert all(torch.equal(values[name], p.detach()) for name, p in run.reference.model.named_parameters())
+
+
+@pytest.mark.parametrize("policy", ["tide", "patrickstar", "optimal"])
+def test_a_double_backward_where_parameters_move(start: Callable[..., Any], policy: str) -> None:
+    run = start("mlp", policy, micro_batches=4)
+    refusal = rf"create_graph=True, and the plan of {policy} moves.*\(zero_offload\)"
+    for _ in range(2):  # in an iteration on plan, and in one after it
+        with pytest.raises(ContractError, match=refusal):
+            critic(run.model, next(run.batches), run.optimizer)
+        run.optimizer.zero_grad()
+        with pytest.raises(ContractError, match=refusal):
+            run.model(**next(run.batches)).backward(create_graph=True)
+        run.optimizer.zero_grad()
+    for _ in range(4):
+        run.model(**next(run.batches)).backward()
+    run.optimizer.step()
