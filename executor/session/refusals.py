@@ -153,8 +153,9 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
             "torch.autograd"
         ),
         Refusal.DOUBLE: (
-            "a backward with create_graph=True, and the plan of {f.policy} moves parameters, or writes "
-            "their gradients over them, before a backward through its graph has read them; make the plan with a policy that leaves them in their places (zero_offload)"
+            "a backward with create_graph=True, and the plan of {f.policy} moves parameters, or writes gradients over "
+            "them, before a backward through its graph has read them; make the plan with a policy that leaves them in "
+            "their places (zero_offload)"
         ),
         Refusal.ADDRESS: (
             "data_ptr() of {f.name!r} outside every module: its memory moves with its chunk; compare parameters with "
