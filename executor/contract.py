@@ -29,7 +29,7 @@ gives the result of each act in each state of the loop.
 | fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; a warning at the first step |
 | `step()` where `accelerator.sync_gradients` is False | ContractError: `optimizer = accelerator.prepare(optimizer)` |
 | backwards that reach the batch (PGD), a micro-batch of the plan per backward | as plain torch |
-| a double backward (WGAN-GP), a micro-batch of the plan per backward | zero_offload: as plain torch; else ContractError |
+| a double backward (WGAN-GP), a micro-batch of the plan per backward | as plain torch (zero_offload) or ContractError |
 | under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |
 | `loss.backward(inputs=...)`, `torch.autograd.grad` of parameters, `register_multi_grad_hook` | as plain torch |
