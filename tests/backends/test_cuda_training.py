@@ -160,6 +160,15 @@ class TestHazards:
         monkeypatch.setattr(run.session.contents, "_copy", run.session.backend.copy)
         same(kit, run)
 
+    def test_sums_wait_for_slow_copies(
+        self, kit: Any, on_cuda: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The host adds each micro-batch's gradients; no norm waits for them first."""
+        run = on_cuda("mlp", "tide", micro_batches=3)
+        self.hold_up(run.session.backend, Queue.D2H, monkeypatch)
+        monkeypatch.setattr(run.session.contents, "_copy", run.session.backend.copy)
+        same(kit, run, micro_batches=3)
+
     def test_without_the_gate_a_block_is_used_while_it_is_read(
         self, kit: Any, on_cuda: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:

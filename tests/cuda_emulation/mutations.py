@@ -58,7 +58,7 @@ MUTATIONS: Mapping[str, Mutation] = {
         file=STREAMS,
         text="                backend.synchronize(event)\n                if self._failure is not None:  # a rank",
         instead="                if self._failure is not None:  # a rank",
-        test=SLOW_COPIES,
+        test=TRAINING + "TestHazards::test_sums_wait_for_slow_copies",
     ),
     "compute waits for no copy": Mutation(
         file=EVENTS,
