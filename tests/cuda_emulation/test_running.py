@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+CI = HERE.parents[1] / ".ci" / "run"
+PASSED = "===== 7 passed in 1.00s ====="
+EMULATED = "===== 3 passed in 2.00s ====="
 
 
 @pytest.fixture
@@ -73,3 +77,31 @@ def test_fewer_passed_tests_than_committed_fail(
     assert text is None if said is None else text.startswith(said)
     monkeypatch.delenv(suite.COUNTED)  # a part of the tests
     assert suite.missing_passes(reporter) is None
+
+
+class TestContinuousIntegration:
+    @staticmethod
+    def run(folder: Path, **targets: tuple[str, int]) -> tuple[int, list[str]]:
+        """With a `make` that prints for each target what it is told to."""
+        cases = "".join(f"*{name}) echo '{text}'; exit {status};;\n" for name, (text, status) in targets.items())
+        make = folder / "make"
+        make.write_text(f'#!/bin/sh\ncase "$*" in\n{cases.replace("_", "-")}esac\n')
+        make.chmod(0o755)
+        environment = {"PATH": f"{folder}:/usr/bin:/bin"}
+        done = subprocess.run([CI], env=environment, capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout.splitlines()
+
+    def test_both_run(self, tmp_path: Path) -> None:
+        status, lines = self.run(tmp_path, test=(PASSED, 0), gpu_environment=("", 0), gpu_emulated=(EMULATED, 0))
+        assert (status, lines) == (0, [PASSED, EMULATED])
+
+    def test_the_environment_cannot_be_made(self, tmp_path: Path) -> None:
+        said = "NOT RUN: the environment needs 8 GB on the disk, 7.0 GB are free"
+        status, lines = self.run(tmp_path, test=(PASSED, 0), gpu_environment=(said, 2))
+        assert (status, lines[-2:]) == (0, [said, PASSED])
+
+    @pytest.mark.parametrize("failing", ["test", "gpu_environment", "gpu_emulated"])
+    def test_anything_else_fails(self, tmp_path: Path, failing: str) -> None:
+        targets = {"test": (PASSED, 0), "gpu_environment": ("", 0), "gpu_emulated": (EMULATED, 0)}
+        status, _ = self.run(tmp_path, **{**targets, failing: ("broken", 2)})
+        assert status == 2
