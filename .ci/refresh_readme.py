@@ -331,14 +331,18 @@ def peers_offloading() -> str:
     )
 
 
-def semantics() -> str:
-    r = result("semantics")
+def semantics(name: str = "semantics") -> str:
+    r = result(name)
     left_out = sum("exception" in cell for row in r["table"].values() for cell in row.values())
     return (
         f"{r['runs']} runs beside plain PyTorch, parameters and moments compared: {r['equal_to_the_bit']} equal to the "
         f"bit, largest relative difference {r['largest_relative_difference']:.1e}; cells left out with their reasons: "
-        f"{left_out}; {link('semantics')}"
+        f"{left_out}; {link(name)}"
     )
+
+
+def architectures() -> str:
+    return semantics("architectures")
 
 
 def interleavings() -> str:
@@ -700,8 +704,9 @@ def _change(part: float, digits: int = 2) -> str:
 PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
-        accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, interleavings,
-        leaks, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning, activations, calibrated,
+        accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, architectures, interleavings,
+        leaks, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning, activations,
+        calibrated,
         tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio, forms_choice,
         forms_order,
     )

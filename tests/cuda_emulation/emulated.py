@@ -24,7 +24,9 @@ def environment(outer: Mapping[str, str]) -> dict[str, str]:
         "LD_PRELOAD": ":".join(str(build.BUILT / name) for name in build.LIBRARIES),
         "EMULATED_CUDA_OPERATORS": str(build.BUILT / build.OPERATORS),
         "PYTHONPATH": os.pathsep.join(folders),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), outer.get("PATH", os.defpath)]),
+        "PATH": os.pathsep.join(
+            [str(Path(sys.executable).parent), str(build.HERE / "commands"), outer.get("PATH", os.defpath)]
+        ),
     }
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from pstar_sim.catalog.here import nvidia_smi
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif("EMULATED_CUDA_OPERATORS" not in os.environ, reason="is about the emulated device"),
@@ -174,6 +176,16 @@ def test_autocast_has_the_rules_of_cuda() -> None:
         assert torch.pow(x, 3.0).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.pow(x.cpu(), 3.0).dtype == torch.bfloat16
+
+
+def test_nvidia_smi_lists_what_torch_has() -> None:
+    """Memory is in MiB there."""
+    text = nvidia_smi()
+    assert text is not None
+    names, memory = zip(*(line.split(", ")[:2] for line in text.splitlines()))
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    assert list(names) == [device.name for device in devices]
+    assert [int(mib) for mib in memory] == [device.total_memory >> 20 for device in devices]
 
 
 def test_what_is_missing_names_itself(shim: Any, capfd: pytest.CaptureFixture[str]) -> None:
