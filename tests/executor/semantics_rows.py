@@ -277,7 +277,7 @@ def _train(
                 assert torch.equal(*seen), "an evaluation between micro-batches differs"
         if case.driven:
             mine.append(optimizer.session.step(batches, loss=case.loss).loss)
-            theirs[step:] = [sum(theirs[step:])]
+            theirs[step:] = [float(torch.tensor(theirs[step:]).sum())]  # in fp32, as the session adds them
         else:
             optimizer.step()
             optimizer.zero_grad()
