@@ -42,6 +42,8 @@ gives the result of each act in each state of the loop.
 | `copy.deepcopy(model)` | ContractError: load its `state_dict()` into a second model |
 | `model.state_dict()`, reading a parameter, `copy.deepcopy(p)` | as plain torch, a copy of the current value |
 | writing a parameter (`p.mul_`, `p.data.copy_`, ...) | ContractError: the master copy would keep its old value |
+| a forward that writes a parameter (`Embedding(max_norm=)`, `weight.data.clamp_()`) | ContractError at the backward |
+| `p.detach().numpy()` | as plain torch, a read-only array |
 | a forward without gradients (evaluation, `generate`) at any point | as plain torch, parameters fetched on demand |
 | an evaluation on several ranks, between iterations | as plain torch; the ranks may call different modules, or none |
 | an evaluation on several ranks, inside an iteration | PlanError: evaluate between `step()` and the next forward |
@@ -77,6 +79,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -156,10 +159,22 @@ class ChunkParameter(nn.Parameter):
     Attributes:
         plan_reader: the session's reader, held weakly.
         plan_tensor: index of the tensor in the plan.
+        plan_version: the parameter's `_version`, which every write in place raises. Writes of its chunk do not.
     """
 
     plan_reader: weakref.ref[Any]
     plan_tensor: int
+    plan_version: int
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()  # its writes raise the version
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if type(self) is ChunkParameter:
+            raise write_refused(reader_of(self).name_of(self.plan_tensor))
+        _DATA_SET(self, value)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -251,12 +266,13 @@ def adopt(parameter: nn.Parameter, reader: ParameterAccess, tensor: int) -> None
     parameter.plan_reader = weakref.ref(reader)  # type: ignore[attr-defined]
     parameter.plan_tensor = tensor  # type: ignore[attr-defined]
     parameter.plan_mark = weakref.ref(parameter)  # type: ignore[attr-defined]  # torch.utils.swap_tensors then refuses
+    parameter.plan_version = parameter._version  # type: ignore[attr-defined]
     parameter.__class__ = ParkedParameter
 
 
 def disown(parameter: nn.Parameter) -> None:
     parameter.__class__ = nn.Parameter
-    del parameter.plan_reader, parameter.plan_tensor, parameter.plan_mark  # type: ignore[attr-defined]
+    del parameter.plan_reader, parameter.plan_tensor, parameter.plan_version, parameter.plan_mark  # type: ignore[attr-defined]
 
 
 def _parameters_in(values: Iterable[Any], into: list[nn.Parameter]) -> None:
@@ -307,6 +323,7 @@ _DATA_SET = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class Snapshot(torch.Tensor):
     """A copy of a parameter's current value, or a view of such a copy. Reading it is plain torch. Writing it raises,
     because the model would not see the change; after the training of a Trainer the copy becomes the parameter's value.
+    Its NumPy array is read-only.
 
     Attributes:
         adopt: makes the copy the parameter's value, where the run may end; returns whether it did.
@@ -322,6 +339,8 @@ class Snapshot(torch.Tensor):
                 raise ContractError(_WRITE.format(name="a prepared model's parameter"))
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
+        if isinstance(out, np.ndarray):
+            out.flags.writeable = False
         if type(out) in (list, tuple):
             return type(out)(_still_a_copy(item, args) for item in out)
         return _still_a_copy(out, args)

@@ -136,6 +136,10 @@ class ActFacts:
         return f"{self.name!r} is read" if self.tensor >= 0 else f"a forward of {self.forward}"
 
     @property
+    def written_name(self) -> str:
+        return self.host.reader.name_of(self.host.reader.written or 0)
+
+    @property
     def switched_name(self) -> str:
         return self.host.reader.name_of(min(self.host.reader.switched))
 
@@ -189,6 +193,7 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.IN_BACKWARD: lambda act: act.host.clock.in_backward,
     Fact.SCALED: lambda act: act.host.scaling is not None,
     Fact.TRANSFORMED: lambda act: transforms_running(),
+    Fact.WRITTEN: lambda act: act.module == "" and act.host.reader.written is not None,
     Fact.DOUBLE: lambda act: act.host.timetable.moves and act.host.clock.in_backward and torch.is_grad_enabled(),
     Fact.FROZEN: lambda act: act.host.plan.workload.tensors[act.tensor].frozen,
 }

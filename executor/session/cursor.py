@@ -168,6 +168,8 @@ class Fact(_Word):
     """Gradients are multiplied by a loss scale inside the model."""
     TRANSFORMED = "transformed"
     """A transform of torch.func runs."""
+    WRITTEN = "written"
+    """A parameter was written in place since it is the session's; asked where a backward begins."""
     DOUBLE = "double"
     """The backward makes a graph of its own, and the plan moves parameters."""
 
@@ -207,6 +209,7 @@ _FORWARD = (
 )
 _GRADIENT = (
     _row("switched", Refusal.SWITCHED_BACKWARD),
+    _row("written", Refusal.WRITTEN),
     _row("of_evaluation", Refusal.OF_EVALUATION),
     _row("double", Refusal.DOUBLE),
     _row("stepped consumed", Refusal.NOT_CLEARED),

@@ -132,6 +132,15 @@ class Reader:
         else:
             self.switched.add(tensor)
 
+    @property
+    def written(self) -> int | None:
+        """A tensor whose parameter was written in place: by the model's own forward, or an `Embedding(max_norm=)`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for t in self.host.timetable.chunk_of:
+                if self.parameters[t]._version != self.parameters[t].plan_version:  # type: ignore[attr-defined]
+                    return t
+        return None
+
     def touch(self, func: Any, parameters: Sequence[nn.Parameter], args: Any, kwargs: Any) -> Any:
         """Returns the result of `func(*args, **kwargs)`, a torch function with parked parameters among its
         arguments."""

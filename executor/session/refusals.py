@@ -41,6 +41,7 @@ class Refusal(Enum):
     NO_GRADIENT = "no gradient"
     SCALED = "scaled"
     TRANSFORMED = "transformed"
+    WRITTEN = "written"
     DOUBLE = "double"
     ADDRESS = "address"
 
@@ -151,6 +152,11 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
             "{f.subject} inside a transform of torch.func (grad, vjp, jvp, vmap, ...), which hides parameters from the "
             "session; use a copy of the model and torch.func.functional_call(copy, model.state_dict(), ...), or "
             "torch.autograd"
+        ),
+        Refusal.WRITTEN: (
+            "parameter {f.written_name!r} has been written by a forward (max_norm= of an embedding, or the model's own "
+            "code): the master copy keeps its old value, and the write would be lost; write parameters before "
+            "executor.prepare, or compute the changed value in the forward without writing it"
         ),
         Refusal.DOUBLE: (
             "a backward with create_graph=True, and the plan of {f.policy} moves parameters, or writes gradients over "

@@ -126,6 +126,8 @@ def event(state: State, act: Act, f: World) -> Answer | Refusal:
     if act is Act.GRADIENT:
         if f[Fact.SWITCHED]:
             return Refusal.SWITCHED_BACKWARD
+        if f[Fact.WRITTEN]:
+            return Refusal.WRITTEN
         if f[Fact.OF_EVALUATION]:
             return Refusal.OF_EVALUATION
         if f[Fact.DOUBLE]:

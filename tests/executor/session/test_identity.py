@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -570,3 +571,72 @@ def test_a_double_backward_where_parameters_move(start: Callable[..., Any], poli
     for _ in range(4):
         run.model(**next(run.batches)).backward()
     run.optimizer.step()
+
+
+class Writer(nn.Module):
+    """Writes its own parameters in its forward."""
+
+    def __init__(self, write: Callable[[nn.Embedding, nn.Linear], Any], max_norm: float | None) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(24, 16, max_norm=max_norm)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.write = write
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.write(self.rows, self.layers[1])
+        x = self.rows(ids)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+def without_grad(_: nn.Embedding, layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+
+
+WRITES: dict[str, tuple[Callable[[nn.Embedding, nn.Linear], Any], float | None]] = {
+    "rows": (lambda rows, layer: None, 0.1),
+    "layers.1": (without_grad, None),
+    "layers.1 by data": (lambda rows, layer: layer.weight.data.clamp_(-0.1, 0.1), None),
+    "layers.1, data set": (lambda rows, layer: setattr(layer.weight, "data", torch.zeros(16, 16)), None),
+}
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_forward_that_writes_a_parameter(kit: Any, name: str, recorded: bool) -> None:
+    """The working copy is written, the master copy is not: the write would be lost at the next update."""
+    write, max_norm = WRITES[name]
+    torch.manual_seed(0)
+    plain, batch = Writer(lambda rows, layer: None, None), (torch.arange(24).reshape(2, 12),)
+    model = Writer(write, max_norm)
+    model.load_state_dict(plain.state_dict())
+
+    def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        return module(*batch)
+
+    names = rf"parameter '{name[:8].rstrip(' ,')}\.weight' (has been|is) written"
+    if recorded:
+        with pytest.raises(ContractError, match=names):
+            record(model, [batch], kit.small_machine(10**7), name="net", loss=loss)
+        return
+    workload = capture_module(plain, batch, name="net", loss=loss)
+    plan = kit.tight_plan("tide", workload, Settings(clip=False))
+    prepared, optimizer = executor.prepare(model, plan, executor.AdamW(), check=False)
+    for _ in range(2):
+        with pytest.raises(ContractError, match=names):
+            loss(prepared, batch).backward()
+        optimizer.zero_grad()
+    optimizer.session.close(restore=False)
+
+
+def test_an_array_of_a_parameter_is_read_only(start: Callable[..., Any]) -> None:
+    run = start("mlp", "tide")
+    for array in (
+        first(run.model).detach().numpy(),
+        first(run.model).data[0].numpy(),
+        np.asarray(first(run.model).data),
+    ):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1.0
