@@ -167,7 +167,7 @@ class ChunkParameter(nn.Parameter):
     plan_version: int
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()  # its writes raise the version
 
     @data.setter
