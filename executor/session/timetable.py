@@ -49,7 +49,7 @@ class Timetable:
         due: moment -> tensors whose gradient is final in that moment.
         early: moment -> tensors whose gradient arrives in that moment and again later in the micro-batch.
         goes_to: (chunk, micro-batch) -> list that takes gradients of the chunk.
-        moves: whether a working list leaves the gpu, or takes gradients in the place of its parameters.
+        moves: whether a step moves a working list off the gpu, or gradients take the place of its parameters.
         sums: steps of the net queue after which sums of gradients over the ranks are whole.
         first_complete: moment in which the first chunk has all its gradients.
         permanent_bytes: bytes on the gpu that cannot leave it between two iterations.
@@ -76,7 +76,7 @@ class Timetable:
         self.micro_batches = w.micro_batches
         self.relayed = w.relayed
         self.goes_to = gradient_list(plan)
-        self.moves = _moves(plan, self.cut) or "param" in self.goes_to.values()
+        self.moves = not self.on_demand_only and (_moves(plan, self.cut) or "param" in self.goes_to.values())
         self.sums = _sums(plan)
         self._final = {(self.micro_batch[m], t): m for m, tensors in enumerate(w.gradients) for t in tensors}
         self.due = self._due(w.gradients)
