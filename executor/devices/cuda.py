@@ -14,7 +14,7 @@ import os
 
 import torch
 
-from executor.devices.cuda_blocks import Blocks, check_allocator, check_no_capture, pool_shape
+from executor.devices.cuda_blocks import Blocks, check_no_capture, pool_shape, set_up_allocator
 from executor.devices.cuda_streams import CudaStreams
 from executor.devices.gate import Gate
 from executor.devices.headroom import FRAGMENT_BYTES, LEAST_BYTES, Headroom, measure_room, outside_bytes
@@ -60,7 +60,7 @@ class CudaBackend(CudaStreams):
     room_bytes: bytes kept free for uses that no plan counts; more is kept where more was measured (headroom.py).
 
     Raises PlanError for a limit larger than the card or without room beside the memory in use on it, for an allocator
-    with which budgets would not hold (`cuda_blocks.check_allocator`), and while a CUDA graph is captured.
+    with which budgets would not hold (`cuda_blocks.set_up_allocator`), and while a CUDA graph is captured.
     """
 
     name = "cuda"
@@ -73,7 +73,7 @@ class CudaBackend(CudaStreams):
         limit_bytes: int | None = None,
         room_bytes: int = LEAST_BYTES,
     ) -> None:
-        check_allocator()
+        set_up_allocator()
         check_no_capture("a run begins")
         super().__init__(device, adam_threads=default_adam_threads() if adam_threads is None else adam_threads)
         with torch.cuda.device(device):

@@ -29,7 +29,12 @@ Three parts keep the budget: the arena's ledger (bytes in use), the gate (bytes 
 below 10 MiB, which are cut from the segment in multiples of 512 B; for larger blocks multiples of 2 MiB, one block per
 segment. So blocks are counted by the bytes that they take of a segment, and the pool by its segments. With
 `expandable_segments` there is one segment that grows by pages, and none of this holds. An allocator other than torch's
-own has no pools. `check_allocator` refuses both.
+own has no pools. `set_up_allocator` refuses both.
+
+[Note: large blocks] By default torch cuts small tensors from the free blocks of large tensors, so that the next large
+tensor (logits, attention) finds no whole block and takes new memory beside them. `set_up_allocator` therefore sets
+max_split_size_mb, from which on blocks stay whole. torch reads it at every allocation. Settings of the user's own are
+left as they are.
 
 [Note: refused beside a pool] While a thread is inside a pool's context, torch (up to 2.11) does not give its cached
 blocks back to the driver for another thread that is refused memory: an operator then runs out of memory although enough
@@ -58,19 +63,20 @@ from typing import Any
 import torch
 
 from executor.devices.adam import scratch_bytes
-from executor.devices.torch26 import allocating_in
+from executor.devices.torch26 import allocating_in, set_allocator
 from executor.devices.torch_private import storage_key
 from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import OutOfMemory, PlanError
 
-__all__ = ["Blocks", "PoolShape", "block_bytes", "check_allocator", "check_no_capture", "pool_shape", "segment_of"]
+__all__ = ["Blocks", "PoolShape", "block_bytes", "check_no_capture", "pool_shape", "segment_of", "set_up_allocator"]
 
 log = logging.getLogger("executor")
 
 MIB = 1 << 20
 LEAST_SLACK_BYTES = 64 * MIB
+_LARGE_BLOCKS = "max_split_size_mb:128"  # best of those measured by benchmarks/gpu_memory.py
 # torch reads the settings once, from either variable, when the process first allocates.
 _UNSET = (
     "Before Python starts, take {0} out of PYTORCH_CUDA_ALLOC_CONF and of PYTORCH_ALLOC_CONF, or remove both: unset "
@@ -96,8 +102,9 @@ def _up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
-def check_allocator() -> None:
-    """Raise PlanError where torch does not manage memory as this module assumes. Call before anything is allocated."""
+def set_up_allocator() -> None:
+    """Let torch's allocator keep large blocks whole: [Note: large blocks]. Raise PlanError where torch does not manage
+    memory as this module assumes. Call before anything is allocated."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
@@ -116,6 +123,10 @@ def check_allocator() -> None:
             "torch's CUDA allocator has roundup_power2_divisions, which makes blocks larger than a plan counts: its "
             "budget would not hold. " + _UNSET.format("roundup_power2_divisions")
         )
+    if not settings.get("PYTORCH_CUDA_ALLOC_CONF"):
+        set_allocator(_LARGE_BLOCKS)
+    elif settings.get("max_split_size", -1) < 0:
+        log.info("torch may reserve less beside a plan's budget with %s added to PYTORCH_ALLOC_CONF", _LARGE_BLOCKS)
 
 
 def split_bytes(device: torch.device) -> int:

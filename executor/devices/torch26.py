@@ -4,6 +4,7 @@
   the two functions that push and pop such hooks are wrapped when the executor is imported, and hooks are counted per
   thread.
 - A CUDA memory pool for the allocations of one thread. Older versions have a pool per stream.
+- Settings of the CUDA allocator of a running process. Newer versions have the same settings for every accelerator.
 - Whether the compiler watches this thread. In older versions each call of torch's function for it loses a reference to
   the result (None as a rule), until None is freed and the process dies; the function is never called there.
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["allocating_in", "compiler_watches", "saved_tensor_hooks", "watch_hooks"]
+__all__ = ["allocating_in", "compiler_watches", "saved_tensor_hooks", "set_allocator", "watch_hooks"]
 
 _WATCH_COUNTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _PUSH, _POP = "_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"
@@ -89,3 +90,12 @@ def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
         end = getattr(c, "_cuda_endAllocateCurrentStreamToPool", None) or c._cuda_endAllocateToPool
         end(device.index, pool.id)
         c._cuda_releasePool(device.index, pool.id)
+
+
+def set_allocator(settings: str) -> None:
+    """Replace the settings of torch's CUDA allocator, as PYTORCH_ALLOC_CONF has them ("max_split_size_mb:128")."""
+    c: Any = torch._C
+    change = (
+        getattr(c, "_accelerator_setAllocatorSettings", None) or c._cuda_cudaCachingAllocator_set_allocator_settings
+    )
+    change(settings)

@@ -38,6 +38,7 @@ class Card:
         self.fractions: list[float] = []
         self.allocator = "native"
         self.settings: dict[str, Any] = {"expandable_segments": False, "roundup_power2_divisions": {"1": 0, "1024": 1}}
+        self.set: list[str] = []  # settings of the allocator, by us
         self.routed: list[Any] = []
         self.pinned_emptied: list[int] = []
         self.split = 0  # free, of segments that are in part in use
@@ -133,6 +134,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda *_: None, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": made.settings})
+    monkeypatch.setattr(cuda_blocks, "set_allocator", made.set.append)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: made.pinned_emptied.append(1), raising=False)
     return made
@@ -748,6 +750,29 @@ class TestRefusals:
         assert f"take {without} out of PYTORCH_CUDA_ALLOC_CONF and of PYTORCH_ALLOC_CONF" in str(error.value)
         assert "unset PYTORCH_CUDA_ALLOC_CONF PYTORCH_ALLOC_CONF" in str(error.value)
         assert card.pools == []
+
+    @pytest.mark.parametrize(
+        ("theirs", "max_split_size", "ours", "advice"),
+        [
+            ("", -1, ["max_split_size_mb:128"], 0),
+            ("garbage_collection_threshold:0.8", -1, [], 1),
+            ("max_split_size_mb:512", 512 * MIB, [], 0),
+        ],
+    )
+    def test_large_blocks_stay_whole_unless_the_user_has_settings(
+        self,
+        card: Card,
+        caplog: pytest.LogCaptureFixture,
+        theirs: str,
+        max_split_size: int,
+        ours: list[str],
+        advice: int,
+    ) -> None:
+        card.settings |= {"PYTORCH_CUDA_ALLOC_CONF": theirs, "max_split_size": max_split_size}
+        with caplog.at_level("INFO", logger="executor"):
+            CudaBackend(torch.device("cpu"))
+        assert card.set == ours
+        assert caplog.text.count("with max_split_size_mb:128 added to PYTORCH_ALLOC_CONF") == advice
 
     def test_a_model_on_another_device(self) -> None:
         model = torch.nn.Linear(2, 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import executor
-from executor.devices.cuda_blocks import block_bytes
+from executor.devices.cuda_blocks import block_bytes, set_up_allocator
 from executor.devices.headroom import measure_room
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.errors import DoesNotFit, PlanError
@@ -218,6 +218,19 @@ def test_pinned_memory_goes_back_with_the_session(kit: Any) -> None:
     assert stats()["allocated_bytes.current"] > before
     optimizer.session.close(restore=False)
     assert stats()["allocated_bytes.current"] == before
+
+
+def test_no_small_tensor_is_cut_from_a_large_block() -> None:
+    """400 MiB are free, and 24 are taken beside them."""
+    set_up_allocator()
+    torch.cuda.empty_cache()
+    large = torch.empty(400 * MIB, dtype=torch.uint8, device="cuda")
+    del large
+    before = torch.cuda.memory_reserved()
+    small = torch.empty(24 * MIB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.memory_reserved() - before == 24 * MIB
+    del small
+    torch.cuda.empty_cache()
 
 
 def test_the_room_is_what_a_run_leaves_free() -> None:
