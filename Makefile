@@ -13,7 +13,7 @@ EXTRAS := executor,hf,notebooks,docs,report,app,test
 export CONSTRAINTS := import sys; print("-c constraints.txt" if sys.version_info >= (3, 11) else "")
 
 .PHONY: help install demo test check docs package notebooks bench results peers frameworks axolotl clean gpu-smoke gpu-test gpu-parity gpu-record gpu-steady \
-	gpu-7b gpu-peers gpu-largest gpu-mirror gpu-emulated gpu-emulated-nightly gpu-environment
+	gpu-7b gpu-peers gpu-largest gpu-mirror gpu-emulated gpu-emulated-nightly gpu-emulated-memory gpu-environment
 
 help:
 	@echo "make install    the environment in $(VENV), every version pinned by constraints.txt"
@@ -43,6 +43,7 @@ help:
 	@echo "make gpu-mirror  without a device: $(VENV)-mirror, like such a machine, in which all of these end at the device"
 	@echo "make gpu-emulated without a device: the tests marked gpu on an emulated one, in $(VENV)-cuda (6 GB, x86-64 Linux)"
 	@echo "make gpu-emulated-nightly  the same with three seeds, then without one synchronisation of the executor at a time"
+	@echo "make gpu-emulated-memory   15 minutes: what torch reserves beside plans of ten models, against bounds"
 
 install: $(STAMP)
 
@@ -158,6 +159,11 @@ NIGHTLY_SEEDS := 1 2 3
 gpu-emulated-nightly: gpu-environment
 	for seed in $(NIGHTLY_SEEDS); do EMULATED_CUDA_SEED=$$seed $(CUDA_VENV)/bin/python tests/cuda_emulation/suite.py; done
 	$(CUDA_VENV)/bin/python tests/cuda_emulation/mutations.py
+	$(MAKE) gpu-emulated-memory
+
+# Ten models at real sizes on a card of 40 GB that takes no memory; operators compute nothing.
+gpu-emulated-memory: gpu-environment
+	$(CUDA_VENV)/bin/python tests/cuda_emulation/emulated.py python benchmarks/gpu_memory.py $(if $(OUT),--out $(OUT))
 
 clean:
 	rm -rf dist demo-out site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

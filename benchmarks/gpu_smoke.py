@@ -139,10 +139,10 @@ def pool(device: str, say: Say) -> dict[str, Any]:
     Then free memory is given back, and at the end all memory."""
     import torch
 
-    from executor.devices.cuda_blocks import Blocks, check_allocator
+    from executor.devices.cuda_blocks import Blocks, set_up_allocator
 
     _only_on_a_card(device)
-    check_allocator()
+    set_up_allocator()
     block, rounds = 32 * MIB, 100
     before = torch.cuda.memory_reserved()
     blocks = Blocks(torch.device("cuda", 0))

@@ -10,16 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from pstar_sim.core.plan import Plan
+from pstar_sim.errors import DoesNotFit
+
 CALLS = ("cudaMalloc", "cudaFree")
-WARM_STEPS, STEPS = 3, 5
+WARM_STEPS = 3
+CAP_STEP_BYTES = 10**8
 
 
-def preset(name: str, *, dtype: str) -> nn.Module:
+def preset(name: str, *, dtype: str, **shape: int) -> nn.Module:
     """Returns a model of the catalog."""
     from executor.models import TORCH_DTYPES, build
 
     def make() -> nn.Module:
-        return build(name, dtype=dtype, device="meta").module
+        return build(name, dtype=dtype, device="meta", **shape).module
 
     return empty(make, dtype=TORCH_DTYPES[dtype])
 
@@ -108,7 +112,7 @@ def ragged(batch: int, sequence: int) -> Iterator[Any]:
 
 
 LLAMA = {
-    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,
     "num_attention_heads": 32, "num_key_value_heads": 4,
 }  # fmt: skip
 T5 = {
@@ -134,29 +138,44 @@ def gpt2(dtype: str) -> nn.Module:
     return preset("gpt2", dtype=dtype)
 
 
-# name -> (module, largest batch, batches of the run, steps)
-MODELS: Mapping[str, Callable[[], tuple[nn.Module, Any, Iterator[Any], int]]] = {
-    "gpt2 8x512 fp32": lambda: (gpt2("fp32"), tokens(8, 512), same(tokens(8, 512)), STEPS),
-    "gpt2 16x1024 bf16": lambda: (gpt2("bf16"), tokens(16, 1024), same(tokens(16, 1024)), STEPS),
-    "vit-b-16 32 fp32": lambda: (preset("vit-b-16", dtype="fp32"), pixels(32), same(pixels(32)), STEPS),
-    "llama-1.1b 4x2048 bf16 checkpointed": lambda: (
+# name -> (module, largest batch, batches of the run)
+MODELS: Mapping[str, Callable[[], tuple[nn.Module, Any, Iterator[Any]]]] = {
+    "gpt2 8x512 fp32": lambda: (gpt2("fp32"), tokens(8, 512), same(tokens(8, 512))),
+    "gpt2 16x1024 bf16": lambda: (gpt2("bf16"), tokens(16, 1024), same(tokens(16, 1024))),
+    "vit-b-16 32 fp32": lambda: (preset("vit-b-16", dtype="fp32"), pixels(32), same(pixels(32))),
+    "llama, 4 layers, 4x2048 bf16 checkpointed": lambda: (
         of_transformers("LlamaForCausalLM", "LlamaConfig", dtype="bf16", checkpointing=True, **LLAMA),
-        tokens(4, 2048), same(tokens(4, 2048)), STEPS,
+        tokens(4, 2048), same(tokens(4, 2048)),
     ),
     "bert-base 16x512 fp32": lambda: (
-        preset("bert-base", dtype="fp32"), tokens(16, 512), same(tokens(16, 512)), STEPS),
+        preset("bert-base", dtype="fp32", sequence=512), tokens(16, 512), same(tokens(16, 512))),
     "t5-base 8x512 bf16": lambda: (
         of_transformers("T5ForConditionalGeneration", "T5Config", dtype="bf16", **T5),
-        tokens(8, 512), same(tokens(8, 512)), STEPS,
+        tokens(8, 512), same(tokens(8, 512)),
     ),
     "mixtral 8 experts 4x1024 bf16": lambda: (
         of_transformers("MixtralForCausalLM", "MixtralConfig", dtype="bf16", **MIXTRAL),
-        tokens(4, 1024), same(tokens(4, 1024)), STEPS,
+        tokens(4, 1024), same(tokens(4, 1024)),
     ),
-    "gpt2 8 x up to 512 ragged fp32": lambda: (gpt2("fp32"), tokens(8, 512), ragged(8, 512), 200),
-    "gpt2 1 x up to 1024 packed bf16": lambda: (gpt2("bf16"), tokens(1, 1024), ragged(1, 1024), 200),
-    "resnet-50 64 fp32": lambda: (empty(ResNet, dtype=torch.float32), images(64), same(images(64)), STEPS),
+    "gpt2 8 x up to 512 ragged fp32": lambda: (gpt2("fp32"), tokens(8, 512), ragged(8, 512)),
+    "gpt2 1 x up to 1024 packed bf16": lambda: (gpt2("bf16"), tokens(1, 1024), ragged(1, 1024)),
+    "resnet-50 64 fp32": lambda: (empty(ResNet, dtype=torch.float32), images(64), same(images(64))),
 }  # fmt: skip
+
+
+def smallest_cap(plan_within: Callable[[int], Plan]) -> int:
+    """Returns the smallest cap, in steps of CAP_STEP_BYTES up to 40 GB, that has a plan. Raises DoesNotFit."""
+    low, high = 0, 400
+    plan_within(high * CAP_STEP_BYTES)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            plan_within(middle * CAP_STEP_BYTES)
+        except DoesNotFit:
+            low = middle
+        else:
+            high = middle
+    return high * CAP_STEP_BYTES
 
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,19 +185,24 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     from executor.training import train_step
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.core.plan import Settings
-    from pstar_sim.errors import DoesNotFit
     from pstar_sim.policy.registry import find_policy
 
-    module, largest, batches, steps = MODELS[job["model"]]()
-    steps = job.get("steps") or steps
-    cap_bytes = int(job["gpu_memory_bytes"])
+    module, largest, batches = MODELS[job["model"]]()
+    steps = job["steps"]
     workload = capture_module(module, largest, name=job["model"])
     row: dict[str, Any] = {"tide_bytes": workload.peak_non_model_bytes}
+    settings = Settings(update=job.get("update", "eager"), clip=False)
+
+    def plan_within(cap_bytes: int) -> Plan:
+        return find_policy(job["policy"])(workload, load_machine("a100-40", gpu_memory=cap_bytes), settings)
+
     try:
-        machine = load_machine("a100-40", gpu_memory=cap_bytes)
-        plan = find_policy(job["policy"])(workload, machine, Settings(update=job.get("update", "eager"), clip=False))
+        smallest = smallest_cap(plan_within)
+        cap_bytes = int(job["share"] * smallest)
+        plan = plan_within(cap_bytes)
     except DoesNotFit as error:
         return {**row, "no_plan": str(error)}
+    row["cap_bytes"], row["smallest_plan_bytes"] = cap_bytes, smallest
     row["budget_bytes"] = plan.gpu_budget_bytes
     shim = ctypes.CDLL(None)
     for name in ("emulated_cuda_calls", "emulated_cuda_total"):
@@ -212,7 +236,7 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     row |= {
         "reserved_peak_bytes": torch.cuda.max_memory_reserved(),
         "allocated_peak_bytes": torch.cuda.max_memory_allocated(),
-        "steps": steps,
+        "iterations": step + 1,
         "rungs": len(session.ladder),
         "deviations": session.deviations,
         "pool_bytes": session.backend.pool_bytes,

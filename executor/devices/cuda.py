@@ -14,10 +14,10 @@ import os
 
 import torch
 
-from executor.devices.cuda_blocks import Blocks, check_no_capture, pool_shape, set_up_allocator
+from executor.devices.cuda_blocks import Blocks, check_no_capture, limit_fragments, pool_shape, set_up_allocator
 from executor.devices.cuda_streams import CudaStreams
 from executor.devices.gate import Gate
-from executor.devices.headroom import FRAGMENT_BYTES, LEAST_BYTES, Headroom, measure_room, outside_bytes
+from executor.devices.headroom import LEAST_BYTES, Headroom, measure_room, outside_bytes
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PlanError
 from pstar_sim.units import format_bytes
@@ -88,6 +88,7 @@ class CudaBackend(CudaStreams):
         log.info("%s: %s", torch.cuda.get_device_name(device), self.kept)
         self._total_bytes = total
         self._limit_bytes = limit_bytes
+        self._reservable_bytes = total  # by this process
         if limit_bytes is not None:
             self._cap(limit_bytes)
         self._budget_bytes = 0
@@ -103,7 +104,8 @@ class CudaBackend(CudaStreams):
                 f"--gpu-memory {format_bytes(limit_bytes)} leaves nothing on "
                 f"{torch.cuda.get_device_name(self.device)}: {kept}; give more, or free memory on the card"
             )
-        torch.cuda.set_per_process_memory_fraction((limit_bytes - kept.outside_bytes) / self._total_bytes, self.device)
+        self._reservable_bytes = limit_bytes - kept.outside_bytes
+        torch.cuda.set_per_process_memory_fraction(self._reservable_bytes / self._total_bytes, self.device)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -147,8 +149,9 @@ class CudaBackend(CudaStreams):
         self._blocks.expect(
             pool_shape(plan),
             plan.gpu_budget_bytes,
-            beyond_bytes=max(0, available - FRAGMENT_BYTES - plan.gpu_budget_bytes),
+            beyond_bytes=max(0, available - plan.gpu_budget_bytes),
         )
+        limit_fragments(plan.gpu_budget_bytes / self._reservable_bytes)
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
         try:
@@ -202,3 +205,4 @@ class CudaBackend(CudaStreams):
         self.give_host_back()
         if self._limit_bytes is not None:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        limit_fragments(1.0)

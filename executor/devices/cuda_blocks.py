@@ -1,26 +1,27 @@
 """GPU memory of chunks on CUDA: storages that get and lose their memory in place, from blocks of equal size.
 
-[Note: reserved bytes] A plan's budget limits the bytes that the process *reserves* on the card, not the bytes of its
-tensors: memory that torch keeps for later is not available to others either. To keep both equal, payloads of the size
-that moves most (the uniform chunk) come from one private MemPool, in which every block has that size and any free block
-fits any of them. The pool may grow to the budget less the highest tide and the payloads that always stay: memory that
-non-model data never needs. A steady iteration asks the driver for nothing and gives nothing back. Where operators are
-refused memory all the same (ladder.py), `give_back` replaces the pool by a new pool. torch returns the free blocks of a
-pool without a holder to the driver, at once or with the next `empty_cache`, and the other blocks once they are free.
+[Note: reserved bytes] A plan's budget limits the bytes in use. What the process *reserves* on the card, which others
+cannot have either, is more: torch's fragments come beside it, up to what the card, or the run's cap, has beyond the
+budget. benchmarks/gpu_memory.py measures them. To add none, payloads of the size that moves most (the uniform chunk)
+come from one private MemPool, in which every block has that size and any free block fits any of them. The pool may
+grow to the budget less the highest tide and the payloads that always stay: memory that non-model data never needs. A
+steady iteration asks the driver for nothing and gives nothing back. Where operators are refused memory all the same
+(ladder.py), `give_back` replaces the pool by a new pool. torch returns the free blocks of a pool without a holder to
+the driver, at once or with the next `empty_cache`, and the other blocks once they are free.
 
 Other payloads (other sizes, and payloads that fit at low tide only) are allocated outside the pool, under a stream of
 their own, so that torch keeps them apart from the user's tensors too. Their free blocks go back to the driver when the
 tide, or another size, needs the room. That stops the device and is counted in `exchanges`. No exchange happens under a
 plan of uniform chunks whose payloads and highest tide fit the budget together.
 
-[Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again. A
-plan that uses the room of low tide would pay for this at every swing of the tide. So there are two marks. An exchange
-comes when more than the budget and a slack would be reserved, and then gives back everything that is free, down to the
-budget or below. Swings smaller than the slack cost no exchange, larger swings one for each slack. The slack comes from
-the bytes that the card, or the run's cap, has beyond the budget and the kept room (headroom.py), and is 0 where the
-plan takes all bytes. It begins with a twentieth of the budget or 64 MiB, whichever is more, and doubles with each
-exchange, up to those bytes: memory that nobody uses costs less than an exchange in every step. Free pieces of segments
-that are in part in use cannot go back, so no exchange is made for them.
+[Note: exchanges] An exchange also drops the memory that torch keeps for operators, which ask the driver for it again.
+A plan that uses the room of low tide would pay for this at every swing of the tide. So there are two marks. An
+exchange comes when more than the budget and a slack would be reserved, and then gives back everything that is free,
+down to the budget or below. Swings smaller than the slack cost no exchange, larger swings one for each slack. The
+slack comes from the bytes that the card, or the run's cap, has beyond the budget, and is 0 where the plan takes all
+bytes. It begins with a twentieth of the budget or 64 MiB, whichever is more, and doubles with each exchange, up to
+those bytes: memory that nobody uses costs less than an exchange in every step. Free pieces of segments that are in
+part in use cannot go back, so no exchange is made for them.
 
 Three parts keep the budget: the arena's ledger (bytes in use), the gate (bytes whose work is in flight) and this module
 (bytes that are free). torch itself keeps a cap on the whole process (`CudaBackend(limit_bytes=)`).
@@ -31,10 +32,12 @@ segment. So blocks are counted by the bytes that they take of a segment, and the
 `expandable_segments` there is one segment that grows by pages, and none of this holds. An allocator other than torch's
 own has no pools. `set_up_allocator` refuses both.
 
-[Note: large blocks] By default torch cuts small tensors from the free blocks of large tensors, so that the next large
-tensor (logits, attention) finds no whole block and takes new memory beside them. `set_up_allocator` therefore sets
-max_split_size_mb, from which on blocks stay whole. torch reads it at every allocation. Settings of the user's own are
-left as they are.
+[Note: fragments] torch cuts small tensors from the free blocks of large tensors, so that the next large tensor
+(logits, attention) finds no whole block and takes new memory beside them. Where the user has no settings of torch's
+allocator, a run has two: from max_split_size_mb on blocks stay whole, and, under a cap, torch gives idle blocks back
+one by one before it takes memory beyond the plan's budget (garbage_collection_threshold, a share of what the process
+may reserve). torch reads them at every allocation. They refuse nothing: what the card, or the cap, has beyond the
+budget can be reserved too.
 
 [Note: refused beside a pool] While a thread is inside a pool's context, torch (up to 2.11) does not give its cached
 blocks back to the driver for another thread that is refused memory: an operator then runs out of memory although enough
@@ -76,7 +79,8 @@ log = logging.getLogger("executor")
 
 MIB = 1 << 20
 LEAST_SLACK_BYTES = 64 * MIB
-_LARGE_BLOCKS = "max_split_size_mb:128"  # best of those measured by benchmarks/gpu_memory.py
+_LARGE_BLOCKS = "max_split_size_mb:128"
+_OURS = f"{_LARGE_BLOCKS},garbage_collection_threshold:"  # then the share
 # torch reads the settings once, from either variable, when the process first allocates.
 _UNSET = (
     "Before Python starts, take {0} out of PYTORCH_CUDA_ALLOC_CONF and of PYTORCH_ALLOC_CONF, or remove both: unset "
@@ -103,8 +107,8 @@ def _up(size: int, step: int) -> int:
 
 
 def set_up_allocator() -> None:
-    """Let torch's allocator keep large blocks whole: [Note: large blocks]. Raise PlanError where torch does not manage
-    memory as this module assumes. Call before anything is allocated."""
+    """Let torch's allocator keep large blocks whole. Raise PlanError where torch does not manage memory as this module
+    assumes. Call before anything is allocated."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
@@ -123,10 +127,18 @@ def set_up_allocator() -> None:
             "torch's CUDA allocator has roundup_power2_divisions, which makes blocks larger than a plan counts: its "
             "budget would not hold. " + _UNSET.format("roundup_power2_divisions")
         )
-    if not settings.get("PYTORCH_CUDA_ALLOC_CONF"):
-        set_allocator(_LARGE_BLOCKS)
-    elif settings.get("max_split_size", -1) < 0:
+    if not limit_fragments(1.0) and settings.get("max_split_size", -1) < 0:
         log.info("torch may reserve less beside a plan's budget with %s added to PYTORCH_ALLOC_CONF", _LARGE_BLOCKS)
+
+
+def limit_fragments(share: float) -> bool:
+    """Let torch give idle blocks back beyond this share of the bytes that the process may reserve, unless the user has
+    settings. Returns whether the settings are ours: [Note: fragments]."""
+    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    if settings.get("PYTORCH_CUDA_ALLOC_CONF", "").removeprefix(_OURS).strip("0123456789."):
+        return False
+    set_allocator(f"{_OURS}{min(max(share, 0.001), 0.999):.3f}")
+    return True
 
 
 def split_bytes(device: torch.device) -> int:
