@@ -60,6 +60,21 @@ inline void copy_results(const Stack& from, const std::vector<IValue>& to) {
   }
 }
 
+// Without arithmetic small whole numbers are computed all the same: models decide by some of them what to do next.
+inline bool decides(const std::vector<IValue>& values) {
+  constexpr size_t SMALL = 64 << 10;
+  auto may = [](const Tensor& t) {
+    return !t.defined() || (t.nbytes() <= SMALL && at::isIntegralType(t.scalar_type(), /*includeBool=*/true));
+  };
+  for (const IValue& v : values) {
+    if (v.isTensor() && !may(v.toTensor())) return false;
+    if (v.isTensorList())
+      for (const Tensor& t : v.toTensorVector())
+        if (!may(t)) return false;
+  }
+  return true;
+}
+
 // Runs the operator on shapes. Returns false where it has no Meta kernel.
 inline bool infer(const c10::OperatorHandle& op, const Behaviour& b, const std::vector<IValue>& arguments,
                   std::vector<IValue>* results) {
@@ -90,7 +105,7 @@ inline void run_in_place(const c10::OperatorHandle& op, const Behaviour& b, cons
     Stack s = on_cpu_arguments;
     op.callBoxed(&s);
   };
-  enqueue(b.name, run, b.waits);
+  enqueue(b.name, run, b.waits || decides(on_cpu_arguments));
   if (b.waits) wait_for_the_stream();
   for (int which : b.returned) {
     TORCH_CHECK(which >= 0, "emulated CUDA: ", b.name, " writes to an argument and returns something new");
@@ -120,7 +135,7 @@ inline void run_later(const c10::OperatorHandle& op, const Behaviour& b, const S
     suit_the_cpu(name, s);
     op.callBoxed(&s);
     copy_results(s, targets);
-  });
+  }, decides(on_cpu_arguments) && decides(targets));
   for (const IValue& v : results) torch::jit::push(*stack, v);
 }
 

@@ -16,7 +16,7 @@ struct Settings {
   double link_bytes_per_s;   // EMULATED_CUDA_LINK_BYTES_PER_S, each way: 0, as fast as memcpy
   bool serial;               // EMULATED_CUDA_SERIAL=1: a task ends before the call that enqueues it returns
   bool poison;               // EMULATED_CUDA_POISON=1: fresh device memory is 0xFF, which is NaN in every float
-  bool arithmetic;           // EMULATED_CUDA_ARITHMETIC=0: operators compute nothing, large copies copy nothing
+  bool arithmetic;           // EMULATED_CUDA_ARITHMETIC=0: only small whole numbers are computed, large copies copy nothing
 };
 
 const Settings& settings();
