@@ -2,9 +2,9 @@
 
     .venv-cuda/bin/python tests/cuda_emulation/emulated.py python benchmarks/gpu_memory.py
 
-Ten models at real sizes, each with three caps: the smallest that has a plan (to 100 MB), 1.1 and 1.5 times as much. Each
-run has a process of its own. Figures: gpu_memory.json. The status is 1 where a run ends that has a plan, makes more than
-one exchange per step, or reserves more than 105 % of its budget and 640 MiB beyond it.
+Ten models at real sizes, each with three caps: the smallest that has a plan (to 100 MB), 1.1 and 1.5 times as much.
+Each run has a process of its own. Figures: gpu_memory.json. The status is 1 where a run ends that has a plan, makes
+more than one exchange per step, or reserves more than 105 % of its budget and 640 MiB beyond it.
 """
 
 from __future__ import annotations
