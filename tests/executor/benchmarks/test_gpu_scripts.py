@@ -443,3 +443,51 @@ def test_the_measured_tide_is_without_workspaces(load: Callable[[str], Any]) -> 
     tide = load("recording.tide").record_tide(Small().cuda(), {"x": x.cuda()})
     assert list(tide.names) == [moment.name for moment in captured.moments]
     assert max(tide.bytes) == pytest.approx(captured.peak_non_model_bytes, abs=600 * 1024)
+
+
+class TestMemory:
+    def test_it_runs_on_the_emulated_device_only(
+        self, load: Callable[[str], Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("EMULATED_CUDA_OPERATORS", raising=False)
+        assert load("gpu_memory").main([]) == 3
+        assert capsys.readouterr().out.startswith("gpu-memory: skipped: no emulated device; ")
+
+    def test_the_table_and_its_bounds(
+        self,
+        load: Callable[[str], Any],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Budgets of 1 GiB: 64 MiB more are within the goal, 640 within the bounds; one run ends at its smallest cap,
+        one makes two exchanges per step."""
+        memory, reserved = load("gpu_memory"), load("recording.reserved")
+        for name in memory.DEVICE:
+            monkeypatch.setenv(name, "")
+        monkeypatch.setenv("EMULATED_CUDA_OPERATORS", "there")
+        monkeypatch.setattr(reserved, "MODELS", {"small": None, "large": None})
+        more_mib = {"small": (64, 65, 640), "large": (641, 0, 0)}
+        gib = 1 << 30
+
+        def run(keep: Any, job: dict[str, Any], left_s: float) -> dict[str, Any]:
+            index = memory.SHARES.index(job["share"])
+            row = {"cap_bytes": int(job["share"] * 2e9), "budget_bytes": gib, "iterations": 6, "deviations": 0}
+            row["reserved_peak_bytes"] = gib + (more_mib[job["model"]][index] << 20)
+            if (job["model"], index) == ("small", 0):
+                return {**row, "died": "step 2: out of memory"}
+            exchanges = 2.0 if (job["model"], index) == ("large", 2) else 0.0
+            return {**row, "exchanges_per_step": exchanges, "retries_per_step": 0.0, "cudaMalloc_per_step": 0.0}
+
+        monkeypatch.setattr(memory, "in_process", run)
+        assert memory.main(["--out", str(tmp_path)]) == 1
+        result = json.loads((tmp_path / "gpu_memory.json").read_text(encoding="utf-8"))
+        assert result["faults"] == [
+            "small, 1: step 2: out of memory",
+            f"large, 1: {gib + (641 << 20)} bytes reserved, with a budget of {gib}",
+            "large, 1.5: 2 exchanges per step, at most 1 was to be",
+        ]
+        assert result["above_goal"] == ["small, 1.1", "small, 1.5", "large, 1"]
+        assert result["smallest_cap_bytes"] == {"small": 2_200_000_000, "large": 2_000_000_000}
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert ["small,", "1.5", "3.0", "1.07", "162.5", "%", "640", "0.0", "0.0", "0.0", "0", "of", "6"] in lines
