@@ -4,7 +4,7 @@
 
 Ten models at real sizes, each with three caps: the smallest that has a plan (to 100 MB), 1.1 and 1.5 times as much.
 Each run has a process of its own. Figures: gpu_memory.json. The status is 1 where a run ends that has a plan, makes
-more than one exchange per step, or reserves more than 105 % of its budget and 640 MiB beyond it.
+more than one exchange per step, or reserves more than 105 % of its budget and 656 MiB beyond it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ SHARES = (1.0, 1.1, 1.5)
 LONG_SHARE = 1.1  # of runs whose batches differ in length: there memory could grow with steps
 STEPS = 3
 LIMIT_S = 400.0
-GOAL_BYTES, MOST_BYTES = 64 * MIB, 640 * MIB  # beyond the budget, where 5 % of it are fewer
+# Beyond the budget, where 5 % of it are fewer. MOST_BYTES: the room of a cap beside its budget, less the context.
+GOAL_BYTES, MOST_BYTES = 64 * MIB, 656 * MIB
 # Runs that end, and why.
 ENDS = {
     "gpt2 16x1024 bf16, 1": "the device's tide is 0.4 GB above the captured tide, and the cap leaves no room for it",
