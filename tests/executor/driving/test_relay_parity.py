@@ -349,6 +349,7 @@ def test_a_boundary_at_the_address_of_one_that_is_gone(relayed: Callable[..., An
     assert not saves.saved
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler reads
 def test_compiled_blocks_and_autocast(relayed: Callable[..., Any], kit: Any) -> None:
     """Boundaries leave the GPU there too; under autocast they may be of another width than planned."""
     run = relayed("stack", "tide:order=relay-host", 3, layers=4)
