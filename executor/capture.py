@@ -14,6 +14,7 @@ import itertools
 import operator
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -244,6 +245,10 @@ def _run(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            warnings.catch_warnings()
+        )  # transformers asks for the alignment of experts in torch <= 2.10
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         inputs = stack.enter_context(fake_module(module, example_batch, mode, dtype))
 
         def fake(other: nn.Module) -> None:

@@ -57,6 +57,11 @@ def _grouped_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: An
     return int(2 * groups * a.shape[1] * a.shape[2] * b.shape[-1])
 
 
+def _grouped_backward_flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """Returns the flops of the gradients of both factors."""
+    return 2 * _grouped_flops(a, b)
+
+
 # Kernels that run attention; each has the same arithmetic, and a backward of the same name.
 _ATTENTION = (
     "_scaled_dot_product_cudnn_attention",
@@ -75,6 +80,12 @@ _OWN: dict[str, Callable[..., int]] = {
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     **{getattr(aten, name): flops for name, flops in _OWN.items() if hasattr(aten, name)},  # torch 2.6 has not all
+}
+# transformers' own operators of routed experts, for torch without grouped products for the device. They exist where
+# transformers is imported.
+_FLOPS_BY_NAME: dict[str, Callable[..., int]] = {
+    "transformers::grouped_mm_fallback": _grouped_flops,
+    "transformers::grouped_mm_fallback_backward": _grouped_backward_flops,
 }
 # These return (part of) an input's storage although their schema does not say so, or only reserve memory.
 _NO_TRAFFIC = frozenset(
@@ -107,7 +118,7 @@ class _Traits:
 
     def __init__(self, func: Any) -> None:
         packet = getattr(func, "_overloadpacket", func)
-        self.flops = _FLOPS.get(packet)
+        self.flops = _FLOPS.get(packet) or _FLOPS_BY_NAME.get(getattr(packet, "_qualified_op_name", ""))
         self.product = _PRODUCTS.get(packet)
         self.resizes = packet in _RESIZES
         view = bool(getattr(func, "is_view", False)) or packet in _NO_TRAFFIC or self.resizes

@@ -79,6 +79,7 @@ class Reads:
     def __init__(self, host: Host) -> None:
         self.host = host
         self._hooks = _held_weakly(self)
+        self._behind: Any = None  # keeps the last alias's node alive, whose Python object does not do so in torch 2.6
         self._storages: dict[int, int] = {}  # storage of a working list -> chunk
         for c in host.plan.layout.chunks:
             self._storages[storage_key(host.arena.payloads.whole(c.index, "param"))] = c.index
@@ -205,7 +206,10 @@ class Reads:
             return outside
 
         if func in _ALIASES and args[0] is args[1] and not kwargs:
-            return copy(args[0])  # the usual way to a parameter's node in the graph
+            alias = copy(args[0])  # the usual way to a parameter's node in the graph
+            with torch._C.DisableTorchFunctionSubclass():
+                self._behind = alias.view_as(alias).grad_fn
+            return alias
         return func(*map_parameters(args, copy), **map_parameters(kwargs, copy))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -243,7 +244,9 @@ def interruptible() -> Iterator[None]:
 def test_what_stops_an_iteration_leaves_no_thread_and_no_stash(
     relayed: Callable[..., Any], kit: Any, interruptible: None
 ) -> None:
-    """An error in a forward and in a backward, and Ctrl-C in both; the next iteration is on plan and equal."""
+    """An error in a forward and in a backward, and Ctrl-C in both; the next iteration is on plan and equal. (After an
+    error in a checkpointed forward, torch 2.6 leaves the checkpoint's hooks on saved tensors in force, in plain torch
+    too.)"""
     run = relayed("stack", "tide:order=relay-host", 3)
     rows = [next(run.batches) for _ in range(3)]
     both(run, kit, rows)
@@ -256,8 +259,11 @@ def test_what_stops_an_iteration_leaves_no_thread_and_no_stash(
                 raise ValueError("stop")
             signal.raise_signal(signal.SIGINT)
 
+    closes = "gen.throw" in inspect.getsource(checkpoint)
     for error in (True, False):
-        for call in (2, 5):  # the second micro-batch's forward, and the second recomputation
+        for call in (
+            (2, 5) if closes or not error else (5,)
+        ):  # the second micro-batch's forward, the second recomputation
             calls.clear()
             handle = run.model.layers[1].register_forward_pre_hook(partial(fail, error, call))
             with pytest.raises(ValueError if error else KeyboardInterrupt) as caught:
@@ -343,6 +349,7 @@ def test_a_boundary_at_the_address_of_one_that_is_gone(relayed: Callable[..., An
     assert not saves.saved
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler reads
 def test_compiled_blocks_and_autocast(relayed: Callable[..., Any], kit: Any) -> None:
     """Boundaries leave the GPU there too; under autocast they may be of another width than planned."""
     run = relayed("stack", "tide:order=relay-host", 3, layers=4)

@@ -89,7 +89,10 @@ DOCUMENTED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], torch.dtype]
     "softmax": (lambda half: half.softmax(-1), torch.float32),
     "log_softmax": (lambda half: half.log_softmax(-1), torch.float32),
     "cosine_similarity": (lambda half: F.cosine_similarity(half, half), torch.float32),
-    "rms_norm": (lambda half: F.rms_norm(half, (4,)), torch.float32),
+    "rms_norm": (  # no rule for it in torch 2.6
+        lambda half: F.rms_norm(half, (4,)),
+        torch.float32 if "rms_norm" in autocast_operators("CUDA") else torch.bfloat16,
+    ),
     "dot with fp32": (lambda half: torch.dot(half[0], half[0].float()), torch.float32),
     "mv": (lambda half: torch.mv(half.float(), half[0].float()), torch.bfloat16),
 }

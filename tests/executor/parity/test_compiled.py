@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import executor
+from executor.devices.torch26 import compiler_watches
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of torch's compiler
 
@@ -117,7 +118,8 @@ def test_a_compiled_run_is_the_compiled_plain_run_with_its_hooks(backend: str) -
 
 
 def test_shapes_beyond_torchs_limit_run_as_written(caplog: pytest.LogCaptureFixture) -> None:
-    """nn.Linear.forward is compiled by itself, up to 8 times; these blocks have more shapes."""
+    """nn.Linear.forward is compiled by itself, up to 8 times; these blocks have more shapes. (torch 2.6 compiles no
+    forward of torch.nn by itself.)"""
     torch.manual_seed(0)
     model = Stack(*range(16, 112, 16))
     twin = copy.deepcopy(model)
@@ -127,6 +129,7 @@ def test_shapes_beyond_torchs_limit_run_as_written(caplog: pytest.LogCaptureFixt
         mine = offloaded(model, "aot_eager")
     finally:
         compiler.removeHandler(caplog.handler)
-    assert any("_limit (8)" in record.getMessage() for record in caplog.records)
+    if compiler_watches() is not None:
+        assert any("_limit (8)" in record.getMessage() for record in caplog.records)
     theirs = [*train(twin, adamw(twin)), *twin.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -40,7 +40,7 @@ LOSS = 0.01  # bound of benchmarks/scripts.py, fixed before the first run
 @pytest.mark.parametrize(
     ("name", "memory", "needs", "steps"),
     [
-        ("trainer_bf16", "1.3MB", "transformers", 2),
+        ("trainer_bf16", "1.4MB", "transformers", 2),
         ("plain_loop", "950KB", "torch", 2),
         ("lightning_module", "1MB", "lightning", 2),
         ("trl_sft", "7.4MB", "trl", 1),
@@ -732,6 +732,10 @@ def test_a_batch_that_fits_is_found(trainer: Callable[..., Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch's compiler
+@pytest.mark.skipif(
+    not hasattr(torch.compiler, "is_exporting"),
+    reason="plain torch 2.6 does not run a compiled GPT-2 of transformers 5",
+)
 def test_a_compiled_trainer_trains_by_the_plan(trainer: Callable[..., Any]) -> None:
     """The first step is counted, and runs as the model is written. Then the blocks between hooks are compiled."""
     from torch._dynamo.utils import counters
