@@ -14,7 +14,14 @@ import os
 
 import torch
 
-from executor.devices.cuda_blocks import Blocks, check_no_capture, limit_fragments, pool_shape, set_up_allocator
+from executor.devices.cuda_blocks import (
+    COLLECTED_SHARE,
+    Blocks,
+    check_no_capture,
+    limit_fragments,
+    pool_shape,
+    set_up_allocator,
+)
 from executor.devices.cuda_streams import CudaStreams
 from executor.devices.gate import Gate
 from executor.devices.headroom import LEAST_BYTES, Headroom, measure_room, outside_bytes
@@ -151,7 +158,7 @@ class CudaBackend(CudaStreams):
             plan.gpu_budget_bytes,
             beyond_bytes=max(0, available - plan.gpu_budget_bytes),
         )
-        limit_fragments(plan.gpu_budget_bytes / self._reservable_bytes)
+        limit_fragments(COLLECTED_SHARE * plan.gpu_budget_bytes / self._reservable_bytes)
 
     def host_slab(self, size_bytes: int) -> torch.Tensor:
         try:

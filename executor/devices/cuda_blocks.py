@@ -73,12 +73,22 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
 from pstar_sim.errors import OutOfMemory, PlanError
 
-__all__ = ["Blocks", "PoolShape", "block_bytes", "check_no_capture", "pool_shape", "segment_of", "set_up_allocator"]
+__all__ = [
+    "COLLECTED_SHARE",
+    "Blocks",
+    "PoolShape",
+    "block_bytes",
+    "check_no_capture",
+    "pool_shape",
+    "segment_of",
+    "set_up_allocator",
+]
 
 log = logging.getLogger("executor")
 
 MIB = 1 << 20
 LEAST_SLACK_BYTES = 64 * MIB
+COLLECTED_SHARE = 0.75  # of a budget: of 0.75, 0.9 and 1 the one that reserved least (benchmarks/gpu_memory.py)
 _LARGE_BLOCKS = "max_split_size_mb:128"
 _OURS = f"{_LARGE_BLOCKS},garbage_collection_threshold:"  # then the share
 # torch reads the settings once, from either variable, when the process first allocates.
