@@ -28,7 +28,8 @@ gives the result of each act in each state of the loop.
 | several backwards of one forward | each counts as a micro-batch of the plan: as plain torch, or ContractError |
 | fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; a warning at the first step |
 | `step()` where `accelerator.sync_gradients` is False | ContractError: `optimizer = accelerator.prepare(optimizer)` |
-| backwards that reach the batch (PGD), a micro-batch of the plan per backward | as plain torch |
+| backwards that reach the batch (PGD) | as plain torch |
+| a backward that gives no parameter a gradient (`autograd.grad`, a GAN's other half) | as plain torch, no micro-batch |
 | a double backward (WGAN-GP), a micro-batch of the plan per backward | as plain torch (zero_offload) or ContractError |
 | under a layer-major plan, a loop that calls the model | ContractError: `session.step(..., order="relay")` |
 | `step()` without a backward | as plain torch: nothing happens |
@@ -52,6 +53,7 @@ gives the result of each act in each state of the loop.
 | `p.data_ptr()` outside every module | ContractError: its memory moves with its chunk |
 | pickling, `torch.save`, `copy.copy` of the model (parameters: as plain torch) | ContractError: save `state_dict()` |
 | `torch.tensor(p)`, `torch.asarray(p)`, `to_dlpack(p)` | not seen by the session: give `p.detach()`, as plain torch |
+| writes through `p.untyped_storage()`, or through DLPack of `p.detach()` | not seen: lost |
 | `repr(p)` at any point | as plain torch; only its form where its values cannot be read |
 | a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
 | changing `requires_grad` | ContractError at the next forward with gradients: freeze before `prepare` |

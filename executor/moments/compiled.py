@@ -63,7 +63,7 @@ def eagerly() -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # a collection of garbage may end another pause at any point, in this thread too
 _pauses: set[object] = set()
 _stance: list[Any] = []  # the stance that all pauses together have taken, at most one
 
@@ -78,14 +78,14 @@ def pause_compiler() -> Callable[[], None]:
 
     def resume() -> None:
         with _LOCK, outside_compiled_code():
-            if mine in _pauses:
-                _pauses.discard(mine)
-                if not _pauses:
-                    _stance.pop().__exit__(None, None, None)
+            _pauses.discard(mine)
+            if not _pauses and _stance:
+                _stance.pop().__exit__(None, None, None)
 
     with _LOCK, outside_compiled_code():
-        if not _pauses:
-            _stance.append(torch.compiler.set_stance("force_eager"))
-            _stance[-1].__enter__()
         _pauses.add(mine)
+        if not _stance:
+            stance = torch.compiler.set_stance("force_eager")
+            stance.__enter__()
+            _stance.append(stance)
     return resume

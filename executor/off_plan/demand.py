@@ -214,7 +214,7 @@ class Demand:
     def discard(self) -> None:
         """Do `zero_grad()` before `step()`: drop the gradients and begin the iteration anew."""
         s = self.session
-        self._backwards = max(self._backwards, s.now.backwards)
+        self._backwards = max(self._backwards, s.now.given)
         if not s.cursor.off_plan:
             s.queues.settle(s.iteration - 1)
             s.queues.pause()
@@ -247,7 +247,7 @@ class Demand:
         try:
             policy = find_policy(s.plan.policy)
             form = s.batches.form
-            backwards, self._backwards = max(self._backwards, s.now.backwards), 0
+            backwards, self._backwards = max(self._backwards, s.now.given), 0
             s.renew(policy(s.batches.workload_of_last(backwards), s.plan.machine, s.plan.settings))
             s.shapes.plan_for(form)
         except PstarError as error:

@@ -118,7 +118,7 @@ class ActFacts:
     @property
     def backward(self) -> int:
         """Number of the backward that begins, from 1."""
-        return self.host.now.backwards + 1
+        return self.host.now.given + 1
 
     @property
     def setting(self) -> str:
@@ -178,7 +178,7 @@ _FACTS: Mapping[Fact, Callable[[ActFacts], bool]] = {
     Fact.ARRIVING: lambda act: raw_grad(act.host.reader.parameters[act.tensor]) is not None,
     Fact.CONSUMED: _consumed,
     Fact.STEPPED: lambda act: act.host.cursor.stepped,
-    Fact.SURPLUS: lambda act: act.host.now.backwards >= act.planned,
+    Fact.SURPLUS: lambda act: act.host.now.given >= act.planned,
     Fact.UPDATING: lambda act: act.host.updates.running,
     Fact.UNFINISHED: lambda act: act.host.clock.unfinished,
     Fact.COMMITTED: lambda act: act.host.cursor.committed == act.host.iteration,

@@ -137,7 +137,7 @@ class Fact(_Word):
     STEPPED = "stepped"
     """`optimizer.step()` came after they arrived."""
     SURPLUS = "surplus"
-    """As many backwards as planned have ended."""
+    """As many backwards as planned have given gradients."""
     UPDATING = "updating"
     """Parameters may be changing (eager updates)."""
     UNFINISHED = "unfinished"
@@ -212,7 +212,6 @@ _GRADIENT = (
     _row("written", Refusal.WRITTEN),
     _row("of_evaluation", Refusal.OF_EVALUATION),
     _row("double", Refusal.DOUBLE),
-    _row("stepped consumed", Refusal.NOT_CLEARED),
     _row("surplus arrived", Refusal.SURPLUS),
 )
 _FOLLOW = _row("expected !outstanding", Answer.FOLLOW)
@@ -243,7 +242,7 @@ _CLEAR = (
     _row("pending updating", Refusal.UPDATED),
     _row("pending several", Refusal.SUMMED),
     _row("pending", Answer.DROP),
-    _row("!given backward surplus", Answer.DROP),
+    _row("!given backward", Answer.DROP),
     _ALLOW,
 )
 _CALLS: dict[Act, tuple[TableRow, ...]] = {

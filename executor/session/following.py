@@ -23,6 +23,7 @@ from executor.session.cursor import Answer
 from executor.session.hosting import BytesHost, LoopHost
 from executor.session.iteration import Iteration
 from executor.session.reader import Reader
+from executor.session.refusals import Refusal, refused
 from executor.session.steps import Steps
 from executor.session.updates import Updates
 from pstar_sim.core.step import Place
@@ -276,6 +277,8 @@ class Following:
         cursor = host.cursor
         if raw_grad(parameter) is None:
             return  # a hook of the user's own has dropped it
+        if cursor.stepped and tensor in host.reader.consumed:
+            raise refused(Refusal.NOT_CLEARED, host)
         as_planned = cursor.moment >= 0 and tensor in host.timetable.due[cursor.moment]
         if not (as_planned or cursor.off_plan or self._is_final(tensor)):
             return
@@ -328,6 +331,7 @@ class Following:
         host.backend.touch()
         host.reader.consumed.add(tensor)
         host.now.arrived.add(tensor)
+        host.now.gives = True
         host.cursor.stepped = False
 
     def _is_final(self, tensor: int) -> bool:

@@ -29,6 +29,8 @@ class Iteration:
         early: tensors whose eager update has begun.
         norms: tensor -> norm of its gradient (one element, fp32), where the norm was taken as the gradient arrived.
         backwards: number of backwards that have ended.
+        given: number of those that gave a parameter its gradient: these count as micro-batches.
+        gives: whether the running backward has given one.
         shares: elements of each micro-batch on plan, as a share of the plan's batch.
         captured: whether a batch was captured inside the iteration.
         update: values that the Adam steps need; None until `optimizer.step()` (with eager updates: from the beginning).
@@ -43,6 +45,8 @@ class Iteration:
     early: set[int] = field(default_factory=set)
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
     backwards: int = 0
+    given: int = 0
+    gives: bool = False
     shares: list[float] = field(default_factory=list)
     captured: bool = False
     update: Update | None = None
@@ -51,6 +55,11 @@ class Iteration:
         """Note the size of the micro-batch that begins."""
         self.shares.append(share)
         self.captured |= captured
+
+    def end_backward(self) -> None:
+        self.backwards += 1
+        self.given += self.gives
+        self.gives = False
 
     def next(self, number: int, update: Update | None) -> Iteration:
         """Returns the value for iteration `number`, which begins. Only the last two iterations are kept."""

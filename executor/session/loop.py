@@ -252,7 +252,7 @@ class Loop:
             and event.module != ""
             and event.micro_batch >= 0
             and not (cursor.off_plan or cursor.visiting or cursor.stepped)
-            and not (now.outstanding or now.backwards >= table.micro_batches)
+            and not (now.outstanding or now.given >= table.micro_batches)
             and self._undisturbed()
         )
 
@@ -298,7 +298,7 @@ class Loop:
         if host.timetable.stashes:
             host.stashes.settle()
         if act is Act.BACKWARD_END:
-            host.now.backwards += 1
+            host.now.end_backward()
         for watch in watches:
             watch.open_moment()
 
@@ -366,7 +366,7 @@ class Loop:
             found = self.ask(Act.UPDATE)
         if found is Answer.NOTHING:
             return
-        self._see_backwards(host.now.backwards, host.plan.workload.micro_batches)
+        self._see_backwards(host.now.given, host.plan.workload.micro_batches)
         with host.at_work, unseen(), torch.no_grad():
             host.reader.set_open(False)
             if found is Answer.LEAVE:
@@ -435,7 +435,7 @@ class Loop:
         followed, if its batches and backwards are the plan's."""
         host = self.host
         self._left += not host.timetable.on_demand_only
-        planned = host.batches.planned and host.now.backwards == host.plan.workload.micro_batches
+        planned = host.batches.planned and host.now.given == host.plan.workload.micro_batches
         if self._left == NEVER and not self._followed and planned:
             log.warning(
                 "none of %d iterations followed the plan of %s, last %s; results are plain torch's, and copies do not "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import shutil
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 import executor
 from executor.devices.torch26 import compiler_watches
+from executor.moments import compiled
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of torch's compiler
 
@@ -133,3 +135,21 @@ def test_shapes_beyond_torchs_limit_run_as_written(caplog: pytest.LogCaptureFixt
         assert any("_limit (8)" in record.getMessage() for record in caplog.records)
     theirs = [*train(twin, adamw(twin)), *twin.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.timeout(20)
+def test_a_pause_that_a_collection_of_garbage_ends_while_another_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session's finalizer may run inside the lock, in the same thread."""
+    end_first = compiled.pause_compiler()
+    plain = compiled.outside_compiled_code
+
+    def collecting() -> contextlib.AbstractContextManager[None]:
+        monkeypatch.setattr(compiled, "outside_compiled_code", plain)
+        end_first()
+        return plain()
+
+    monkeypatch.setattr(compiled, "outside_compiled_code", collecting)
+    end_second = compiled.pause_compiler()
+    assert torch._dynamo.eval_frame._stance.stance == "force_eager"
+    end_second()
+    assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -55,7 +55,7 @@ def contract(state: State, act: Act, f: World) -> Answer | Refusal:
         if state is State.INTERRUPTED:
             return Answer.MEND
         if not f[Fact.PENDING]:
-            barren = f[Fact.BACKWARD] and f[Fact.SURPLUS] and not f[Fact.GIVEN]
+            barren = f[Fact.BACKWARD] and not f[Fact.GIVEN]
             return Answer.DROP if barren else Answer.ALLOW
         if f[Fact.UPDATING]:
             return Answer.HALF if f[Fact.UNFINISHED] else Refusal.UPDATED
@@ -132,8 +132,6 @@ def event(state: State, act: Act, f: World) -> Answer | Refusal:
             return Refusal.OF_EVALUATION
         if f[Fact.DOUBLE]:
             return Refusal.DOUBLE
-        if f[Fact.STEPPED] and f[Fact.CONSUMED]:
-            return Refusal.NOT_CLEARED
         if f[Fact.SURPLUS] and f[Fact.ARRIVED]:
             return Refusal.SURPLUS
     begins = act in (Act.FORWARD, Act.RECOMPUTE)
@@ -167,7 +165,7 @@ def test_the_table_is_whole() -> None:
     somewhere."""
     assert set(TABLE) == set(PAIRS)
     ends = {row.then for rows in TABLE.values() for row in rows}
-    assert ends == {*Answer, *Refusal}
+    assert ends == {*Answer, *Refusal} - {Refusal.NOT_CLEARED}  # of a gradient that arrives, not of an act
     assert {fact for pair in PAIRS for fact in asked(*pair)} == set(Fact) == set(_FACTS)
     for state, act in PAIRS:
         rows = TABLE[state, act]

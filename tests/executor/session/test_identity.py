@@ -4,6 +4,7 @@ pickling, torch.nn.utils. `ROWS` names each of them, and what holds: as plain Py
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import time
@@ -571,6 +572,49 @@ def test_a_double_backward_where_parameters_move(start: Callable[..., Any], poli
     for _ in range(4):
         run.model(**next(run.batches)).backward()
     run.optimizer.step()
+
+
+def probe(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
+    """A look at gradients before the usual iteration."""
+    torch.autograd.grad(model(**batch), weights(model))
+    model(**batch).backward()
+    end(optimizer)
+
+
+def adversary(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer, *, cleared_first: bool) -> None:
+    """The discriminator of a GAN: two backwards, a step, and a backward through it that is the generator's."""
+    if cleared_first:
+        optimizer.zero_grad()
+    model(**batch).backward(inputs=weights(model))
+    model(batch["x"].flip(0), batch["y"]).backward(inputs=weights(model))
+    optimizer.step()
+    if not cleared_first:
+        optimizer.zero_grad()
+    x = batch["x"].clone().requires_grad_()
+    model(x, batch["y"]).backward(inputs=[x])
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("policy", ["tide", "zero_offload"])
+@pytest.mark.parametrize(
+    ("act", "micro_batches"),
+    [
+        (probe, 1),
+        (functools.partial(adversary, cleared_first=True), 2),
+        (functools.partial(adversary, cleared_first=False), 2),
+    ],
+)
+def test_a_backward_that_gives_no_parameter_a_gradient_is_no_micro_batch(
+    start: Callable[..., Any], policy: str, act: Act, micro_batches: int
+) -> None:
+    run = start("mlp", policy, micro_batches=micro_batches)
+    for _ in range(5):
+        batch = next(run.batches)
+        act(run.model, batch, run.optimizer)
+        act(run.reference.model, batch, run.reference.optimizer)
+    run.optimizer.zero_grad()
+    values = run.model.state_dict()
+    assert all(torch.equal(values[name], p.detach()) for name, p in run.reference.model.named_parameters())
 
 
 class Writer(nn.Module):
