@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -61,6 +62,14 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         s = self._session
         for chunk in s.plan.layout.chunks:
             self.ignore(s.arena.payloads.whole(chunk.index, "param").untyped_storage())
+
+    # A plain model beside this one may have sparse tensors, which do not count. This one's gradients are refused by name.
+
+    def _see_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
+        super()._see_inputs(t for t in inputs if t.layout is torch.strided)
+
+    def _see_outputs(self, outputs: Iterable[torch.Tensor], *, resized: bool) -> None:
+        super()._see_outputs((t for t in outputs if t.layout is torch.strided), resized=resized)
 
     @property
     def _session(self) -> HostType:

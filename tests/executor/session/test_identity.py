@@ -484,6 +484,17 @@ def test_sparse_gradients(kit: Any, embedding: Any) -> None:
     optimizer.session.close(restore=False)
 
 
+def test_a_plain_model_beside_may_have_sparse_gradients(start: Callable[..., Any]) -> None:
+    run = start("mlp", "tide")
+    beside = nn.Embedding(8, 4, sparse=True)
+    loss = run.model(**next(run.batches))
+    beside(torch.arange(3)).sum().backward()
+    torch.optim.SparseAdam(beside.parameters()).step()
+    loss.backward()
+    run.optimizer.step()
+    assert run.session.deviations == 0
+
+
 def by_gradients(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> None:
     """PGD: two steps towards a larger loss, then the loss of what came out."""
     x = batch["x"]
