@@ -63,7 +63,7 @@ class Standing(LiveStorages, Generic[HostType]):  # type: ignore[no-untyped-call
         for chunk in s.plan.layout.chunks:
             self.ignore(s.arena.payloads.whole(chunk.index, "param").untyped_storage())
 
-    # A plain model beside may have sparse tensors, which do not count. Sparse gradients of this model are refused by name.
+    # A plain model beside may have sparse tensors, which do not count. Sparse gradients of this model are refused.
 
     def _see_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
         super()._see_inputs(t for t in inputs if t.layout is torch.strided)
