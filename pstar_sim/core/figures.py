@@ -26,6 +26,11 @@ BINDS_NAMES = {"adam": "CPU Adam", "barrier": "CPU Adam", "dram": "host DRAM", "
 """Resource that binds -> its short name. A resource that is missing here has the name that plans use. Behind a barrier
 CPU Adam binds, too: answers that do not know the cost of the barrier cannot tell the two apart."""
 _MOVED = {"h2d_bytes": "h2d", "d2h_bytes": "d2h"}
+_EVERY = (
+    "iteration_s", "tokens_per_s", "peak_gpu_bytes", "peak_host_bytes", "h2d_bytes", "d2h_bytes", "expected_error",
+    "cost_model", "validation", "confidence", "certificate",
+)  # fmt: skip
+"""Figures and words that every plan states that a comparison has saved."""
 _PEAKS = {"peak_gpu_bytes": Place.GPU, "peak_host_bytes": Place.HOST}
 
 
@@ -96,7 +101,7 @@ def _least_bytes(plan: Plan, place: Place) -> int:
 def not_checked(
     plan: Plan, checked: Collection[str], why: Mapping[str, str], *, workload: bool, machine: bool
 ) -> tuple[str, ...]:
-    """Returns one line per kind of statement in the plan that was not computed again.
+    """Returns one line per kind of statement in the plan that was not computed again, or that is missing.
 
     checked: names of figures and words that were computed.
     why: name -> reason why the figure was not computed.
@@ -114,6 +119,9 @@ def not_checked(
     words = [name for name in plan.choices if name not in checked and name not in why]
     if words:
         lines.append(f"{', '.join(words)}: words of the policy ({plan.policy}) about its choices")
+    missing = [name for name in _EVERY if name not in plan.predictions and name not in plan.choices]
+    if missing:
+        lines.append(f"{', '.join(missing)}: missing in the plan")
     if not workload:
         lines.append("the workload (moments, uses, tide, flops, batch): taken as stated; check(workload=) compares it")
     if not machine:

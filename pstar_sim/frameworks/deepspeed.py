@@ -16,6 +16,7 @@ from pstar_sim.core.plan import Plan
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration, in_full, spec
 from pstar_sim.frameworks.express import (
+    NOT_PINNED,
     Expressed,
     common_limits,
     common_says,
@@ -535,10 +536,16 @@ def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: i
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
+def _offloading(configuration: Configuration) -> str:
+    """Returns the names of the file's sections that offload, in words."""
+    sections = {"states": "offload_optimizer", "params": "offload_param"}
+    return " and ".join(name for what, name in sections.items() if configuration.detail[what] != "none")
+
+
 MEMORY = MemoryRules(
     allocations=_allocations,
     gpu_beyond_bytes=_gpu_beyond_bytes,
-    unpinned='with "pin_memory": false in its offload_optimizer and offload_param',
+    unpinned=lambda configuration: f'with "pin_memory": false in its {_offloading(configuration)}',
 )
 """Rules by which DeepSpeed allocates."""
 
@@ -586,8 +593,18 @@ def express(plan: Plan) -> Expressed:
         loading=_loading(stage),
         details=tuple(sorted(details.items())),
     )
-    says = (*common_says(plan), _says(stage, states, params), f"clipping {'at 1.0' if settings.clip else 'off'}")
-    return Expressed(configuration=configuration, says=says, cannot=tuple(cannot))
+    says = [*common_says(plan), _says(stage, states, params), f"clipping {'at 1.0' if settings.clip else 'off'}"]
+    if MEMORY.pins_too_much(configuration, w, plan.machine):
+        configuration = _without_pinning(configuration)
+        says.append(NOT_PINNED)
+    return Expressed(configuration=configuration, says=tuple(says), cannot=tuple(cannot))
+
+
+def _without_pinning(configuration: Configuration) -> Configuration:
+    """Returns the configuration with "pin_memory": false in each section that offloads, as `read` reads it."""
+    c = configuration
+    policy = spec(c.base, {**c.options, "pinned": False, "flush": "blocking"})
+    return replace(c, policy=policy, pinned=c.detail["states"] == "none", pinned_params=c.detail["params"] == "none")
 
 
 def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:

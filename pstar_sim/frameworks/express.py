@@ -19,8 +19,12 @@ from pstar_sim.workload.presets import variant
 from pstar_sim.workload.workload import Workload, activations_text
 
 __all__ = [
-    "Expressed", "Whereabouts", "common_limits", "common_says", "job_left", "options_of_plan", "placed", "whereabouts",
+    "NOT_PINNED", "Expressed", "Whereabouts", "common_limits", "common_says", "job_left", "options_of_plan", "placed",
+    "whereabouts",
 ]  # fmt: skip
+
+NOT_PINNED = "host memory not pinned: the host cannot pin as much"
+"""What a file says where the host cannot pin the bytes that the framework would pin."""
 
 
 @dataclass(frozen=True, kw_only=True)

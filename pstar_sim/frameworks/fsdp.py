@@ -89,7 +89,7 @@ def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 MEMORY = MemoryRules(
     allocations=_allocations,
     loaded_width=_WIDTH,
-    unpinned="with CPUOffloadPolicy(pin_memory=False) of FSDP 2 in the script",
+    unpinned=lambda configuration: "with CPUOffloadPolicy(pin_memory=False) of FSDP 2 in the script",
 )
 """Rules by which FSDP allocates, under each of its names."""
 

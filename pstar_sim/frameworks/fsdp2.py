@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from pstar_sim.core.plan import Plan
 from pstar_sim.frameworks.configuration import Configuration
-from pstar_sim.frameworks.express import Expressed
-from pstar_sim.frameworks.fsdp import express_as, offloads, reshards
+from pstar_sim.frameworks.express import NOT_PINNED, Expressed
+from pstar_sim.frameworks.fsdp import MEMORY, express_as, offloads, reshards
 
 __all__ = ["FSDP2", "express", "write"]
 
@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 DTYPE = torch.{torch_dtype}
 OFFLOAD = {offload}
+PIN = {pin}
 RESHARD = {reshard}
 CHECKPOINTING = {checkpointing}
 
@@ -53,8 +54,9 @@ def shard(model: nn.Module) -> nn.Module:
         model.gradient_checkpointing_enable()
     elif CHECKPOINTING:
         recompute(model)
+    pin = PIN and torch.cuda.is_available()
     options = {{
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if OFFLOAD else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pin) if OFFLOAD else OffloadPolicy(),
         "reshard_after_forward": RESHARD,
     }}
     if DTYPE is not torch.float32:
@@ -75,6 +77,7 @@ def write(configuration: Configuration) -> str:
         dtype=dtype,
         torch_dtype=_TORCH[dtype],
         offload=offloads(configuration),
+        pin=configuration.pinned_params,
         reshard=reshards(configuration),
         checkpointing=bool(configuration.checkpointing),
     )
@@ -83,5 +86,8 @@ def write(configuration: Configuration) -> str:
 def express(plan: Plan) -> Expressed:
     """Returns the configuration nearest to a plan. The script sets the optimizer, clipping, batch and micro-batches."""
     found = express_as(plan, FSDP2, {"version": 2}, says_batch=False)
+    if MEMORY.pins_too_much(found.configuration, plan.workload, plan.machine):
+        unpinned = replace(found.configuration, pinned=False, pinned_params=False)
+        found = replace(found, configuration=unpinned, says=(*found.says, NOT_PINNED))
     script = "the optimizer and clipping: the script's (AdamW over model.parameters(), fused=True)"
     return replace(found, cannot=(*found.cannot, script))

@@ -137,14 +137,14 @@ class MemoryRules:
     allocations: host memory that one rank requests.
     loaded_width: bytes per parameter of weights while they are loaded; None: those of the working dtype.
     once: what makes one process of a node load the weights for all, in words; "" if nothing does.
-    unpinned: what makes the framework pin less memory, in words; "" if nothing does.
+    unpinned: configuration -> what makes the framework pin less memory, in words; "" if nothing does.
     gpu_beyond_bytes: bytes that the GPU holds beside the lists of the policy; by default none.
     """
 
     allocations: Callable[[Configuration, Workload, int], tuple[Allocation, ...]]
     loaded_width: int | None = None
     once: str = ""
-    unpinned: str = ""
+    unpinned: Callable[[Configuration], str] = lambda configuration: ""
     gpu_beyond_bytes: Callable[[Configuration, Workload, int], int] = lambda configuration, workload, ranks: 0
 
     def shortage(
@@ -158,11 +158,16 @@ class MemoryRules:
             return None
         for words, changed in (
             (self.once, replace(configuration, loading="whole")),
-            (self.unpinned, replace(configuration, pinned=False, pinned_params=False)),
+            (self.unpinned(configuration), replace(configuration, pinned=False, pinned_params=False)),
         ):
             if words and self.host_need(changed, workload, ranks).shortage(machine, policy) is None:
                 return short.restated(change=words)
         return short
+
+    def pins_too_much(self, configuration: Configuration, workload: Workload, machine: Machine) -> bool:
+        """Returns whether the framework would pin more host memory than the machine can pin."""
+        need = self.host_need(configuration, workload, len(machine.ranks))
+        return machine.pinned_budget_bytes is not None and need.pinned_bytes > machine.pinned_budget_bytes
 
     def host_need(self, configuration: Configuration, workload: Workload, ranks: int) -> HostNeed:
         """Returns the host memory that the framework takes on one rank."""

@@ -219,13 +219,23 @@ def test_a_host_that_pins_less_than_a_file_wants_is_a_no_and_the_value_that_woul
     assert no.short_of == "pinned" and no.short_bytes == wanted - 5_000_000 and no.reason is not None
     assert no.reason.startswith("ds.json does not fit: host is to pin 5.505 MB (1.2 MB of fp32 masters, ")
     assert no.reason.endswith(
-        'but can pin 5 MB, short by 505 kB; fits with "pin_memory": false in its offload_optimizer and offload_param'
+        'but can pin 5 MB, short by 505 kB; fits with "pin_memory": false in its offload_optimizer'
     )
     fast, slow = (predict(c, w, enough, Settings(), label="ds.json") for c in (pinned, not_pinned))
     assert fast.iteration_s is not None and slow.iteration_s is not None and fast.iteration_s < slow.iteration_s
     assert predict(not_pinned, w, little, Settings(), label="ds.json").iteration_s == slow.iteration_s
     (row,) = compare(w, little, policies=[no.as_policy()], barrier_cost=False).rows
     assert row.short_of == "pinned" and row.reason == no.reason
+
+
+def test_the_value_that_would_do_is_named_in_each_section_of_the_file() -> None:
+    """3 layers of 100,000 parameters: their buffer of 2**20 bytes is pinned anyway, and 2 MB can be."""
+    zero = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+    found = deepspeed.read({"zero_optimization": zero, "bf16": {"enabled": True}}, "ds.json")
+    little = load_machine("rtx4090-wsl2", overrides={"host.pinned": "2MB"})
+    no = predict(found, chain_workload(3, 100_000), little, Settings(), label="ds.json")
+    assert no.reason is not None
+    assert no.reason.endswith('fits with "pin_memory": false in its offload_optimizer and offload_param')
 
 
 def test_copies_of_memory_that_is_not_pinned_go_at_the_rate_for_it() -> None:

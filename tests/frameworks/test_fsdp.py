@@ -20,6 +20,7 @@ import pstar_sim as ps
 from pstar_sim import Plan, PstarError, Settings
 from pstar_sim.frameworks import accelerate, fsdp, fsdp2
 from pstar_sim.frameworks.configuration import Configuration
+from pstar_sim.frameworks.express import NOT_PINNED
 from pstar_sim.frameworks.load import load_configuration
 from pstar_sim.frameworks.prediction import predict
 from pstar_sim.frameworks.targets import TARGETS, target_of
@@ -231,6 +232,24 @@ def test_what_is_exported_of_any_plan_is_read_again(policy: str, tmp_path: Path)
             assert load_configuration(str(path)) == found.configuration
 
 
+@pytest.mark.parametrize("policy", OWN)
+def test_what_is_exported_pins_nothing_where_the_host_can_pin_too_little(policy: str, tmp_path: Path) -> None:
+    """3 layers of 100,000 parameters: their fp32 gradients alone take 2 MiB pinned, and 2 MB can be."""
+    w = chain_workload(3, 100_000)
+    little = ps.machine("rtx4090-wsl2", overrides={"host.pinned": "2MB"})
+    made = ps.compare(w, little, policies=policy).best().plan
+    found = {name: TARGETS[name].express(made) for name in ("DeepSpeed", "FSDP2")}
+    for name, one in found.items():
+        said = TARGETS[name].write(one.configuration)
+        offloads = any(a.asked_bytes for a in TARGETS[name].memory.host_need(one.configuration, w, 1).allocations)
+        assert (NOT_PINNED in one.says) is offloads
+        assert not offloads or ('"pin_memory": true' not in said and "PIN = True" not in said)
+        assert predict(one.configuration, w, little, made.settings, label=name).short_of != "pinned"
+    path = tmp_path / "ds.json"
+    path.write_text(TARGETS["DeepSpeed"].write(found["DeepSpeed"].configuration))
+    assert load_configuration(str(path)) == found["DeepSpeed"].configuration
+
+
 def test_the_code_says_the_configuration(plan: Plan) -> None:
     code = fsdp2.write(fsdp2.express(plan).configuration)
     said: dict[str, Any] = {
@@ -246,7 +265,9 @@ def test_the_code_says_the_configuration(plan: Plan) -> None:
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(2, 2), layer])
     assert names["blocks"](model) == [inner[0], layer, model.layers[0]], "blocks within a block come first"
-    assert said == {"DTYPE": "torch.bfloat16", "OFFLOAD": "True", "RESHARD": "True", "CHECKPOINTING": "False"}
+    assert said == {
+        "DTYPE": "torch.bfloat16", "OFFLOAD": "True", "PIN": "True", "RESHARD": "True", "CHECKPOINTING": "False",
+    }  # fmt: skip
 
 
 class Stack(nn.Module):

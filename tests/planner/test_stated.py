@@ -210,7 +210,10 @@ def test_an_expected_error_of_another_validation_is_named(values: Values, tmp_pa
     path = saved(values, tmp_path)
     report = ps.load_plan(path).check()
     assert not {"expected_error", "validation"} & set(report.figures)
-    assert f"expected_error: validation had other rows then; it finds {now:.9g} now" in report.not_checked
+    assert {
+        f"expected_error: of a validation that this pstar-sim does not have; its own finds {now:.9g}",
+        "validation: this pstar-sim has no validation with this digest",
+    } <= set(report.not_checked)
     assert main(["check", str(path)]) == main(["explain", str(path)]) == 0
 
 
@@ -226,6 +229,22 @@ def test_an_expected_error_that_is_no_number_is_refused(values: Values, nonsense
 def test_a_figure_that_nobody_knows_is_named(values: Values, tmp_path: Path) -> None:
     values["predictions"]["joules"] = 3.0
     assert any(line.startswith("joules: ") for line in ps.load_plan(saved(values, tmp_path)).check().not_checked)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "iteration_s", "tokens_per_s", "peak_gpu_bytes", "peak_host_bytes", "h2d_bytes", "d2h_bytes", "cost_model",
+        "confidence", "certificate",
+    ],
+)  # fmt: skip
+def test_a_figure_that_is_missing_is_named(values: Values, name: str, tmp_path: Path) -> None:
+    whole = ps.load_plan(saved(values, tmp_path))
+    assert not any("missing" in line for line in whole.check().not_checked)
+    del values["predictions" if name in values["predictions"] else "choices"][name]
+    path = saved(values, tmp_path)
+    for report in (ps.load_plan(path).check(), core.load_plan(path).check()):
+        assert f"{name}: missing in the plan" in report.not_checked and name not in report.figures
 
 
 # Parameters that nobody reads.
