@@ -390,7 +390,7 @@ class TestRoom:
         monkeypatch.setattr(cuda, "pool_shape", lambda plan: (0, 0))
         for budget_bytes in (2 * 10**9, 10**6):
             backend.begin(SimpleNamespace(gpu_budget_bytes=budget_bytes))  # type: ignore[arg-type]
-        assert [text.rpartition(":")[2] for text in card.set] == ["0.999", "0.300", "0.001"]
+        assert [text.rpartition(":")[2] for text in card.set] == ["0.999", "0.360", "0.001"]
         backend.begin(SimpleNamespace(gpu_budget_bytes=2 * 10**9))  # type: ignore[arg-type]
         assert backend._blocks._beyond_bytes == 3 * 10**9
         backend.close()
