@@ -53,7 +53,7 @@ gives the result of each act in each state of the loop.
 | `p.data_ptr()` outside every module | ContractError: its memory moves with its chunk |
 | pickling, `torch.save`, `copy.copy` of the model (parameters: as plain torch) | ContractError: save `state_dict()` |
 | `torch.tensor(p)`, `torch.asarray(p)`, `to_dlpack(p)` | not seen by the session: give `p.detach()`, as plain torch |
-| writes through `p.untyped_storage()`, or through DLPack of `p.detach()` | not seen: lost |
+| writes through `p.untyped_storage()`, or through DLPack of `p.detach()` | unlike plain torch: not seen, and lost |
 | `repr(p)` at any point | as plain torch; only its form where its values cannot be read |
 | a parameter read between forward and backward, outside every module | ContractError: read it in a module's forward |
 | changing `requires_grad` | ContractError at the next forward with gradients: freeze before `prepare` |
