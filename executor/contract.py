@@ -26,7 +26,7 @@ gives the result of each act in each state of the loop.
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | more backwards than the plan's micro-batches | ContractError: plan with as many micro-batches |
 | several backwards of one forward | each counts as a micro-batch of the plan: as plain torch, or ContractError |
-| fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; a warning unless an epoch ends |
+| fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; two in a row: a warning |
 | `step()` where `accelerator.sync_gradients` is False | ContractError: `optimizer = accelerator.prepare(optimizer)` |
 | backwards that reach the batch (PGD), a micro-batch of the plan per backward | as plain torch |
 | a double backward (WGAN-GP), a micro-batch of the plan per backward | as plain torch (zero_offload) or ContractError |
