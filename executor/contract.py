@@ -26,7 +26,7 @@ gives the result of each act in each state of the loop.
 | no `zero_grad()` before the next backward | ContractError: plain torch would accumulate, the gradients are gone |
 | more backwards than the plan's micro-batches | ContractError: plan with as many micro-batches |
 | several backwards of one forward | each counts as a micro-batch of the plan: as plain torch, or ContractError |
-| fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; a warning at the first step |
+| fewer backwards than the plan's micro-batches, then `step()` | as plain torch, counted; two in a row: a warning |
 | `step()` where `accelerator.sync_gradients` is False | ContractError: `optimizer = accelerator.prepare(optimizer)` |
 | backwards that reach the batch (PGD) | as plain torch |
 | a backward that gives no parameter a gradient (`autograd.grad`, a GAN's other half) | as plain torch, no micro-batch |
@@ -68,6 +68,7 @@ gives the result of each act in each state of the loop.
 | a batch with no dimension longer than the plan's | as plain torch, on plan, counted as a deviation |
 | a batch with a longer dimension | a new plan between iterations, on demand inside one, or DoesNotFit |
 | a forward that leaves layers out at random (LayerDrop) | as plain torch, on demand, counted as a deviation |
+| a gradient for a parameter that had none in the plan's iteration | PlanError; `prepare` warns of its module |
 | writing, loading, moving or copying the model after a Trainer's `train()` | the run ends first: as plain torch |
 | the same on several ranks | ContractError: `session.close()` on all ranks first |
 | `session.renew(plan)` on several ranks | PlanError: save, prepare under the new plan, load |

@@ -33,7 +33,7 @@ from executor.lifetime.loading import load_parameters, unload_parameters
 from executor.lifetime.on_model import guard_model, watch_batches
 from executor.lifetime.resources import ask_torch_threads
 from executor.memory.arena import Arena, check_gpu_memory, check_host_memory
-from executor.moments.recorder import describe_parameters
+from executor.moments.recorder import describe_parameters, named_modules, unused_modules
 from executor.optimizer import OffloadedAdamW
 from executor.queues.interface import Queues
 from executor.queues.streams import StreamQueues, queues_for
@@ -148,6 +148,7 @@ def prepare(
         if checked:
             session.compare_first_tide()
         session.start()
+        _warn_of_stateless(plan)
         _stop_at_exit(session)
         return model, torch_optimizer
 
@@ -212,6 +213,21 @@ def _require_same(ranks: Ranks, given: _Given) -> None:
             ),
             "the source of the values (weights=)": str(given.source is not None),
         }
+    )
+
+
+def _warn_of_stateless(plan: Plan) -> None:
+    """Warn of trainable parameters without optimizer states: no gradient reached them in the plan's iteration."""
+    tensors, layout = plan.workload.tensors, plan.layout
+    without = {t for t, c in layout.chunk_of.items() if plan.modes[c] == "frozen" and not layout.chunks[c].frozen}
+    if not (without and plan.steps):
+        return
+    modules = unused_modules(tensors, layout.chunk_of.keys() - without)
+    log.warning(
+        "%s got no gradient in the iteration that the plan was made from, and the plan has no optimizer states for it: "
+        "a gradient in training would end the run; freeze what is not trained, else make the plan from batches that "
+        "use it, and with no layers left out at random (a layerdrop of 0 while the plan is made)",
+        named_modules(modules) or tensors[min(without)].name,
     )
 
 

@@ -16,7 +16,7 @@ from executor.session.loop import Loop
 from executor.session.reader import Reader
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Place
-from pstar_sim.errors import DoesNotFit
+from pstar_sim.errors import DoesNotFit, PlanError
 
 __all__ = ["Host", "renew"]
 
@@ -47,10 +47,14 @@ def renew(host: Host, plan: Plan) -> None:
     """Continue under another plan of the same model, between two iterations, on one rank. Values and optimizer states
     move into the new plan's chunks.
 
-    Raises DoesNotFit, before anything changes, if the host cannot hold both plans' memory while values move.
+    Raises, before anything changes, PlanError if the new plan has no optimizer states for a parameter that the present
+    plan trains, DoesNotFit if the host cannot hold both plans' memory while values move.
     `host.renewing` stays set if an error ends the move itself: the values may then be incomplete in both places.
     """
     assert not host.cursor.inside
+    trained = {t for tensors in host.plan.workload.gradients for t in tensors}
+    if any(plan.modes[plan.layout.chunk_of[t]] == "frozen" for t in trained):
+        raise PlanError("its iteration leaves out layers that the present plan trains, and would lose their states")
     arena = Arena(plan, host.backend)
     layout = host.plan.layout
     moving = sum(layout.payload_bytes(c.index, "param") + layout.states_bytes(c.index) for c in layout.chunks)

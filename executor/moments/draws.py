@@ -3,7 +3,8 @@
 [Note: draws] A model with LayerDrop draws a number for each layer, and leaves the layer out where the number lies below
 a rate. A captured or recorded iteration has to show every layer: a plan has no optimizer states for a parameter that
 never gets a gradient. There, each number drawn alone from [0, 1] is 0.5: no layer is dropped at a rate of at most 0.5.
-An iteration of the training that drops a layer leaves its plan and is finished on demand.
+An iteration of the training that drops a layer leaves its plan and is finished on demand. Of layers that were left out
+by any other draw `prepare` warns.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = ["DRAWN", "DRAWS", "Undropped", "host_draws"]
 DRAWN = 0.5
 DRAWS = frozenset({torch.ops.aten.rand.default, torch.ops.aten.rand_like.default})
 _ON_THE_HOST = {"random": ("random", "uniform"), "numpy.random": ("random", "random_sample", "rand", "uniform")}
+_STATES = {"random": ("getstate", "setstate"), "numpy.random": ("get_state", "set_state")}
 
 
 class Undropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -46,17 +48,20 @@ class Undropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def host_draws() -> Iterator[None]:
-    """Inside this context, each number that Python or NumPy draws alone lies in the middle of its range."""
-    undo: list[tuple[Any, str, Any]] = []
-    try:
-        for module, names in ((sys.modules.get(module), names) for module, names in _ON_THE_HOST.items()):
-            for name in names if module is not None else ():
-                undo.append((module, name, getattr(module, name)))
-                setattr(module, name, _middle_of(getattr(module, name)))
+    """Inside this context, each number that Python or NumPy draws alone lies in the middle of its range. Afterwards
+    their global generators are where they were."""
+    with contextlib.ExitStack() as undo:
+        for key, names in _ON_THE_HOST.items():
+            module = sys.modules.get(key)
+            if module is None:
+                continue
+            get, put = _STATES[key]
+            undo.callback(getattr(module, put), getattr(module, get)())
+            for name in names:
+                plain = getattr(module, name)
+                undo.callback(setattr, module, name, plain)
+                setattr(module, name, _middle_of(plain))
         yield
-    finally:
-        for module, name, plain in undo:
-            setattr(module, name, plain)
 
 
 def _middle_of(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,14 @@ from pstar_sim.units import format_params
 from pstar_sim.workload.kernels import CAPTURED
 from pstar_sim.workload.workload import DTYPE_BYTES, Moment, OptimizerSpec, Phase, Tensor, Use, UseKind, Workload
 
-__all__ = ["MomentRecorder", "attention_seen", "describe_parameters", "working_dtype"]
+__all__ = [
+    "MomentRecorder",
+    "attention_seen",
+    "describe_parameters",
+    "named_modules",
+    "unused_modules",
+    "working_dtype",
+]
 
 MOST_NAMED = 3  # modules that a note names
 INPUTS = {"vision": "image", "visual": "image", "image": "image", "audio": "audio", "speech": "audio"}
@@ -88,10 +95,10 @@ def attention_seen(kernels: Collection[str]) -> str:
     return "math" if any(k.startswith(("aten._softmax.", "aten._safe_softmax.")) for k in kernels) else "none"
 
 
-def unused_note(tensors: Sequence[Tensor], used: Collection[int]) -> str:
-    """Returns the modules that did not run, in words; "" for none. A vision tower does not run without an image.
+def unused_modules(tensors: Sequence[Tensor], used: Collection[int]) -> Counter[str]:
+    """Returns the outermost modules of whose parameters none is used, with their numbers of parameters.
 
-    used: indices of the tensors that the iteration reads, tied names left out.
+    used: indices of tensors, tied names left out.
     """
     ran: set[str] = set()  # modules with a parameter that is used, themselves or inside
     for index, tensor in enumerate(tensors):
@@ -102,15 +109,28 @@ def unused_note(tensors: Sequence[Tensor], used: Collection[int]) -> str:
         module = next((name for name in _modules_around(tensor.name) if name not in ran), None)
         if module is not None and tensor.tied_to is None:
             sizes[module] += math.prod(tensor.shape)
+    return sizes
+
+
+def named_modules(sizes: Counter[str]) -> str:
+    """Returns the largest modules by name, and the number of the others."""
+    names = [name for name, _ in sizes.most_common(MOST_NAMED)]
+    return ", ".join(names) + (f" and {len(sizes) - len(names)} more modules" if len(sizes) > len(names) else "")
+
+
+def unused_note(tensors: Sequence[Tensor], used: Collection[int]) -> str:
+    """Returns the modules that did not run, in words; "" for none. A vision tower does not run without an image.
+
+    used: indices of the tensors that the iteration reads, tied names left out.
+    """
+    sizes = unused_modules(tensors, used)
     if not sizes:
         return ""
-    names = [name for name, _ in sizes.most_common(MOST_NAMED)]
-    more = f" and {len(sizes) - len(names)} more modules" if len(sizes) > len(names) else ""
     do, its = ("does", "its") if len(sizes) == 1 else ("do", "their")
     missing = sorted({word for part, word in INPUTS.items() if any(part in name for name in sizes)})
     without = f"no {' and no '.join(missing)} in the batch: " if missing else ""
     return (
-        f"{without}{', '.join(names)}{more} {do} not run, "
+        f"{without}{named_modules(sizes)} {do} not run, "
         f"{its} {format_params(sizes.total())} parameters get no gradient and {its} activations are not counted"
     )
 

@@ -77,6 +77,7 @@ class Demand:
         self.in_a_row = 0
         self._backwards = 0  # the most of an iteration that `zero_grad()` has dropped, since the last new plan
         self.left_in_parts = False
+        self._no_plan = ""  # why there was no new plan
         self.moment = -1
         self._in_use = InUse()
         self._inline = inline.Inline(session)
@@ -252,7 +253,9 @@ class Demand:
             s.shapes.plan_for(form)
         except PstarError as error:
             # Training continues on demand: slower, not wrong.
-            log.warning("no new plan after %d iterations off plan: %s", s.replan_after, error)
+            if str(error) != self._no_plan:
+                self._no_plan = str(error)
+                log.warning("no new plan after %d iterations off plan: %s", s.replan_after, error)
             return
         log.info("new plan after %d iterations off plan", s.replan_after)
         s.deviation_log.append(f"iteration {s.iteration}: new plan, by policy {s.plan.policy}")

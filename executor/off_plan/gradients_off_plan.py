@@ -97,7 +97,8 @@ class OffPlanGradients:
         if not host.plan.workload.tensors[tensor].frozen and host.plan.modes[chunk] == "frozen":
             raise PlanError(
                 f"{host.reader.name_of(tensor)!r} gets a gradient, but the plan was made from a trace in which it "
-                "never does, and has no optimizer states for it; trace the model again with batches that use it"
+                "never does, and has no optimizer states for it; trace the model again with batches that use it, and "
+                "with no layers left out at random (a layerdrop of 0 while the plan is made)"
             )
         self.shares.accept(tensor, gradient)
 

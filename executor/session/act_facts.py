@@ -131,6 +131,16 @@ class ActFacts:
         return f"{count} backward{'s' if count > 1 else ''}"
 
     @property
+    def hooking(self) -> str:
+        """How a hook sees or changes a gradient in a backward."""
+        if self.planned == 1:
+            return "register the hook before prepare, or p.register_hook"
+        return (
+            "use p.register_hook, or make the plan for one micro-batch: with several, a hook of "
+            "register_post_accumulate_grad_hook finds one micro-batch's gradient in .grad, not their sum"
+        )
+
+    @property
     def subject(self) -> str:
         """What a transform of torch.func met."""
         return f"{self.name!r} is read" if self.tensor >= 0 else f"a forward of {self.forward}"

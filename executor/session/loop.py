@@ -40,14 +40,15 @@ log = logging.getLogger("executor")
 
 NEVER = 3  # iterations off plan after which a plan that none has followed is named
 
-_REMEDIES = {
-    True: (
-        "session.step runs the backward of this model's parts in another order than autograd; make a plan in "
-        "depth-first order (tide) and call loss.backward() in a loop of your own"
-    ),
-    False: "record an iteration of this loop (executor.record) and make the plan from it",
-}
-"""Whether the plan was left in a backward that runs part by part -> what would do."""
+_IN_PARTS = (
+    "session.step runs the backward of this model's parts in another order than autograd; make a plan in depth-first "
+    "order (tide) and call loss.backward() in a loop of your own"
+)
+_CAPTURED = "record an iteration of this loop (executor.record), make the plan from it, and run it with {own_plan}"
+_RECORDED = (
+    "the iterations differ from the recorded one that the plan was made from; record one with the loop's own batches, "
+    "loss and settings of the model"
+)
 
 
 class Absence(Protocol):
@@ -181,7 +182,9 @@ class Loop:
         self._alone = host.ranks is None and host.scaling is None
         self._left = 0  # iterations that have left the plan
         self._followed = False  # an iteration has run on plan
-        self._accumulates = False  # a step had all of its backwards, or the log says that one had not
+        self._short = 0  # steps in a row with fewer backwards than planned
+        self._warned_of_short = False
+        self._whole = False  # a step had all of its backwards
 
     def ask(self, act: Act, *, tensor: int = -1, what: str = "", keeps: bool = False) -> Answer:
         """Returns the table's answer to a call of the loop: see `cursor.py`. Raises ContractError where the call is
@@ -385,16 +388,18 @@ class Loop:
                 host.first.end_iteration()
 
     def _see_backwards(self, count: int, planned: int) -> None:
-        """Warn, once, of a step with fewer backwards than planned before any step with all of them. After such a step
-        it is the last of an epoch, whose micro-batches are fewer."""
-        if count < planned and not self._accumulates:
+        """Warn, once, of a step with fewer backwards than planned. After a step with all of them, one is the last of an
+        epoch, whose micro-batches are fewer; two in a row are not."""
+        self._whole |= count >= planned
+        self._short = self._short + 1 if count < planned else 0
+        if self._short > self._whole and not self._warned_of_short:
+            self._warned_of_short = True
             log.warning(
                 "optimizer.step() after %d of the %d backwards that the plan was made for: the step is taken; if the "
                 "loop accumulates gradients, call step() and zero_grad() after backward %d, else make the plan for %d "
                 "(%s)",
                 count, planned, planned, count, self.host.spelling.micro_batches,
             )  # fmt: skip
-        self._accumulates = True
 
     def _step_on_plan(self) -> None:
         host = self.host
@@ -440,9 +445,18 @@ class Loop:
             log.warning(
                 "none of %d iterations followed the plan of %s, last %s; results are plain torch's, and copies do not "
                 "overlap with compute: %s",
-                NEVER, host.plan.policy, host.deviation_log[-1], _REMEDIES[host.demand.left_in_parts],
+                NEVER, host.plan.policy, host.deviation_log[-1], self._remedy(),
             )  # fmt: skip
         host.demand.replan()
+
+    def _remedy(self) -> str:
+        """Returns what would make iterations follow the plan."""
+        host = self.host
+        if host.demand.left_in_parts:
+            return _IN_PARTS
+        if host.plan.workload.source == "recorded":
+            return _RECORDED
+        return _CAPTURED.format(own_plan=host.spelling.own_plan)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do `optimizer.zero_grad()`. Raises ContractError where the contract refuses it."""

@@ -126,7 +126,7 @@ TEXTS: Mapping[Refusal, str] = MappingProxyType(
         Refusal.GRAD_IN_BACKWARD: (
             "the gradient of {f.name!r} is not in .grad inside a backward: it left for its chunk as soon as it was "
             "final. To update parameters in backward, make the plan with update='eager' and give AdamW(eager=True); to "
-            "see or change gradients, register the hook before prepare, or p.register_hook"
+            "see or change gradients, {f.hooking}"
         ),
         Refusal.GRAD_SET: (
             "the gradient of {f.name!r} cannot be set: gradients live in chunks; change the loss instead"

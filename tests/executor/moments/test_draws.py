@@ -15,6 +15,7 @@ from torch import nn
 import executor
 from executor.capture import capture_module
 from executor.recording.record import record
+from pstar_sim.errors import PlanError
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.rand([]),
@@ -93,4 +94,54 @@ def test_training_is_plain_torch_to_the_bit(name: str) -> None:
     row = torch.ones(4, 32)
     with torch.no_grad():
         assert torch.equal(model.eval()(row), plain.eval()(row))
+    optimizer.session.close(restore=False)
+
+
+class Choosing(Dropping):
+    """Draws for all layers at once, which no trace answers."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: None)
+        self.dropped = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number in sorted(random.sample(range(4), 4 - self.dropped)):
+            x = x + torch.tanh(self.layers[number](x))
+        return (x**2).mean()
+
+
+def offloaded(dropped: int) -> tuple[nn.Module, Any]:
+    """Returns a model that is offloaded with this number of layers dropped, and then trains with two of four."""
+    model = Choosing()
+    model.dropped = dropped
+    random.seed(0)  # the trace has layers 0, 1 and 3
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    model, optimizer = executor.offload(model, adam, torch.randn(4, 32), gpu_memory=GPU_BYTES)
+    model.dropped = 2
+    return model, optimizer
+
+
+def test_layers_that_the_trace_leaves_out_are_named_before_training(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = offloaded(1)
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith("layers.2 got no gradient in the iteration that the plan was made from")
+    assert said.endswith("(a layerdrop of 0 while the plan is made)")
+    with pytest.raises(PlanError, match=r"'layers\..* never does.*a layerdrop of 0 while the plan is made"):
+        train(model, optimizer)
+    optimizer.session.close(restore=False)
+
+
+def test_a_plan_made_without_layers_left_out_trains_with_them(caplog: pytest.LogCaptureFixture) -> None:
+    """What the warning advises, does."""
+    plain = Choosing()
+    expected, ran = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
+    model, optimizer = offloaded(0)
+    assert not caplog.records and ran == {2}
+    assert train(model, optimizer)[0] == expected
+    (said,) = [record.message for record in caplog.records if "no new plan" in record.message]
+    assert said == (
+        "no new plan after 3 iterations off plan: its iteration leaves out layers that the present plan trains, and "
+        "would lose their states"
+    )
     optimizer.session.close(restore=False)

@@ -18,9 +18,12 @@ from PIL import Image
 from torch import nn
 
 import executor
+from executor.capture import capture_module
 from executor.offloading import Refused, adamw_of, cuda_devices
+from executor.session.spelling import TRAINER
 from pstar_sim.catalog.here import this_machine
 from pstar_sim.catalog.loader import load_catalog, load_machine
+from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit, ModelError, PstarError, UnknownName
 from pstar_sim.units import MIB
 
@@ -400,6 +403,91 @@ def test_messages_name_the_settings_as_the_program_does(caplog: pytest.LogCaptur
             loss.backward()
     finally:
         optimizer.session.close()
+
+
+@pytest.mark.parametrize(("counts", "warned"), [("22122", 0), ("2212122", 0), ("2211", 1), ("221122111", 1), ("11", 1)])
+def test_two_short_steps_in_a_row_are_not_the_end_of_an_epoch(
+    counts: str, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The backwards of each step, where two are planned."""
+    model, optimizer = offloaded_net(2)
+    try:
+        for count in map(int, counts):
+            for _ in range(count):
+                model(torch.ones(2, 48)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len([record for record in caplog.records if "optimizer.step() after 1" in record.message]) == warned
+    finally:
+        optimizer.session.close()
+
+
+def test_a_hook_that_several_micro_batches_refuse_is_told_why() -> None:
+    def run(micro_batches: int, register: Callable[[nn.Parameter], object]) -> None:
+        model = net()
+        for parameter in model.parameters():
+            register(parameter)
+        model, optimizer = executor.offload(
+            model, torch.optim.AdamW(model.parameters(), fused=True), (torch.zeros(2, 48),), gpu_memory="40KB",
+            policy="tide", micro_batches=micro_batches,
+        )  # fmt: skip
+        try:
+            for _ in range(micro_batches):
+                model(torch.ones(2, 48)).backward()
+            optimizer.step()
+        finally:
+            optimizer.session.close()
+
+    def halved_in_place(p: nn.Parameter) -> object:
+        return p.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
+
+    with pytest.raises(
+        ContractError, match=r"use p\.register_hook, or make the plan for one micro-batch: with several,"
+    ):
+        run(2, halved_in_place)
+    run(1, halved_in_place)  # what would do, does
+    run(2, lambda p: p.register_hook(lambda g: 0.5 * g))
+
+
+class Turning(nn.Module):
+    """Two layers; `turned` decides which runs first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.turned = nn.Linear(48, 48), nn.Linear(48, 48), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (self.second, self.first) if self.turned else (self.first, self.second)
+        return layers[1](torch.tanh(layers[0](x))).square().mean()
+
+
+@pytest.mark.parametrize("source", ["recorded", "captured", "Trainer"])
+def test_a_plan_that_is_never_followed_is_named_with_what_would_do(
+    kit: Any, source: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, machine, x = Turning(), kit.small_machine(40_000), torch.ones(2, 48)
+    if source == "recorded":
+        workload = executor.record(model, [x], machine, name="turning", timed=0)
+    else:
+        workload = capture_module(model, x)
+    model, optimizer = executor.prepare(model, kit.tight_plan("tide", workload, Settings(clip=False)), executor.AdamW())
+    if source == "Trainer":
+        optimizer.session.spelling = TRAINER
+    model.turned = True
+    for _ in range(3):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.session.close(restore=False)
+    (said,) = [record.message for record in caplog.records if "followed the plan" in record.message]
+    assert said.endswith(
+        {
+            "recorded": "record one with the loop's own batches, loss and settings of the model",
+            "captured": "record an iteration of this loop (executor.record), make the plan from it, and run it with "
+            "executor.prepare",
+            "Trainer": "run it with executor.prepare and executor.hf.connect",
+        }[source]
+    )
 
 
 def test_an_optimizer_of_other_parameters_too_is_refused() -> None:
