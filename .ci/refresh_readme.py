@@ -420,6 +420,19 @@ def load_weights() -> str:
     )
 
 
+def reserved() -> str:
+    r = result("gpu_memory")
+    runs = r["runs"].values()
+    ended = [row for row in runs if "died" not in row]
+    shares = [100 * row["reserved_peak_bytes"] / row["budget_bytes"] for row in ended]
+    exchanges = max(row["exchanges_per_step"] for row in ended)
+    return (
+        f"{len(ended)} of {len(runs)} runs of ten models train, with at most {exchanges:g} exchanges a step. They "
+        f"reserve {min(shares):.0f} to {max(shares):.0f} % of the budget, {len(r['above_goal'])} of them more than 105 % and "
+        f"64 MiB beyond it ({link('gpu_memory')})"
+    )
+
+
 def checksums() -> str:
     rows = [row for row in result("load_weights")["rows"] if row["way"] == "meta"]
     most = max(row["load_checked_s"] / row["load_unchecked_s"] for row in rows)
@@ -705,7 +718,7 @@ PHRASES: Mapping[str, Callable[[], str]] = {
     f.__name__.replace("_", "-"): f
     for f in (
         accuracy, overhead, event_cost, capture, peers, peers_offloading, semantics, architectures, interleavings,
-        leaks, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning, activations,
+        leaks, reserved, mutations, faults, kills, interrupts, oracle, load_weights, checksums, planning, activations,
         calibrated,
         tide_bytes, whale, gemm_carried, gemm_seen, frameworks, captured_peaks, capture_ratio, forms_choice,
         forms_order,
