@@ -427,7 +427,7 @@ def reserved() -> str:
     shares = [100 * row["reserved_peak_bytes"] / row["budget_bytes"] for row in ended]
     exchanges = max(row["exchanges_per_step"] for row in ended)
     return (
-        f"{len(ended)} of {len(runs)} runs of ten models train, with at most {exchanges:g} exchange a step. They reserve "
+        f"{len(ended)} of {len(runs)} runs of ten models train, at most {exchanges:g} exchange a step; they reserve "
         f"{min(shares):.0f} to {max(shares):.0f} % of the budget, {len(r['above_goal'])} of them more than 105 % and "
         f"64 MiB beyond it ({link('gpu_memory')})"
     )
