@@ -163,7 +163,7 @@ gpu-emulated-nightly: gpu-environment
 
 # Ten models at real sizes on a card of 40 GB that takes no memory; operators compute nothing.
 gpu-emulated-memory: gpu-environment
-	$(CUDA_VENV)/bin/python tests/cuda_emulation/emulated.py python benchmarks/gpu_memory.py $(if $(OUT),--out $(OUT))
+	$(CUDA_VENV)/bin/python tests/cuda_emulation/emulated.py python benchmarks/gpu_memory.py --fresh $(if $(OUT),--out $(OUT))
 
 clean:
 	rm -rf dist demo-out site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -91,6 +91,7 @@ LEAST_SLACK_BYTES = 64 * MIB
 COLLECTED_SHARE = 0.9  # of a budget: with 0.75 torch also gives back where it reserves less than the budget anyway
 _LARGE_BLOCKS = "max_split_size_mb:128"
 _OURS = f"{_LARGE_BLOCKS},garbage_collection_threshold:"  # then the share
+_set_last: list[str] = []  # the settings that are ours, at most one
 # torch reads the settings once, from either variable, when the process first allocates.
 _UNSET = (
     "Before Python starts, take {0} out of PYTORCH_CUDA_ALLOC_CONF and of PYTORCH_ALLOC_CONF, or remove both: unset "
@@ -145,9 +146,10 @@ def limit_fragments(share: float) -> bool:
     """Let torch give idle blocks back beyond this share of the bytes that the process may reserve, unless the user has
     settings. Returns whether the settings are ours: [Note: fragments]."""
     settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    if settings.get("PYTORCH_CUDA_ALLOC_CONF", "").removeprefix(_OURS).strip("0123456789."):
+    if settings.get("PYTORCH_CUDA_ALLOC_CONF", "") not in {"", *_set_last}:
         return False
-    set_allocator(f"{_OURS}{min(max(share, 0.001), 0.999):.3f}")
+    _set_last[:] = [f"{_OURS}{min(max(share, 0.001), 0.999):.3f}"]
+    set_allocator(*_set_last)
     return True
 
 

@@ -772,6 +772,7 @@ class TestRefusals:
             ("", -1, ["max_split_size_mb:128,garbage_collection_threshold:0.999"], 0),
             ("garbage_collection_threshold:0.8", -1, [], 1),
             ("max_split_size_mb:512", 512 * MIB, [], 0),
+            ("max_split_size_mb:128,garbage_collection_threshold:0.8", 128 * MIB, [], 0),
         ],
     )
     def test_large_blocks_stay_whole_unless_the_user_has_settings(

@@ -23,10 +23,18 @@ def reason_against(folder: Path) -> str | None:
     system = (platform.system(), platform.machine())
     if system != ("Linux", "x86_64"):
         return f"torch's CUDA build with the runtime apart is for x86-64 Linux, this is {' '.join(system)}"
-    free_bytes = shutil.disk_usage(folder.parent).free
+    missing = [tool for tool in ("gcc", "g++", "nm") if shutil.which(tool) is None]
+    if missing:
+        return f"a compiler is needed, {', '.join(missing)} is missing"
+    free_bytes = shutil.disk_usage(folder.parent).free + taken_bytes(folder)
     if free_bytes < NEEDED_BYTES:
         return f"the environment needs {NEEDED_BYTES / 1e9:.0f} GB on the disk, {free_bytes / 1e9:.1f} GB are free"
     return None
+
+
+def taken_bytes(folder: Path) -> int:
+    """Bytes of an environment that is there, which is made anew."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
 
 
 def install(folder: Path) -> str | None:

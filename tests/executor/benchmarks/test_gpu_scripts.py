@@ -460,8 +460,8 @@ class TestMemory:
         capsys: pytest.CaptureFixture[str],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Budgets of 1 GiB: 64 MiB more are within the goal, 656 within the bounds; one run ends at its smallest cap,
-        one makes two exchanges per step."""
+        """Budgets of 1 GiB: 64 MiB more are within the goal, 656 within the bounds where committed runs have 592;
+        one run ends at its smallest cap, one makes two exchanges per step."""
         memory, reserved = load("gpu_memory"), load("recording.reserved")
         for name in memory.DEVICE:
             monkeypatch.setenv(name, "")
@@ -479,6 +479,9 @@ class TestMemory:
             exchanges = 2.0 if (job["model"], index) == ("large", 2) else 0.0
             return {**row, "exchanges_per_step": exchanges, "retries_per_step": 0.0, "cudaMalloc_per_step": 0.0}
 
+        monkeypatch.setattr(
+            memory, "committed", lambda: dict.fromkeys(["small, 1.1", "small, 1.5", "large, 1"], gib + (592 << 20))
+        )
         monkeypatch.setattr(memory, "in_process", run)
         assert memory.main(["--out", str(tmp_path)]) == 1
         result = json.loads((tmp_path / "gpu_memory.json").read_text(encoding="utf-8"))
