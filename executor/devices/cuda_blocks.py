@@ -5,9 +5,9 @@ cannot have either, is more: torch's fragments come beside it, up to what the ca
 budget. benchmarks/gpu_memory.py measures them. To add none, payloads of the size that moves most (the uniform chunk)
 come from one private MemPool, in which every block has that size and any free block fits any of them. The pool may
 grow to the budget less the highest tide and the payloads that always stay: memory that non-model data never needs. In a
-steady iteration the pool asks the driver for nothing and gives nothing back. Where operators are refused memory all the same
-(ladder.py), `give_back` replaces the pool by a new pool. torch returns the free blocks of a pool without a holder to
-the driver, at once or with the next `empty_cache`, and the other blocks once they are free.
+steady iteration the pool asks the driver for nothing and gives nothing back. Where operators are refused memory all the
+same (ladder.py), `give_back` replaces the pool by a new pool. torch returns the free blocks of a pool without a holder
+to the driver, at once or with the next `empty_cache`, and the other blocks once they are free.
 
 Other payloads (other sizes, and payloads that fit at low tide only) are allocated outside the pool, under a stream of
 their own, so that torch keeps them apart from the user's tensors too. Their free blocks go back to the driver when the
