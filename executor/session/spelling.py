@@ -16,7 +16,7 @@ class Spelling:
 
     micro_batches: str
     gpu_memory: str = "gpu_memory"
-    own_plan: str = "executor.prepare"
+    own_plan: str = "executor.prepare()"
 
 
 COMMAND = Spelling(micro_batches="--micro-batches", gpu_memory="--gpu-memory")

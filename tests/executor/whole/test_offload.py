@@ -484,7 +484,7 @@ def test_a_plan_that_is_never_followed_is_named_with_what_would_do(
         {
             "recorded": "record one with the loop's own batches, loss and settings of the model",
             "captured": "record an iteration of this loop (executor.record), make the plan from it, and run it with "
-            "executor.prepare",
+            "executor.prepare()",
             "Trainer": "run it with executor.prepare and executor.hf.connect",
         }[source]
     )
