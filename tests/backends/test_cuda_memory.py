@@ -305,7 +305,13 @@ class TestTheCap:
 
 
 def test_no_step_begins_before_what_it_waits_for_has_ended(kit: Any) -> None:
-    """Spans of the measured timeline, in the device's time."""
+    """Spans of the measured timeline, in the device's time. Its offset to the host's clock is measured once a run, and
+    is wrong where the machine is busy in that moment: a missing wait shows in every run."""
+    assert not min((begun_too_early(kit) for _ in range(3)), key=len)
+
+
+def begun_too_early(kit: Any) -> list[tuple[Any, Any]]:
+    """Returns the steps of a run that begin before one that they wait for has ended, with that one."""
     plan = plan_of(kit, "tide", 5)
     model, optimizer, x = begin(plan)
     try:
@@ -317,12 +323,16 @@ def test_no_step_begins_before_what_it_waits_for_has_ended(kit: Any) -> None:
         # Events of two streams are taken a few microseconds apart, and the device's clock and the host's, which
         # Adam's spans are by, run apart by up to 1e-4 of the time.
         slack_s = 5e-5 + 1e-4 * (max(ended_s) - min(ended_s))
-        for step in plan.steps:
-            for ref in step.after:
-                for iteration in range(timeline.iterations):
-                    one, other = at.get((step.id, iteration)), at.get((ref.id, iteration - ref.back))
-                    if one is not None and other is not None:
-                        assert one.start_s >= other.end_s - slack_s, (step, ref)
+        early = [
+            (step, ref)
+            for step in plan.steps
+            for ref in step.after
+            for iteration in range(timeline.iterations)
+            if (one := at.get((step.id, iteration))) is not None
+            and (other := at.get((ref.id, iteration - ref.back))) is not None
+            and one.start_s < other.end_s - slack_s
+        ]
         optimizer.session.queues.resume()
+        return early
     finally:
         optimizer.session.close(restore=False)
