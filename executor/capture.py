@@ -245,9 +245,8 @@ def _run(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            warnings.catch_warnings()
-        )  # transformers asks for the alignment of experts in torch <= 2.10
+        stack.enter_context(warnings.catch_warnings())
+        # transformers asks for the alignment of experts in torch <= 2.10
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         inputs = stack.enter_context(fake_module(module, example_batch, mode, dtype))
 

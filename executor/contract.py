@@ -86,7 +86,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from executor.devices.torch_private import show_wrapped, storage_key
+from executor.devices.torch_private import show_wrapped, storage_key, version_of
 from pstar_sim.errors import ContractError
 
 __all__ = [
@@ -269,7 +269,7 @@ def adopt(parameter: nn.Parameter, reader: ParameterAccess, tensor: int) -> None
     parameter.plan_reader = weakref.ref(reader)  # type: ignore[attr-defined]
     parameter.plan_tensor = tensor  # type: ignore[attr-defined]
     parameter.plan_mark = weakref.ref(parameter)  # type: ignore[attr-defined]  # torch.utils.swap_tensors then refuses
-    parameter.plan_version = parameter._version  # type: ignore[attr-defined]
+    parameter.plan_version = version_of(parameter)  # type: ignore[attr-defined]
     parameter.__class__ = ParkedParameter
 
 

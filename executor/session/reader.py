@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from executor.contract import ChunkParameter, ParkedParameter, disown, drop_raw_grads, raw_grad, set_raw_grad
+from executor.devices.torch_private import version_of
 from executor.moments.unseen import unseen
 from executor.queues.interface import Landing
 from executor.session.cursor import Act, Answer
@@ -137,7 +138,7 @@ class Reader:
         """A tensor whose parameter was written in place: by the model's own forward, or an `Embedding(max_norm=)`."""
         with torch._C.DisableTorchFunctionSubclass():
             for t in self.host.timetable.chunk_of:
-                if self.parameters[t]._version != self.parameters[t].plan_version:  # type: ignore[attr-defined]
+                if version_of(self.parameters[t]) != self.parameters[t].plan_version:  # type: ignore[attr-defined]
                     return t
         return None
 

@@ -46,6 +46,19 @@ def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(**batch)
 
 
+def act_on_both(run: Any, act: Act, *, iterations: int) -> None:
+    for _ in range(iterations):
+        batch = next(run.batches)
+        act(run.model, batch, run.optimizer)
+        act(run.reference.model, batch, run.reference.optimizer)
+
+
+def assert_equal(run: Any) -> None:
+    """Parameters are plain PyTorch's to the bit."""
+    values = run.model.state_dict()
+    assert all(torch.equal(values[name], p.detach()) for name, p in run.reference.model.named_parameters())
+
+
 def end(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
@@ -396,8 +409,7 @@ def test_subsets_are_micro_batches(kit: Any, start: Callable[..., Any]) -> None:
             loss.backward(inputs=weights(model)[4:])
         end(run.optimizer)
         run.reference.step()
-    values = run.model.state_dict()
-    assert all(torch.equal(values[name], p.detach()) for name, p in run.reference.model.named_parameters())
+    assert_equal(run)
 
 
 def test_gradients_of_parameters_under_loss_scaling(kit: Any, start: Callable[..., Any]) -> None:
@@ -421,8 +433,7 @@ def test_a_step_that_would_train_nothing(kit: Any, start: Callable[..., Any]) ->
         run.optimizer.zero_grad()
         run.optimizer.step()  # without a backward: nothing happens
         kit.train_both(run.model, run.reference, run.optimizer, run.batches, steps=1, micro_batches=1)
-    values = run.model.state_dict()
-    assert all(torch.equal(values[name], p.detach()) for name, p in run.reference.model.named_parameters())
+    assert_equal(run)
 
 
 def test_values_in_transforms(kit: Any, start: Callable[..., Any]) -> None:
@@ -545,12 +556,8 @@ def test_backwards_that_count_as_micro_batches(
 
     monkeypatch.setattr(ChunkGradients, "add_on_host", add_late)
     run = start("mlp", policy, micro_batches=backwards)
-    for _ in range(3):
-        batch = next(run.batches)
-        act(run.model, batch, run.optimizer)
-        act(run.reference.model, batch, run.reference.optimizer)
-    values = run.model.state_dict()
-    assert all(torch.equal(values[name], p.detach()) for name, p in run.reference.model.named_parameters())
+    act_on_both(run, act, iterations=3)
+    assert_equal(run)
 
 
 @pytest.mark.parametrize("policy", ["tide", "patrickstar", "optimal"])
@@ -561,12 +568,8 @@ def test_a_backward_that_reaches_the_batch_under_a_tight_plan(
     """The first layer's weight is read in its backward, where a plan for a batch without gradients does not have it.
     After three iterations off plan there is a new plan, for the backwards between two `zero_grad()`."""
     run = start("mlp", policy, micro_batches=backwards)
-    for _ in range(5):
-        batch = next(run.batches)
-        act(run.model, batch, run.optimizer)
-        act(run.reference.model, batch, run.reference.optimizer)
-    values = run.model.state_dict()
-    assert all(torch.equal(values[name], p.detach()) for name, p in run.reference.model.named_parameters())
+    act_on_both(run, act, iterations=5)
+    assert_equal(run)
 
 
 @pytest.mark.parametrize("policy", ["tide", "patrickstar", "optimal"])
@@ -619,13 +622,9 @@ def test_a_backward_that_gives_no_parameter_a_gradient_is_no_micro_batch(
     start: Callable[..., Any], policy: str, act: Act, micro_batches: int
 ) -> None:
     run = start("mlp", policy, micro_batches=micro_batches)
-    for _ in range(5):
-        batch = next(run.batches)
-        act(run.model, batch, run.optimizer)
-        act(run.reference.model, batch, run.reference.optimizer)
+    act_on_both(run, act, iterations=5)
     run.optimizer.zero_grad()
-    values = run.model.state_dict()
-    assert all(torch.equal(values[name], p.detach()) for name, p in run.reference.model.named_parameters())
+    assert_equal(run)
 
 
 class Writer(nn.Module):
