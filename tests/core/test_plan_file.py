@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed import put
 
 from pstar_sim.core.plan import Plan, Settings, load_plan
 from pstar_sim.core.step import Place
@@ -136,15 +137,6 @@ def test_a_foreign_or_newer_file_is_named(tmp_path: Path, content: bytes, said: 
     with pytest.raises(PlanError, match=said) as caught:
         load_plan(path)
     assert str(path) in str(caught.value)
-
-
-def put(*where: str | int, value: object) -> Callable[[dict[str, Any]], None]:
-    def change(values: Any) -> None:
-        for name in where[:-1]:
-            values = values[name]
-        values[where[-1]] = value
-
-    return change
 
 
 def again(field: str) -> Callable[[dict[str, Any]], None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed import put
 
 import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
@@ -107,15 +108,6 @@ def multiplied(*where: str, by: float) -> Callable[[Values], None]:
         for name in where[:-1]:
             values = values[name]
         values[where[-1]] = type(values[where[-1]])(values[where[-1]] * by)
-
-    return change
-
-
-def put(*where: str, value: object) -> Callable[[Values], None]:
-    def change(values: Values) -> None:
-        for name in where[:-1]:
-            values = values[name]
-        values[where[-1]] = value
 
     return change
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from changed import put
 
 import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
@@ -158,15 +159,6 @@ def test_a_file_holds_the_job_of_each_rank(shares: Path) -> None:
             kept.uses,
         )
     assert plan.tokens == 6 and "batch 4 on rank 0, 2 on rank 1 x 1" in plan.describe()
-
-
-def put(*where: str | int, value: object) -> Callable[[Any], None]:
-    def change(values: Any) -> None:
-        for name in where[:-1]:
-            values = values[name]
-        values[where[-1]] = value
-
-    return change
 
 
 @pytest.mark.parametrize(
