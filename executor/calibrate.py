@@ -29,10 +29,10 @@ from pstar_sim.catalog.machine import Fabric, Framework, Gpu, Host, Link, Machin
 from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.catalog.writing import machine_toml
 from pstar_sim.core.step import Queue
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CatalogError, PlanError
 from pstar_sim.files import check_writable, write_atomically
 from pstar_sim.units import GB, format_bytes, format_count
-from pstar_sim.workload.workload import DTYPE_BYTES
 
 __all__ = ["Findings", "calibrate", "machine_of", "measure", "write_machine"]
 
@@ -214,7 +214,7 @@ def _products(device: Device, bench: Bench, found: Findings) -> ProductShape:
     shape = shapes.fit_products(
         shapes.product_seconds(device, bench, dtype),
         flops_per_s=flops_per_s,
-        itemsize=DTYPE_BYTES[dtype],
+        itemsize=DTYPES[dtype].bytes,
         sms=sms,
         tile=tile,
     )

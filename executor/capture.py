@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.adamw import AdamW, check_groups, group_of
 from executor.contract import changes_nothing
+from executor.devices.dtypes import TORCH_DTYPES
 from executor.devices.torch_private import (
     GROUPED_MM,
     LOCAL_SCALAR,
@@ -43,7 +44,6 @@ from executor.devices.torch_private import (
     writes_in_place,
 )
 from executor.models import (
-    TORCH_DTYPES,
     BuiltModel,
     attention_kernel,
     build,
@@ -169,7 +169,7 @@ def capture_module(
     name: name of the model, by default its class.
     groups: the AdamW that `prepare` will be given, or its groups alone, so that the plan is made for them.
     batch, sequence: by default the first two extents of the batch's first tensor.
-    dtype: floating parameters, buffers and inputs are taken as if they were of this dtype ("fp32", "bf16", "fp16");
+    dtype: floating parameters, buffers and inputs are taken as if they were of this dtype (a name of DTYPES);
         None: as they are.
     attention: kernel of scaled_dot_product_attention ("flash", "efficient", "math"), None: torch's choice for these
         inputs on the device.

@@ -49,11 +49,15 @@ from executor.session.spelling import TRAINER
 from executor.trainer_capture import captured
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan
+from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import CheckpointError, ContractError, DoesNotFit
 
 __all__ = ["OffloadTrainerMixin", "connect", "offload", "trainers_offloaded"]
 
-MIXED_PRECISION = {"no": None, "bf16": "bf16", "fp16": "fp16"}  # accelerate's word -> the plan's dtype
+MIXED_PRECISION = {
+    "no": None,
+    **{dtype: dtype for dtype in DTYPES if dtype != MASTER},
+}  # accelerate's word -> the plan's dtype
 FOLDER = "pstar"
 CHECKPOINT, OPTIMIZER, SCHEDULER, STATE = (
     "checkpoint",

@@ -22,14 +22,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from executor.devices.dtypes import TORCH_DTYPES
 from executor.devices.on_meta import parameters_on_meta
 from executor.moments.hooks import tensors_of
 from pstar_sim.catalog.model_shapes import ExpertsShape, ModelEntry, model_entry
+from pstar_sim.dtypes import WORKING
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.schema.reading import nearest
 
 __all__ = [
-    "TORCH_DTYPES",
     "BuiltModel",
     "attention_kernel",
     "build",
@@ -44,7 +45,6 @@ __all__ = [
     "unread_padding",
 ]
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION = ("flash", "efficient", "math")
 IMAGE_SIZE = 224  # pixels per side, where a configuration names none (convolutions accept any)
 
@@ -90,7 +90,7 @@ def build(
         the configuration only; weights are random), or "py:package.module:factory" (a callable that returns an
         nn.Module and an example batch; called with the arguments among batch, sequence, dtype and checkpointing that
         its signature names).
-    dtype: "fp32", "bf16", "fp16"; None means bf16, for "py:" the module's own dtypes.
+    dtype: a name of DTYPES; None means bf16, for "py:" the module's own dtypes.
     device: "meta" or "cpu"; a "py:" factory decides itself.
     seed: seed of weights and batch; the global generator stays unchanged.
     empty: build the parameters on meta for any `device`, for weights that come from a folder.
@@ -107,7 +107,7 @@ def build(
         else:
             config, architecture = config_of(model_entry(spec))
         return _from_config(
-            spec, config, architecture, batch, sequence, dtype or "bf16", checkpointing, attention, device, seed
+            spec, config, architecture, batch, sequence, dtype or WORKING, checkpointing, attention, device, seed
         )
 
 

@@ -32,8 +32,9 @@ from executor.capture import NotOnFakeTensors, capture_module
 from executor.compatibility import check_processes
 from executor.contract import tensor_of
 from executor.devices.cuda import CudaBackend, cuda_device
+from executor.devices.dtypes import TORCH_DTYPES
 from executor.devices.opening import is_cuda
-from executor.models import TORCH_DTYPES, forward_loss
+from executor.models import forward_loss
 from executor.optimizer import OffloadedAdamW
 from executor.prepare import prepare
 from executor.recording.record import record
@@ -125,7 +126,7 @@ def offload(
         positional arguments).
     micro_batches: number of backwards before each `optimizer.step()`.
     max_grad_norm: clip at this global norm inside `step()`, instead of `torch.nn.utils.clip_grad_norm_`.
-    dtype: "bf16" or "fp16": train in it, with fp32 masters, by [Note: mixed precision]; None: the model's own dtypes.
+    dtype: bf16 or fp16: train in it, with fp32 masters, by [Note: mixed precision]; None: the model's own dtypes.
         The plan has room for a loop under autocast.
     loss: loss(model, batch) -> the scalar on which the loop calls `backward()`. By default the model's own loss.
     gpu_memory, device, machine, policy, on_plan: see `Request`.

@@ -18,6 +18,7 @@ from executor.contract import tensor_of
 from executor.devices.adam import Hyper
 from executor.saving.checkpoint import save
 from executor.saving.restoring import Restored, load
+from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import ContractError
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for parameter, tensor in zip(parameters, self._tensors()):
             if tensor is None or not session.contents.steps_taken[tensor]:
                 continue
-            wide = session.plan.workload.tensors[tensor].dtype == "fp32"
+            wide = session.plan.workload.tensors[tensor].dtype == MASTER
             keys = {"step": "step", **_STATES}
             self.state[parameter] = {
                 key: value(tensor, name) for key, name in keys.items() if key != "param32" or (masters and not wide)

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from executor.moments.nests import map_tensors
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import Tensor
 
@@ -68,7 +69,7 @@ class LossScale:
 def needs_loss_scaling(tensors: Iterable[Tensor]) -> bool:
     """Returns whether gradients of a model with these parameters pass through fp16: whether some parameter is fp16,
     frozen parameters included (an adapter in fp32 on an fp16 base)."""
-    return any(t.dtype == "fp16" for t in tensors)
+    return any(t.dtype in DTYPES and DTYPES[t.dtype].scaled for t in tensors)
 
 
 def loss_scale_for(asked: str | float | LossScale | None, tensors: Iterable[Tensor]) -> LossScale | None:

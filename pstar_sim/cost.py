@@ -71,8 +71,9 @@ from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.rules import Rates, StepCosts
 from pstar_sim.core.step import PAGEABLE, ROUTES, Kind, Step
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
-from pstar_sim.workload.workload import DTYPE_BYTES, Product, Workload, product_flops
+from pstar_sim.workload.workload import Product, Workload, product_flops
 
 __all__ = [
     "ADAM_TRAFFIC_BYTES_PER_PARAM",
@@ -97,7 +98,6 @@ VERSION = 6
 
 _FREE = frozenset({Kind.DROP, Kind.ALLOC, Kind.FREE})
 _ON_HOST = {kind for kind, route in ROUTES.items() if route != "net"} | {Kind.CPU_ADAM, Kind.CPU_ADD}
-_FALLBACK = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32"), "fp32": ("fp32",)}
 
 
 def flops_rate(machine: Machine, dtype: str) -> float:
@@ -107,7 +107,7 @@ def flops_rate(machine: Machine, dtype: str) -> float:
 
 
 def _rate_of(gpu: Gpu, dtype: str) -> float:
-    for name in _FALLBACK.get(dtype, (dtype,)):
+    for name in DTYPES[dtype].products if dtype in DTYPES else (dtype,):
         if name in gpu.flops_per_s:
             return gpu.flops_per_s[name]
     raise PlanError(f"gpu {gpu.name!r} has no rate for {dtype!r}; it has {', '.join(gpu.flops_per_s)}")
@@ -347,7 +347,7 @@ class CostModel:
         if known is None:
             assert self.gpu.products is not None
             batches, m, k, n = product
-            size = batches * (m * k + k * n + m * n) * DTYPE_BYTES[self.workload.dtype]
+            size = batches * (m * k + k * n + m * n) * DTYPES[self.workload.dtype].bytes
             self._products[product] = known = (size, self.gpu.products.seconds(product, rate, size))
         return known
 
@@ -454,7 +454,7 @@ class CostModel:
     def cpu_add_bytes(self, chunk: int) -> int:
         """Returns the bytes of host memory traffic of grad32 += grad: read the gradient (working dtype), read and write
         the sum."""
-        width = 4 if self.layout.chunks[chunk].dtype == "fp32" else 2
+        width = DTYPES[self.layout.chunks[chunk].dtype].bytes
         return self.params[chunk] * (2 * self.layout.sum_width(chunk) + width)
 
     def cpu_add_s(self, chunk: int) -> float:

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.core.plan import Plan, Settings
+from pstar_sim.dtypes import DTYPES, MASTER, NATIVE, WORKING
 from pstar_sim.errors import DoesNotFit, PlanError, PstarError
 from pstar_sim.sim.play import Jitter, play
 from pstar_sim.units import MIB, format_bytes
 from pstar_sim.workload.workload import (
-    DTYPE_BYTES,
     Moment,
     Phase,
     Tensor,
@@ -51,7 +51,7 @@ def chain_workload(
     tide_bytes: int | Sequence[int] = 0,
     checkpointing: bool = False,
     micro_batches: int = 1,
-    dtype: str = "bf16",
+    dtype: str = WORKING,
     forward_s: float | None = None,
 ) -> Workload:
     """Returns a chain of equal layers. Each layer has one FWD and one BWD moment (with checkpointing a RECOMPUTE moment
@@ -70,7 +70,7 @@ def chain_workload(
     numel, rest = divmod(params_per_layer, tensors_per_layer)
     if rest or numel < 1:
         raise ValueError(f"{params_per_layer} parameters do not divide into {tensors_per_layer} equal tensors")
-    width = DTYPE_BYTES[dtype]
+    width = DTYPES[dtype].bytes
     tensors = tuple(
         Tensor(name=f"layers.{i}.weight{j}", shape=(numel,), dtype=dtype, bytes=numel * width)
         for i in range(layers)
@@ -166,7 +166,7 @@ def round_machine(
     peer_bytes_per_s: rate of the link between the GPUs; None: there is no such link.
     nvme_memory_bytes: bytes of the disks of the node; None: no disks. Their rates are figures of the node.
     """
-    rates = flops_per_s if isinstance(flops_per_s, Mapping) else dict.fromkeys(("bf16", "fp16", "fp32"), flops_per_s)
+    rates = flops_per_s if isinstance(flops_per_s, Mapping) else dict.fromkeys(NATIVE, flops_per_s)
     gpu = Gpu(
         name=name,
         memory_bytes=gpu_memory_bytes,
@@ -256,7 +256,7 @@ def random_workload(
     layers = rng.randint(1, 8) if layers is None else layers
     micro_batches = rng.choice((1, 1, 2, 3, 4)) if micro_batches is None else micro_batches
     checkpointing = decide(checkpointing, 0.5)
-    dtype = rng.choice(("bf16", "bf16", "fp16", "fp32")) if dtype is None else dtype
+    dtype = rng.choice((WORKING, *NATIVE)) if dtype is None else dtype
     is_tied = decide(tied, 0.3)
     has_frozen = decide(frozen, 0.3)
     has_unused = decide(unused, 0.15)
@@ -321,7 +321,7 @@ class _Drawn:
         rows = next(r for r in (64, 16, 4, 1) if numel % r == 0)
         group = 1 if self.two_groups and name.endswith("bias") else 0
         shape = (rows, numel // rows) if rows > 1 else (numel,)
-        size = 0 if tied_to is not None else numel * DTYPE_BYTES[self.dtype]
+        size = 0 if tied_to is not None else numel * DTYPES[self.dtype].bytes
         self.tensors.append(
             Tensor(name=name, shape=shape, dtype=self.dtype, bytes=size, frozen=is_frozen, tied_to=tied_to, group=group)
         )
@@ -451,7 +451,7 @@ def random_machine(rng: random.Random, workload: Workload) -> Machine:
     """Returns a machine of one GPU whose sizes are near the needs of the workload. GPU memory ranges from too little
     for the worst moment to enough for all data. Host memory is sometimes too small. The rates vary, so that each
     resource binds in some machines."""
-    width = DTYPE_BYTES[workload.dtype]
+    width = DTYPES[workload.dtype].bytes
     share = rng.choice((0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.5, 5.0, 10.0)) * rng.uniform(0.8, 1.2)
     gpu_bytes = workload.peak_non_model_bytes + int(share * workload.params * width)
     host_bytes = int(workload.params * 24 * (rng.uniform(0.3, 1.0) if rng.random() < 0.15 else 2.0)) + MIB
@@ -462,7 +462,7 @@ def random_machine(rng: random.Random, workload: Workload) -> Machine:
         usable_bytes=gpu_bytes,
         context_bytes=0,
         hbm_bytes_per_s=10 ** rng.uniform(10, 12),
-        flops_per_s={"fp32": rate / 2, "fp16": rate, "bf16": rate},
+        flops_per_s={dtype: rate / 2 if dtype == MASTER else rate for dtype in DTYPES},
         measured=rng.random() < 0.5,
         source="random",
     )

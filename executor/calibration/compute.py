@@ -19,13 +19,13 @@ from torch.nn import functional
 
 from executor.calibration.bench import Bench
 from executor.calibration.measured_device import Device
+from executor.devices.dtypes import TORCH_DTYPES
 from executor.moments.live_bytes import LiveStorages
 
 __all__ = ["between_products", "matmul_rates", "memory_rate", "memory_rates", "product"]
 
 _EXTENTS = {"virtual": (64, 128, 256, 512, 1024, 1536, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 12288)}
 _LAYER_ROWS = {"virtual": (8, 32, 128, 512), "cuda": (64, 512, 4096, 16384)}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COLD_BYTES = 48 << 20  # more than the last cache of a CPU or GPU holds
 _MOST_WEIGHTS = 64
 _MOST_INPUTS = 8
@@ -60,7 +60,7 @@ def matmul_rates(
     table: dict[str, tuple[tuple[float, float], ...]] = {}
     with device.using():
         for dtype in device.dtypes:
-            points = dict(product(device, n, _DTYPES[dtype]) for n in extents or _EXTENTS[device.kind])
+            points = dict(product(device, n, TORCH_DTYPES[dtype]) for n in extents or _EXTENTS[device.kind])
             seconds = bench.medians(points, device.timed, longest_s=0.25)
             table[dtype] = tuple((float(flops), 3 * flops / s) for flops, s in seconds.items())
     return table

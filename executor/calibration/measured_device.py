@@ -19,6 +19,7 @@ from executor.devices.backend import VirtualBackend, keep_freed_pages
 from executor.devices.copied import Copied
 from executor.devices.headroom import measure_room
 from pstar_sim.core.step import Queue
+from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PlanError
 
 __all__ = ["Copies", "CudaCopies", "CudaDevice", "Device", "VirtualDevice", "open_device"]
@@ -104,7 +105,7 @@ class VirtualDevice:
     """
 
     kind = "virtual"
-    dtypes: tuple[str, ...] = ("fp32", "bf16")
+    dtypes: tuple[str, ...] = (MASTER, WORKING)
     count = 1
     adam_threads = 1
     multiprocessors = 1, (1, 1)
@@ -227,7 +228,7 @@ class CudaDevice:
         self.title = torch.cuda.get_device_name(self.device)
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         self.count = names.count(self.title)
-        self.dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16") if torch.cuda.is_bf16_supported() else ("fp32", "fp16")
+        self.dtypes: tuple[str, ...] = tuple(d for d in DTYPES if d != WORKING or torch.cuda.is_bf16_supported())
         self.adam_threads = torch.get_num_threads()
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count, _TILE
         self._cuda = CudaCopies(self.device)

@@ -21,8 +21,10 @@ from torch.nn import functional
 
 from executor.calibration.bench import Bench
 from executor.calibration.measured_device import Device
+from executor.devices.dtypes import TORCH_DTYPES
 from executor.moments.live_bytes import LiveStorages
 from pstar_sim.catalog.product_shape import ProductShape
+from pstar_sim.dtypes import MASTER, NATIVE
 from pstar_sim.workload.workload import Product
 
 __all__ = ["TIMED_DTYPE", "attention_share", "fit_products", "product_seconds"]
@@ -30,10 +32,9 @@ __all__ = ["TIMED_DTYPE", "attention_share", "fit_products", "product_seconds"]
 Layer = tuple[int, int, int]
 """Rows, inputs and outputs of a linear layer: m, k, n."""
 
-TIMED_DTYPE = {"virtual": ("fp32",), "cuda": ("bf16", "fp16", "fp32")}
+TIMED_DTYPE = {"virtual": (MASTER,), "cuda": NATIVE}
 """Kind of device -> dtypes in which products by shape are timed; the first that the device multiplies in."""
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ROWS = {"virtual": (16, 64, 256), "cuda": (256, 2048, 16384)}
 _WEIGHTS = {
     "virtual": ((256, 256), (512, 2048), (2048, 512), (1024, 1024)),
@@ -57,7 +58,7 @@ def product_seconds(
         layers = [(m, k, n) for k, n in _WEIGHTS[device.kind] for m in _ROWS[device.kind]]
     actions: dict[Product, Callable[[], object]] = {}
     for layer in layers:
-        actions |= _of_layer(device, layer, _DTYPES[dtype])
+        actions |= _of_layer(device, layer, TORCH_DTYPES[dtype])
     with device.using():
         return bench.medians(actions, device.timed, longest_s=0.25)
 
@@ -118,7 +119,7 @@ def _elements(product: Product) -> int:
 def attention_share(device: Device, bench: Bench, dtype: str, flops_per_s: float) -> float:
     """Returns the share of `flops_per_s` at which torch's attention runs, forward and backward together; at most 1."""
     batch, heads, rows, width = _ATTENTION[device.kind]
-    made = torch.full((3, batch, heads, rows, width), 0.1, dtype=_DTYPES[dtype], device=device.device)
+    made = torch.full((3, batch, heads, rows, width), 0.1, dtype=TORCH_DTYPES[dtype], device=device.device)
     q, k, v = (part.detach().requires_grad_() for part in made)
 
     def action() -> None:

@@ -21,6 +21,7 @@ import torch
 from pstar_sim.core.layout import ALIGN
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind
+from pstar_sim.dtypes import MASTER
 
 __all__ = ["GPU_BLOCK", "Hyper", "Scratch", "UpdateRange", "adamw", "ranges_of", "scratch_bytes", "total_norm"]
 
@@ -75,7 +76,7 @@ def scratch_bytes(plan: Plan) -> int:
         return 0
     layout = plan.layout
     narrow = sum(width < 4 for name, width in layout.state_bytes if name in ("momentum", "variance"))
-    narrow += any(layout.chunks[c].dtype != "fp32" for c in chunks)
+    narrow += any(layout.chunks[c].dtype != MASTER for c in chunks)
     return narrow * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
 
 

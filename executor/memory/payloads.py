@@ -8,6 +8,7 @@ import threading
 import torch
 
 from executor.devices.backend import Backend
+from executor.devices.dtypes import TORCH_DTYPES
 from executor.memory.slices import OTHERS_OF, GpuPayload, Steady
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
@@ -15,15 +16,14 @@ from pstar_sim.core.slabs import host_room
 from pstar_sim.core.step import OTHERS
 from pstar_sim.errors import DoesNotFit
 
-__all__ = ["DTYPES", "STATE_DTYPES", "GpuPayloads", "HostSlabs", "dtype_of"]
+__all__ = ["STATE_DTYPES", "GpuPayloads", "HostSlabs", "dtype_of"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # bytes per element -> dtype
 
 
 def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:
     if list_name in ("param", "grad") or (list_name == "grad32" and layout.sum_width(chunk) < 4):
-        return DTYPES[layout.chunks[chunk].dtype]
+        return TORCH_DTYPES[layout.chunks[chunk].dtype]
     widths = dict(layout.state_bytes)
     return STATE_DTYPES[widths[list_name]] if list_name in widths else torch.float32
 

@@ -13,13 +13,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from executor.devices.dtypes import DTYPE_NAMES
 from executor.devices.torch_private import storage_key
 from executor.moments.hooks import ModuleEvent
 from executor.moments.live_bytes import LiveStorages
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import ModelError
 from pstar_sim.units import format_params
 from pstar_sim.workload.kernels import CAPTURED
-from pstar_sim.workload.workload import DTYPE_BYTES, Moment, OptimizerSpec, Phase, Tensor, Use, UseKind, Workload
+from pstar_sim.workload.workload import Moment, OptimizerSpec, Phase, Tensor, Use, UseKind, Workload
 
 __all__ = [
     "MomentRecorder",
@@ -33,7 +35,6 @@ __all__ = [
 MOST_NAMED = 3  # modules that a note names
 INPUTS = {"vision": "image", "visual": "image", "image": "image", "audio": "audio", "speech": "audio"}
 """A part of a module's name -> the input that the module takes."""
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def describe_parameters(
@@ -51,8 +52,8 @@ def describe_parameters(
     parameters: list[nn.Parameter] = []
     first: dict[tuple[int, int], int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.dtype not in _DTYPE_NAMES and parameter.requires_grad:
-            known = ", ".join(DTYPE_BYTES)
+        if parameter.dtype not in DTYPE_NAMES and parameter.requires_grad:
+            known = ", ".join(DTYPES)
             raise ModelError(f"parameter {name!r} has dtype {parameter.dtype}; trainable parameters are {known}")
         place = (storage_key(parameter), int(parameter.storage_offset()))
         tied_to = first.get(place)
@@ -62,7 +63,7 @@ def describe_parameters(
             Tensor(
                 name=name,
                 shape=tuple(int(extent) for extent in parameter.shape),
-                dtype=_DTYPE_NAMES.get(parameter.dtype, str(parameter.dtype).removeprefix("torch.")),
+                dtype=DTYPE_NAMES.get(parameter.dtype, str(parameter.dtype).removeprefix("torch.")),
                 bytes=parameter.numel() * parameter.element_size(),
                 frozen=not parameter.requires_grad,
                 tied_to=tied_to,
@@ -79,7 +80,7 @@ def working_dtype(tensors: Collection[Tensor]) -> str:
     sizes: Counter[str] = Counter()
     trainable = any(not t.frozen for t in tensors)
     for t in tensors:
-        if t.tied_to is None and t.dtype in DTYPE_BYTES and (not t.frozen or not trainable):
+        if t.tied_to is None and t.dtype in DTYPES and (not t.frozen or not trainable):
             sizes[t.dtype] += t.bytes
     if not sizes:
         raise ModelError("the model has no parameter in fp32, bf16 or fp16: a plan needs a parameter to place")

@@ -61,6 +61,7 @@ from executor.saving.tensor_files import (
 )
 from executor.saving.weights import INDEX, persistent_buffers
 from pstar_sim.core.step import Place
+from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import CheckpointError, PstarError
 from pstar_sim.schema.records import read_record
 from pstar_sim.units import format_bytes
@@ -340,7 +341,7 @@ def _state_rows(session: Session) -> list[TensorToStore]:
         for slot in () if chunk.frozen else chunk.slots:
             t = session.plan.workload.tensors[slot.tensor]
             for name in session.plan.layout.state_lists:
-                if name == "param32" and t.dtype == "fp32":
+                if name == "param32" and t.dtype == MASTER:
                     continue
                 dtype = session.arena.dtype(chunk.index, name)
                 part = session.contents.slots.parts[slot.tensor]
@@ -405,5 +406,5 @@ def _save_config(session: Session, folder: Path) -> None:
         values = json.loads(to_json())
         if name == "config.json":
             values["architectures"] = [type(session.model).__name__]
-            values["dtype"] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[session.plan.workload.dtype]
+            values["dtype"] = DTYPES[session.plan.workload.dtype].torch_name
         write_text_file(folder / name, json.dumps(values, indent=2, sort_keys=True) + "\n")

@@ -38,6 +38,7 @@ from executor.saving.tensor_files import TensorFile, piece_buffer
 from executor.saving.weights import Weights, some
 from executor.session.loop import LOAD
 from pstar_sim.core.step import Place
+from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import CheckpointError, PstarError, WeightsError
 
 if TYPE_CHECKING:
@@ -300,7 +301,7 @@ def _check_states(opened: _SoundCheckpoint, session: Session) -> None:
     stored = {row.name: row.dtype for row in opened.manifest.tensors}
     for tensor, list_name in _wanted_states(session):
         t = session.plan.workload.tensors[tensor]
-        if list_name == "param32" and stored[t.name] == "fp32":
+        if list_name == "param32" and stored[t.name] == MASTER:
             continue  # the parameter's weights are its master
         reached = 0
         for piece in sorted(opened.pieces.get((list_name, t.name), []), key=lambda piece: piece.start):

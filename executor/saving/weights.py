@@ -36,6 +36,7 @@ from executor.memory.contents import Contents
 from executor.saving.manifest import check_files, is_checkpoint, read_manifest
 from executor.saving.tensor_files import StoredTensor, TensorFile, piece_buffer
 from pstar_sim.core.step import Place
+from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import CheckpointError, WeightsError
 from pstar_sim.units import format_params
 from pstar_sim.workload.workload import Tensor
@@ -340,7 +341,7 @@ class Weights:
             counts[str(source.entry.dtype).removeprefix("torch."), t.dtype, t.frozen] += source.entry.numel
         parts = []
         for (stored, working, frozen), numel in counts.most_common():
-            kept = f"working copies in {working}" if working != "fp32" else "working copies the same"
+            kept = f"working copies in {working}" if working != MASTER else "working copies the same"
             masters = "frozen, no masters" if frozen else "fp32 masters from the file's values"
             parts.append(f"{format_params(numel)} parameters stored in {stored}: {masters}, {kept}")
         return f"weights {self.folder}: " + "; ".join(parts)

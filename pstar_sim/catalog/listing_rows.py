@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pstar_sim.catalog.loader import load_catalog
 from pstar_sim.catalog.model_shapes import model_entry, model_names
+from pstar_sim.dtypes import MASTER
 from pstar_sim.units import GB
 
 __all__ = ["list_machines", "list_models"]
@@ -38,7 +39,7 @@ def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]
 
 
 def _tflops(rates: Mapping[str, float]) -> float | int | None:
-    best = max((rates[d] for d in ("fp16", "bf16") if d in rates), default=None)
+    best = max((rate for dtype, rate in rates.items() if dtype != MASTER), default=None)
     return None if best is None else _short(best / 1e12)
 
 

@@ -17,6 +17,7 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
 from pstar_sim.cli.flag_values import natural, positive
 from pstar_sim.cli.output import save_picture, say, tell
+from pstar_sim.dtypes import MASTER
 
 __all__ = ["commands"]
 
@@ -58,7 +59,7 @@ def demo(
     rates = executor_module("measuring.rates")
 
     tell(f"1. Trace: {MODEL} from transformers, batch {BATCH}, sequence {SEQUENCE}, fp32, under fake tensors")
-    traced = capture.capture(MODEL, batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True)
+    traced = capture.capture(MODEL, batch=BATCH, sequence=SEQUENCE, dtype=MASTER, checkpointing=True)
     save_trace(traced, out / "trace.parquet")
     need = traced.params * (4 + traced.optimizer.states_bytes_per_param)
     tell(
@@ -76,7 +77,7 @@ def demo(
         say(comparison_text(compare(repeat_micro_batch(traced, micro_batches), machine)))
 
     job = executor_module("run").TrainingJob(
-        model=MODEL, batch=BATCH, sequence=SEQUENCE, dtype="fp32", checkpointing=True, lr=LEARNING_RATE, seed=seed
+        model=MODEL, batch=BATCH, sequence=SEQUENCE, dtype=MASTER, checkpointing=True, lr=LEARNING_RATE, seed=seed
     )
     tell("3. Warm-up: real iterations, chunks fetched on demand, bytes and seconds of every moment recorded")
     recorded = job.record(machine)

@@ -32,6 +32,7 @@ __all__ = [
     "port",
     "positive",
     "share",
+    "ways_of_loading",
 ]
 
 T = TypeVar("T")
@@ -184,6 +185,12 @@ def one_of(choices: Any) -> Callable[[Any], str]:
         return text
 
     return _value(parse)
+
+
+def ways_of_loading(incomplete: str) -> list[str]:
+    from pstar_sim.workload.loading import LOADING
+
+    return [way for way in LOADING if way.startswith(incomplete)]
 
 
 def machine_names(incomplete: str) -> list[str]:

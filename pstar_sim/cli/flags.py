@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,7 +18,9 @@ from pstar_sim.cli.flag_values import (
     one_of,
     policy_names,
     positive,
+    ways_of_loading,
 )
+from pstar_sim.dtypes import DTYPES
 
 __all__ = [
     "Dtype",
@@ -38,7 +40,10 @@ __all__ = [
     "policies",
 ]
 
-DTYPES = Literal["fp32", "bf16", "fp16"]
+if TYPE_CHECKING:
+    DTYPE_NAMES = str
+else:
+    DTYPE_NAMES = Literal[tuple(DTYPES)]
 UPDATES = Literal["step", "eager"]
 LOOPS = Literal["own", "step"]
 SUMS = Literal["32-bit", "16-bit"]
@@ -52,9 +57,10 @@ Batch = Annotated[
     ),
 ]
 Dtype = Annotated[
-    DTYPES | None,
+    DTYPE_NAMES | None,
     typer.Option(
-        parser=one_of(DTYPES), help="working dtype (default: bf16 where the GPU has it, else fp16, or the trace's)"
+        parser=one_of(DTYPE_NAMES),
+        help="working dtype (default: bf16 where the GPU has it, else fp16, or the trace's)",
     ),
 ]
 KERNEL_NAMES = Literal["eager", "fused", "compiled", "megatron"]
@@ -80,6 +86,7 @@ LoadingFlag = Annotated[
     typer.Option(
         parser=loading,
         metavar="WAY",
+        autocompletion=ways_of_loading,
         help="how the weights come into host memory, beside what a plan keeps there: whole, once per node; each: "
         "whole, by every process; in-place: never whole; in another dtype than the job's: each:fp32 (default: whole, "
         "or as --like says)",

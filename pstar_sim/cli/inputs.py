@@ -10,6 +10,7 @@ from pstar_sim.arguments import parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Settings
+from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.planner.batch_shares import share_out, shares_of_batch
 from pstar_sim.planner.ways import Way, candidates
@@ -122,7 +123,7 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
             f"{job.trace}: no variant of {len(known)} has {', '.join(given)}; leave one of these flags out, or trace "
             "the model with them"
         )
-    made = [w if w.dtype == "fp32" else retype(w, job.dtype or default_dtype(machine)) for w in found]
+    made = [w if w.dtype == MASTER else retype(w, job.dtype or default_dtype(machine)) for w in found]
     return candidates([_optimized(w, job) for w in made], shares.pop())
 
 
@@ -133,7 +134,7 @@ def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
         return False
     if job.checkpointing is not None and w.checkpointing != job.checkpointing:
         return False
-    return job.dtype is None or w.dtype == job.dtype or (job.dtype in ("bf16", "fp16") and w.dtype != "fp32")
+    return job.dtype is None or w.dtype == job.dtype or MASTER not in (job.dtype, w.dtype)
 
 
 def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -> tuple[Way, ...]:
@@ -160,17 +161,16 @@ def _one_workload(job: OptionalWorkloadFlags, machine: Machine, batch: int | Non
                 "--lora is for presets (--model); trace a model that has its adapters: pstar trace py:MODULE:FACTORY, "
                 "whose factory returns (nn.Module, example batch)"
             )
-        half = job.dtype in ("bf16", "fp16")
         found = load_trace(
             job.trace,
             batch=batch,
             sequence=job.seq,
             checkpointing=job.checkpointing,
             micro_batches=job.micro_batches,
-            dtype=None if half else job.dtype,
+            dtype=MASTER if job.dtype == MASTER else None,
         )
-        if found.dtype == "fp32":
-            if half:
+        if found.dtype == MASTER:
+            if job.dtype not in (None, MASTER):
                 raise PstarError(
                     f"{job.trace}: --dtype {job.dtype}, but the trace is of fp32; trace the model in {job.dtype}"
                 )

@@ -11,7 +11,7 @@ from pstar_sim.cli.bars import bar
 from pstar_sim.cli.declare import command
 from pstar_sim.cli.executor_parts import executor_module
 from pstar_sim.cli.flag_values import model_names, one_of, positive
-from pstar_sim.cli.flags import DTYPES, MicroBatches, output
+from pstar_sim.cli.flags import DTYPE_NAMES, MicroBatches, output
 from pstar_sim.cli.output import note, say, say_json, tell
 from pstar_sim.cli.run_flags import RunFlags
 from pstar_sim.errors import ModelError, PstarError
@@ -42,8 +42,11 @@ class _TraceFlags:
     seq: Annotated[int, typer.Option(parser=positive, metavar="S", help="tokens per sequence")]
     micro_batches: MicroBatches = 1
     dtype: Annotated[
-        DTYPES | None,
-        typer.Option(parser=one_of(DTYPES), help="working dtype (default: bf16; of a py: factory, the module's own)"),
+        DTYPE_NAMES | None,
+        typer.Option(
+            parser=one_of(DTYPE_NAMES),
+            help="working dtype (default: bf16; of a py: factory, the module's own)",
+        ),
     ] = None
     checkpointing: Annotated[
         bool,

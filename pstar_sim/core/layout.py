@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pstar_sim.core.step import Part
+from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
-from pstar_sim.workload.workload import DTYPE_BYTES, UseKind, Workload
+from pstar_sim.workload.workload import UseKind, Workload
 
 __all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near", "sum_bytes_of"]
 
@@ -130,7 +131,7 @@ class Layout:
         widths = dict(self.state_bytes)
         table: dict[tuple[int, str], int] = {}
         for c in self.chunks:
-            numel, width = self.slice_numel(c.index), DTYPE_BYTES[c.dtype]
+            numel, width = self.slice_numel(c.index), DTYPES[c.dtype].bytes
             table[c.index, "param"] = numel * width
             if self.ranks > 1:
                 table[c.index, "remote"] = numel * width * (self.ranks - 1)
@@ -150,7 +151,7 @@ class Layout:
 
     def sum_width(self, chunk: int) -> int:
         """Returns the bytes per parameter of the chunk's sum of gradients."""
-        return max(self.sum_bytes, DTYPE_BYTES[self.chunks[chunk].dtype])
+        return max(self.sum_bytes, DTYPES[self.chunks[chunk].dtype].bytes)
 
     def slice_numel(self, chunk: int) -> int:
         """Returns the number of elements of one rank's slice of a list, rounded up so that all slices are equal and
@@ -248,7 +249,7 @@ class _Class(NamedTuple):
     @property
     def width(self) -> int:
         """Bytes of an element."""
-        return DTYPE_BYTES[self.dtype]
+        return DTYPES[self.dtype].bytes
 
 
 def build_layout(workload: Workload, *, chunk_bytes: int | None = None, ranks: int = 1, sums: str = "32-bit") -> Layout:
@@ -286,11 +287,12 @@ def sum_bytes_of(workload: Workload, sums: str) -> int:
     Raises PlanError for 16-bit sums of a model that is not bf16.
     """
     if sums == "32-bit":
-        return 4
-    if workload.dtype != "bf16":
-        why = "its gradients have 32 bits" if workload.dtype == "fp32" else "a sum of its gradients may overflow unseen"
+        return DTYPES[MASTER].bytes
+    dtype = DTYPES[workload.dtype]
+    if not dtype.can_sum:
+        why = "its gradients have 32 bits" if dtype.is_master else "a sum of its gradients may overflow unseen"
         raise PlanError(f"sums in 16 bits are for bf16 models; {workload.model} is {workload.dtype}, and {why}")
-    return 2
+    return dtype.bytes
 
 
 def layout_of_parts(workload: Workload, parts: Sequence[tuple[int, int]], *, sums: str = "32-bit") -> Layout:
@@ -383,10 +385,8 @@ def _in_order_of_first_use(workload: Workload) -> dict[_Class, list[_Item]]:
         tensor = workload.tensors[index]
         if tensor.tied_to is not None:
             continue
-        if tensor.dtype not in DTYPE_BYTES:
-            raise PlanError(
-                f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; chunks can hold {', '.join(DTYPE_BYTES)}"
-            )
+        if tensor.dtype not in DTYPES:
+            raise PlanError(f"tensor {tensor.name!r} has dtype {tensor.dtype!r}; chunks can hold {', '.join(DTYPES)}")
         numel = tensor.numel
         key = _Class(tensor.frozen, tensor.dtype, tensor.group)
         classes.setdefault(key, []).append(_Item(first[index], index, numel, -(-numel // ALIGN) * ALIGN))

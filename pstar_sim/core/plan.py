@@ -20,6 +20,7 @@ from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.check_report import CheckReport
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.step import ROUTES, Place, Step, from_text, to_text
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
 from pstar_sim.renderers import render, render_html
 from pstar_sim.units import format_bytes, format_ranks, format_s
@@ -90,7 +91,7 @@ class Settings:
         "update=step"); None if there is no such reason."""
         if self.clip:
             return "clip"
-        if dtype == "fp16":
+        if DTYPES[dtype].scaled:
             return "loss scaling"
         return "update=step" if self.update == "step" else None
 

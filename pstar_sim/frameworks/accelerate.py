@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec.yaml
 
 from pstar_sim.core.plan import Plan
+from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks import deepspeed, fsdp
 from pstar_sim.frameworks.configuration import Configuration
@@ -26,7 +27,7 @@ ACCELERATE = "accelerate"
 _FSDP = "fsdp_config"
 _DS = "deepspeed_config"
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-_DTYPES = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_DTYPES = {"no" if dtype == MASTER else dtype: dtype for dtype in DTYPES}
 
 KEYS = (
     used("distributed_type", "type", str, "NO"),
@@ -157,7 +158,7 @@ def _hint(word: str, known: tuple[str, ...]) -> str:
 
 def _dtype(found: KeyReading) -> str | None:
     precision = found.known("precision")
-    return None if precision is None else _DTYPES.get(precision, "bf16")
+    return None if precision is None else _DTYPES.get(precision, WORKING)
 
 
 def _details(found: KeyReading, details: dict[str, object]) -> tuple[tuple[str, object], ...]:
@@ -210,7 +211,7 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
             content[key] = found[name]
     dtype = _dtype(found)
     if dtype is not None:
-        content["fp16" if dtype == "fp16" else "bf16"] = {"enabled": dtype != "fp32"}
+        content[WORKING if dtype == MASTER else dtype] = {"enabled": dtype != MASTER}
     made = deepspeed.read(content, file)
     details = _details(found, dict(made.details))
     loading = "each" if found.known("ds_init") is False else made.loading
@@ -230,7 +231,7 @@ def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: i
         return 0
     trained = workload.trainable_params
     buckets = 4 * trained if ranks > 1 else 0
-    if workload.micro_batches > 1 or workload.dtype == "fp32":  # the lists have fp32 gradients already
+    if workload.micro_batches > 1 or workload.dtype == MASTER:  # the lists have fp32 gradients already
         return buckets
     return max(buckets, buckets + 2 * trained - workload.peak_non_model_bytes)
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from pstar_sim.core.plan import Plan
+from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.frameworks.configuration import Configuration, in_full, spec
 from pstar_sim.frameworks.express import (
@@ -43,13 +44,15 @@ from pstar_sim.policy.systems.sharded import (
     SUB_GROUP_PARAMS,
 )
 from pstar_sim.schema.fields import between, least
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+from pstar_sim.workload.workload import Workload
 
 __all__ = ["DEEPSPEED", "KEYS", "MEMORY", "express", "read", "write"]
 
 DEEPSPEED = "DeepSpeed"
 
 _Size = Annotated[int, least(0)]
+_HALF = tuple(dtype for dtype in DTYPES if dtype != MASTER)
+"""Dtypes that a section of their name switches on."""
 _Device = Literal["none", "cpu", "nvme"]
 _ZERO = "zero_optimization"
 
@@ -252,7 +255,7 @@ def read(content: object, file: str) -> Configuration:
     exclude each other.
     """
     found = read_keys(KEYS, content, file, "a DeepSpeed configuration")
-    if found.known("bf16") and found.known("fp16"):
+    if all(map(found.known, _HALF)):
         raise PstarError(f"{file}: bf16.enabled and fp16.enabled are both true; DeepSpeed takes one of them")
     stage, states, params = found["stage"], _states(found), _params(found)
     stage = 2 if stage == AUTO else stage
@@ -309,11 +312,11 @@ def _params(found: KeyReading) -> str:
 
 
 def _dtype(found: KeyReading) -> str | None:
-    for dtype in ("bf16", "fp16"):
+    for dtype in _HALF:
         if found.known(dtype):
             return dtype
-    open_ = AUTO in (found["bf16"], found["fp16"]) or not {"bf16", "fp16"} & found.named
-    return None if open_ else "fp32"
+    open_ = any(found[dtype] == AUTO for dtype in _HALF) or not found.named.intersection(_HALF)
+    return None if open_ else MASTER
 
 
 def _optimizer(found: KeyReading) -> tuple[str | None, list[str]]:
@@ -419,7 +422,7 @@ def values_of(configuration: Configuration) -> dict[str, object]:
         "sums": detail.get("sums"),
     }
     if c.dtype is not None:
-        values |= {"bf16": c.dtype == "bf16", "fp16": c.dtype == "fp16"}
+        values |= {dtype: c.dtype == dtype for dtype in _HALF}
     if c.optimizer == "adamw-bf16-states":
         values["bf16_states"] = True
     values |= _values_of_places(c)
@@ -466,7 +469,7 @@ def _allocations(configuration: Configuration, workload: Workload, ranks: int) -
         return ()
     tensors = trained(workload)
     numels = rank_sizes(tensors, ranks)
-    own, width = sum(numels), DTYPE_BYTES[workload.dtype]
+    own, width = sum(numels), DTYPES[workload.dtype].bytes
     moments = moments_bytes_per_param(workload)
     pinned = configuration.pinned
     if detail["stage"] != 3:
@@ -498,7 +501,7 @@ def _stage3_allocations(configuration: Configuration, numels: list[int], moments
             tensor_allocations("fp32 gradients", held, 4, pinned=configuration.pinned),
             tensor_allocations("the optimizer's moments", held, moments, pinned=False),
         ]
-    sums = {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(detail.get("sums")), width)
+    sums = DTYPES[str(detail["sums"])].bytes if "sums" in detail else width
     return [*allocations, allocation("gradients before the step", sums * sum(numels), pinned=configuration.pinned)]
 
 
@@ -531,7 +534,7 @@ def _whole(value: object) -> int:
 def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: int) -> int:
     """Returns the bytes that the GPU holds beside the plan's lists: with stage 0 in 16 bits, working gradients and fp32
     gradients. With several micro-batches the lists of all_on_gpu include the fp32 gradients already."""
-    if configuration.detail["stage"] != 0 or workload.dtype == "fp32":
+    if configuration.detail["stage"] != 0 or workload.dtype == MASTER:
         return 0
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
@@ -580,8 +583,8 @@ def express(plan: Plan) -> Expressed:
         details["states_buffers"] = 4
     if params == "nvme":
         details |= {"params_buffers": 5, "params_buffer": 10**8, "params_in_cpu": 10**9}
-    if w.micro_batches > 1 and settings.sums == "32-bit" and w.dtype != "fp32":
-        details["sums"] = "fp32"
+    if w.micro_batches > 1 and settings.sums == "32-bit" and w.dtype != MASTER:
+        details["sums"] = MASTER
     configuration = Configuration(
         framework=DEEPSPEED,
         policy=spec(base, options),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pstar_sim.core.plan import Plan
+from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.frameworks.configuration import Configuration, spec
 from pstar_sim.frameworks.express import (
     Expressed,
@@ -88,21 +89,21 @@ def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 MEMORY = MemoryRules(
     allocations=_allocations,
-    loaded_dtype="fp32",
+    loaded_dtype=MASTER,
     unpinned=lambda configuration: "with CPUOffloadPolicy(pin_memory=False) of FSDP 2 in the script",
 )
 """Rules by which FSDP allocates, under each of its names."""
 
 
 def express_as(
-    plan: Plan, framework: str, details: dict[str, object], *, says_batch: bool = True, trains_fp16: bool = True
+    plan: Plan, framework: str, details: dict[str, object], *, says_batch: bool = True, trains_scaled: bool = True
 ) -> Expressed:
     """Returns the FSDP configuration nearest to a plan, with offloading if the plan keeps anything off the GPU."""
     where = whereabouts(plan)
     offload = min(where.params_on_gpu, where.states_on_gpu) < 1
     reshard = _gives_up(plan)
     w = plan.workload
-    dtype = "bf16" if w.dtype == "fp16" and not trains_fp16 else w.dtype
+    dtype = w.dtype if trains_scaled or not DTYPES[w.dtype].scaled else WORKING
     cannot = common_limits(plan, framework, *OWN) + [
         limit for limit, applies in _limits(plan, framework, where, dtype, says_batch=says_batch).items() if applies
     ]
@@ -149,7 +150,7 @@ def _limits(plan: Plan, framework: str, where: Whereabouts, dtype: str, *, says_
         f"disks: {framework} has none; predicted with everything on the host": (
             where.params_on_disks > 0 or where.states_on_disks > 0
         ),
-        "loss scaling: the script needs a gradient scaler for fp16": dtype == "fp16",
+        "loss scaling: the script needs a gradient scaler for fp16": DTYPES[dtype].scaled,
         f"fp16: {framework} trains in bf16 or fp32; the file says {dtype}": dtype != w.dtype,
         f"the states of {w.optimizer.name}: the script makes the optimizer": w.optimizer.name != "adamw",
         f"{batch}: the script's": not says_batch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pstar_sim.core.plan import Plan
+from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import NOT_PINNED, Expressed
 from pstar_sim.frameworks.fsdp import MEMORY, express_as, offloads, reshards
@@ -67,15 +68,13 @@ def shard(model: nn.Module) -> nn.Module:
     return model
 '''
 
-_TORCH = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
 
 def write(configuration: Configuration) -> str:
     """Returns the configuration as the text of a Python file."""
-    dtype = configuration.dtype or "fp32"
+    dtype = configuration.dtype or MASTER
     return _CODE.format(
         dtype=dtype,
-        torch_dtype=_TORCH[dtype],
+        torch_dtype=DTYPES[dtype].torch_name,
         offload=offloads(configuration),
         pin=configuration.pinned_params,
         reshard=reshards(configuration),

@@ -5,6 +5,7 @@ gradients stay whole on every GPU. A share of the states may live on the host an
 from __future__ import annotations
 
 from pstar_sim.core.plan import Plan
+from pstar_sim.dtypes import MASTER
 from pstar_sim.frameworks.configuration import Configuration, spec
 from pstar_sim.frameworks.express import Expressed, common_limits, common_says, whereabouts
 from pstar_sim.frameworks.host_memory import (
@@ -31,7 +32,7 @@ def write(configuration: Configuration) -> str:
         f"--micro-batch-size {c.batch_per_gpu}",
         f"--global-batch-size {c.train_batch}",
         f"--seq-length {detail['sequence']}",
-        *([f"--{c.dtype}"] if c.dtype != "fp32" else []),
+        *([f"--{c.dtype}"] if c.dtype != MASTER else []),
         f"--clip-grad {1.0 if c.clip else 0.0}",
         "--optimizer adam",
         "--use-distributed-optimizer",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from pstar_sim.core.plan import Plan
+from pstar_sim.dtypes import DTYPES, MASTER, WORKING
 from pstar_sim.frameworks.configuration import Configuration
 from pstar_sim.frameworks.express import Expressed
 from pstar_sim.frameworks.fsdp import express_as, fsdp_policy, offloads, reshards
@@ -65,7 +66,7 @@ KEYS = (
     ),
 )
 
-_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+_DTYPES = {DTYPES[dtype].torch_name: dtype for dtype in (WORKING, MASTER)}
 
 
 def read(content: object, file: str) -> Configuration:
@@ -93,14 +94,13 @@ def read(content: object, file: str) -> Configuration:
 def write(configuration: Configuration) -> str:
     """Returns the configuration as the text of a TOML file. `read` of the text gives the configuration back."""
     c = configuration
-    words = {dtype: word for word, dtype in _DTYPES.items()}
     values: dict[str, object] = {
         "batch_per_gpu": c.batch_per_gpu,
         "train_batch": c.train_batch,
         "sequence": c.detail["sequence"],
         "clip": 1.0 if c.clip else 0.0,
         "offload": offloads(c),
-        "dtype": words[c.dtype or "bf16"],
+        "dtype": DTYPES[c.dtype or WORKING].torch_name,
         "reshard": "always" if reshards(c) else "never",
         "recompute": "full" if c.checkpointing else "none",
         "optimizer": "AdamW",
@@ -114,7 +114,7 @@ def write(configuration: Configuration) -> str:
 def express(plan: Plan) -> Expressed:
     """Returns the configuration nearest to a plan."""
     w = plan.workload
-    found = express_as(plan, TORCHTITAN, {"version": 2, "sequence": w.sequence}, trains_fp16=False)
+    found = express_as(plan, TORCHTITAN, {"version": 2, "sequence": w.sequence}, trains_scaled=False)
     configuration = replace(
         found.configuration,
         batch_per_gpu=w.batch,

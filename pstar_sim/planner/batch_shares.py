@@ -15,10 +15,11 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import flops_rate
+from pstar_sim.dtypes import same_size
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_count, format_s
 from pstar_sim.workload.presets import default_dtype, variant
-from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Product, Workload, retype
+from pstar_sim.workload.workload import Moment, Product, Workload, retype
 
 __all__ = [
     "UNMODELLED",
@@ -117,7 +118,7 @@ def _typed(workload: Workload, machine: Machine) -> Workload:
     if not workload.dtype_open:
         return workload
     dtype = default_dtype(machine)
-    if DTYPE_BYTES[dtype] != DTYPE_BYTES[workload.dtype]:
+    if not same_size(dtype, workload.dtype):
         return variant(workload, dtype=dtype)
     return retype(workload, dtype)
 

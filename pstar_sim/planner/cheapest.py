@@ -26,6 +26,7 @@ from pstar_sim.catalog.prices import Price, load_prices
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.balance import refuse_balance
@@ -39,7 +40,7 @@ from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets import default_dtype, kernels_of, preset
-from pstar_sim.workload.workload import DTYPE_BYTES, MOST_MOMENTS, Workload
+from pstar_sim.workload.workload import MOST_MOMENTS, Workload
 
 if TYPE_CHECKING:
     import pandas
@@ -198,7 +199,7 @@ def cheapest(
     whole("most_nodes", most_nodes, most=MOST_NODES_OF_A_MACHINE)
     flag("checkpointing", checkpointing)
     if dtype is not None:
-        choice("dtype", dtype, DTYPE_BYTES)
+        choice("dtype", dtype, DTYPES)
     optimizer_spec(optimizer)
     loading = loading_of(loading)
     lora = None if lora is None else adapter(lora)

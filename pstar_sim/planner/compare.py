@@ -19,6 +19,7 @@ from pstar_sim.core.figures import moves_on_disks
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.timeline import Timeline
 from pstar_sim.cost import VERSION
+from pstar_sim.dtypes import unscaled
 from pstar_sim.errors import CannotPlan, DoesNotFit, NothingFits, PlanError, PstarError
 from pstar_sim.planner.asked import OnPart, asked_policies, settings_of, teller
 from pstar_sim.planner.balance import Balanced, Cut, all_balance, balanced
@@ -571,14 +572,15 @@ def without_barrier(workload: Workload, machine: Machine, settings: Settings) ->
     free = replace(settings, update="eager", clip=False)
     if free.barrier(workload.dtype) is None:
         return workload, machine, free
-    tensors = tuple(replace(t, dtype="bf16") if t.dtype == "fp16" else t for t in workload.tensors)
+    scaled, dtype = workload.dtype, unscaled(workload.dtype)
+    tensors = tuple(replace(t, dtype=unscaled(t.dtype)) for t in workload.tensors)
     gpus = {
-        id(r.gpu): replace(r.gpu, flops_per_s={**r.gpu.flops_per_s, "bf16": r.gpu.flops_per_s["fp16"]})
+        id(r.gpu): replace(r.gpu, flops_per_s={**r.gpu.flops_per_s, dtype: r.gpu.flops_per_s[scaled]})
         for r in machine.ranks
-        if "fp16" in r.gpu.flops_per_s
+        if scaled in r.gpu.flops_per_s
     }
     ranks = tuple(replace(r, gpu=gpus.get(id(r.gpu), r.gpu)) for r in machine.ranks)
-    return replace(workload, dtype="bf16", tensors=tensors), replace(machine, ranks=ranks), free
+    return replace(workload, dtype=dtype, tensors=tensors), replace(machine, ranks=ranks), free
 
 
 def barrier_cost_of(plan: Plan, timeline: Timeline) -> float | None:

@@ -30,6 +30,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.overrides import override, override_paths
 from pstar_sim.core.plan import LOOPS, SUMS, Settings
+from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import PstarError
 from pstar_sim.planner.batch_shares import shares_of_batch
 from pstar_sim.policy.registry import find_policy
@@ -54,7 +55,7 @@ from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import optimizer_spec, with_optimizer
 from pstar_sim.workload.presets import ATTENTION, default_dtype, preset
 from pstar_sim.workload.trace import load_trace
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload, retype
+from pstar_sim.workload.workload import Workload, retype
 
 __all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash"]
 
@@ -78,7 +79,7 @@ class Axes(Table, frozen=True, kw_only=True):
     batch: Annotated[_Count | None, says("sequences per micro-batch, all ranks together")] = None
     seq: Annotated[_Count | None, says("tokens per sequence")] = None
     micro_batches: Annotated[_Count, says("micro-batches per iteration")] = 1
-    dtype: Annotated[str | None, choice(DTYPE_BYTES), says("fp32, bf16 or fp16 (default: what the GPU has)")] = None
+    dtype: Annotated[str | None, choice(DTYPES), says("fp32, bf16 or fp16 (default: what the GPU has)")] = None
     checkpointing: Annotated[bool, says("true or false")] = True
     attention: Annotated[str, choice(ATTENTION), says("flash, efficient or math")] = "flash"
     kernels: Annotated[str | None, choice(KERNELS), says("eager, fused, compiled or megatron")] = None
@@ -369,14 +370,13 @@ def _workload(given: Mapping[str, Value]) -> Workload:
 
 def _traced(given: Mapping[str, Value]) -> Workload:
     wanted = str(given["dtype"]) if "dtype" in given else None
-    half = wanted in ("bf16", "fp16")
     found = load_trace(
         str(given["trace"]),
         batch=int(given["batch"]) if "batch" in given else None,
         sequence=int(given["seq"]) if "seq" in given else None,
         checkpointing=bool(given["checkpointing"]) if "checkpointing" in given else None,
         micro_batches=int(given["micro_batches"]) if "micro_batches" in given else None,
-        dtype=None if half else wanted,
+        dtype=MASTER if wanted == MASTER else None,
     )
     if wanted is not None:
         found = retype(found, wanted)

@@ -21,6 +21,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Settings
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.balance import refuse_balance
@@ -36,7 +37,7 @@ from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets import default_dtype, has_kernels, kernels_of, workload_of
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
     import pandas
@@ -224,7 +225,7 @@ def max_model(
             lora=lora,
             optimizer=optimizer,
         ),
-        least_bytes=DTYPE_BYTES[working] + (0 if lora else optimizer_spec(optimizer).states_bytes_per_param),
+        least_bytes=DTYPES[working].bytes + (0 if lora else optimizer_spec(optimizer).states_bytes_per_param),
         written={} if written is None else written,
     )
     ask = _asker(machine, settings, loading)
@@ -264,7 +265,7 @@ def _check_sizes(dtype: str | None, counts: Mapping[str, int], widths: Mapping[s
     widths: None for a width left open.
     """
     if dtype is not None:
-        choice("dtype", dtype, DTYPE_BYTES)
+        choice("dtype", dtype, DTYPES)
     for what, size in counts.items():
         whole(what, size)
     for what, width in widths.items():

@@ -18,6 +18,7 @@ from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, count_params, model_entry
 from pstar_sim.core.plan import Settings
+from pstar_sim.dtypes import MASTER, WORKING
 from pstar_sim.errors import CatalogError
 from pstar_sim.python310 import toml_loads
 from pstar_sim.units import GIB
@@ -177,7 +178,7 @@ def _dos(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         sequence=whole_number(row, "sequence", row.sequence),
         batches=(each,),
         micro_batches=whole // (each * row.gpus),
-        dtype="bf16",
+        dtype=WORKING,
         attention="flash",
         settings=Settings(update="step", clip=False),
         loop_s=_loop_s(row.source),
@@ -280,7 +281,7 @@ def _vm(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         sequence=sequence,
         batches=(whole_number(row, "batch", row.batch),),
         micro_batches=1,
-        dtype="fp32",
+        dtype=MASTER,
         attention="math",
         settings=Settings(update="eager" if _VM_WINDOW.fullmatch(row.system) else "step", clip=False),
         other_host_bytes=OTHER_HOST_BYTES,

@@ -13,6 +13,7 @@ from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
 from pstar_sim.core.plan import Settings
+from pstar_sim.dtypes import MASTER, WORKING
 from pstar_sim.errors import CatalogError
 from pstar_sim.validation.rows import PublishedRow
 from pstar_sim.validation.setups import Experiment, first_ranks, gpt_entry, published_machine, whole_number
@@ -50,7 +51,7 @@ def _fsdp(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         sequence=whole_number(row, "sequence", row.sequence),
         batches=(each,),
         micro_batches=whole // (each * row.gpus),
-        dtype="bf16",
+        dtype=WORKING,
         attention="flash",
         settings=Settings(update="step", clip=True),
         checkpointing="no checkpointing" not in row.settings,
@@ -96,7 +97,7 @@ def _eager(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
         sequence=whole_number(row, "sequence", row.sequence),
         batches=(whole_number(row, "batch", row.batch) // row.gpus,),
         micro_batches=1,
-        dtype="fp32",
+        dtype=MASTER,
         attention="math",
         settings=Settings(update="step", clip=False),
         checkpointing=False,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pstar_sim.arguments import choice
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+from pstar_sim.dtypes import DTYPES, MASTER
+from pstar_sim.workload.workload import Workload
 
 __all__ = ["EACH_FP32", "LOADING", "WHOLE", "Loading", "loading_of"]
 
@@ -32,7 +33,7 @@ class Loading:
         """Returns the bytes of the weights while they are loaded: the part of each of the node's ranks."""
         if self.way == "in-place":
             return 0
-        weights = workload.params * DTYPE_BYTES[self.dtype or workload.dtype]
+        weights = workload.params * DTYPES[self.dtype or workload.dtype].bytes
         return weights if self.way == "each" else -(-weights // local_ranks)
 
     def words(self, local_ranks: int) -> str:
@@ -44,7 +45,7 @@ class Loading:
 
 WHOLE = Loading()
 """Assumed where nothing says how."""
-EACH_FP32 = Loading(way="each", dtype="fp32")
+EACH_FP32 = Loading(way="each", dtype=MASTER)
 """The most that a framework needs: FSDP, without efficient loading."""
 
 
@@ -56,4 +57,4 @@ def loading_of(value: Loading | str | None) -> Loading:
         return WHOLE
     way, colon, dtype = str(value).partition(":")
     choice("loading", way if isinstance(value, str) else value, LOADING)
-    return Loading(way=way, dtype=choice("loading's dtype", dtype, DTYPE_BYTES) if colon else None)
+    return Loading(way=way, dtype=choice("loading's dtype", dtype, DTYPES) if colon else None)

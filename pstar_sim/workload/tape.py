@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Phase, Product, Tensor, Use, UseKind, product_flops
+from pstar_sim.dtypes import DTYPES
+from pstar_sim.workload.workload import Moment, Phase, Product, Tensor, Use, UseKind, product_flops
 
 __all__ = ["Tape", "input_gradient", "weight_gradient"]
 
@@ -41,7 +42,7 @@ class Tape:
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
-        self.width = DTYPE_BYTES[dtype]
+        self.width = DTYPES[dtype].bytes
         self.level = 0
         self.saving = True
         self.tensors: list[Tensor] = []

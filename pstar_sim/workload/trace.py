@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pstar_sim.arguments import choice, file_path, flag, whole
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import TraceError
 from pstar_sim.files import replaced_atomically
 from pstar_sim.schema.fields import split
 from pstar_sim.schema.reading import Fault, convert
 from pstar_sim.schema.records import file_kind, made
 from pstar_sim.workload.workload import (
-    DTYPE_BYTES,
     Moment,
     Stash,
     Tensor,
@@ -123,7 +123,7 @@ def load_trace(
     batch: sequences per micro-batch.
     sequence: tokens per sequence.
     checkpointing: whether activations are recomputed.
-    dtype: working dtype, "bf16", "fp16" or "fp32".
+    dtype: working dtype, a name of DTYPES.
     micro_batches: a number that the file does not hold is made from the variant with one micro-batch, by repeating it.
 
     Raises TraceError as `load_variants` does, and if no variant agrees (the text lists the variants of the file).
@@ -134,7 +134,7 @@ def load_trace(
     if checkpointing is not None:
         flag("checkpointing", checkpointing, error=TraceError)
     if dtype is not None:
-        choice("dtype", dtype, DTYPE_BYTES, error=TraceError)
+        choice("dtype", dtype, DTYPES, error=TraceError)
     variants = load_variants(file_path("path", path, error=TraceError))
     wanted = {"batch": batch, "sequence": sequence, "checkpointing": checkpointing, "dtype": dtype}
     found = [w for w in variants if all(v is None or getattr(w, name) == v for name, v in wanted.items())]

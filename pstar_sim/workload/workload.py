@@ -15,13 +15,13 @@ from itertools import pairwise
 from typing import Protocol
 
 from pstar_sim.arguments import MOST, instance, whole
+from pstar_sim.dtypes import DTYPES, same_size
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 from pstar_sim.renderers import render_html
 
 __all__ = [
     "ACTIVATIONS",
-    "DTYPE_BYTES",
     "MOST_MOMENTS",
     "Moment",
     "OptimizerSpec",
@@ -40,7 +40,6 @@ __all__ = [
     "single_micro_batch",
 ]
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 ACTIVATIONS = ("keep", "recompute", "offload")
 """Ways to treat a block's activations between its forward and its backward pass."""
 
@@ -381,8 +380,8 @@ def check_workload(w: Workload) -> None:
 
 
 def _check_header(w: Workload, bad: _Bad) -> None:
-    if w.dtype not in DTYPE_BYTES:
-        raise bad("dtype", w.dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
+    if w.dtype not in DTYPES:
+        raise bad("dtype", w.dtype, f"known dtypes are {', '.join(DTYPES)}")
     for name in ("batch", "sequence", "micro_batches"):
         if getattr(w, name) < 1:
             raise bad(name, getattr(w, name), "it must be at least 1")
@@ -433,11 +432,11 @@ def _check_tensor(w: Workload, i: int, t: Tensor, bad: _Bad) -> None:
         raise bad(f"tensors[{i}].bytes", t.bytes, f"a tensor has at most {_MOST_BYTES}")
     if t.bytes < 0 or any(extent < 0 for extent in t.shape):
         raise bad(f"tensors[{i}].bytes", t.bytes, f"bytes and shape ({list(t.shape)}) must not be negative")
-    if t.tied_to is None and t.dtype in DTYPE_BYTES and t.bytes != t.numel * DTYPE_BYTES[t.dtype]:
+    if t.tied_to is None and t.dtype in DTYPES and t.bytes != t.numel * DTYPES[t.dtype].bytes:
         raise bad(
             f"tensors[{i}].bytes",
             t.bytes,
-            f"shape {list(t.shape)} of {t.dtype} has {t.numel * DTYPE_BYTES[t.dtype]}",
+            f"shape {list(t.shape)} of {t.dtype} has {t.numel * DTYPES[t.dtype].bytes}",
         )
     if t.group < 0:
         raise bad(f"tensors[{i}].group", t.group, "it must be the number of an optimizer group, from 0")
@@ -667,7 +666,7 @@ def retype(w: Workload, dtype: str) -> Workload:
     differ. Raises TraceError between types of different size."""
     if dtype == w.dtype:
         return replace(w, dtype_open=False) if w.dtype_open else w
-    if DTYPE_BYTES.get(dtype) != DTYPE_BYTES[w.dtype]:
+    if not same_size(dtype, w.dtype):
         raise TraceError(f"workload {w.model!r} is in {w.dtype}; it cannot stand for {dtype}, whose size differs")
     tensors = tuple(replace(t, dtype=dtype) if t.dtype == w.dtype else t for t in w.tensors)
     return replace(w, dtype=dtype, tensors=tensors, dtype_open=False)

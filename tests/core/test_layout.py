@@ -7,11 +7,12 @@ import pytest
 
 from pstar_sim.core.layout import Layout, build_layout, size_near
 from pstar_sim.core.layout_file import LayoutForm, layout_of
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
 from pstar_sim.schema.reading import Fault, convert
 from pstar_sim.testing import chain_workload, random_workload
 from pstar_sim.units import MIB
-from pstar_sim.workload.workload import DTYPE_BYTES, Moment, Phase, Tensor, Use, UseKind, Workload
+from pstar_sim.workload.workload import Moment, Phase, Tensor, Use, UseKind, Workload
 
 
 def reads(shapes: Sequence[tuple[int, ...]], dtype: str = "bf16", order: Sequence[int] | None = None) -> Workload:
@@ -34,7 +35,7 @@ def reads(shapes: Sequence[tuple[int, ...]], dtype: str = "bf16", order: Sequenc
     tensors = []
     for i, shape in enumerate(shapes):
         tensor = Tensor(name=f"t{i}", shape=shape, dtype=dtype, bytes=0)
-        tensors.append(replace(tensor, bytes=tensor.numel * DTYPE_BYTES[dtype]))
+        tensors.append(replace(tensor, bytes=tensor.numel * DTYPES[dtype].bytes))
     order = range(len(shapes)) if order is None else order
     return Workload(
         model="made up",

@@ -10,8 +10,8 @@ from pstar_sim.core.checker.stash_trips import check_stash_step
 from pstar_sim.core.checker.unrolled import OTHERS, label
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.step import Kind, Place, Queue, Step
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
-from pstar_sim.workload.workload import DTYPE_BYTES
 
 __all__ = ["check_pins", "check_structure"]
 
@@ -141,7 +141,7 @@ def _check_update(plan: Plan, step: Step) -> None:
     chunk, w = plan.layout.chunks[step.chunk], plan.workload
     params = 0 if chunk.frozen else -(-sum(slot.numel for slot in chunk.slots) // plan.layout.ranks)
     if step.kind is Kind.CPU_ADD:
-        width = DTYPE_BYTES[chunk.dtype]
+        width = DTYPES[chunk.dtype].bytes
         each = 2 * max(plan.layout.sum_bytes, width) + width  # the sum is read and written
         if step.list not in (None, "grad", "param"):
             raise PlanError(

@@ -9,8 +9,9 @@ from __future__ import annotations
 from functools import cached_property
 
 from pstar_sim.core.layout import Layout
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CannotPlan
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+from pstar_sim.workload.workload import Workload
 
 __all__ = ["Facts", "facts_of"]
 
@@ -132,7 +133,7 @@ class Facts:
 
     def width(self, chunk: int) -> int:
         """Returns the bytes of a parameter in its working list."""
-        return DTYPE_BYTES[self.layout.chunks[chunk].dtype]
+        return DTYPES[self.layout.chunks[chunk].dtype].bytes
 
     def reads_until_final(self, chunk: int) -> tuple[int, ...]:
         """Returns the moments that read the chunk, up to the moment of its last gradient; all of them if it has no

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pstar_sim.core.step import Place, Queue, Ref
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.policy.passes.builder import Builder
 from pstar_sim.policy.passes.step_by_step.checks import check_beside_tide
 from pstar_sim.policy.systems.buckets import Buckets
 from pstar_sim.policy.systems.gathers import Gathers
 from pstar_sim.policy.systems.shards import Scheme, Shards
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import DTYPE_BYTES
 
 __all__ = ["MAX_REUSE_PARAMS", "PREFETCH_PARAMS", "REDUCE_BUCKET_PARAMS", "SUB_GROUP_PARAMS", "Sharded"]
 
@@ -123,7 +123,7 @@ class Sharded:
     def hold_bucket(self) -> None:
         """Add a buffer for the gradient bucket, with the bucket's allocated size."""
         b = self.b
-        width = DTYPE_BYTES[b.workload.dtype]
+        width = DTYPES[b.workload.dtype].bytes
         whole = sum(b.layout.whole_bytes(c) for c in self.shards.trained)  # no bucket holds more than all gradients
         allocated = min(self.shards.scheme.bucket_params * width, whole)
         self.hold("gradient bucket", Place.GPU, allocated - self.buckets.peak_bytes)

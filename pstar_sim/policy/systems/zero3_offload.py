@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import PAGEABLE, Place
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.policy.kit.iteration_order import ON_HOST, in_order
 from pstar_sim.policy.kit.options import Option, one_of, share, switch, whole_number
 from pstar_sim.policy.passes.builder import Builder
@@ -31,7 +32,7 @@ from pstar_sim.policy.systems.sharded_visits import ahead_in_forward, params_bef
 from pstar_sim.policy.systems.shards import Flush, Scheme
 from pstar_sim.units import format_bytes
 from pstar_sim.workload.relay import STASH_PLACES
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+from pstar_sim.workload.workload import Workload
 
 __all__ = [
     "BUFFER_FACTOR",
@@ -107,7 +108,7 @@ def zero3_offload(
     o = Offloaded(b, choice)
     s = o.sharded
     _optimizer_step(o, pinned=pinned)
-    width = 0 if params == "gpu" else DTYPE_BYTES[workload.dtype]
+    width = 0 if params == "gpu" else DTYPES[workload.dtype].bytes
     o.hold(host_bytes_per_param=BUFFER_FACTOR * (optimizer_bytes(workload) + width))
     b.choices["capacity"] = o.describe()
     b.choices["moves"] = o.describe_moves()

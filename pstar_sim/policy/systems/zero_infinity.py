@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Place, Queue
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PlanError
 from pstar_sim.policy.kit.capabilities import Capabilities
 from pstar_sim.policy.kit.options import Option, one_of, switch, whole_number
@@ -30,7 +31,7 @@ from pstar_sim.policy.systems.sharded_visits import operators_before, sub_groups
 from pstar_sim.policy.systems.shards import Scheme
 from pstar_sim.policy.systems.zero3_offload import BUFFER_FACTOR, optimizer_bytes
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+from pstar_sim.workload.workload import Workload
 
 __all__ = ["CAPABILITIES", "OPTIONS", "zero_infinity"]
 
@@ -84,7 +85,7 @@ def zero_infinity(
     _optimizer_step(s, groups)
     if scheme.states is Place.HOST:
         own = sum(b.layout.slice_numel(c) for c in s.shards.trained)
-        params_bytes = DTYPE_BYTES[workload.dtype] if scheme.home is Place.HOST else 0
+        params_bytes = DTYPES[workload.dtype].bytes if scheme.home is Place.HOST else 0
         s.hold_on_host("host buffers", int(BUFFER_FACTOR * (optimizer_bytes(workload) + params_bytes) * own))
     s.hold_bucket()
     b.choices["capacity"] = (

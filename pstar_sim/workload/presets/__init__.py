@@ -21,6 +21,7 @@ from functools import partial
 from pstar_sim.arguments import flag, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry, model_entry, model_names
+from pstar_sim.dtypes import DTYPES, MASTER, NATIVE, WORKING
 from pstar_sim.errors import ModelError
 from pstar_sim.workload.experts import experts_note
 from pstar_sim.workload.kernels import FLAVOURS, KERNELS
@@ -32,7 +33,7 @@ from pstar_sim.workload.presets.llama import write_llama
 from pstar_sim.workload.presets.shared import Shape
 from pstar_sim.workload.presets.vit import write_vit
 from pstar_sim.workload.tape import Tape
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload, repeat_micro_batch
+from pstar_sim.workload.workload import Workload, repeat_micro_batch
 
 __all__ = ["ATTENTION", "can_vary", "default_dtype", "has_kernels", "kernels_of", "preset", "variant", "workload_of"]
 
@@ -88,7 +89,7 @@ def preset(
         batch=batch,
         sequence=entry.max_seq if seq is None else seq,
         micro_batches=micro_batches,
-        dtype="bf16" if dtype is None else dtype,
+        dtype=WORKING if dtype is None else dtype,
         checkpointing=checkpointing,
         attention=attention,
         kernels=kernels,
@@ -100,7 +101,7 @@ def preset(
 
 def default_dtype(machine: Machine) -> str:
     """Returns bf16 if the GPU has it natively, else fp16, else fp32."""
-    return next((dtype for dtype in ("bf16", "fp16") if dtype in machine.gpu.flops_per_s), "fp32")
+    return next((dtype for dtype in NATIVE if dtype in machine.gpu.flops_per_s), MASTER)
 
 
 def workload_of(
@@ -109,7 +110,7 @@ def workload_of(
     batch: int,
     sequence: int,
     micro_batches: int = 1,
-    dtype: str = "bf16",
+    dtype: str = WORKING,
     checkpointing: bool = True,
     attention: str = "flash",
     kernels: str | None = None,
@@ -213,8 +214,8 @@ def kernels_of(entry: ModelEntry, kernels: object, *, model: str | None = None) 
 
 
 def _check_kinds(model: str, dtype: object, attention: object) -> None:
-    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise _refusal(model, "dtype", dtype, f"known dtypes are {', '.join(DTYPE_BYTES)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _refusal(model, "dtype", dtype, f"known dtypes are {', '.join(DTYPES)}")
     if not isinstance(attention, str) or attention not in ATTENTION:
         raise _refusal(model, "attention", attention, f"known kernels are {', '.join(ATTENTION)}")
 

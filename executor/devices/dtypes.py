@@ -1,0 +1,12 @@
+"""Dtypes of torch by the names of pstar_sim.dtypes, and the reverse."""
+
+from __future__ import annotations
+
+import torch
+
+from pstar_sim.dtypes import DTYPES
+
+__all__ = ["DTYPE_NAMES", "TORCH_DTYPES"]
+
+TORCH_DTYPES: dict[str, torch.dtype] = {row.name: getattr(torch, row.torch_name) for row in DTYPES.values()}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
