@@ -163,7 +163,7 @@ def _plans(wanted: int, seed: int) -> Mapping[str, object]:
     by_binding: dict[str, list[float]] = defaultdict(list)
     wrong: list[str] = []
     for plan, held, below in held_plans(f"plan {seed}", wanted, counts):
-        counts["layer-major"] += plan.workload.layer_major
+        counts["layer-major"] += not plan.workload.order.of_loop
         counts["with stashes"] += bool(plan.workload.stashes)
         counts["behind a barrier"] += plan.settings.barrier(plan.workload.dtype) is not None
         counts["with clipping"] += plan.settings.clip

@@ -198,7 +198,7 @@ class Driver:
         s = self.session
         s.loop.require_running()
         w = s.plan.workload
-        if w.micro_batches > 1 and w.boundaries_on_host and not w.layer_major:
+        if w.micro_batches > 1 and w.boundaries_on_host and w.order.one_by_one:
             raise ContractError(
                 f"session.step: the plan of {s.plan.policy} has the inputs of blocks on the host and runs "
                 f"{w.micro_batches} micro-batches one after the other; that runs with one micro-batch only; give "

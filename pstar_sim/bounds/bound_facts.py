@@ -98,8 +98,8 @@ class BoundFacts:
         self.room: Array = machine.gpu_budget_bytes - np.array([m.peak_bytes for m in w.moments], dtype=float)
         self.clock: Array = np.concatenate(([0.0], np.cumsum(cost.moments_s)))
         self.phases = [m.phase for m in w.moments]
-        # An iteration turns between two micro-batches. A layer-major iteration turns once.
-        self.micro_batch = [0 if w.layer_major else m.micro_batch for m in w.moments]
+        # An iteration turns between two micro-batches. If they run side by side, it turns once.
+        self.micro_batch = [m.micro_batch if w.order.one_by_one else 0 for m in w.moments]
         self.read_bytes: Array = np.array(job.read_bytes, dtype=float) * layout.ranks
         self.states = w.optimizer.states_bytes_per_param
         self.traffic = w.optimizer.dram_bytes_per_param

@@ -127,8 +127,7 @@ def relative_to(workload: Workload, machine: Machine, settings: Settings, layout
             f"cost model of {machine.name}",
             f"chunks of {format_bytes(layout.chunk_bytes)}" + _held_by(machine, layout),
             activations_text(w) if w.activations else f"checkpointing {'on' if w.checkpointing else 'off'}",
-            f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
-            + (", layer by layer" if w.layer_major else ""),
+            f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}" + w.order.words,
             f"Adam behind a barrier ({barrier})" if barrier else "Adam as gradients arrive",
             "modes cpu, pin and stream" + (", sums in 16 bits" if layout.sum_bytes == 2 else ""),
         )

@@ -56,10 +56,10 @@ def shortened(workload: Workload, layout: Layout, most_points: int) -> tuple[Wor
     number of micro-batches for which its second micro-batch stands.
 
     Returns the workload itself and 1 in two cases: if each run of moments of all micro-batches can have a point, or if
-    no micro-batch can stand for others (few micro-batches, micro-batches that differ, a layer-major iteration,
+    no micro-batch can stand for others (few micro-batches, micro-batches that differ or run side by side,
     stashes).
     """
-    if workload.micro_batches <= SHOWN or workload.layer_major or workload.stashes:
+    if workload.micro_batches <= SHOWN or not workload.order.one_by_one or workload.stashes:
         return workload, 1
     reads = facts_of(workload, layout).read_in
     if 1 + sum(a != b for a, b in pairwise(reads)) <= most_points:

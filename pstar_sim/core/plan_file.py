@@ -26,6 +26,7 @@ from pstar_sim.schema.fields import says
 from pstar_sim.schema.parsing import parse_json, without_head
 from pstar_sim.schema.reading import Fault
 from pstar_sim.schema.records import columns, read_record, to_columns
+from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Moment, Stash, Tensor, Use, Workload
 
 __all__ = ["FORMAT", "VERSION", "read_plan", "save_plan"]
@@ -34,12 +35,8 @@ FORMAT = "pstar-sim plan"
 VERSION = 2
 
 _COLUMNS: dict[str, type] = {"tensors": Tensor, "moments": Moment, "uses": Use, "stashes": Stash}
-_ONLY_IF_ANY = (
-    "activations",
-    "stashes",
-    "dtype_open",
-    "kernels",
-)  # fields of the workload that are left out if they are empty
+_USUAL = {"activations": (), "stashes": (), "dtype_open": False, "kernels": "", "order": Order.DEPTH_FIRST}
+"""Values of fields of the workload that the first files did not have. A field with this value is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +138,7 @@ def _settings_to_dict(settings: Settings) -> dict[str, object]:
 
 def _workload_to_dict(w: Workload) -> dict[str, object]:
     names = [f.name for f in dataclasses.fields(w)]
-    return {name: _plain(w, name) for name in names if getattr(w, name) or name not in _ONLY_IF_ANY}
+    return {name: _plain(w, name) for name in names if name not in _USUAL or getattr(w, name) != _USUAL[name]}
 
 
 def _plain(w: Workload, name: str) -> object:

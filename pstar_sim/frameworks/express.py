@@ -122,8 +122,8 @@ def common_limits(plan: Plan, framework: str, *own: str) -> list[str]:
         )
     if settings.barrier(w.dtype) is None:
         said.append(f"updates as gradients arrive: {framework} updates in optimizer.step()")
-    if w.layer_major:
-        said.append(f"the layer-major order of micro-batches: {framework} runs them one after the other")
+    if not w.order.of_loop:
+        said.append(f"the {w.order} order of micro-batches: {framework} runs them one after the other")
     if w.activations:
         said.append(f"activations block by block ({activations_text(w)})")
     if settings.sums == "16-bit" and w.micro_batches > 1:

@@ -180,7 +180,7 @@ def ablate(
     own = replace(setting, loop="own")  # each line names its order
     free = own.barrier(share.workload.dtype) is None
     w = share.workload
-    sums = w.micro_batches > 1 and not w.layer_major
+    sums = w.micro_batches > 1 and w.order.sums_leave_gpu
     steps = ladder(policy, barrier=free, begin=begin, sums=sums)
     taken_out = left_out(policy, barrier=free, sums=sums)
     asked = steps[-1][1]

@@ -417,7 +417,7 @@ def _certificate(proof: Certifier, plan: Plan, workload: Workload) -> Certificat
     """Returns the certificate of a plan. If the plan's order of the iteration is not the job's, the certificate is for
     the plan's order."""
     require_bounded(plan)
-    same = plan.workload.layer_major == workload.layer_major
+    same = plan.workload.order is workload.order
     return proof.of(plan.layout) if same else certificate_of(plan)
 
 

@@ -165,9 +165,15 @@ def order_gain(plan: Plan, timeline: Timeline) -> str | None:
     for a plan for which no other order is possible (with one micro-batch, several GPUs, offloaded activations, or
     layer-major already), and for a plan whose policy tried both orders."""
     w = plan.workload
-    if w.micro_batches == 1 or w.layer_major or w.stashes or len(plan.machine.ranks) > 1 or "order" in plan.choices:
+    if (
+        w.micro_batches == 1
+        or not w.order.of_loop
+        or w.stashes
+        or len(plan.machine.ranks) > 1
+        or "order" in plan.choices
+    ):
         return None
-    spec = _layer_major(plan.policy)
+    spec = _relayed(plan.policy)
     try:
         other = find_policy(spec)(w, plan.machine, plan.settings)
     except (CannotPlan, DoesNotFit) as reason:
@@ -184,7 +190,7 @@ def order_gain(plan: Plan, timeline: Timeline) -> str | None:
     )
 
 
-def _layer_major(policy: str) -> str:
+def _relayed(policy: str) -> str:
     """Returns the spec of the policy in layer-major order; if the policy does not have this order, of the plainest
     policy that has."""
     name, options = split_spec(policy)
@@ -257,8 +263,7 @@ def _job(plan: Plan) -> list[str]:
     )
     what = f"{w.model} ({format_params(w.params)} parameters, {w.dtype})"
     each = " per GPU" if len(m.ranks) > 1 else ""
-    order = ", layer by layer" if w.layer_major else ""
-    batch = f"batch {plan.own_batches or f'{w.batch}{each}'} x {_micro_batches(w.micro_batches)}{order}"
+    batch = f"batch {plan.own_batches or f'{w.batch}{each}'} x {_micro_batches(w.micro_batches)}{w.order.words}"
     batch += f", sequence {w.sequence}"
     checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
     if w.activations:

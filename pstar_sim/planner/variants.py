@@ -42,11 +42,12 @@ from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import asker, nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
-from pstar_sim.planner.ways import Way, layer_major_ways, words
+from pstar_sim.planner.ways import Way, relayed_ways, words
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, named, policy_at, reorders
 from pstar_sim.workload.loading import Loading, loading_of
+from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Chosen", "choose"]
@@ -111,7 +112,7 @@ def choose(
         raise TraceError(f"the workloads have {shares} sequences per iteration; give workloads with the same number")
     refuse_balance([policy], machine)
     if settings.loop == "step" and can(policy).tries_others:
-        ways = (*ways, *layer_major_ways(ways, policy))
+        ways = (*ways, *relayed_ways(ways, policy))
     own = _own_ways(ways, machine, settings, policy)
     left_out = (*_splits_left_out(ways), _OWN_RULE.format(policy)) if own else _left_out(ways)
     ways = own or ways
@@ -192,7 +193,7 @@ class _Race:
         self.promise_s = dict(self.least_s)
         self.bounds_s: dict[tuple[Way, int, bool], float] = {}  # candidate, micro-batches, whether plans may stream
         self.planned: set[Way] = set()
-        self.splits: Counter[tuple[bool, int]] = Counter()  # planned candidates by order and number of micro-batches
+        self.splits: Counter[tuple[Order, int]] = Counter()  # planned candidates by order and number of micro-batches
         self.best: tuple[Plan, Timeline] | None = None
         self.fast: list[tuple[Plan, Timeline]] = []
         self.best_s = float("inf")
@@ -320,7 +321,7 @@ class _Race:
         except CannotPlan as error:
             self.unable.append(error)
             return
-        self.splits[way.layer_major, way.micro_batches] += 1
+        self.splits[way.runs, way.micro_batches] += 1
         self.tried[self._words(way)] = Tried(outcome=WayOutcome.PLANNED, seconds=timeline.iteration_s)
         self.best_s = min(self.best_s, timeline.iteration_s)
         limit_s = self.best_s * (1 + AS_FAST)
@@ -363,8 +364,8 @@ class _Race:
     def _enough(self, way: Way) -> bool:
         """Returns whether enough candidates in the order of this candidate are planned, for a policy that takes
         long."""
-        alike = self.splits[way.layer_major, way.micro_batches]
-        return alike >= ALIKE or sum(n for (order, _), n in self.splits.items() if order is way.layer_major) >= SEARCHED
+        alike = self.splits[way.runs, way.micro_batches]
+        return alike >= ALIKE or sum(n for (order, _), n in self.splits.items() if order is way.runs) >= SEARCHED
 
 
 def _left_out(ways: Sequence[Way]) -> tuple[str, ...]:

@@ -35,9 +35,10 @@ from pstar_sim.cost import CostModel
 from pstar_sim.errors import CannotPlan, TraceError
 from pstar_sim.policy.kit.iteration_order import ORDERS, in_order
 from pstar_sim.workload.mixing import block_names, block_runs, mix_blocks, offload_blocks, stashes_of
+from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Phase, Stash, Workload, activations_text, repeat_micro_batch
 
-__all__ = ["MOST_MICRO_BATCHES", "Way", "candidates", "layer_major_ways", "words"]
+__all__ = ["MOST_MICRO_BATCHES", "Way", "candidates", "relayed_ways", "words"]
 
 MOST_MICRO_BATCHES = 256  # more micro-batches make plans of hundreds of thousands of steps
 OWN, RELAY, RELAY_HOST = ORDERS
@@ -72,7 +73,7 @@ class Way:
         self.stashes, self.repeats, self.order = tuple(stashes), repeats, order
         self.batch, self.attention = one.batch, one.attention
         self.micro_batches = one.micro_batches * repeats
-        self.layer_major = one.layer_major or order != OWN
+        self.runs = one.order if order == OWN else Order.LAYER_MAJOR
         self.boundaries_on_host = one.boundaries_on_host or order == RELAY_HOST
         self._repeated: dict[int, Workload] = {}  # number of micro-batches -> the workload with them
 
@@ -301,7 +302,7 @@ def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
     candidates differ in it: "..., flash attention"."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
     kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
-    order = ", layer by layer" if w.layer_major else ""
+    order = (w.runs if isinstance(w, Way) else w.order).words
     if w.boundaries_on_host:
         order += " with the boundaries on the host"
     return f"{batches}{order}, {activations_text(w)}{kernel}"
@@ -394,7 +395,7 @@ def _offload_sets(blocks: Sequence[str]) -> Iterator[tuple[Sequence[str], Sequen
                 yield offloaded, others[:n]
 
 
-def layer_major_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
+def relayed_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
     """Yields the ways with several micro-batches, each in every layer-major order that it allows. Boundaries go to the
     host if all blocks recompute.
 
@@ -402,7 +403,7 @@ def layer_major_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
     """
     known: dict[tuple[int, str], bool] = {}
     for way, order in product(ways, ORDERS[1:]):
-        if way.micro_batches == 1 or way.layer_major or way.stash_bytes or way.boundaries_on_host:
+        if way.micro_batches == 1 or not way.runs.of_loop or way.stash_bytes or way.boundaries_on_host:
             continue
         if order == RELAY_HOST and (way.activations or not way.checkpointing):
             continue

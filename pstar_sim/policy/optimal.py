@@ -91,7 +91,9 @@ def optimal(workload: Workload, machine: Machine, settings: Settings, **changes:
     if not found:
         assert reason is not None
         raise reason
-    best = least_of(found, seconds=lambda f: f.seconds, burden=lambda f: (f.plan.workload.layer_major, *burden(f.plan)))
+    best = least_of(
+        found, seconds=lambda f: f.seconds, burden=lambda f: (not f.plan.workload.order.of_loop, *burden(f.plan))
+    )
     choices = dict(best.plan.choices)
     rivals = {f.of: format_s(f.seconds) for f in found if f.of != "optimal"}
     if best.of != "optimal":
@@ -152,12 +154,12 @@ def _others(
     than the closed form of their order allows for pins alone; on several GPUs, this leaves out only policies of
     optimal's own space."""
     best_s = min((f.seconds for f in own), default=math.inf)
-    beaten = {f.plan.workload.layer_major for f in own if best_s < f.pins_alone_s}
+    beaten = {not f.plan.workload.order.of_loop for f in own if best_s < f.pins_alone_s}
     for name, policy in _rivals().items():
         able = capabilities_of(policy)
-        if able.reorders and not (workload.layer_major or len(orders) > 1):
+        if able.reorders and workload.order.of_loop and len(orders) == 1:
             continue
-        if (workload.layer_major or able.reorders) in beaten and (
+        if (able.reorders or not workload.order.of_loop) in beaten and (
             (len(machine.ranks) == 1 and not able.streams_states) or able.point is not None
         ):
             continue

@@ -76,7 +76,7 @@ def reorders(policy: str | Policy) -> bool:
 def can_follow(settings: Settings, workload: Workload, policy: str | Policy) -> bool:
     """Returns whether the loop of the settings can follow the policy's plans for the workload. A loop of the user runs
     micro-batches in the order of the workload, `session.step` in any order. Raises the errors of `find_policy`."""
-    return settings.loop == "step" or workload.micro_batches == 1 or workload.layer_major or not reorders(policy)
+    return settings.loop == "step" or workload.micro_batches == 1 or not workload.order.of_loop or not reorders(policy)
 
 
 def named(wanted: Callable[[Capabilities], bool]) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from operator import attrgetter
 from pstar_sim.arguments import instance
 from pstar_sim.errors import TraceError
 from pstar_sim.workload.mixing import BlockRun, block_runs, shifted, without_stashed
+from pstar_sim.workload.orders import Order
 from pstar_sim.workload.workload import Moment, Stash, Use, Workload, odd_micro_batch
 
 __all__ = ["STASH_PLACES", "boundaries_on_host", "parts_of", "relay"]
@@ -55,13 +56,14 @@ def relay(workload: Workload, *, stash: str = "gpu") -> Workload:
     bodies = _bodies(workload)
     parts = _parts(workload, bodies[0])
     cells = [[body[m] for m in part] for _, _, part in parts for body in bodies]
-    order = [m for cell in cells for m in cell]
+    places = [m for cell in cells for m in cell]
     moments = [*_levelled(workload, cells), workload.moments[-1]]
     moments[-1] = _step(workload, moments)
-    position = {m: n for n, m in enumerate(order)}
+    position = {m: n for n, m in enumerate(places)}
     moved = [Use(moment=position[use.moment], tensor=use.tensor, kind=use.kind) for use in workload.uses]
     uses = sorted(moved, key=attrgetter("moment", "tensor", "kind"))
-    made = replace(workload, moments=tuple(moments), uses=tuple(uses))
+    order = Order.LAYER_MAJOR if workload.micro_batches > 1 else workload.order
+    made = replace(workload, moments=tuple(moments), uses=tuple(uses), order=order)
     return made if stash == "gpu" else _with_stashes(made, _stashes(workload, parts, cells, workload.micro_batches))
 
 
@@ -80,11 +82,11 @@ def boundaries_on_host(workload: Workload) -> Workload:
 def _check(workload: Workload, stash: str) -> None:
     """Raise TraceError for a workload that cannot have another order, or its boundary stash at this place."""
     instance("workload", workload, Workload, "a Workload", error=TraceError)
-    if workload.layer_major or workload.stashes:
+    if not workload.order.of_loop or workload.stashes:
         why = (
-            "is layer-major already"
-            if workload.layer_major
-            else "offloads activations, which a layer-major order cannot"
+            "offloads activations, which a layer-major order cannot"
+            if workload.order.of_loop
+            else f"is {workload.order} already"
         )
         raise TraceError(f"workload {workload.model!r} {why}")
     if stash == "host" and not workload.checkpointing:

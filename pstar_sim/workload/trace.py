@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,7 @@ _HEADER = (
 """Fields of a workload that have columns of their own, in file order. Their types are those of `Workload`."""
 _TABLES: dict[str, type] = {"moments": Moment, "tensors": Tensor, "uses": Use}
 _CHOSEN = ("activations", "stashes")  # only in files in which some variant has them
+_ORDERED = ("order",)  # only in files in which some variant has another order than a loop of the user's own
 
 
 def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike[str]) -> None:
@@ -83,11 +84,12 @@ def save_trace(workloads: Workload | Sequence[Workload], path: str | os.PathLike
     for i, key in enumerate(keys):
         if key in keys[:i]:
             raise TraceError(f"{target}: variants {keys.index(key)} and {i} are both {_words(variants[i])}")
-    chosen = any(w.activations or w.stashes for w in variants)
+    optional: tuple[str, ...] = _CHOSEN if any(w.activations or w.stashes for w in variants) else ()
+    optional += _ORDERED if any(not w.order.of_loop for w in variants) else ()
     version = SCHEMA_VERSION if any(w.kernels or any(m.products for m in w.moments) for w in variants) else 1
-    schema = _schema(version, chosen)
+    schema = _schema(version, optional)
     try:
-        table = pa.Table.from_pylist([_row(w, version, chosen) for w in variants], schema=schema)
+        table = pa.Table.from_pylist([_row(w, version, optional) for w in variants], schema=schema)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError, TypeError, ValueError) as error:
         raise TraceError(f"{target}: a field does not fit the trace format ({_first_line(error)})") from error
     with replaced_atomically(target, error=TraceError) as temporary:
@@ -184,7 +186,7 @@ def uses_frame(w: Workload) -> pd.DataFrame:
 
 
 def _key(w: Workload) -> tuple[object, ...]:
-    order = (w.layer_major, bool(w.stashes))
+    order = (w.order, bool(w.stashes))
     return w.batch, w.sequence, w.micro_batches, w.checkpointing, w.activations, order
 
 
@@ -193,8 +195,8 @@ def _words(w: Workload) -> str:
     recompute = "checkpointing" if w.checkpointing else "no checkpointing"
     if w.activations:
         recompute = activations_text(w)
-    if w.layer_major:
-        recompute += ", layer-major" + (" with boundaries on the host" if w.stashes else "")
+    if not w.order.of_loop:
+        recompute += f", {w.order}" + (" with boundaries on the host" if w.stashes else "")
     micro_batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''}"
     return f"batch {w.batch} x {w.sequence}, {micro_batches}, {w.dtype}, {recompute}"
 
@@ -209,10 +211,10 @@ def _header(version: int) -> list[str]:
     return [name for name in _HEADER if version > 1 or name != "kernels"]
 
 
-def _schema(version: int = SCHEMA_VERSION, chosen: bool = False) -> Any:
+def _schema(version: int = SCHEMA_VERSION, optional: Collection[str] = ()) -> Any:
     """Returns the file's Arrow schema, with format and version in its metadata.
 
-    chosen: whether the schema has the column of each block's activations.
+    optional: the columns that the schema has of _CHOSEN and _ORDERED.
     """
     import pyarrow as pa
 
@@ -228,9 +230,10 @@ def _schema(version: int = SCHEMA_VERSION, chosen: bool = False) -> Any:
     header = {field.name: field for field in _arrow_fields(Workload, _header(version))}
     columns = [*header.values(), pa.field("optimizer", optimizer, nullable=False)]
     columns += [rows(name, _arrow_fields(cls, _columns(cls, version))) for name, cls in _TABLES.items()]
-    if chosen:
+    if "activations" in optional:
         columns.append(rows("activations", [text("block"), text("how")]))
         columns.append(rows("stashes", _arrow_fields(Stash, _names(Stash))))
+    columns += _arrow_fields(Workload, [name for name in _ORDERED if name in optional])
     columns.append(text("digest"))
     return pa.schema(columns, metadata={"pstar.format": FORMAT, "pstar.schema_version": str(version)})
 
@@ -259,7 +262,7 @@ def _arrow_fields(cls: type, names: Iterable[str]) -> list[Any]:
     return found
 
 
-def _row(w: Workload, version: int = SCHEMA_VERSION, chosen: bool = False) -> dict[str, Any]:
+def _row(w: Workload, version: int = SCHEMA_VERSION, optional: Collection[str] = ()) -> dict[str, Any]:
     row: dict[str, Any] = {name: getattr(w, name) for name in _header(version)}
     row["optimizer"] = {
         "name": w.optimizer.name,
@@ -270,9 +273,10 @@ def _row(w: Workload, version: int = SCHEMA_VERSION, chosen: bool = False) -> di
     row["moments"] = [{name: getattr(m, name) for name in names} | {"phase": m.phase.value} for m in w.moments]
     row["tensors"] = [{name: getattr(t, name) for name in _names(Tensor)} | {"shape": list(t.shape)} for t in w.tensors]
     row["uses"] = [{"moment": u.moment, "tensor": u.tensor, "kind": u.kind.value} for u in w.uses]
-    if chosen:
+    if "activations" in optional:
         row["activations"] = [{"block": block, "how": how} for block, how in w.activations]
         row["stashes"] = [{name: getattr(s, name) for name in _names(Stash)} for s in w.stashes]
+    row |= {name: getattr(w, name).value for name in _ORDERED if name in optional}
     return row | {"digest": _digest(row)}
 
 
@@ -321,7 +325,10 @@ def _read_rows(source: Path) -> list[dict[str, Any]]:
 
 def _check_schema(source: Path, found: Any, version: int) -> None:
     """Raise TraceError naming the first field that is missing, unknown or of another type."""
-    expected = _schema(version, any(found.get_field_index(name) >= 0 for name in _CHOSEN))
+    optional = [
+        name for names in (_CHOSEN, _ORDERED) if any(found.get_field_index(one) >= 0 for one in names) for name in names
+    ]
+    expected = _schema(version, optional)
     for field in expected:
         if found.get_field_index(field.name) < 0:
             raise TraceError(f"{source}: field {field.name} is missing; {_AGAIN}")

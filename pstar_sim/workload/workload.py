@@ -19,6 +19,7 @@ from pstar_sim.dtypes import DTYPES, same_size
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 from pstar_sim.renderers import render_html
+from pstar_sim.workload.orders import Order
 
 __all__ = [
     "ACTIVATIONS",
@@ -211,6 +212,7 @@ class Workload:
     attention: "flash", "efficient", "math" or "none".
     kernels: flavour in which the other operators run (kernels.py); "captured" for those of the module itself, "" in a
         file without flavour.
+    order: the order in which it runs its micro-batches.
     source: "capture" (fake tensors), "recorded" (a real iteration) or "preset".
     recorded_on: name of the machine whose durations the moments carry, or None.
     torch_version: version of torch that captured the workload; "" for a preset.
@@ -236,6 +238,7 @@ class Workload:
     stashes: tuple[Stash, ...] = ()
     dtype_open: bool = False
     kernels: str = ""
+    order: Order = Order.DEPTH_FIRST
 
     def __post_init__(self) -> None:
         check_workload(self)
@@ -296,7 +299,7 @@ class Workload:
     @cached_property
     def stash_room(self) -> tuple[tuple[str, int], ...]:
         """(block, bytes) that the host holds for stashes: for each block the most that its stashes take at a time, each
-        stash in multiples of 256 bytes. Depth-first the stashes of a block come one after the other. Layer-major the
+        stash in multiples of 256 bytes. One by one, the stashes of a block come one after the other; side by side, the
         stashes of all micro-batches are there together."""
         sizes: dict[str, int] = {}
         there: dict[str, list[tuple[int, int]]] = {}  # block -> (needed, bytes) of stashes that are still in use
@@ -312,20 +315,14 @@ class Workload:
         ends: dict[str, int] = {}
         offsets = []
         for stash in self.stashes:
-            offsets.append(ends.get(stash.block, 0) if self.layer_major else 0)
+            offsets.append(0 if self.order.one_by_one else ends.get(stash.block, 0))
             ends[stash.block] = offsets[-1] + _in_room(stash)
         return tuple(offsets)
 
-    @cached_property
-    def layer_major(self) -> bool:
-        """Whether each block runs for all micro-batches before the next block does (relay.py): a micro-batch continues
-        after a later micro-batch has begun."""
-        return any(b.micro_batch < a.micro_batch for a, b in pairwise(self.moments[:-1]))
-
     @property
     def relayed(self) -> bool:
-        """Whether the engine has to run the iteration (relay.py): layer-major, or with boundaries on the host."""
-        return self.layer_major or self.boundaries_on_host
+        """Whether the engine has to run the iteration: for its order, or for boundaries on the host (relay.py)."""
+        return not self.order.of_loop or self.boundaries_on_host
 
     @cached_property
     def flops(self) -> int:
@@ -483,13 +480,16 @@ def _check_order(w: Workload, bad: _Bad) -> None:
             raise bad(f"moments[{i}].phase", m.phase.value, f"{m.name!r} does not open a moment of that phase")
         if m.micro_batch in latest:
             _check_phase(w, i, m, latest[m.micro_batch], bad)
+            if w.order.one_by_one and m.micro_batch != len(latest) - 1:
+                want = f"micro-batch {len(latest) - 1} has begun, and order is {w.order}"
+                raise bad(f"moments[{i}].micro_batch", m.micro_batch, want)
         else:
             _check_begin(w, i, m, len(latest), bad)
         same = i > 0 and m.micro_batch == w.moments[i - 1].micro_batch
-        if i and (same or w.layer_major):
+        if i and (same or not w.order.one_by_one):
             _check_bytes(w, i, m, bad)
         latest[m.micro_batch] = i
-    odd = odd_micro_batch(w) if w.layer_major else None
+    odd = None if w.order.one_by_one else odd_micro_batch(w)
     if odd is not None:
         want = "where micro-batches run side by side, each has the same moments as micro-batch 0"
         raise bad("moments[].micro_batch", odd, want)
@@ -585,7 +585,7 @@ def _check_stashes(w: Workload, bad: _Bad) -> None:
     for i, s in enumerate(w.stashes):
         if s.bytes <= 0 or not 0 <= s.made < s.gone < s.back < s.needed < len(w.moments) - 1:
             raise bad(f"stashes[{i}]", s, "it must have bytes, and moments made < gone < back < needed before the step")
-        ends = (s.made, s.needed) if w.layer_major else (s.made, s.gone, s.back, s.needed)
+        ends = (s.made, s.gone, s.back, s.needed) if w.order.one_by_one else (s.made, s.needed)
         if any(w.moments[m].micro_batch != s.micro_batch for m in ends):
             raise bad(f"stashes[{i}].micro_batch", s.micro_batch, "all its moments must be of that micro-batch")
         if i:

@@ -230,7 +230,7 @@ def test_no_layer_major_plan_is_under_its_bounds(spec: str, examples: int, whole
         plan = planned(find_policy(spec), Drawn(w, m, chance.choice((EAGER, STEP, CLIP))))
         if plan is None:
             return
-        assert plan.workload.layer_major
+        assert not plan.workload.order.of_loop
         job = (plan.workload, m, plan.settings, plan.layout)
         bounds = [lower_bound(*job), fluid_bound(*job)]
         if "stream" not in plan.modes:

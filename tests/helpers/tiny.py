@@ -188,7 +188,7 @@ def compare_tiny(t: Tiny, optima: Optima, specs: Sequence[str] = ()) -> Compared
             plan = find_policy(spec)(w, machine, settings)
         except (DoesNotFit, CannotPlan):
             continue
-        if plan.layout == layout and plan.workload.layer_major == w.layer_major:
+        if plan.layout == layout and plan.workload.order is w.order:
             plans[spec] = play(plan).iteration_s
     wrong = [f"{name} bound {s} > {b}" for name, s, b in (
         ("closed", bounds["closed"], resident), ("joint", bounds["joint"], best), ("fluid", bounds["fluid"], best)

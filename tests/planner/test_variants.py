@@ -126,7 +126,7 @@ def test_where_session_step_runs_the_iterations_both_orders_are_ways() -> None:
         "4 micro-batches of 1, layer by layer, activations recomputed",
     )
     assert own.words in dict(step.tried) and list(dict(own.tried)) == [own.words]
-    assert step.workload.layer_major and step.iteration_s < own.iteration_s
+    assert not step.workload.order.of_loop and step.iteration_s < own.iteration_s
     assert step.plan.settings == STEP and step.plan.check().steps == len(step.plan.steps)
 
 

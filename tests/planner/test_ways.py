@@ -13,7 +13,7 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.planner.ways import Way, candidates, layer_major_ways, words
+from pstar_sim.planner.ways import Way, candidates, relayed_ways, words
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import KIB, MIB
 from pstar_sim.workload.workload import Workload
@@ -33,7 +33,7 @@ def variant(batch: int, checkpointing: bool) -> Workload:
 @pytest.fixture(scope="module")
 def ways() -> Sequence[Way]:
     made = candidates([variant(batch, how) for batch in (2, 8) for how in (True, False)], 8)
-    return (*made, *layer_major_ways(made, "optimal"))
+    return (*made, *relayed_ways(made, "optimal"))
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def test_what_a_way_is_called_and_does_is_what_its_workload_does(ways: Sequence[
     for way in ways:
         w = way.workload
         assert words(way, ways) == words(w, ways)
-        said = (way.batch, way.micro_batches, way.checkpointing, way.activations, way.layer_major)
-        assert said == (w.batch, w.micro_batches, w.checkpointing, w.activations, w.layer_major)
+        said = (way.batch, way.micro_batches, way.checkpointing, way.activations, way.runs)
+        assert said == (w.batch, w.micro_batches, w.checkpointing, w.activations, w.order)
         if not w.boundaries_on_host:
             assert way.stash_bytes == sum(stash.bytes for stash in w.stashes)
 

@@ -119,7 +119,7 @@ def test_the_order_is_an_option_of_the_asynchronous_policies() -> None:
     assert relayed.to_text() == planned(relay(chain()), "tide", gpu_mib=40).to_text()
     small = [planned(chain(8, 4), spec, gpu_mib=12).moved_bytes for spec in ("tide", "tide:order=relay")]
     assert small[1]["h2d"] < small[0]["h2d"] and small[1]["d2h"] < small[0]["d2h"]
-    assert tide.workload is not relayed.workload and not tide.workload.layer_major
+    assert tide.workload is not relayed.workload and tide.workload.order.of_loop
     assert planned(chain(), "tide:streams=on,order=relay-host", CLIP, gpu_mib=24).workload.boundaries_on_host
 
 
@@ -138,14 +138,14 @@ def test_the_best_of_a_comparison_can_be_followed_by_a_loop() -> None:
     w, machine = chain(8, 4, forward_s=0.125), round_machine(gpu_memory_bytes=12 * MIB)
     c = ps.compare(w, machine, policies=["tide", "l2l", "optimal"])
     assert c["l2l"].row.iteration_s < c["tide"].row.iteration_s
-    assert not c.best().plan.workload.layer_major and not c["optimal"].plan.workload.layer_major
+    assert c.best().plan.workload.order.of_loop and c["optimal"].plan.workload.order.of_loop
     for name in ("l2l", "tide"):  # each by the bound of its own order
         row = c[name].row
         assert row.lower_bound_s is not None and row.iteration_s is not None and row.lower_bound_s <= row.iteration_s
     assert "layer by layer" in str(c["l2l"].row.certificate)
     assert "The fastest is tide" in str(ps.fits(w, machine, policies=["tide", "l2l"]))
     alone = ps.compare(w, machine, policies="l2l")
-    assert alone.best().plan.workload.layer_major
+    assert not alone.best().plan.workload.order.of_loop
     assert named(lambda able: able.reorders) == ("l2l",)
 
 
@@ -154,20 +154,20 @@ def test_the_order_of_optimal_is_the_loops() -> None:
     w, machine = chain(8, 4, forward_s=0.125), round_machine(gpu_memory_bytes=12 * MIB)
     own, step = (replace(EAGER, loop=loop) for loop in ("own", "step"))
     first, either = (find_policy("optimal")(w, machine, settings) for settings in (own, step))
-    assert not first.workload.layer_major and "order" not in first.choices
-    assert either.workload.layer_major and play(either).iteration_s < play(first).iteration_s
+    assert first.workload.order.of_loop and "order" not in first.choices
+    assert not either.workload.order.of_loop and play(either).iteration_s < play(first).iteration_s
     said = str(either.choices["order"])
     assert said.startswith("layer by layer") and "; micro-batch by micro-batch: " in said
     asked = find_policy("optimal:order=depth-first")(w, machine, step)
-    assert not asked.workload.layer_major and asked.steps == first.steps and "order" not in asked.choices
+    assert asked.workload.order.of_loop and asked.steps == first.steps and "order" not in asked.choices
     assert find_policy("optimal:order=fastest") is find_policy("optimal")
     either.check(w)
     named = ps.compare(w, machine, policies=["tide", "l2l"], settings=step)
     assert named.best().policy == "l2l"
     chosen = ps.compare(w, machine, loop="step", update="eager", clip=False, only_best=True, near=False).best()
-    assert chosen.plan.workload.layer_major
+    assert not chosen.plan.workload.order.of_loop
     room = round_machine(gpu_memory_bytes=2**40, hbm_bytes_per_s=1e12)  # all stays there: the order gains nothing
-    assert not find_policy("optimal")(w, room, step).workload.layer_major
+    assert find_policy("optimal")(w, room, step).workload.order.of_loop
 
 
 def test_no_layer_major_plan_is_made_for_a_loop_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:

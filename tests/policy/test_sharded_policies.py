@@ -241,7 +241,7 @@ def test_checkpoints_of_each_micro_batch_go_to_the_host() -> None:
     alone = planned("zero3_offload:checkpoints=host", here, one)
     out = of(on_host, Kind.STASH_OUT)
     assert [s.bytes for s in out] == [64 * 768 * 2] * 22
-    assert not on_host.workload.layer_major and on_host.workload.stash_room == alone.workload.stash_room
+    assert on_host.workload.order.of_loop and on_host.workload.stash_room == alone.workload.stash_room
     copies_s = 2 * sum(s.bytes for s in out) / MIB
     assert play(on_host).iteration_s == pytest.approx(play(on_gpu).iteration_s + copies_s, rel=1e-3)
     check_plan(on_host, two)

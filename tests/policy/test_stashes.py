@@ -26,6 +26,7 @@ from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
 from pstar_sim.workload.mixing import mix_blocks, offload_blocks
+from pstar_sim.workload.orders import Order
 from pstar_sim.workload.trace import load_trace, load_variants, save_trace
 from pstar_sim.workload.workload import Stash, Workload, activations_text, repeat_micro_batch
 
@@ -328,8 +329,8 @@ def test_the_host_has_room_for_the_stashes_of_a_block_that_are_there_at_once() -
                    for s in w.stashes[:2])  # fmt: skip
     around = tuple(replace(s, back=s.back + 12, needed=s.needed + 12) for s in w.stashes[:2])
     flat = tuple(replace(m, start_bytes=0, end_bytes=0) for m in moments)
-    both = replace(w, moments=flat, uses=(), stashes=(*around, *inside))
-    assert both.layer_major and both.stash_room == (("layers.0", 2 * MIB), ("layers.1", 2 * MIB))
+    both = replace(w, moments=flat, uses=(), stashes=(*around, *inside), order=Order.LAYER_MAJOR)
+    assert both.stash_room == (("layers.0", 2 * MIB), ("layers.1", 2 * MIB))
     for s in (repeat_micro_batch(offloaded(), 3)).stashes[:-2]:
         later = [o for o in repeat_micro_batch(offloaded(), 3).stashes if o.block == s.block and o.made > s.made]
         assert all(o.made > s.needed for o in later)

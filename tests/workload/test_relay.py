@@ -15,6 +15,7 @@ from hypothesis import given, settings
 import pstar_sim as ps
 from pstar_sim.errors import TraceError
 from pstar_sim.testing import chain_workload
+from pstar_sim.workload.orders import Order
 from pstar_sim.workload.relay import parts_of, relay
 from pstar_sim.workload.trace import load_trace, load_variants, save_trace
 from pstar_sim.workload.workload import Workload
@@ -32,7 +33,7 @@ def test_each_layer_runs_for_all_micro_batches() -> None:
     w = relay(chain())
     order = [f"{m.name[-1]}{m.phase.value[0]}{m.micro_batch}" for m in w.moments[:-1]]
     assert " ".join(order) == "0F0 0F1 1F0 1F1 2F0 2F1 2R0 2B0 2R1 2B1 1R0 1B0 1R1 1B1 0R0 0B0 0R1 0B1"
-    assert w.layer_major and not chain().layer_major
+    assert w.order is Order.LAYER_MAJOR and chain().order is Order.DEPTH_FIRST
     assert parts_of(w) == [(0, 1), (2, 3), (4, 5), (6, 9), (10, 13), (14, 17), (18, 18)]
     assert [(w.reads[m], w.gradients[m]) for m in (4, 6, 7, 9)] == [((2,), ()), ((2,), ()), ((2,), (2,)), ((2,), (2,))]
 
@@ -122,12 +123,25 @@ def test_an_order_that_mixes_micro_batches_at_will_is_refused() -> None:
             replace(w, moments=moments)
 
 
+def test_moments_that_contradict_the_order_are_refused() -> None:
+    """Micro-batch 0 continues in moment 2, after micro-batch 1 has begun."""
+    w = relay(chain())
+    with pytest.raises(
+        TraceError, match=r"moments\[2\].micro_batch is 0; micro-batch 1 has begun, and order is depth-first"
+    ):
+        replace(w, order=Order.DEPTH_FIRST)
+
+
 def test_a_trace_file_holds_the_order(tmp_path: Path) -> None:
     file = tmp_path / "relay.parquet"
     deep = chain()
     save_trace([deep, relay(deep), relay(deep, stash="host")], file)
     back = load_variants(file)
-    assert [(w.layer_major, len(w.stashes)) for w in back] == [(False, 0), (True, 0), (True, 2)]
+    assert [(w.order, len(w.stashes)) for w in back] == [
+        (Order.DEPTH_FIRST, 0),
+        (Order.LAYER_MAJOR, 0),
+        (Order.LAYER_MAJOR, 2),
+    ]
     assert back[2].moments == relay(deep, stash="host").moments
     with pytest.raises(TraceError, match="layer-major with boundaries on the host"):
         load_trace(file, batch=7)

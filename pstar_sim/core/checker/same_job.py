@@ -64,8 +64,8 @@ def _as_planned(plan: Plan, workload: Workload) -> Workload:
     """Returns the workload as the plan has it, for a preset that stands for a whole job: one rank's share of the batch,
     in the plan's dtype if the preset names none, and in the order of the plan, which the policy may have chosen."""
     mine = plan.workload
-    if mine.relayed and not (workload.layer_major or workload.stashes):
-        if mine.layer_major:
+    if mine.relayed and workload.order.of_loop and not workload.stashes:
+        if not mine.order.of_loop:
             workload = relay(workload, stash="host" if mine.boundaries_on_host else "gpu")
         else:
             workload = boundaries_on_host(workload)

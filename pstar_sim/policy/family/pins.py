@@ -189,5 +189,5 @@ def pin_facts(job: Job) -> PinFacts:
         moments_s=cost.moments_s,
         barrier=job.barrier is not None,
         room_bytes=min(_room(job)),
-        gaps=1 if job.workload.layer_major else 2 * job.workload.micro_batches - 1,
+        gaps=job.workload.order.turns(job.workload.micro_batches),
     )

@@ -41,7 +41,7 @@ def shorter(workload: Workload, *, barrier: bool) -> Workload | None:
     barrier: whether updates wait for the end of the last micro-batch.
     """
     fewest = FEWEST_BEHIND_BARRIER if barrier else FEWEST
-    if workload.micro_batches < fewest or workload.layer_major or workload.stashes:
+    if workload.micro_batches < fewest or not workload.order.one_by_one or workload.stashes:
         return None
     try:
         return repeat_micro_batch(single_micro_batch(workload), SHOWN)

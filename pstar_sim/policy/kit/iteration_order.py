@@ -28,8 +28,8 @@ _MAKERS: Mapping[str, Callable[[Workload], Workload]] = {
 
 def order_of(workload: Workload) -> str:
     """Returns the entry of ORDERS that the workload has."""
-    own, layer_major, on_host = ORDERS
-    return on_host if workload.boundaries_on_host else layer_major if workload.layer_major else own
+    own, relayed, on_host = ORDERS
+    return on_host if workload.boundaries_on_host else own if workload.order.of_loop else relayed
 
 
 def in_order(name: str, workload: Workload, order: str) -> Workload:

@@ -90,13 +90,13 @@ class Job:
 
     def _check_order(self) -> None:
         ranks = len(self.machine.ranks)
-        if self.workload.layer_major and ranks > 1:
+        if not self.workload.order.of_loop and ranks > 1:
             raise CannotPlan(f"{self.name}: a layer-major workload runs on one GPU, not on {ranks}")
 
     def _place_sums(self) -> None:
         """Decide where the gradients of several micro-batches may add up."""
         w = self.workload
-        self.sums_on_gpu = w.layer_major
+        self.sums_on_gpu = not w.order.sums_leave_gpu
         on_host = self.several and not self.sums_on_gpu
         self.add_last = on_host and self.settings.clip
         given = [len(spans) if on_host else 0 for spans in self.uses.spans]  # gradients that add up on the host

@@ -55,7 +55,7 @@ def test_the_sums_are_those_of_accumulation(
 ) -> None:
     run = start(name, policy, checkpointing=checkpointing, micro_batches=3, update=update, clip=clip)
     session = run.session
-    assert session.plan.workload.layer_major
+    assert not session.plan.workload.order.of_loop
     for _ in range(2):
         rows = [next(run.batches) for _ in range(3)]
         result = session.step(rows)  # in the order of the plan

@@ -61,9 +61,9 @@ class GradientLists:
         stay: Collection[int] = (),
         one_by_one: bool = False,
     ) -> None:
-        if b.workload.layer_major:
+        if not b.workload.order.one_by_one:
             raise CannotPlan(
-                f"{b.policy} runs micro-batches one after the other; a layer-major workload is for l2l, tide, "
+                f"{b.policy} runs micro-batches one after the other; a {b.workload.order} workload is for l2l, tide, "
                 "static_partition and optimal"
             )
         self._b = b
