@@ -444,7 +444,7 @@ class CostModel:
     def cpu_adam_bytes(self, chunk: int) -> int:
         """Returns the bytes of host memory traffic of one CPU update of the chunk. `Step.bytes` of its cpu_adam should
         be this number."""
-        return self.params[chunk] * self.workload.optimizer.dram_bytes_per_param
+        return self.workload.optimizer.update_bytes(self.params[chunk])
 
     def cpu_adam_s(self, chunk: int) -> float:
         """Returns the seconds of one CPU update of the chunk: params / rate, scaled by traffic for an optimizer other
@@ -463,7 +463,7 @@ class CostModel:
 
     def gpu_adam_bytes(self, chunk: int) -> int:
         """Returns the bytes of GPU memory traffic of one update on the GPU."""
-        return self.params[chunk] * self.workload.optimizer.dram_bytes_per_param
+        return self.workload.optimizer.update_bytes(self.params[chunk])
 
     def gpu_adam_s(self, chunk: int) -> float:
         """Returns the seconds of one update on the GPU: its traffic over the HBM bandwidth (28 bytes per parameter for

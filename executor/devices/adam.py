@@ -75,7 +75,7 @@ def scratch_bytes(plan: Plan) -> int:
     if not chunks:
         return 0
     layout = plan.layout
-    narrow = sum(width < 4 for name, width in layout.state_bytes if name in ("momentum", "variance"))
+    narrow = sum(width < 4 for name, width in layout.optimizer.state_bytes if name in ("momentum", "variance"))
     narrow += any(layout.chunks[c].dtype != MASTER for c in chunks)
     return narrow * 4 * min(GPU_BLOCK, max(layout.slice_numel(c) for c in chunks))
 

@@ -24,7 +24,7 @@ STATE_DTYPES = {4: torch.float32, 2: torch.bfloat16}  # bytes per element -> dty
 def dtype_of(layout: Layout, chunk: int, list_name: str) -> torch.dtype:
     if list_name in ("param", "grad") or (list_name == "grad32" and layout.sum_width(chunk) < 4):
         return TORCH_DTYPES[layout.chunks[chunk].dtype]
-    widths = dict(layout.state_bytes)
+    widths = dict(layout.optimizer.state_bytes)
     return STATE_DTYPES[widths[list_name]] if list_name in widths else torch.float32
 
 

@@ -21,7 +21,8 @@ from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import ModelError
 from pstar_sim.units import format_params
 from pstar_sim.workload.kernels import CAPTURED
-from pstar_sim.workload.workload import Moment, OptimizerSpec, Phase, Tensor, Use, UseKind, Workload
+from pstar_sim.workload.optimizers import OptimizerSpec
+from pstar_sim.workload.workload import Moment, Phase, Tensor, Use, UseKind, Workload
 
 __all__ = [
     "MomentRecorder",

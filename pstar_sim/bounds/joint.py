@@ -225,7 +225,7 @@ class _JointFacts:
         self.bytes = float(facts.bytes.sum())
         self.frozen = facts.frozen_bytes
         link = cost.link
-        width = max([self.most_w, 4.0, *(float(each) for _, each in layout.state_bytes)])
+        width = max(self.most_w, 4.0, float(layout.optimizer.widest_bytes_per_param))
         largest = max((layout.slice_numel(c.index) for c in layout.chunks), default=0) * width
         self.up = rate_with_latency(link.h2d_bytes_per_s, link.latency_s, largest)
         self.down = rate_with_latency(link.d2h_bytes_per_s, link.latency_s, largest)

@@ -16,10 +16,9 @@ from pstar_sim.planner.batch_shares import share_out, shares_of_batch
 from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.units import MIB
 from pstar_sim.workload.lora import Adapter, adapter
-from pstar_sim.workload.optimizers import with_optimizer
 from pstar_sim.workload.presets import default_dtype, preset
 from pstar_sim.workload.trace import load_trace, load_variants
-from pstar_sim.workload.workload import Workload, retype
+from pstar_sim.workload.workload import Workload, retype, with_optimizer
 
 if TYPE_CHECKING:
     from pstar_sim.cli.flags import MachineFlags, OptionalMachineFlags, OptionalWorkloadFlags, SettingFlags

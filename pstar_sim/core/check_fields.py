@@ -87,8 +87,8 @@ def _check_list(plan: Plan, chunk: int, list_name: str, where: str) -> None:
 
 def _check_layout(plan: Plan) -> None:
     w = plan.workload
-    if plan.layout.state_bytes != w.optimizer.state_bytes:
-        raise PlanError("field 'layout.state_bytes' differs from 'workload.optimizer.state_bytes'")
+    if plan.layout.optimizer != w.optimizer:
+        raise PlanError("field 'layout.optimizer' differs from 'workload.optimizer'")
     seen: set[int] = set()
     for c in plan.layout.chunks:
         where = f"layout.chunks[{c.index}]"

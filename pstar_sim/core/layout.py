@@ -24,6 +24,7 @@ from pstar_sim.core.step import Part
 from pstar_sim.dtypes import DTYPES, MASTER
 from pstar_sim.errors import PlanError
 from pstar_sim.units import KIB, MIB
+from pstar_sim.workload.optimizers import OptimizerSpec
 from pstar_sim.workload.workload import UseKind, Workload
 
 __all__ = ["Chunk", "Layout", "Slot", "build_layout", "layout_of_parts", "size_near", "sum_bytes_of"]
@@ -90,7 +91,7 @@ class Layout:
 
     chunk_bytes: payload of the working list of a uniform chunk.
     chunks: the chunks.
-    state_bytes: optimizer state lists, with bytes per element.
+    optimizer: the optimizer, whose states are lists of the chunks.
     ranks: number of equal slices into which each list is cut, one per rank (1: every rank has the whole list). Payloads
         are those of one rank. With several ranks there are also the lists "remote" and "grad_remote", the slices of all
         other ranks.
@@ -100,7 +101,7 @@ class Layout:
 
     chunk_bytes: int
     chunks: tuple[Chunk, ...]
-    state_bytes: tuple[tuple[str, int], ...]
+    optimizer: OptimizerSpec
     ranks: int = 1
     sum_bytes: int = 4
 
@@ -116,9 +117,9 @@ class Layout:
         total = sum(c.numel for c in self.chunks)
         return 1 - used / total if total else 0.0
 
-    @cached_property
+    @property
     def state_lists(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.state_bytes)
+        return self.optimizer.lists
 
     @cached_property
     def lists(self) -> tuple[str, ...]:
@@ -128,7 +129,6 @@ class Layout:
 
     @cached_property
     def _payloads(self) -> dict[tuple[int, str], int]:
-        widths = dict(self.state_bytes)
         table: dict[tuple[int, str], int] = {}
         for c in self.chunks:
             numel, width = self.slice_numel(c.index), DTYPES[c.dtype].bytes
@@ -140,8 +140,7 @@ class Layout:
                 table[c.index, "grad32"] = numel * self.sum_width(c.index)
                 if self.ranks > 1:
                     table[c.index, "grad_remote"] = numel * width * (self.ranks - 1)
-                for name, each in widths.items():
-                    table[c.index, name] = numel * each
+                table |= {(c.index, name): size for name, size in self.optimizer.list_bytes(numel).items()}
         return table
 
     @cached_property
@@ -200,15 +199,14 @@ class Layout:
 
     def states_bytes(self, chunk: int) -> int:
         """Returns the bytes of all optimizer state lists of a chunk, of one rank's slice; 0 for a frozen chunk."""
-        frozen = self.chunks[chunk].frozen
-        return 0 if frozen else self.slice_numel(chunk) * sum(width for _, width in self.state_bytes)
+        return 0 if self.chunks[chunk].frozen else self.optimizer.states_bytes(self.slice_numel(chunk))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the layout as plain values for JSON; `layout_file.layout_of` is the reverse."""
         return {
             "chunk_bytes": self.chunk_bytes,
             "ranks": self.ranks,
-            "state_bytes": [[name, width] for name, width in self.state_bytes],
+            "state_bytes": [[name, width] for name, width in self.optimizer.state_bytes],
             **({"sum_bytes": self.sum_bytes} if self.sum_bytes != Layout.sum_bytes else {}),
             "chunks": [
                 {
@@ -325,7 +323,7 @@ def _of_parts(workload: Workload, begins: Sequence[int]) -> Layout:
     return Layout(
         chunk_bytes=max(numel * key.width for key, _, numel, _ in chunks),
         chunks=tuple(_chunk(index, *row) for index, row in enumerate(chunks)),
-        state_bytes=workload.optimizer.state_bytes,
+        optimizer=workload.optimizer,
     )
 
 
@@ -355,7 +353,7 @@ def _built(workload: Workload, chunk_bytes: int | None, ranks: int) -> Layout:
     return Layout(
         chunk_bytes=chunk_bytes,
         chunks=tuple(_chunk(index, *row) for index, row in enumerate(rows)),
-        state_bytes=workload.optimizer.state_bytes,
+        optimizer=workload.optimizer,
         ranks=ranks,
     )
 

@@ -6,7 +6,9 @@ from typing import Annotated
 
 from pstar_sim.core.layout import Chunk, Layout, Slot
 from pstar_sim.dtypes import DTYPES
+from pstar_sim.errors import PlanError
 from pstar_sim.schema.fields import Natural, Table, choice, says
+from pstar_sim.workload.optimizers import OptimizerSpec
 
 __all__ = ["LayoutForm", "layout_of"]
 
@@ -36,8 +38,11 @@ class LayoutForm(Table, frozen=True, kw_only=True):
     chunks: Annotated[tuple[ChunkForm, ...], says("all chunks in order of first use, small ones first")]
 
 
-def layout_of(form: LayoutForm) -> Layout:
-    """Returns the layout that a file holds; `Layout.to_dict` is the reverse."""
+def layout_of(form: LayoutForm, optimizer: OptimizerSpec) -> Layout:
+    """Returns the layout that a file holds, for a job with this optimizer; `Layout.to_dict` is the reverse. Raises
+    PlanError if it is for other states."""
+    if form.state_bytes != optimizer.state_bytes:
+        raise PlanError("field 'layout.state_bytes' differs from 'workload.optimizer.state_bytes'")
     return Layout(
         chunk_bytes=form.chunk_bytes,
         chunks=tuple(
@@ -52,7 +57,7 @@ def layout_of(form: LayoutForm) -> Layout:
             )
             for index, chunk in enumerate(form.chunks)
         ),
-        state_bytes=form.state_bytes,
+        optimizer=optimizer,
         ranks=form.ranks,
         sum_bytes=form.sum_bytes,
     )

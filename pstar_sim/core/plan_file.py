@@ -213,7 +213,7 @@ def _plan(found: PlanFile, text: str) -> Plan:
         choices=found.choices,
         machine=found.machine,
         workload=found.workload,
-        layout=layout_of(found.layout),
+        layout=layout_of(found.layout, found.workload.optimizer),
         modes=found.modes,
         buffers=found.buffers,
         initial=_initial(found.initial),

@@ -52,10 +52,10 @@ from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
 from pstar_sim.workload.kernels import KERNELS
 from pstar_sim.workload.lora import Adapter
-from pstar_sim.workload.optimizers import optimizer_spec, with_optimizer
+from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets import ATTENTION, default_dtype, preset
 from pstar_sim.workload.trace import load_trace
-from pstar_sim.workload.workload import Workload, retype
+from pstar_sim.workload.workload import Workload, retype, with_optimizer
 
 __all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash"]
 

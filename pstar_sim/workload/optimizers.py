@@ -1,7 +1,10 @@
-"""Optimizers by name: the states that each keeps, and the bytes that one update moves through memory.
+"""Optimizers: the states that each keeps, and the bytes that one update moves through memory.
 
-Figures are bytes per parameter. Every optimizer keeps an fp32 master copy of the parameter (`param32`). In an update
-each state is read and written, the 2-byte gradient is read and the 2-byte parameter is written:
+A layout, a bound or a cost never multiplies by a list's width: it asks the optimizer for the bytes of a list, of all
+states, or of an update. So an optimizer whose lists have scales, or rows and columns, is a matter of this file.
+
+Every optimizer keeps an fp32 master copy of the parameter (`MASTER_LIST`). In an update each state is read and written,
+the 2-byte gradient is read and the 2-byte parameter is written:
 
 - adamw: two fp32 moments. 4 + 4 + 4 read and written, 2 in, 2 out: 28.
 - adamw-bf16-states: both moments in bf16. 4 + 2 + 2 read and written, 2 in, 2 out: 20.
@@ -13,15 +16,59 @@ The executor runs adamw and adamw-bf16-states, and refuses the others; these can
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 from pstar_sim.arguments import text
 from pstar_sim.errors import UnknownName
-from pstar_sim.workload.workload import OptimizerSpec, Workload
 
-__all__ = ["OPTIMIZERS", "optimizer_spec", "with_optimizer"]
+__all__ = ["MASTER_LIST", "OPTIMIZERS", "OptimizerSpec", "optimizer_spec"]
 
-_MASTER = ("param32", 4)
+MASTER_LIST = "param32"
+"""The list of master copies, from which an update writes the working list."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """The states that the optimizer keeps for each trainable parameter.
+
+    state_bytes: list name -> bytes per parameter, in storage order. The default is AdamW with fp32 states; with the
+        2-byte working list it takes 14 bytes per parameter.
+    dram_bytes_per_param: host memory traffic of one CPU update (reads and writes of the states, gradient in, parameter
+        out).
+    """
+
+    name: str = "adamw"
+    state_bytes: tuple[tuple[str, int], ...] = ((MASTER_LIST, 4), ("momentum", 4), ("variance", 4))
+    dram_bytes_per_param: int = 28
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """Names of the state lists, in storage order."""
+        return tuple(name for name, _ in self.state_bytes)
+
+    @property
+    def states_bytes_per_param(self) -> int:
+        return sum(size for _, size in self.state_bytes)
+
+    @property
+    def widest_bytes_per_param(self) -> int:
+        """Bytes per parameter of the widest list; 0 without lists."""
+        return max((size for _, size in self.state_bytes), default=0)
+
+    def list_bytes(self, numel: int) -> dict[str, int]:
+        """Returns the bytes of each list of `numel` parameters."""
+        return {name: numel * size for name, size in self.state_bytes}
+
+    def states_bytes(self, numel: int) -> int:
+        """Returns the bytes of all lists of `numel` parameters."""
+        return sum(self.list_bytes(numel).values())
+
+    def update_bytes(self, numel: int) -> int:
+        """Returns the bytes of memory that one update of `numel` parameters reads and writes."""
+        return numel * self.dram_bytes_per_param
+
+
+_MASTER = (MASTER_LIST, 4)
 
 OPTIMIZERS = {
     "adamw": OptimizerSpec(),
@@ -43,8 +90,3 @@ def optimizer_spec(name: str) -> OptimizerSpec:
     if name not in OPTIMIZERS:
         raise UnknownName("optimizer", name, tuple(OPTIMIZERS))
     return OPTIMIZERS[name]
-
-
-def with_optimizer(workload: Workload, name: str) -> Workload:
-    """Returns the same workload with another optimizer. Raises UnknownName."""
-    return replace(workload, optimizer=optimizer_spec(name))

@@ -19,13 +19,13 @@ from pstar_sim.dtypes import DTYPES, same_size
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 from pstar_sim.renderers import render_html
+from pstar_sim.workload.optimizers import OptimizerSpec, optimizer_spec
 from pstar_sim.workload.orders import Order
 
 __all__ = [
     "ACTIVATIONS",
     "MOST_MOMENTS",
     "Moment",
-    "OptimizerSpec",
     "Phase",
     "Product",
     "Stash",
@@ -39,6 +39,7 @@ __all__ = [
     "repeat_micro_batch",
     "retype",
     "single_micro_batch",
+    "with_optimizer",
 ]
 
 ACTIVATIONS = ("keep", "recompute", "offload")
@@ -64,26 +65,6 @@ class Phase(StrEnum):
 class UseKind(StrEnum):
     READ = "read"
     GRADIENT = "gradient"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerSpec:
-    """The states that the optimizer keeps for each trainable parameter.
-
-    name: name of the optimizer.
-    state_bytes: list name -> bytes per parameter, in storage order. The default is AdamW with fp32 states; with the
-        2-byte working list it takes 14 bytes per parameter.
-    dram_bytes_per_param: host memory traffic of one CPU update (reads and writes of the states, gradient in, parameter
-        out).
-    """
-
-    name: str = "adamw"
-    state_bytes: tuple[tuple[str, int], ...] = (("param32", 4), ("momentum", 4), ("variance", 4))
-    dram_bytes_per_param: int = 28
-
-    @property
-    def states_bytes_per_param(self) -> int:
-        return sum(size for _, size in self.state_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -416,7 +397,7 @@ def _check_moment(w: Workload, i: int, m: Moment, bad: _Bad) -> None:
 def _check_optimizer(w: Workload, bad: _Bad) -> None:
     if w.optimizer.dram_bytes_per_param < 1:
         raise bad("optimizer.dram_bytes_per_param", w.optimizer.dram_bytes_per_param, "it must be at least 1")
-    names = [name for name, _ in w.optimizer.state_bytes]
+    names = w.optimizer.lists
     for i, (name, size) in enumerate(w.optimizer.state_bytes):
         if names.index(name) < i or name in _WORKING_LISTS:
             raise bad(f"optimizer.state_bytes[{i}]", name, "each state needs a name of its own")
@@ -670,6 +651,11 @@ def retype(w: Workload, dtype: str) -> Workload:
         raise TraceError(f"workload {w.model!r} is in {w.dtype}; it cannot stand for {dtype}, whose size differs")
     tensors = tuple(replace(t, dtype=dtype) if t.dtype == w.dtype else t for t in w.tensors)
     return replace(w, dtype=dtype, tensors=tensors, dtype_open=False)
+
+
+def with_optimizer(w: Workload, name: str) -> Workload:
+    """Returns the same workload with another optimizer. Raises UnknownName."""
+    return replace(w, optimizer=optimizer_spec(name))
 
 
 def repeat_micro_batch(w: Workload, micro_batches: int) -> Workload:

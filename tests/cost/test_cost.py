@@ -13,7 +13,8 @@ from pstar_sim.errors import PlanError
 from pstar_sim.policy import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
-from pstar_sim.workload.workload import OptimizerSpec, Workload
+from pstar_sim.workload.optimizers import OptimizerSpec
+from pstar_sim.workload.workload import Workload
 
 MPARAM = 2**20
 

@@ -31,7 +31,7 @@ from executor.models import enable_checkpointing
 from pstar_sim.core.plan import Plan, Settings
 from pstar_sim.core.step import Kind
 from pstar_sim.policy.registry import find_policy
-from pstar_sim.workload.optimizers import with_optimizer
+from pstar_sim.workload.workload import with_optimizer
 
 _spec = importlib.util.spec_from_file_location("executor_test_kit", Path(__file__).parent / "conftest.py")
 assert _spec is not None and _spec.loader is not None

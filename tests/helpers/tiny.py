@@ -19,8 +19,9 @@ from pstar_sim.errors import CannotPlan, DoesNotFit
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
+from pstar_sim.workload.optimizers import OptimizerSpec
 from pstar_sim.workload.relay import relay
-from pstar_sim.workload.workload import OptimizerSpec, Phase, Workload
+from pstar_sim.workload.workload import Phase, Workload
 
 __all__ = [
     "LAYER",

@@ -25,8 +25,7 @@ from pstar_sim.policy.systems.all_on_gpu import all_on_gpu
 from pstar_sim.report.tables import heading
 from pstar_sim.testing import chain_workload, round_machine
 from pstar_sim.units import MIB
-from pstar_sim.workload.optimizers import with_optimizer
-from pstar_sim.workload.workload import Workload
+from pstar_sim.workload.workload import Workload, with_optimizer
 
 MB, GB = 10**6, 10**9
 FREE = Settings(update="eager", clip=False)

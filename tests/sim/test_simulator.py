@@ -44,7 +44,7 @@ def layout_of(w: Workload) -> Layout:
         Chunk(index=i, dtype=t.dtype, numel=t.numel, slots=(Slot(tensor=i, offset=0, numel=t.numel),))
         for i, t in enumerate(w.tensors)
     )
-    return Layout(chunk_bytes=2 * MB, chunks=chunks, state_bytes=w.optimizer.state_bytes)
+    return Layout(chunk_bytes=2 * MB, chunks=chunks, optimizer=w.optimizer)
 
 
 class Hand:

@@ -9,9 +9,9 @@ from pstar_sim.cli import main
 from pstar_sim.errors import CannotPlan, ModelError, UnknownName
 from pstar_sim.policy.registry import policies
 from pstar_sim.workload.lora import Adapter, adapter_of
-from pstar_sim.workload.optimizers import OPTIMIZERS, with_optimizer
+from pstar_sim.workload.optimizers import OPTIMIZERS
 from pstar_sim.workload.presets import preset, variant
-from pstar_sim.workload.workload import Phase, UseKind, Workload
+from pstar_sim.workload.workload import Phase, UseKind, Workload, with_optimizer
 
 
 def forward_flops(w: Workload) -> int:

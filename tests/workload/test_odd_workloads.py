@@ -12,7 +12,8 @@ from pstar_sim.core.plan import Settings, load_plan
 from pstar_sim.errors import CannotPlan, TraceError
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.testing import chain_workload
-from pstar_sim.workload.workload import OptimizerSpec, Use, UseKind, Workload
+from pstar_sim.workload.optimizers import OptimizerSpec
+from pstar_sim.workload.workload import Use, UseKind, Workload
 
 
 def chain() -> Workload:

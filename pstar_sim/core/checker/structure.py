@@ -142,16 +142,16 @@ def _check_update(plan: Plan, step: Step) -> None:
     params = 0 if chunk.frozen else -(-sum(slot.numel for slot in chunk.slots) // plan.layout.ranks)
     if step.kind is Kind.CPU_ADD:
         width = DTYPES[chunk.dtype].bytes
-        each = 2 * max(plan.layout.sum_bytes, width) + width  # the sum is read and written
+        traffic = params * (2 * max(plan.layout.sum_bytes, width) + width)  # the sum is read and written
         if step.list not in (None, "grad", "param"):
             raise PlanError(
                 f"{label(step)} has list={step.list}; list= must be grad, or param where the gradient lies there"
             )
     else:
-        each = w.optimizer.dram_bytes_per_param
+        traffic = w.optimizer.update_bytes(params)
         if step.list is not None:
             raise PlanError(f"{label(step)} has list={step.list}; an update works on all lists of its chunk")
-    traffic = params * each
+    each = traffic // params if params else 0
     if step.part is not None:
         traffic = plan.layout.part_bytes(step.chunk, step.part, traffic)
     if step.bytes != traffic:
@@ -225,7 +225,7 @@ def _check_updates(plan: Plan) -> None:
 
 def check_pins(plan: Plan) -> None:
     """Check the two modes whose Adam runs on the gpu: "pin" keeps the states there, "stream" does not."""
-    states = [name for name, _ in plan.layout.state_bytes]
+    states = plan.layout.state_lists
     for step in plan.steps if states else ():
         if step.kind is Kind.GPU_ADAM and step.chunk is not None:
             stay = all(Resident(step.chunk, name, Place.GPU) in plan.initial for name in states)

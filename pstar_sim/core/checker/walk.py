@@ -11,10 +11,9 @@ from pstar_sim.core.checker.unrolled import OTHERS, Unrolled, label
 from pstar_sim.core.plan import Plan
 from pstar_sim.core.step import Kind, Place, Step, part_counts
 from pstar_sim.errors import PlanError
+from pstar_sim.workload.optimizers import MASTER_LIST
 
 __all__ = ["Walk"]
-
-MASTER = "param32"  # the list from which an update writes the working list
 
 
 @dataclass(slots=True)
@@ -75,7 +74,7 @@ class Walk:
         self.plan = plan
         self.program = program
         w, layout = plan.workload, plan.layout
-        self.states = [name for name, _ in layout.state_bytes]
+        self.states = layout.state_lists
         self.content: dict[_Key, _Content | None] = {}
         for r in plan.initial:
             if r.chunk >= 0:
@@ -394,7 +393,7 @@ class Walk:
                 return
         what = "gradients" if content.marks else "parameters" if key[1] == "param" else "states"
         words = f"{label(step)} gives up the only current copy of the {what} in {_key_name(key)}"
-        masters = [self.content.get((key[0], MASTER, place)) for place in Place] if what == "parameters" else []
+        masters = [self.content.get((key[0], MASTER_LIST, place)) for place in Place] if what == "parameters" else []
         if not any(master is not None and master.version == content.version for master in masters):
             raise PlanError(words)
         self.lost_by[key[0]] = words

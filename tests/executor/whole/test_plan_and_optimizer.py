@@ -13,7 +13,8 @@ from torch import nn
 import executor
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import PlanError
-from pstar_sim.workload.optimizers import optimizer_spec, with_optimizer
+from pstar_sim.workload.optimizers import optimizer_spec
+from pstar_sim.workload.workload import with_optimizer
 
 
 @pytest.fixture
