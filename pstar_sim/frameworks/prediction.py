@@ -144,7 +144,7 @@ def predict(
         configuration=configuration,
         policy=configuration.policy,
         host=target_of(configuration).memory.host_need(
-            configuration, configuration.job(share.workload), len(machine.ranks)
+            configuration, configuration.job(share.workload), machine.data_parallel_size
         ),
         host_available_bytes=machine.host_budget_bytes,
         gpu_available_bytes=machine.gpu_budget_bytes,
