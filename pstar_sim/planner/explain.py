@@ -169,7 +169,7 @@ def order_gain(plan: Plan, timeline: Timeline) -> str | None:
         w.micro_batches == 1
         or not w.order.of_loop
         or w.stashes
-        or len(plan.machine.ranks) > 1
+        or plan.machine.data_parallel_size > 1
         or "order" in plan.choices
     ):
         return None
@@ -262,7 +262,7 @@ def _job(plan: Plan) -> list[str]:
         else "Adam may run as soon as its gradient is final"
     )
     what = f"{w.model} ({format_params(w.params)} parameters, {w.dtype})"
-    each = " per GPU" if len(m.ranks) > 1 else ""
+    each = " per GPU" if m.data_parallel_size > 1 else ""
     batch = f"batch {plan.own_batches or f'{w.batch}{each}'} x {_micro_batches(w.micro_batches)}{w.order.words}"
     batch += f", sequence {w.sequence}"
     checkpointing = "with checkpointing" if w.checkpointing else "without checkpointing"
@@ -272,7 +272,7 @@ def _job(plan: Plan) -> list[str]:
         checkpointing += f", {kernels_text(w.kernels)}"
     return [
         f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
-        *([f"on each of {len(m.ranks)} GPUs, whose steps and figures these are"] if len(m.ranks) > 1 else []),
+        *([f"on each of {m.world_size} GPUs, whose steps and figures these are"] if m.world_size > 1 else []),
         f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; {when}"
         + (", run by session.step" if s.loop == "step" else "")
         + (f", gradients added in {w.dtype}" if s.sums == "16-bit" else ""),

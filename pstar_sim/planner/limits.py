@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from pstar_sim.arguments import choice, flag, function, instance, text, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
@@ -137,7 +139,7 @@ def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, he
     kv_heads = heads if groups == 1 else max(1, heads // groups)
     if heads % kv_heads:
         kv_heads = heads
-    made = replace(
+    made = structs.replace(
         entry,
         name=f"{entry.family} {layers} x {width}",
         layers=layers,
@@ -147,7 +149,7 @@ def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, he
         ffn=round(entry.ffn * width / entry.hidden),
         aliases=(),
     )
-    return replace(made, params=count_params(made))
+    return structs.replace(made, params=count_params(made))
 
 
 @without_garbage_collection()
@@ -592,4 +594,4 @@ def _with_nearest_yes(
 def _all_bytes(machine: Machine, *, disks: bool) -> int:
     """Returns the bytes of GPUs and hosts of all ranks, and with `disks` of their disks."""
     each = machine.gpu_budget_bytes + machine.host_budget_bytes + (machine.nvme_budget_bytes if disks else 0)
-    return each * len(machine.ranks)
+    return each * machine.world_size

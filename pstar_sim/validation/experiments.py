@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 
+from msgspec import structs
+
 from pstar_sim.catalog.efficiency import Efficiency, fitted
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
@@ -137,7 +139,7 @@ def _dos_model(row: PublishedRow) -> ModelEntry:
         params=0,
         source=row.source,
     )
-    entry = replace(entry, params=count_params(entry))
+    entry = structs.replace(entry, params=count_params(entry))
     if entry.params != int(row.params):
         raise CatalogError(f"{row.where}: {row.shape} has {entry.params} parameters, not {row.params}")
     return entry
@@ -164,7 +166,7 @@ def _dos(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     if row.hardware.startswith("Polaris"):
         bound = row.source.endswith(_BOUND)
         machine = published_machine("polaris-bound" if bound else "polaris-dos", efficiency, "deepspeed")
-        used = min(row.gpus, len(machine.ranks))
+        used = min(row.gpus, machine.world_size)
         machine = first_ranks(machine, used, cores_a_rank=POLARIS_CORES_A_RANK, efficiency=efficiency)
         if row.gpus > used:
             machine = with_nodes(machine, row.gpus // used)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pstar_sim.arguments import text
+from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM
 from pstar_sim.errors import UnknownName
 
 __all__ = ["MASTER_LIST", "OPTIMIZERS", "OptimizerSpec", "optimizer_spec"]
@@ -39,7 +40,7 @@ class OptimizerSpec:
 
     name: str = "adamw"
     state_bytes: tuple[tuple[str, int], ...] = ((MASTER_LIST, 4), ("momentum", 4), ("variance", 4))
-    dram_bytes_per_param: int = 28
+    dram_bytes_per_param: int = ADAM_BYTES_PER_PARAM
 
     @property
     def lists(self) -> tuple[str, ...]:
