@@ -1,14 +1,15 @@
-"""Features that Python 3.10 lacks: StrEnum, a TOML reader, notes on errors. From 3.11 on these are Python's own."""
+"""StrEnum, a TOML reader, notes on errors, and Unpack, which Python 3.10 lacks. From 3.11 on these are Python's."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-__all__ = ["StrEnum", "TOMLDecodeError", "add_note", "toml_loads"]
+__all__ = ["StrEnum", "TOMLDecodeError", "Unpack", "add_note", "toml_loads"]
 
 if sys.version_info >= (3, 11):
     from enum import StrEnum
+    from typing import Unpack
 
     from tomllib import TOMLDecodeError
     from tomllib import loads as toml_loads
@@ -21,6 +22,7 @@ else:
     from enum import Enum
 
     import tomli
+    from typing_extensions import Unpack
 
     class StrEnum(str, Enum):
         """An enum whose members are their text, also when printed or formatted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,12 @@ from pstar_sim.core.plan import Settings
 from pstar_sim.dtypes import MASTER
 from pstar_sim.errors import ModelError, PstarError
 from pstar_sim.planner.batch_shares import share_out, shares_of_batch
+from pstar_sim.planner.jobs import Job
 from pstar_sim.planner.ways import Way, candidates
 from pstar_sim.units import MIB
 from pstar_sim.workload.lora import Adapter, adapter
-from pstar_sim.workload.presets import default_dtype, preset
-from pstar_sim.workload.trace import load_trace, load_variants
+from pstar_sim.workload.presets import default_dtype
+from pstar_sim.workload.trace import load_variants
 from pstar_sim.workload.workload import Workload, retype, with_optimizer
 
 if TYPE_CHECKING:
@@ -84,17 +86,37 @@ def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool =
     Raises PstarError for flags that name no variant of the trace or more than one, for flags that are missing, and for
     a batch that the ranks cannot share.
     """
-    if job.batch is None:
-        return (_one_workload(job, machine, None),) * machine.world_size
-    shares = shares_of_batch(job.batch, machine, nearly=nearly)
-    known = {share: _one_workload(job, machine, share) for share in sorted(set(shares))}
-    return tuple(known[share] for share in shares)
+    return job_of(job).of(machine, nearly=nearly)
+
+
+def job_of(flags: OptionalWorkloadFlags) -> Job:
+    """Returns the job of the flags. Raises PstarError for flags that are missing or do not go together."""
+    axes = {field.name: getattr(flags, field.name) for field in fields(flags)} | {"lora": lora_of(flags.lora)}
+    if flags.trace is None:
+        return _with_sizes(Job(**axes))
+    if flags.kernels is not None:
+        raise PstarError("--kernels is for presets (--model); a trace has the kernels that ran")
+    if flags.lora is not None:
+        raise PstarError(
+            "--lora is for presets (--model); trace a model that has its adapters: pstar trace py:MODULE:FACTORY, "
+            "whose factory returns (nn.Module, example batch)"
+        )
+    return Job(**axes)
+
+
+def _with_sizes(job: Job) -> Job:
+    if job.model is None:
+        raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
+    missing = [flag for flag, value in (("--batch", job.batch), ("--seq", job.seq)) if value is None]
+    if missing:
+        raise PstarError(f"--model needs {' and '.join(missing)}")
+    return job
 
 
 def cut_of(job: OptionalWorkloadFlags, machine: Machine) -> Callable[[int], Workload] | None:
     """Returns a function that finds, among the variants of --trace, the job of a GPU with a given number of sequences
     per micro-batch. Returns None for a preset."""
-    return None if job.trace is None else partial(_one_workload, job, machine)
+    return None if job.trace is None else partial(job_of(job).share, machine=machine)
 
 
 def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine) -> tuple[Way, ...]:
@@ -123,7 +145,7 @@ def variants_of(job: OptionalWorkloadFlags, global_batch: int, machine: Machine)
             "the model with them"
         )
     made = [w if w.dtype == MASTER else retype(w, job.dtype or default_dtype(machine)) for w in found]
-    return candidates([_optimized(w, job) for w in made], shares.pop())
+    return candidates([w if job.optimizer is None else with_optimizer(w, job.optimizer) for w in made], shares.pop())
 
 
 def _agrees(w: Workload, job: OptionalWorkloadFlags) -> bool:
@@ -143,59 +165,8 @@ def _preset_variants(job: OptionalWorkloadFlags, machine: Machine, share: int) -
     possible = [split for split in SPLITS if share % split == 0]
     splits = [split for split in possible if share // split <= LARGE_BATCH] or possible[-1:]
     made = [
-        _preset(job, machine, share // split, checkpointing)
+        job_of(replace(job, batch=share // split, checkpointing=checkpointing)).share(share // split, machine)
         for split in splits[:MOST_SPLITS]
         for checkpointing in choices
     ]
     return candidates(made, share)
-
-
-def _one_workload(job: OptionalWorkloadFlags, machine: Machine, batch: int | None) -> Workload:
-    adapter = lora_of(job.lora)
-    if job.trace is not None:
-        if job.kernels is not None:
-            raise PstarError("--kernels is for presets (--model); a trace has the kernels that ran")
-        if adapter is not None:
-            raise PstarError(
-                "--lora is for presets (--model); trace a model that has its adapters: pstar trace py:MODULE:FACTORY, "
-                "whose factory returns (nn.Module, example batch)"
-            )
-        found = load_trace(
-            job.trace,
-            batch=batch,
-            sequence=job.seq,
-            checkpointing=job.checkpointing,
-            micro_batches=job.micro_batches,
-            dtype=MASTER if job.dtype == MASTER else None,
-        )
-        if found.dtype == MASTER:
-            if job.dtype not in (None, MASTER):
-                raise PstarError(
-                    f"{job.trace}: --dtype {job.dtype}, but the trace is of fp32; trace the model in {job.dtype}"
-                )
-            return _optimized(found, job)
-        return _optimized(retype(found, job.dtype or default_dtype(machine)), job)
-    return _preset(job, machine, batch, True if job.checkpointing is None else job.checkpointing)
-
-
-def _preset(job: OptionalWorkloadFlags, machine: Machine, batch: int | None, checkpointing: bool) -> Workload:
-    if job.model is None:
-        raise PstarError("give --trace FILE, or --model NAME with --batch and --seq")
-    if batch is None or job.seq is None:
-        missing = [flag for flag, value in (("--batch", batch), ("--seq", job.seq)) if value is None]
-        raise PstarError(f"--model needs {' and '.join(missing)}")
-    return preset(
-        job.model,
-        batch=batch,
-        seq=job.seq,
-        micro_batches=job.micro_batches or 1,
-        dtype=job.dtype or default_dtype(machine),
-        checkpointing=checkpointing,
-        kernels=job.kernels,
-        lora=lora_of(job.lora),
-        optimizer=job.optimizer or "adamw",
-    )
-
-
-def _optimized(workload: Workload, job: OptionalWorkloadFlags) -> Workload:
-    return workload if job.optimizer is None else with_optimizer(workload, job.optimizer)

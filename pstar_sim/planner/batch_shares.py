@@ -6,7 +6,7 @@ The module knows machines, workloads and timelines, and plans nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -27,6 +27,7 @@ __all__ = [
     "equal_shares",
     "least_batch",
     "machine_of",
+    "of_shares",
     "share_out",
     "shares_of_batch",
     "tightest",
@@ -109,8 +110,7 @@ def _divided(workload: Workload, machine: Machine, *, nearly: bool) -> tuple[Wor
             f"{each} and give a list of workloads, one per GPU: [workload] * {len(shares)}"
         )
     dtype = default_dtype(machine) if workload.dtype_open else None
-    known = {share: variant(workload, batch=share, dtype=dtype) for share in sorted(set(shares))}
-    return tuple(known[share] for share in shares)
+    return of_shares(shares, lambda batch: variant(workload, batch=batch, dtype=dtype))
 
 
 def _typed(workload: Workload, machine: Machine) -> Workload:
@@ -144,6 +144,12 @@ def shares_of_batch(batch: int, machine: Machine, *, nearly: bool = False) -> li
         f"batch {batch} cannot be shared {split} the {len(ranks)} ranks of {machine.name}; give "
         f"{' or '.join(map(str, near))}"
     )
+
+
+def of_shares(shares: Sequence[int], write: Callable[[int], Workload]) -> tuple[Workload, ...]:
+    """Returns what `write` returns for each share. Ranks with equal shares have the same object."""
+    written = {share: write(share) for share in sorted(set(shares))}
+    return tuple(written[share] for share in shares)
 
 
 def equal_shares(batch: int, ranks: int) -> list[int]:

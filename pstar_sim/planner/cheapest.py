@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from pstar_sim.arguments import choice, file_path, flag, number, whole
+from pstar_sim.arguments import file_path, number, whole
 from pstar_sim.arguments import names as listed
 from pstar_sim.catalog.entries import MOST_NODES_OF_A_MACHINE
 from pstar_sim.catalog.loader import with_nodes
@@ -26,20 +26,19 @@ from pstar_sim.catalog.prices import Price, load_prices
 from pstar_sim.core.layout import build_layout
 from pstar_sim.core.plan import Settings
 from pstar_sim.cost import CostModel
-from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CannotPlan, DoesNotFit, ModelError, PstarError, UnknownName
 from pstar_sim.planner.asked import OnPart, asked_names, settings_of, teller
 from pstar_sim.planner.balance import refuse_balance
-from pstar_sim.planner.batch_shares import machine_of, shares_of_batch, tightest
+from pstar_sim.planner.batch_shares import machine_of, tightest
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
+from pstar_sim.planner.jobs import Job, JobAxes
 from pstar_sim.planner.memory_needs import memory_need
 from pstar_sim.policy.registry import named
+from pstar_sim.python310 import Unpack
 from pstar_sim.renderers import render_text
 from pstar_sim.workload.loading import Loading, loading_of
-from pstar_sim.workload.lora import Adapter, adapter
-from pstar_sim.workload.optimizers import optimizer_spec
-from pstar_sim.workload.presets import default_dtype, kernels_of, preset
+from pstar_sim.workload.presets import kernels_of
 from pstar_sim.workload.workload import MOST_MOMENTS, Workload
 
 if TYPE_CHECKING:
@@ -161,15 +160,11 @@ def cheapest(
     machines: Iterable[str | Machine] | str | None = None,
     policies: Iterable[str] | str | None = None,
     settings: Settings | None = None,
-    dtype: str | None = None,
-    checkpointing: bool = True,
-    kernels: str | None = None,
-    lora: Adapter | str | int | None = None,
-    optimizer: str = "adamw",
     loading: Loading | str | None = None,
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
     on_part: OnPart | None = None,
+    **axes: Unpack[JobAxes],
 ) -> Cheapest:
     """Returns the cheapest machine that trains a model on `tokens` tokens by the deadline, and the other offers.
 
@@ -180,50 +175,36 @@ def cheapest(
     machines: machines to try; None: every machine with a price.
     policies: policies to try; None: all_on_gpu, zero_offload and tide.
     settings: as in `compare`.
-    dtype: working dtype; None: the dtype of each machine's GPU.
-    checkpointing, kernels, lora, optimizer: as in `preset`.
     loading: as in `fits`.
     most_nodes: the largest number of nodes to try.
     prices: a price file that takes precedence over the shipped list.
     on_part: called with the machine that is asked next, the number of machines done and the number of all machines.
+    axes: dtype (None: the dtype of each machine's GPU), checkpointing, kernels, lora and optimizer, as in `preset`.
 
     Raises PstarError for an unknown model or machine, for a wrong price, and if no machine has a price. If only some
     machines have no price, their rows say so.
     """
-    flavour = kernels_of(model_entry(model), kernels)
+    job = Job(model=model, batch=batch, seq=seq, **axes)
+    flavour = kernels_of(model_entry(model), job.kernels)
     number("tokens", tokens)
     if deadline_s is not None:
         number("deadline_s", deadline_s)
-    for what, count in (("batch", batch), ("seq", seq)):
-        whole(what, count)
     whole("most_nodes", most_nodes, most=MOST_NODES_OF_A_MACHINE)
-    flag("checkpointing", checkpointing)
-    if dtype is not None:
-        choice("dtype", dtype, DTYPES)
-    optimizer_spec(optimizer)
-    loading = loading_of(loading)
-    lora = None if lora is None else adapter(lora)
     known = load_prices(None if prices is None else str(file_path("prices", prices)))
     settings = settings_of(settings)
-    job = _CheapestJob(
-        model,
-        batch,
-        seq,
-        dtype,
-        checkpointing,
-        kernels,
-        lora,
-        optimizer,
-        loading,
-        settings,
-        None if policies is None else tuple(asked_names(policies)),
+    asked = _Question(
+        job=job,
+        batch=batch,
+        loading=loading_of(loading),
+        settings=settings,
+        policies=None if policies is None else tuple(asked_names(policies)),
     )
     wanted = known if machines is None else listed("machines", machines, "machines or names of machines")
     chosen = [machine_of(m) for m in wanted]  # type: ignore[arg-type]
     if not chosen:
         raise PstarError("machines = []: give at least one machine, or leave machines out for all with a price")
     for machine in chosen:
-        refuse_balance(job.policies or (), machine)
+        refuse_balance(asked.policies or (), machine)
     costs = _prices_of(chosen, known)
     tell = teller(on_part)
     rows: list[Offer] = []
@@ -232,7 +213,7 @@ def cheapest(
         if isinstance(cost, str):
             rows.append(Offer(machine=machine.name, nodes=machine.nodes, gpus=machine.world_size, reason=cost))
         else:
-            rows.append(_offer(machine, job, *cost, tokens, deadline_s, most_nodes))
+            rows.append(_offer(machine, asked, *cost, tokens, deadline_s, most_nodes))
     rows.sort(key=_rank)
     return Cheapest(model=model, tokens=tokens, deadline_s=deadline_s, rows=tuple(rows), kernels=flavour)
 
@@ -243,38 +224,19 @@ def _rank(row: Offer) -> tuple[float, ...]:
     return (0.0, row.usd) if row.in_time else (1.0, row.days)
 
 
-@dataclass(frozen=True)
-class _CheapestJob:
-    model: str
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    """The question about each machine. `batch` counts the sequences of an iteration."""
+
+    job: Job
     batch: int
-    seq: int
-    dtype: str | None
-    checkpointing: bool
-    kernels: str | None
-    lora: Adapter | None
-    optimizer: str
     loading: Loading
     settings: Settings
     policies: tuple[str, ...] | None
 
     def workloads(self, machine: Machine, micro_batches: int) -> tuple[Workload, ...]:
         """Returns the workload of each rank. Raises PstarError if the ranks cannot share a micro-batch of all."""
-        shares = shares_of_batch(self.batch // micro_batches, machine)
-        known = {share: self._workload(machine, share, micro_batches) for share in sorted(set(shares))}
-        return tuple(known[share] for share in shares)
-
-    def _workload(self, machine: Machine, batch: int, micro_batches: int) -> Workload:
-        return preset(
-            self.model,
-            batch=batch,
-            seq=self.seq,
-            micro_batches=micro_batches,
-            dtype=self.dtype or default_dtype(machine),
-            checkpointing=self.checkpointing,
-            kernels=self.kernels,
-            lora=self.lora,
-            optimizer=self.optimizer,
-        )
+        return replace(self.job, batch=self.batch // micro_batches, micro_batches=micro_batches).of(machine)
 
 
 def _price_of(machine: Machine, prices: Mapping[str, Price]) -> tuple[float, str] | str:
@@ -313,7 +275,7 @@ def _counts(machine: Machine, batch: int, most: int) -> list[int]:
 
 def _offer(
     machine: Machine,
-    job: _CheapestJob,
+    asked: _Question,
     usd: float,
     what: str,
     tokens: float,
@@ -323,12 +285,12 @@ def _offer(
     """Returns the offer with the fewest nodes that makes the deadline; if none does, the nearest offer. The number of
     nodes about doubles until the deadline is made or no larger number is left. Then bisection runs between the last
     number that was too slow or too small and the first number in time."""
-    counts = _counts(machine, job.batch, most_nodes)
+    counts = _counts(machine, asked.batch, most_nodes)
     rows: dict[int, Offer] = {}
 
     def ask(nodes: int) -> tuple[Offer, bool]:
         where = with_nodes(machine, nodes) if nodes != machine.nodes else machine
-        rows[nodes], final = _so_many(where, job, usd, what, tokens, deadline_s)
+        rows[nodes], final = _so_many(where, asked, usd, what, tokens, deadline_s)
         return rows[nodes], final
 
     at, below = 0, -1  # positions in counts; below: the last number that was too slow or too small
@@ -346,7 +308,7 @@ def _offer(
     if not row.in_time:
         row = min((r for r in rows.values() if r.days is not None), key=lambda r: r.days or 0.0, default=row)
         if row.reason is None:
-            row = replace(row, reason=f"too slow, and {_no_more(machine, job.batch, most_nodes)}")
+            row = replace(row, reason=f"too slow, and {_no_more(machine, asked.batch, most_nodes)}")
     return replace(row, tried=tuple(sorted(rows)))
 
 
@@ -359,7 +321,7 @@ def _no_more(machine: Machine, batch: int, most_nodes: int) -> str:
 
 
 def _so_many(
-    machine: Machine, job: _CheapestJob, usd: float, what: str, tokens: float, deadline_s: float | None
+    machine: Machine, asked: _Question, usd: float, what: str, tokens: float, deadline_s: float | None
 ) -> tuple[Offer, bool]:
     """Returns the offer of one number of nodes, and whether its reason would be the same with more nodes."""
     base = Offer(
@@ -370,12 +332,12 @@ def _so_many(
         price_of=what,
     )
     try:
-        least_s = _least_s(machine, job, tokens)
+        least_s = _least_s(machine, asked, tokens)
         if deadline_s is not None and least_s > deadline_s:
             days = least_s / DAY_S
             reason = f"too slow: {days:.1f} days if it never waited for anything"
             return replace(base, least_days=days, reason=reason), False
-        row, batch, micro_batches = _fastest(machine, job)
+        row, batch, micro_batches = _fastest(machine, asked)
     except (DoesNotFit, CannotPlan) as error:
         return replace(base, reason=str(error)), False
     except (ModelError, UnknownName):
@@ -401,10 +363,10 @@ def _so_many(
     return offer, False
 
 
-def _least_s(machine: Machine, job: _CheapestJob, tokens: float) -> float:
+def _least_s(machine: Machine, asked: _Question, tokens: float) -> float:
     """Returns the seconds of the matmuls alone, with a rank's sequences in one micro-batch, on the rank that takes
     longest."""
-    workloads = job.workloads(machine, 1)
+    workloads = asked.workloads(machine, 1)
     every = sum(w.tokens for w in workloads)
     kinds = {(id(rank.gpu), id(w)): (r, w) for r, (rank, w) in enumerate(zip(machine.ranks, workloads))}
     layout = build_layout(workloads[0])
@@ -412,20 +374,20 @@ def _least_s(machine: Machine, job: _CheapestJob, tokens: float) -> float:
     return slowest * tokens / every
 
 
-def _fastest(machine: Machine, job: _CheapestJob) -> tuple[Row, int, int]:
+def _fastest(machine: Machine, asked: _Question) -> tuple[Row, int, int]:
     """Returns the fastest policy with the largest micro-batches that fit: (row, batch of all ranks, micro-batches).
     Room in memory is checked first, as in `fits`. If no policy fits, raises the last DoesNotFit or CannotPlan."""
     worst: PstarError | None = None
-    for micro_batches in (n for n in range(1, min(job.batch, MOST_MOMENTS) + 1) if job.batch % n == 0):
+    for micro_batches in (n for n in range(1, min(asked.batch, MOST_MOMENTS) + 1) if asked.batch % n == 0):
         try:
-            ranked = job.workloads(machine, micro_batches)
+            ranked = asked.workloads(machine, micro_batches)
         except PstarError:
             if micro_batches == 1:
                 raise
             continue
         alike = len({id(w) for w in ranked}) == 1
         hardest = ranked[0] if alike else tightest(ranked, machine)
-        roomy, refusals = _with_room(hardest, machine, job)
+        roomy, refusals = _with_room(hardest, machine, asked)
         for error in refusals:
             worst = error if isinstance(error, DoesNotFit) or worst is None else worst
         if not roomy:
@@ -434,8 +396,8 @@ def _fastest(machine: Machine, job: _CheapestJob) -> tuple[Row, int, int]:
             ranked,
             machine,
             policies=roomy,
-            settings=job.settings,
-            loading=job.loading,
+            settings=asked.settings,
+            loading=asked.loading,
             barrier_cost=False,
             near=False,
         )
@@ -446,14 +408,14 @@ def _fastest(machine: Machine, job: _CheapestJob) -> tuple[Row, int, int]:
 
 
 def _with_room(
-    workload: Workload, machine: Machine, job: _CheapestJob
+    workload: Workload, machine: Machine, asked: _Question
 ) -> tuple[list[str], list[DoesNotFit | CannotPlan]]:
     """Returns the policies that have room for the workload, and the errors that say why the others have none."""
     roomy: list[str] = []
     refusals: list[DoesNotFit | CannotPlan] = []
-    for policy in job.policies or POLICIES:
+    for policy in asked.policies or POLICIES:
         try:
-            memory_need(policy, workload, machine, job.settings, loading=job.loading)
+            memory_need(policy, workload, machine, asked.settings, loading=asked.loading)
         except (DoesNotFit, CannotPlan) as error:
             refusals.append(error)
         else:

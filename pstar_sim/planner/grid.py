@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache
 from importlib.resources import files
 from itertools import product
@@ -32,9 +32,9 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import model_entry
 from pstar_sim.catalog.overrides import override, override_paths
 from pstar_sim.core.plan import LOOPS, SUMS, Settings
-from pstar_sim.dtypes import DTYPES, MASTER
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import PstarError
-from pstar_sim.planner.batch_shares import shares_of_batch
+from pstar_sim.planner.jobs import Job
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.schema.fields import (
     Natural,
@@ -53,11 +53,9 @@ from pstar_sim.schema.parsing import read_toml
 from pstar_sim.schema.reading import Fault, convert, nearest
 from pstar_sim.version import __version__
 from pstar_sim.workload.kernels import KERNELS
-from pstar_sim.workload.lora import Adapter
 from pstar_sim.workload.optimizers import optimizer_spec
-from pstar_sim.workload.presets import ATTENTION, default_dtype, preset
-from pstar_sim.workload.trace import load_trace
-from pstar_sim.workload.workload import Workload, retype, with_optimizer
+from pstar_sim.workload.presets import ATTENTION
+from pstar_sim.workload.workload import Workload
 
 __all__ = ["AXES", "Grid", "Group", "job_of", "load_grid", "machine_of", "point_hash"]
 
@@ -307,38 +305,6 @@ def machine_of(name: str, overrides: tuple[tuple[str, Value], ...]) -> Machine:
     return override(machine, {path.removeprefix("set."): value for path, value in overrides})
 
 
-@lru_cache(maxsize=16)
-def _preset(values: tuple[tuple[str, Value], ...]) -> Workload:
-    given = dict(values)
-    rank = int(given.get("lora", 0))
-    return preset(
-        str(given["model"]),
-        batch=int(given["batch"]),
-        seq=int(given["seq"]),
-        micro_batches=int(given.get("micro_batches", 1)),
-        dtype=str(given["dtype"]),
-        checkpointing=bool(given.get("checkpointing", True)),
-        attention=str(given.get("attention", "flash")),
-        kernels=str(given["kernels"]) if "kernels" in given else None,
-        lora=Adapter(rank=rank) if rank else None,
-        optimizer=str(given.get("optimizer", "adamw")),
-    )
-
-
-_OF_WORKLOAD = (
-    "model",
-    "batch",
-    "seq",
-    "micro_batches",
-    "dtype",
-    "checkpointing",
-    "attention",
-    "kernels",
-    "lora",
-    "optimizer",
-)
-
-
 def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
     """Returns the job of the group's points, with a workload for each rank.
 
@@ -355,34 +321,12 @@ def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
         sums=str(given.get("sums", "32-bit")),
         effort=float(given.get("effort", 1.0)),
     )
-    if "dtype" not in given and "model" in given:
-        given["dtype"] = default_dtype(machine)
-    if "batch" not in given:
-        return [_workload(given)] * machine.world_size, machine, settings
-    shares = shares_of_batch(int(given["batch"]), machine)
-    known = {share: _workload({**given, "batch": share}) for share in sorted(set(shares))}
-    return [known[share] for share in shares], machine, settings
+    axes = {name: given[name] for name in _OF_JOB if name in given and (name, given[name]) != ("lora", 0)}
+    return list(Job(**axes).of(machine)), machine, settings  # type: ignore[arg-type]
 
 
-def _workload(given: Mapping[str, Value]) -> Workload:
-    if "model" in given:
-        return _preset(tuple((k, given[k]) for k in _OF_WORKLOAD if k in given))
-    return _traced(given)
-
-
-def _traced(given: Mapping[str, Value]) -> Workload:
-    wanted = str(given["dtype"]) if "dtype" in given else None
-    found = load_trace(
-        str(given["trace"]),
-        batch=int(given["batch"]) if "batch" in given else None,
-        sequence=int(given["seq"]) if "seq" in given else None,
-        checkpointing=bool(given["checkpointing"]) if "checkpointing" in given else None,
-        micro_batches=int(given["micro_batches"]) if "micro_batches" in given else None,
-        dtype=MASTER if wanted == MASTER else None,
-    )
-    if wanted is not None:
-        found = retype(found, wanted)
-    return with_optimizer(found, str(given["optimizer"])) if "optimizer" in given else found
+_OF_JOB = {field.name for field in fields(Job)} & set(AXES)
+"""Axes that describe the work of an iteration."""
 
 
 # Hashes.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from pstar_sim.arguments import choice, flag, function, instance, text, whole
+from pstar_sim.arguments import flag, function, instance, text, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
 from pstar_sim.collector import without_garbage_collection
@@ -27,18 +27,18 @@ from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CannotPlan, DoesNotFit, PstarError, UnknownName
 from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.balance import refuse_balance
-from pstar_sim.planner.batch_shares import least_batch, machine_of, share_out, shares_of_batch, tightest
+from pstar_sim.planner.batch_shares import least_batch, machine_of, of_shares, share_out, shares_of_batch, tightest
 from pstar_sim.planner.collection import Collection
+from pstar_sim.planner.jobs import Job, JobAxes
 from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
+from pstar_sim.python310 import Unpack
 from pstar_sim.renderers import render_text
 from pstar_sim.workload.kernels import kernels_text
 from pstar_sim.workload.loading import Loading, loading_of
-from pstar_sim.workload.lora import Adapter, adapter
-from pstar_sim.workload.optimizers import optimizer_spec
-from pstar_sim.workload.presets import default_dtype, has_kernels, kernels_of, workload_of
+from pstar_sim.workload.presets import has_kernels, kernels_of
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -164,16 +164,12 @@ def max_model(
     policies: Iterable[str | Policy] | str | None = None,
     settings: Settings | None = None,
     micro_batches: int = 1,
-    dtype: str | None = None,
-    checkpointing: bool = True,
-    kernels: str | None = None,
-    lora: Adapter | str | int | None = None,
-    optimizer: str = "adamw",
     loading: Loading | str | None = None,
     catalog: bool = True,
     near: Mapping[str, int] | None = None,
     written: Written | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
+    **axes: Unpack[JobAxes],
 ) -> Limits:
     """Returns, for each policy, the deepest model of a family that it can train on the machine.
 
@@ -184,13 +180,12 @@ def max_model(
         change in proportion to the hidden size.
     policies, settings: as in `compare`.
     micro_batches: number of micro-batches per iteration.
-    dtype: working dtype; None: the dtype of the machine's GPU.
-    checkpointing, kernels, lora, optimizer: as in `preset`.
     loading: as in `fits`.
     catalog: whether to find the largest model of the catalog, too.
     near: policy -> the number of layers at which the search begins, such as the limit of a similar machine.
     written: workloads that calls about the same job on other machines have made. This call adds its own.
     on_policy: called before each policy, with the policy, its number and the number of policies.
+    axes: dtype (None: the dtype of the machine's GPU), checkpointing, kernels, lora and optimizer, as in `preset`.
 
     Raises PstarError for a hidden size that the heads do not divide and for a batch that the ranks cannot share. Raises
     UnknownName for unknown names.
@@ -198,36 +193,29 @@ def max_model(
     machine, settings = machine_of(machine), settings_of(settings)
     loading = loading_of(loading)
     flag("catalog", catalog)
-    flag("checkpointing", checkpointing)
-    _check_sizes(dtype, {"seq": seq, "micro_batches": micro_batches}, {"hidden": hidden, "heads": heads})
+    job = Job(model=like, batch=batch, seq=seq, micro_batches=micro_batches, **axes)
+    for what, width in (("hidden", hidden), ("heads", heads)):
+        if width is not None:
+            whole(what, width, most=MOST_WIDTH)
     _check_known({"near": near, "written": written})
     if on_policy is not None:
         function("on_policy", on_policy)
-    lora = None if lora is None else adapter(lora)
     asked = asked_policies(policies)
     refuse_balance(asked, machine)
     entry = model_entry(like)
-    _check_positions(entry, seq, kernels)
-    flavour = kernels_of(entry, kernels)
+    _check_positions(entry, seq, job.kernels)
+    flavour = kernels_of(entry, job.kernels)
     shares = shares_of_batch(batch, machine)
-    working = dtype or default_dtype(machine)
+    working, adapter = job.dtype_on(machine), job.adapter
     models = _Models(
         machine=machine,
         entry=entry,
         hidden=hidden,
         heads=heads,
         shares=tuple(shares),
-        write=partial(
-            workload_of,
-            sequence=seq,
-            micro_batches=micro_batches,
-            dtype=working,
-            checkpointing=checkpointing,
-            kernels=kernels,
-            lora=lora,
-            optimizer=optimizer,
-        ),
-        least_bytes=DTYPES[working].bytes + (0 if lora else optimizer_spec(optimizer).states_bytes_per_param),
+        job=job,
+        dtype=working,
+        least_bytes=DTYPES[working].bytes + (0 if adapter else job.states.states_bytes_per_param),
         written={} if written is None else written,
     )
     ask = _asker(machine, settings, loading)
@@ -239,7 +227,7 @@ def max_model(
         near=near,
         on_policy=on_policy,
     )
-    names = _known_models(seq, kernels) if catalog else []
+    names = _known_models(seq, job.kernels) if catalog else []
     rows = [_depth_row(policy, layers, error, models, names, ask) for policy, (layers, error) in zip(asked, found)]
     shape = models.shape(1)
     if not all(row.value for row in rows):
@@ -249,30 +237,16 @@ def max_model(
         of=f"{shape.family} models of hidden size {shape.hidden}, {shape.heads} heads, sequence {seq}, batch {batch}"
         + (f" x {micro_batches}" if micro_batches > 1 else "")
         + f", {working}"
-        + ("" if checkpointing else ", no checkpointing")
+        + (", no checkpointing" if job.checkpointing is False else "")
         + f", {kernels_text(flavour)}"
-        + (f", LoRA r={lora.rank}" if lora else "")
-        + (f", {optimizer}" if optimizer != "adamw" else ""),
+        + (f", LoRA r={adapter.rank}" if adapter else "")
+        + (f", {job.states.name}" if job.states.name != "adamw" else ""),
         machine=machine,
         settings=settings,
         rows=tuple(rows),
         kernels=flavour,
         job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": str(loading)},
     )
-
-
-def _check_sizes(dtype: str | None, counts: Mapping[str, int], widths: Mapping[str, int | None]) -> None:
-    """Check the arguments. Raises PstarError for an unknown dtype, and for a value that is not a number.
-
-    widths: None for a width left open.
-    """
-    if dtype is not None:
-        choice("dtype", dtype, DTYPES)
-    for what, size in counts.items():
-        whole(what, size)
-    for what, width in widths.items():
-        if width is not None:
-            whole(what, width, most=MOST_WIDTH)
 
 
 def _check_known(given: Mapping[str, object]) -> None:
@@ -289,7 +263,8 @@ class _Models:
     entry: the model `like` of the family.
     hidden, heads: hidden size and number of heads; None: those of `entry`.
     shares: batch of each rank.
-    write: returns the workload of a shape and a batch.
+    job: the work of each iteration.
+    dtype: its working dtype on the machine.
     least_bytes: least bytes that a parameter takes, in all places together.
     written: the workloads made so far, by (shape, batch).
     """
@@ -299,7 +274,8 @@ class _Models:
     hidden: int | None
     heads: int | None
     shares: tuple[int, ...]
-    write: Callable[..., Workload]
+    job: Job
+    dtype: str
     least_bytes: int
     written: Written
     made: dict[ModelEntry, Workload] = field(default_factory=dict)
@@ -313,17 +289,15 @@ class _Models:
     def of(self, shape: ModelEntry) -> Workload:
         """Returns the workload of the shape, of the rank with the hardest share of the batch."""
         if shape not in self.made:
-            known = {share: self._of_share(shape, share) for share in sorted(set(self.shares))}
-            alike = len(known) == 1
-            self.made[shape] = (
-                known[self.shares[0]] if alike else tightest([known[share] for share in self.shares], self.machine)
-            )
+            ranked = of_shares(self.shares, partial(self._of_share, shape))
+            alike = len(set(self.shares)) == 1
+            self.made[shape] = ranked[0] if alike else tightest(ranked, self.machine)
         return self.made[shape]
 
     def _of_share(self, shape: ModelEntry, share: int) -> Workload:
         key = (shape, share)
         if key not in self.written:
-            self.written[key] = self.write(shape, batch=share)
+            self.written[key] = self.job.write(shape, share, self.dtype)
         return self.written[key]
 
     def most_params(self, policy: str | Policy) -> int:

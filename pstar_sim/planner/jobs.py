@@ -1,0 +1,146 @@
+"""Job: the work of each iteration as a question states it, before a machine is known. Every axis of a job is said here:
+flags, grids, searches of the largest model and of the cheapest machine hold a `Job`, and ask it for the workloads of a
+machine's ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypedDict
+
+from pstar_sim.arguments import choice, flag, whole
+from pstar_sim.catalog.machine import Machine
+from pstar_sim.catalog.model_shapes import ModelEntry, model_entry
+from pstar_sim.dtypes import DTYPES, MASTER
+from pstar_sim.errors import PstarError
+from pstar_sim.planner.batch_shares import of_shares, shares_of_batch
+from pstar_sim.workload.lora import Adapter, adapter
+from pstar_sim.workload.optimizers import OptimizerSpec, optimizer_spec
+from pstar_sim.workload.presets import default_dtype, workload_of
+from pstar_sim.workload.trace import load_trace
+from pstar_sim.workload.workload import Workload, retype, with_optimizer
+
+__all__ = ["Job", "JobAxes"]
+
+
+class JobAxes(TypedDict, total=False):
+    """Axes of a `Job` that questions about presets take as keyword arguments, as in `ps.preset`."""
+
+    dtype: str | None
+    checkpointing: bool
+    kernels: str | None
+    lora: Adapter | str | int | None
+    optimizer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The work of each iteration. Raises PstarError for a value that an axis cannot have.
+
+    model: name of a model of the catalog.
+    trace: a trace file, in its place.
+    batch: sequences per micro-batch, of all ranks together; None: the batch of the trace for each rank.
+    seq: tokens per sequence. None for an axis of a trace: that of the trace; several variants have to agree.
+    micro_batches: number of micro-batches per iteration; None: 1, or those of the trace.
+    dtype: working dtype; None: that of the machine's GPU.
+    checkpointing: whether activations are recomputed; None: yes, or as the trace.
+    attention, kernels: as in `ps.preset`.
+    lora: the adapter, as in `ps.preset`; None: the model itself is trained.
+    optimizer: name of the optimizer; None: adamw, or that of the trace.
+    """
+
+    model: str | None = None
+    trace: str | None = None
+    batch: int | None = None
+    seq: int | None = None
+    micro_batches: int | None = None
+    dtype: str | None = None
+    checkpointing: bool | None = None
+    attention: str = "flash"
+    kernels: str | None = None
+    lora: Adapter | str | int | None = None
+    optimizer: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq", "micro_batches"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name))
+        if self.checkpointing is not None:
+            flag("checkpointing", self.checkpointing)
+        if self.dtype is not None:
+            choice("dtype", self.dtype, DTYPES)
+        if self.optimizer is not None:
+            optimizer_spec(self.optimizer)
+        if self.lora is not None:
+            object.__setattr__(self, "lora", adapter(self.lora))
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return None if self.lora is None else adapter(self.lora)
+
+    @property
+    def states(self) -> OptimizerSpec:
+        """The optimizer of a preset."""
+        return optimizer_spec(self.optimizer or "adamw")
+
+    def dtype_on(self, machine: Machine) -> str:
+        """Returns the working dtype on a machine."""
+        return self.dtype or default_dtype(machine)
+
+    def of(self, machine: Machine, *, nearly: bool = False) -> tuple[Workload, ...]:
+        """Returns the workload of each rank.
+
+        nearly: as in `shares_of_batch`.
+
+        Raises PstarError for a batch that the ranks cannot share, and the errors of `ps.preset` and `load_trace`.
+        """
+        if self.batch is None:
+            return (self.share(None, machine),) * machine.world_size
+        shares = shares_of_batch(self.batch, machine, nearly=nearly)
+        return of_shares(shares, lambda batch: self.share(batch, machine))
+
+    def share(self, batch: int | None, machine: Machine) -> Workload:
+        """Returns the workload of a rank with `batch` sequences per micro-batch."""
+        if self.trace is not None:
+            return self._traced(batch, machine)
+        assert self.model is not None and batch is not None
+        return self.write(model_entry(self.model), batch, self.dtype_on(machine))
+
+    def write(self, entry: ModelEntry, batch: int, dtype: str) -> Workload:
+        """Returns the workload of one rank for a model of this shape. Equal calls may return the same object."""
+        return _written(self, entry, batch, dtype)
+
+    def _traced(self, batch: int | None, machine: Machine) -> Workload:
+        assert self.trace is not None
+        workload = load_trace(
+            self.trace,
+            batch=batch,
+            sequence=self.seq,
+            checkpointing=self.checkpointing,
+            micro_batches=self.micro_batches,
+            dtype=MASTER if self.dtype == MASTER else None,
+        )
+        if workload.dtype == MASTER and self.dtype not in (None, MASTER):
+            raise PstarError(
+                f"{self.trace}: --dtype {self.dtype}, but the trace is of fp32; trace the model in {self.dtype}"
+            )
+        if workload.dtype != MASTER:
+            workload = retype(workload, self.dtype_on(machine))
+        return workload if self.optimizer is None else with_optimizer(workload, self.optimizer)
+
+
+@lru_cache(maxsize=16)
+def _written(job: Job, entry: ModelEntry, batch: int, dtype: str) -> Workload:
+    assert job.seq is not None
+    return workload_of(
+        entry,
+        batch=batch,
+        sequence=job.seq,
+        micro_batches=job.micro_batches or 1,
+        dtype=dtype,
+        checkpointing=job.checkpointing is not False,
+        attention=job.attention,
+        kernels=job.kernels,
+        lora=job.adapter,
+        optimizer=job.states.name,
+    )
