@@ -65,7 +65,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pstar_sim.catalog.curves import best_rate, rate_at
-from pstar_sim.catalog.machine import Fabric, Gpu, Link, Machine
+from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM, Fabric, Gpu, Link, Machine
 from pstar_sim.core.effects import folded_lists, gradient_list
 from pstar_sim.core.layout import Layout
 from pstar_sim.core.plan import Plan
@@ -75,7 +75,6 @@ from pstar_sim.errors import PlanError
 from pstar_sim.workload.workload import DTYPE_BYTES, Product, Workload, product_flops
 
 __all__ = [
-    "ADAM_TRAFFIC_BYTES_PER_PARAM",
     "VERSION",
     "Add",
     "CostModel",
@@ -88,9 +87,6 @@ __all__ = [
 ]
 
 _COST = ("cost",)  # key of `Workload.derived`
-
-ADAM_TRAFFIC_BYTES_PER_PARAM = 28
-"""Host memory traffic of AdamW with fp32 states for which `Host.adam_params_per_s` is quoted."""
 
 VERSION = 6
 """Version of the model, by [Note: versions of the model]."""
@@ -360,7 +356,7 @@ class CostModel:
     @cached_property
     def adam_bytes_per_s(self) -> float:
         """Bytes per second of host memory traffic of one rank's CPU Adam that runs alone."""
-        return self.machine.adam_params_per_s * ADAM_TRAFFIC_BYTES_PER_PARAM
+        return self.machine.adam_params_per_s * ADAM_BYTES_PER_PARAM
 
     def transfer_s(self, size_bytes: int, direction: str, via: str | None = None) -> float:
         """Returns the seconds of a copy over the link: latency + bytes / rate. A copy of 0 bytes takes no time.

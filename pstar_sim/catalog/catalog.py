@@ -20,30 +20,21 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from msgspec import structs
 
 from pstar_sim.arguments import file_path, spelled, whole
-from pstar_sim.catalog.curves import Curve, best_rate
+from pstar_sim.catalog.curves import best_rate
 from pstar_sim.catalog.efficiency import Efficiency, fitted
-from pstar_sim.catalog.entries import (
-    MOST_NODES_OF_A_MACHINE,
-    TABLES,
-    DiskEntry,
-    Entry,
-    FrameworkEntry,
-    GpuEntry,
-    HostEntry,
-    LinkEntry,
-    MachineEntry,
-    scaled,
-)
+from pstar_sim.catalog.entries import MOST_NODES_OF_A_MACHINE, TABLES, Entry, MachineEntry
+from pstar_sim.catalog.figures import Figure, Points, figures_of
 from pstar_sim.catalog.generations import Generation, generations
 from pstar_sim.catalog.machine import KNOWN, Fabric, Framework, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.errors import CatalogError, UnknownName
-from pstar_sim.schema.fields import Table, fields_of, want
+from pstar_sim.schema.fields import fields_of, want
 from pstar_sim.schema.parsing import parse_toml, read_toml
 from pstar_sim.units import GB
 
@@ -52,7 +43,6 @@ __all__ = ["Catalog", "load_catalog", "with_nodes"]
 VERSION = 1
 """Newest version of a user's file. The key `version` at the head of a file gives the file's version; files of the first
 edition lack the key."""
-TERA = 1e12
 
 _DTYPES = ("fp32", "fp16", "bf16")
 _ORIGIN = ("source", "checked")
@@ -60,14 +50,12 @@ _OTHER_MACHINE = (
     "any other machine: the most similar name with --gpu-memory, --host-memory, --gpus and --set, or a TOML file"
 )
 
-# Figure -> the curve whose best rate it is: a user's figure displaces both.
-_CURVES = {
-    "h2d_table": "h2d_gb_per_s",
-    "d2h_table": "d2h_gb_per_s",
-    "adam_table": "adam_gparams_per_s",
-    "dram_gb_per_s": "dram_peak_gb_per_s",
-    **{f"{dtype}_table": f"{dtype}_tflops" for dtype in _DTYPES},
+_DISPLACED = {
+    figure.calibrated_key: figure.best if isinstance(figure, Points) else figure.name
+    for part in (Gpu, Link, Host)
+    for figure in figures_of(part)
 }
+"""Calibrated figure -> the entry's figure: a user's figure displaces both. A curve goes with its rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +67,11 @@ class Catalog:
     main: the machine that this file chooses.
     """
 
-    gpus: Mapping[str, Entry[GpuEntry]]
-    links: Mapping[str, Entry[LinkEntry]]
-    hosts: Mapping[str, Entry[HostEntry]]
-    disks: Mapping[str, Entry[DiskEntry]]
-    frameworks: Mapping[str, Entry[FrameworkEntry]]
+    gpus: Mapping[str, Entry[Any]]
+    links: Mapping[str, Entry[Any]]
+    hosts: Mapping[str, Entry[Any]]
+    disks: Mapping[str, Entry[Any]]
+    frameworks: Mapping[str, Entry[Any]]
     machines: Mapping[str, Entry[MachineEntry]]
     efficiency: Efficiency
     own: tuple[str, ...] = ()
@@ -91,74 +79,25 @@ class Catalog:
 
     def gpu(self, name: str) -> Gpu:
         e = self.gpus[name]
-        card, measured = e.values, e.values.calibrated
-        usable = card.usable_gb
-        if measured is not None and measured.usable_gb is not None:
-            usable = measured.usable_gb
-        if not card.context_gb < usable <= card.memory_gb:
-            raise e.refuse("usable_gb", "more than context_gb and at most memory_gb, calibrated or not")
+        card = e.values
         generation = (
             None
             if card.generation is None
             else generations()[e.known("generation", "generation", tuple(generations()))]
         )
-        launch_s = _launch_s(e, self.efficiency)
-        operators = None if measured is None else measured.operators_gb_per_s
-        tables = {dtype: _curve(e, f"{dtype}_table", f"{dtype}_tflops", 1e9, TERA) for dtype in _DTYPES}
-        return Gpu(
-            name=name,
-            memory_bytes=_bytes(card.memory_gb),
-            usable_bytes=_bytes(usable),
-            context_bytes=_bytes(card.context_gb),
-            hbm_bytes_per_s=_rate(card, "hbm_gb_per_s", _or(card.hbm_efficiency, self.efficiency.hbm)),
-            flops_per_s=self._rates(e, generation),
-            measured=measured is not None,
-            source=_source(card),
-            launch_s=launch_s,
-            known=_known(card, generation),
-            matmul_tables={dtype: curve for dtype, curve in tables.items() if curve},
-            operator_bytes_per_s=None if operators is None else operators * GB,
-            products=None if launch_s is None else _products(e, generation),
-        )
-
-    def _rates(self, e: Entry[GpuEntry], generation: Generation | None) -> dict[str, float]:
-        """Returns the matrix rate by dtype, in flops/s. Raises CatalogError for a 16-bit peak without a known share
-        that products reach.
-        """
-        card = e.values
-        wide = _or(card.fp32_efficiency, self.efficiency.matmul)
-        half = card.tensor_core_efficiency
-        if half is None and generation is not None:
-            half = generation.plateau
-        rates = {}
-        for dtype in _DTYPES:
-            calibrated = getattr(card.calibrated, f"{dtype}_tflops", None) is not None
-            if half is None and dtype != "fp32" and getattr(card, f"{dtype}_tflops") is not None and not calibrated:
-                raise e.refuse(
-                    "tensor_core_efficiency", f"given beside {dtype}_tflops, or the card's generation and sms"
-                )
-            rate = _effective(card, f"{dtype}_tflops", wide if dtype == "fp32" else _or(half, 1))
-            if rate is not None:
-                rates[dtype] = rate * TERA
-        return rates
+        shares = {"hbm_efficiency": self.efficiency.hbm, "fp32_efficiency": self.efficiency.matmul}
+        if generation is not None:
+            shares["tensor_core_efficiency"] = generation.plateau
+        figures = _figures(Gpu, e, shares)
+        if not figures["context_bytes"] < figures["usable_bytes"] <= figures["memory_bytes"]:
+            raise e.refuse("usable_gb", "more than context_gb and at most memory_gb, calibrated or not")
+        if "launch_s" not in figures:
+            figures["launch_s"] = _launch_s(e, self.efficiency)
+        products = None if figures["launch_s"] is None else _products(e, generation)
+        return Gpu(**figures, known=_known(card, generation), products=products)
 
     def link(self, name: str) -> Link:
-        e = self.links[name]
-        link = e.values
-        pageable = _effective(link, "pageable_gb_per_s", 1)
-        return Link(
-            name=name,
-            h2d_bytes_per_s=_rate(link, "h2d_gb_per_s", link.efficiency),
-            d2h_bytes_per_s=_rate(link, "d2h_gb_per_s", link.efficiency),
-            latency_s=link.latency_us * 1e-6,
-            duplex=link.duplex,
-            measured=link.calibrated is not None,
-            source=_source(link),
-            known=link.known,
-            pageable_bytes_per_s=self.efficiency.pageable_bytes_per_s if pageable is None else pageable * GB,
-            h2d_table=_curve(e, "h2d_table", "h2d_gb_per_s", 1e6, GB),
-            d2h_table=_curve(e, "d2h_table", "d2h_gb_per_s", 1e6, GB),
-        )
+        return Link(**{"pageable_bytes_per_s": self.efficiency.pageable_bytes_per_s} | _figures(Link, self.links[name]))
 
     def fabric(self, name: str) -> Fabric:
         """Returns a link between GPUs or nodes, at the slower of its two directions."""
@@ -175,50 +114,24 @@ class Catalog:
         )
 
     def nvme(self, name: str) -> Nvme:
-        disks = self.disks[name].values
-        return Nvme(
-            name=name,
-            memory_bytes=_bytes(disks.size_gb),
-            read_bytes_per_s=_rate(disks, "read_gb_per_s", disks.efficiency),
-            write_bytes_per_s=_rate(disks, "write_gb_per_s", disks.efficiency),
-            latency_s=disks.latency_us * 1e-6,
-            measured=disks.calibrated is not None,
-            source=_source(disks),
-            life_bytes=None if disks.life_tb is None else round(disks.life_tb * 1e12),
-        )
+        return Nvme(**_figures(Nvme, self.disks[name]))
 
     def host(self, name: str) -> Host:
         e = self.hosts[name]
-        host, measured = e.values, e.values.calibrated
+        host, figures = e.values, _figures(Host, e)
         if host.reserved_gb >= host.memory_gb:
             raise e.refuse("reserved_gb", f"less than memory_gb = {e.written('memory_gb')!r}")
-        adam = _effective(host, "adam_gparams_per_s", 1)
+        if figures.get("adam_table", ((0, 0),))[-1][0] > host.cores:
+            raise e.refuse("calibrated.adam_table", f"of at most cores = {host.cores} threads")
         model = self.efficiency.adam_params_per_s(host.dram_peak_gb_per_s * GB, host.cores)
-        dram = None if measured is None else measured.dram_gb_per_s
         return Host(
-            name=name,
-            memory_bytes=_bytes(host.memory_gb),
-            reserved_bytes=_bytes(host.reserved_gb),
-            dram_bytes_per_s=(host.dram_peak_gb_per_s * host.dram_efficiency if dram is None else dram) * GB,
-            cores=host.cores,
-            adam_params_per_s=model if adam is None else adam * 1e9,
-            measured=measured is not None,
-            source=_source(host),
-            adam_table=_adam_curve(e),
-            dram_measured=dram is not None,
-            pinned_bytes=None if host.pinned_gb is None else _bytes(host.pinned_gb),
-            known="fitted" if adam is None else "datasheet",
+            **{"adam_params_per_s": model} | figures,
+            dram_measured=figures["measured"] and host.calibrated.dram_gb_per_s is not None,
+            known="datasheet" if "adam_params_per_s" in figures else "fitted",
         )
 
     def framework(self, name: str) -> Framework:
-        figures = self.frameworks[name].values
-        return Framework(
-            name=name,
-            python_s=figures.python_us * 1e-6,
-            wait_s=figures.wait_us * 1e-6,
-            source=f"{figures.source} (checked {figures.checked})",
-            known=figures.known,
-        )
+        return Framework(**_figures(Framework, self.frameworks[name]))
 
     def machine(self, name: str) -> Machine:
         """Returns the machine of that name. Raises UnknownName, and CatalogError for a part that is not in any
@@ -341,45 +254,26 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
     return replace(machine, ranks=ranks, nodes=nodes, price_usd_per_hour=price)
 
 
-def _bytes(gigabytes: float) -> int:
-    return round(gigabytes * GB)
-
-
-def _or(given: float | None, otherwise: float) -> float:
-    return otherwise if given is None else given
-
-
-def _launch_s(e: Entry[GpuEntry], efficiency: Efficiency) -> float | None:
-    """Returns the seconds of the launches of a moment. Returns None where the rates are those of whole iterations;
-    raises CatalogError if such a card also has products by shape.
+def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
+    """Returns the seconds of the launches of a moment, for an entry that does not give them. Returns None where the
+    rates are those of whole iterations; raises CatalogError if such a card also has products by shape.
     """
-    card, measured = e.values, e.values.calibrated
-    launch = card.launch_us if measured is None or measured.launch_us is None else measured.launch_us
-    if launch is not None:
-        return launch * 1e-6
-    if measured is None or not any(getattr(measured, f"{dtype}_tflops") for dtype in _DTYPES):
+    card = e.values
+    if not any(getattr(card.calibrated, f"{dtype}_tflops", None) for dtype in _DTYPES):
         return efficiency.launch_s
     if card.products is not None:
         raise e.refuse("launch_us", f"given, because [{e.name}.products] has figures of kernels, not of iterations")
     return None
 
 
-def _products(e: Entry[GpuEntry], generation: Generation | None) -> ProductShape | None:
+def _products(e: Entry[Any], generation: Generation | None) -> ProductShape | None:
     """Returns products by shape: the card's own table, else its generation's figures. Returns None where a measured
     curve by flops replaces both. Raises CatalogError for a card that names a generation but not its SMs.
     """
     card = e.values
-    given = card.products
-    if given is not None:
-        return ProductShape(
-            sms=given.sms,
-            tile=given.tile,
-            wave_loss=given.wave_loss,
-            depth=given.depth,
-            bytes_per_s=given.gb_per_s * GB,
-            kernel_s=given.kernel_us * 1e-6,
-            flash=given.flash,
-        )
+    if card.products is not None:
+        figures = {f.attribute: f.from_file(getattr(card.products, f.name)) for f in figures_of(ProductShape)}
+        return ProductShape(**figures)
     if generation is None or any(getattr(card.calibrated, f"{dtype}_table", None) for dtype in _DTYPES):
         return None
     if card.sms is None:
@@ -387,50 +281,71 @@ def _products(e: Entry[GpuEntry], generation: Generation | None) -> ProductShape
     return generation.shape(card.sms, card.hbm_gb_per_s * GB)
 
 
-def _known(card: GpuEntry, generation: Generation | None) -> str:
+def _known(card: Any, generation: Generation | None) -> str:
     """Returns how the rate of large products is known. This rate moves the seconds of a moment most; operators' share
     of the bandwidth and launches are assumed for every card.
     """
     if card.products is not None:
-        return card.products.known
+        return str(card.products.known)
     if generation is None:
         return "datasheet"
     own = card.tensor_core_efficiency is not None
     return max("assumed" if own or generation.assumed else "fitted", "fitted", key=KNOWN.index)
 
 
-def _curve(e: Entry[GpuEntry] | Entry[LinkEntry], field: str, best: str, size_unit: float, rate_unit: float) -> Curve:
-    """Returns the calibrated curve `field`; () if there is none. Raises CatalogError where the entry's field `best` is
-    above the curve's best rate. `best` may be lower, as for a throttled link.
+def _figures(part: type, e: Entry[Any], shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, Any]:
+    """Returns the part's name, origin and figures, by attribute. Figures that the entry does not give are left out.
+    Raises CatalogError for a figure whose share is not known, and for a curve that contradicts its rate.
+
+    shares: the shares that an entry may leave out.
     """
-    curve = scaled(getattr(e.values.calibrated, field, None), size_unit, rate_unit)
-    if not curve:
-        return ()
-    figure = getattr(e.values.calibrated, best)
-    if figure is None:
-        raise e.refuse(f"calibrated.{field}", f"given together with {best}, its best rate")
-    if figure * rate_unit > 1.001 * best_rate(curve):
-        raise e.refuse(f"calibrated.{best}", f"at most the best rate of {field}, {best_rate(curve) / rate_unit:.6g}")
-    return curve
+    measured = getattr(e.values, "calibrated", None)
+    found: dict[str, Any] = {"name": e.name, "source": _source(e.values)}
+    if hasattr(e.values, "calibrated"):
+        found["measured"] = measured is not None
+    for figure in figures_of(part):
+        value = getattr(measured, figure.calibrated_key, None) if figure.calibrated else None
+        if isinstance(figure, Points):
+            _check_curve(e, figure, value)
+        elif value is None:
+            value = _stated(e, figure, shares)
+        if value is not None:
+            value = figure.from_file(value)
+            found[figure.attribute] = {**found.get(figure.attribute, {}), figure.item: value} if figure.item else value
+    return found
 
 
-def _adam_curve(e: Entry[HostEntry]) -> Curve:
-    """Returns Adam's rate by threads; () where it was not measured. Raises CatalogError where the entry's Adam rate is
-    not on the curve.
+def _stated(e: Entry[Any], figure: Figure, shares: Mapping[str, float]) -> Any:
+    """Returns the entry's figure times the share that the part reaches; None where the entry does not give it."""
+    value = getattr(e.values, figure.name, None)
+    if value is None or not figure.share:
+        return value
+    share = getattr(e.values, figure.share)
+    if share is None and figure.share not in shares:
+        raise e.refuse(figure.share, f"given beside {figure.name}, or the card's generation and sms")
+    return value * (shares[figure.share] if share is None else share)
+
+
+def _check_curve(e: Entry[Any], points: Points, curve: Sequence[tuple[float, float]] | None) -> None:
+    """Raise CatalogError for a curve without its best rate, and for a rate above the curve's best. It may be lower, as
+    for a throttled link. Adam's rate is one of the curve's rates.
     """
-    measured = e.values.calibrated
-    if measured is None or measured.adam_table is None:
-        return ()
-    curve = scaled(measured.adam_table, 1, 1e9)
-    used = measured.adam_gparams_per_s
+    if curve is None:
+        return
+    used = getattr(e.values.calibrated, points.best)
+    if points.exact:
+        if used is None:
+            raise e.refuse(f"calibrated.{points.name}", f"given together with {points.best}, one of its rates")
+        if all(abs(rate / used - 1) > 0.01 for _, rate in curve):
+            rates = f"one of the rates of {points.name} = {e.written(f'calibrated.{points.name}')!r}"
+            raise e.refuse(f"calibrated.{points.best}", rates)
+        return
     if used is None:
-        raise e.refuse("calibrated.adam_table", "given together with adam_gparams_per_s, one of its rates")
-    if all(abs(rate / (used * 1e9) - 1) > 0.01 for _, rate in curve):
-        rates = f"one of the rates of adam_table = {e.written('calibrated.adam_table')!r}"
-        raise e.refuse("calibrated.adam_gparams_per_s", rates)
-    if curve[-1][0] > e.values.cores:
-        raise e.refuse("calibrated.adam_table", f"of at most cores = {e.values.cores} threads")
-    return curve
+        raise e.refuse(f"calibrated.{points.name}", f"given together with {points.best}, its best rate")
+    if used > 1.001 * best_rate(tuple(curve)):
+        raise e.refuse(
+            f"calibrated.{points.best}", f"at most the best rate of {points.name}, {best_rate(tuple(curve)):.6g}"
+        )
 
 
 def _slowdowns(given: MachineEntry) -> dict[str, float]:
@@ -438,23 +353,9 @@ def _slowdowns(given: MachineEntry) -> dict[str, float]:
     return {name: factor for name, factor in factors.items() if factor is not None}
 
 
-def _effective(part: Table, figure: str, efficiency: float) -> float | None:
-    """Returns the calibrated figure, else the entry's figure times an efficiency; None where neither is given."""
-    measured: float | None = getattr(getattr(part, "calibrated", None), figure, None)
-    stated: float | None = getattr(part, figure)
-    return stated * efficiency if measured is None and stated is not None else measured
-
-
-def _rate(part: Table, figure: str, efficiency: float) -> float:
-    """Returns the figure in bytes per second. Entries give it in GB per second."""
-    rate = _effective(part, figure, efficiency)
-    assert rate is not None, figure
-    return rate * GB
-
-
-def _source(part: GpuEntry | LinkEntry | HostEntry | DiskEntry) -> str:
+def _source(part: Any) -> str:
     text = f"{part.source} (checked {part.checked})"
-    measured = part.calibrated
+    measured = getattr(part, "calibrated", None)
     return text if measured is None else f"{text}; calibrated: {measured.source} (checked {measured.checked})"
 
 
@@ -487,7 +388,7 @@ def _merged(file: str, known: object, given: object) -> object:
     own_tables = ("products",) if isinstance(calibrated, dict) else ("calibrated", "products")
     merged = {**known, **given, **_own_tables(file, given, own_tables)}
     if isinstance(calibrated, dict):
-        kept = {k: v for k, v in calibrated.items() if k in _ORIGIN or not {k, _CURVES.get(k, k)} & given.keys()}
+        kept = {k: v for k, v in calibrated.items() if k in _ORIGIN or not {k, _DISPLACED.get(k, k)} & given.keys()}
         own = given.get("calibrated")
         if isinstance(own, dict):
             kept |= {"source": file} | own

@@ -18,6 +18,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any
 
+from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
 from pstar_sim.schema.parsing import parse_toml
 from pstar_sim.schema.reading import read_table
@@ -27,7 +28,6 @@ __all__ = ["Efficiency", "efficiency_tables", "fitted", "read_efficiency"]
 
 _NAME = "efficiency.toml"
 
-ADAM_BYTES_PER_PARAM = 28
 _Share = Annotated[float, between(0.01, 1)]
 
 

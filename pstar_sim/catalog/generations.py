@@ -13,8 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated
 
-from pstar_sim.catalog.entries import Known
-from pstar_sim.catalog.product_shape import ProductShape
+from pstar_sim.catalog.figures import Efficiency, Known
+from pstar_sim.catalog.product_shape import Extent, ProductShape
 from pstar_sim.errors import CatalogError
 from pstar_sim.schema.fields import Checked, Table, Text, between, says
 from pstar_sim.schema.parsing import parse_toml
@@ -22,20 +22,17 @@ from pstar_sim.schema.reading import read_table
 
 __all__ = ["Generation", "generations", "read_generations"]
 
-_Share = Annotated[float, between(0.01, 1)]
-_Extent = Annotated[int, between(1, 100_000)]
-
 
 class GenerationEntry(Table, frozen=True, kw_only=True):
     """A table of generations.toml with figures of its own."""
 
-    tile: Annotated[tuple[_Extent, _Extent], says("rows and columns of a tile of the result")]
-    plateau: Annotated[_Share, says("share of the 16-bit peak that large products run at")]
+    tile: Annotated[tuple[Extent, Extent], says("rows and columns of a tile of the result")]
+    plateau: Annotated[Efficiency, says("share of the 16-bit peak that large products run at")]
     wave_loss: Annotated[float, between(0, 1), says("share of the last wave's idle time that is lost")]
     depth: Annotated[float, between(0, 1e6), says("terms of a dot product that a tile's beginning and end take")]
-    memory: Annotated[_Share, says("share of the memory's peak rate at which factors and result move")]
+    memory: Annotated[Efficiency, says("share of the memory's peak rate at which factors and result move")]
     kernel_us: Annotated[float, between(0, 1e5), says("beginning and end of a kernel")]
-    flash: Annotated[_Share, says("share of the rate of large products that fused attention reaches")]
+    flash: Annotated[Efficiency, says("share of the rate of large products that fused attention reaches")]
     known: Annotated[Mapping[str, Known], says("how each figure is known")]
     source: Annotated[Text, says("where the figures come from")]
     checked: Annotated[Checked, says("date when the figures were looked up")]
@@ -45,8 +42,8 @@ class LikeEntry(Table, frozen=True, kw_only=True):
     """A table of generations.toml whose figures are assumed to be those of another generation."""
 
     like: Annotated[Text, says("name of the other generation")]
-    plateau: Annotated[_Share | None, says("share of the 16-bit peak that large products run at")] = None
-    flash: Annotated[_Share | None, says("share of the rate of large products that fused attention reaches")] = None
+    plateau: Annotated[Efficiency | None, says("share of the 16-bit peak that large products run at")] = None
+    flash: Annotated[Efficiency | None, says("share of the rate of large products that fused attention reaches")] = None
     source: Annotated[Text, says("why")]
     checked: Annotated[Checked, says("date when it was looked up")]
 

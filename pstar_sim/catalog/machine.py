@@ -7,67 +7,97 @@ is made. The TOML files and `catalog.py` say where the numbers come from. Knows 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import prod
-from typing import Any
+from typing import Annotated, Literal, TypeVar
 
-from pstar_sim.arguments import flag, instance, number, text, whole
+from pstar_sim.arguments import instance, number, text, whole
 from pstar_sim.catalog.curves import Curve, share_at
+from pstar_sim.catalog.figures import (
+    AdamRate,
+    Efficiency,
+    Figure,
+    Gigabytes,
+    Key,
+    Known,
+    Latency,
+    LinkRate,
+    Points,
+    Rate,
+    Tflops,
+    check_figures,
+    table_of,
+    worst_of,
+)
 from pstar_sim.catalog.product_shape import ProductShape
 from pstar_sim.errors import CatalogError
 from pstar_sim.renderers import render_html
-from pstar_sim.units import format_bytes
+from pstar_sim.schema.fields import Curve as FileCurve
+from pstar_sim.schema.fields import Text, between, curve, says
+from pstar_sim.units import GB, format_bytes
 
-__all__ = ["KNOWN", "Fabric", "Framework", "Gpu", "Host", "Link", "Machine", "Nvme", "Rank"]
+__all__ = [
+    "ADAM_BYTES_PER_PARAM", "KNOWN", "Fabric", "Framework", "Gpu", "Host", "Link", "Machine", "Nvme", "Rank",
+]  # fmt: skip
+
+_P = TypeVar("_P")
 
 KNOWN = ("measured", "fitted", "datasheet", "assumed")
 """How a figure is known, the best first: measured on this machine, a share of peaks fitted to published runs, a peak of
 a datasheet times a usual share, or assumed without a measurement. An answer is as reliable as its worst-known figure.
 """
+ADAM_BYTES_PER_PARAM = 28
+"""Bytes of DRAM traffic per parameter for which `Host.adam_params_per_s` is quoted: those of AdamW with fp32 states."""
 _SHARES = 1e-6  # largest difference of the sum of batch shares from 1, for rounding
+_worst_known: Callable[[Sequence[str]], str] = partial(max, key=KNOWN.index)
+
+_Name = Annotated[str, says("its name")]
+_Measured = Annotated[bool, says("whether its figures are calibrated")]
+_Source = Annotated[str, says("where its figures come from")]
+_KnownAs = Annotated[str, says("how its figures are known, one of KNOWN")]
+_Products = table_of(
+    ProductShape, "Figures by which the rate of a matrix product depends on its shape (product_shape.py)."
+)
 
 
-def _check(
-    what: str, part: object, *, positive: Sequence[str] = (), natural: Sequence[str] = (), counts: Sequence[str] = ()
-) -> str:
-    """Raise CatalogError unless the `positive` figures are above 0, the `natural` figures at least 0 and the `counts`
-    whole numbers from 1. An optional figure that is None is not checked. Returns kind and name of the part, for
-    messages.
-    """
+def _products(dtype: str) -> Points:
+    """Returns the curve of the products of a dtype, by their size."""
+    return Points(
+        f"{dtype}_table",
+        Annotated[FileCurve, curve("GFLOP of a product", "TFLOP/s")],
+        calibrated="rate by size of a product",
+        best=f"{dtype}_tflops",
+        item=dtype,
+        units=(1e9, 1e12),
+    )
+
+
+def _copies(key: str, best: str) -> Points:
+    """Returns the curve of copies in one direction, by their size."""
+    kind = Annotated[FileCurve, curve("MB of a copy", "GB/s")]
+    return Points(key, kind, calibrated="rate by size of a copy", best=best, units=(1e6, GB))
+
+
+def _check(what: str, part: object) -> str:
+    """Raise CatalogError for a figure that is no number or out of range. Returns kind and name of the part, for
+    messages."""
     where = f"{what} {text(f'the name of a {what}', getattr(part, 'name', None), 'a text', error=CatalogError)!r}"
-    optional = {name for name, default in type(part).__dict__.items() if default is None}
-    for names, least in ((positive, False), (natural, True)):
-        for name in names:
-            value = getattr(part, name)
-            if value is not None or name not in optional:
-                number(f"{where}: {name}", value, also=least, error=CatalogError)
-    for name in counts:
-        whole(f"{where}: {name}", getattr(part, name), error=CatalogError)
-    return where
-
-
-def _check_known(where: str, known: object) -> None:
+    check_figures(where, part)
+    known = getattr(part, "known", KNOWN[0])
     if known not in KNOWN:
         raise CatalogError(f"{where}: known = {known!r}; must be one of {', '.join(KNOWN)}")
+    return where
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One accelerator.
 
-    name: name of the card.
-    memory_bytes: memory of the card.
-    usable_bytes: memory of the card that a process can take.
-    context_bytes: bytes taken by the driver context, workspaces and fragmentation before the first tensor; a plan's
-        budget is usable - context.
+    context_bytes: bytes taken before the first tensor; a plan's budget is usable - context.
     hbm_bytes_per_s: effective bandwidth of its memory.
     flops_per_s: effective matrix rate by dtype ("fp32", "fp16", "bf16"); a dtype that is missing is not supported.
-    measured: whether its figures are calibrated.
-    source: where its figures come from.
     launch_s: seconds of the beginnings and ends of a moment's kernels. None where rates are those of whole iterations,
         which contain these seconds and the operators.
-    known: how its figures are known, one of KNOWN.
     matmul_tables: by dtype, the curve of flops/s over the flops of a product, where it was measured; flops_per_s is
         then the best rate of the curve.
     operator_bytes_per_s: bandwidth that the operators of a moment reach, where it was measured; None: the bandwidth of
@@ -76,23 +106,129 @@ class Gpu:
         large products. None: all products run at flops_per_s.
     """
 
-    name: str
-    memory_bytes: int
-    usable_bytes: int
-    context_bytes: int
-    hbm_bytes_per_s: float
-    flops_per_s: Mapping[str, float]
-    measured: bool
-    source: str = field(compare=False)
-    launch_s: float | None = None
-    known: str = "datasheet"
-    matmul_tables: Mapping[str, Curve] = field(default_factory=dict)
-    operator_bytes_per_s: float | None = None
-    products: ProductShape | None = None
+    name: _Name
+    memory_bytes: Annotated[int, Figure("memory_gb", Gigabytes, "what the card is sold with", known="datasheet")]
+    usable_bytes: Annotated[
+        int,
+        Figure(
+            "usable_gb",
+            Gigabytes,
+            "what a process can count on",
+            path="memory",
+            calibrated="what a process can count on",
+            written="entry",
+        ),
+    ]
+    context_bytes: Annotated[
+        int,
+        Figure(
+            "context_gb",
+            Annotated[float, between(0, 100)],
+            "driver context, libraries, fragmentation; part of usable_gb",
+            path="context",
+        ),
+    ]
+    hbm_bytes_per_s: Annotated[
+        float,
+        Figure(
+            "hbm_gb_per_s",
+            Rate,
+            "memory bandwidth, from the datasheet",
+            known="datasheet",
+            path="hbm",
+            calibrated="memory bandwidth",
+            share="hbm_efficiency",
+        ),
+        Key(
+            "hbm_efficiency",
+            Efficiency,
+            "effective memory bandwidth over the peak; left out: that of the efficiency model",
+            None,
+        ),
+    ]
+    flops_per_s: Annotated[
+        Mapping[str, float],
+        Figure(
+            "fp32_tflops",
+            Tflops,
+            "peak matrix rate, dense, no TF32",
+            known="datasheet",
+            path="flops.fp32",
+            calibrated="matrix rate",
+            share="fp32_efficiency",
+            item="fp32",
+        ),
+        Figure(
+            "fp16_tflops",
+            Tflops,
+            "peak of the tensor cores; left out where the card has no fp16",
+            None,
+            "datasheet",
+            path="flops.fp16",
+            calibrated="matrix rate",
+            share="tensor_core_efficiency",
+            item="fp16",
+        ),
+        Figure(
+            "bf16_tflops",
+            Tflops,
+            "peak of the tensor cores; left out where the card has no bf16",
+            None,
+            "datasheet",
+            path="flops.bf16",
+            calibrated="matrix rate",
+            share="tensor_core_efficiency",
+            item="bf16",
+        ),
+        Key(
+            "fp32_efficiency",
+            Efficiency,
+            "fp32 rate of large products over the peak; left out: that of the efficiency model",
+            None,
+        ),
+        Key(
+            "tensor_core_efficiency",
+            Efficiency,
+            "16-bit rate of large products over the peak; left out: that of the generation",
+            None,
+        ),
+    ]
+    measured: _Measured
+    source: _Source = field(compare=False)
+    launch_s: Annotated[
+        float | None,
+        Figure(
+            "launch_us",
+            Latency,
+            "beginnings and ends of a moment's kernels; left out: those of the efficiency model",
+            None,
+            calibrated="kernels and hooks of one moment, whatever their size",
+            written="calibrated",
+        ),
+    ] = None
+    known: _KnownAs = "datasheet"
+    matmul_tables: Annotated[Mapping[str, Curve], _products("fp32"), _products("fp16"), _products("bf16")] = field(
+        default_factory=dict
+    )
+    operator_bytes_per_s: Annotated[
+        float | None,
+        Figure(
+            "operators_gb_per_s",
+            Rate,
+            calibrated="bandwidth that the operators of a moment reach",
+            written="calibrated",
+        ),
+    ] = None
+    products: Annotated[
+        ProductShape | None,
+        Key("sms", Annotated[int, between(1, 100_000)], "streaming multiprocessors", None, "datasheet"),
+        Key("generation", Text, "name of an entry of generations.toml: rate of products by shape", None),
+        Key("products", _Products, "rate of products by shape, instead of the generation's", None),
+        Key("device_names", tuple[Text, ...], "what nvidia-smi calls the card", ()),
+    ] = None
 
     def __post_init__(self) -> None:
-        positive = ("memory_bytes", "usable_bytes", "hbm_bytes_per_s", "operator_bytes_per_s")
-        where = _check("GPU", self, positive=positive, natural=("context_bytes", "launch_s"))
+        where = _check("GPU", self)
         if not isinstance(self.flops_per_s, Mapping) or not self.flops_per_s:
             raise CatalogError(
                 f"{where}: flops_per_s = {self.flops_per_s!r}: give a rate by dtype, such as {{'bf16': 1.6e14}}"
@@ -103,7 +239,6 @@ class Gpu:
             raise CatalogError(
                 f"{where}: launch_s = None: figures of products are times of kernels without launches; give launch_s"
             )
-        _check_known(where, self.known)
         if self.usable_bytes > self.memory_bytes:
             raise CatalogError(
                 f"{where}: usable_bytes = {self.usable_bytes}: the card has {self.memory_bytes} bytes; give no more"
@@ -123,14 +258,8 @@ class Gpu:
 class Link:
     """The link between host and GPU. A transfer lasts latency_s + bytes / rate.
 
-    name: name of the link.
     h2d_bytes_per_s: effective rate to the GPU.
     d2h_bytes_per_s: effective rate from the GPU.
-    latency_s: latency of one transfer.
-    duplex: whether both directions run at full rate at once.
-    measured: whether its figures are calibrated.
-    source: where its figures come from.
-    known: how its figures are known, one of KNOWN.
     pageable_bytes_per_s: rate of a copy from or to host memory that is not pinned, either way; None: not known, and a
         plan with such copies cannot be timed.
     h2d_table: bytes/s to the GPU by bytes of a copy, where it was measured; h2d_bytes_per_s is then the best rate of
@@ -138,49 +267,84 @@ class Link:
     d2h_table: the same for copies from the GPU.
     """
 
-    name: str
-    h2d_bytes_per_s: float
-    d2h_bytes_per_s: float
-    latency_s: float
-    duplex: bool
-    measured: bool
-    source: str = field(compare=False)
-    known: str = "datasheet"
-    pageable_bytes_per_s: float | None = None
-    h2d_table: Curve = ()
-    d2h_table: Curve = ()
+    name: _Name
+    h2d_bytes_per_s: Annotated[
+        float,
+        Key("connects", Literal["host-gpu", "gpu-gpu", "node-node"], "a machine's link, peer_link or network"),
+        Figure(
+            "h2d_gb_per_s",
+            LinkRate,
+            "line rate to the GPU; between nodes, out of a whole node",
+            known="datasheet",
+            path="h2d",
+            calibrated="large pinned copies to the GPU",
+            share="efficiency",
+        ),
+    ]
+    d2h_bytes_per_s: Annotated[
+        float,
+        Figure(
+            "d2h_gb_per_s",
+            LinkRate,
+            "line rate from the GPU; between nodes, into a whole node",
+            known="datasheet",
+            path="d2h",
+            calibrated="large pinned copies from the GPU",
+            share="efficiency",
+        ),
+        Key("efficiency", Efficiency, "what a large pinned copy gets of the line rate"),
+    ]
+    latency_s: Annotated[float, Figure("latency_us", Latency, "of one asynchronous copy", path="latency")]
+    duplex: Annotated[bool, Figure("duplex", bool, "whether both directions run at full rate at once", path="duplex")]
+    measured: _Measured
+    source: _Source = field(compare=False)
+    known: Annotated[_KnownAs, Figure("known", Known, "how the rates are known", "datasheet", worst=_worst_known)] = (
+        "datasheet"
+    )
+    pageable_bytes_per_s: Annotated[
+        float | None,
+        Figure(
+            "pageable_gb_per_s",
+            LinkRate,
+            "a copy from or to memory that is not pinned, either way",
+            None,
+            path="pageable",
+            calibrated="copies from or to memory that is not pinned",
+        ),
+    ] = None
+    h2d_table: Annotated[Curve, _copies("h2d_table", "h2d_gb_per_s")] = ()
+    d2h_table: Annotated[Curve, _copies("d2h_table", "d2h_gb_per_s")] = ()
 
     def __post_init__(self) -> None:
-        positive = ("h2d_bytes_per_s", "d2h_bytes_per_s", "pageable_bytes_per_s")
-        where = _check("link", self, positive=positive, natural=("latency_s",))
-        flag(f"{where}: duplex", self.duplex, error=CatalogError)
-        _check_known(where, self.known)
+        _check("link", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
     """The network between the GPUs of a node, or between the nodes.
 
-    name: name of the link.
-    bytes_per_s: rate at which one member (GPU, node) sends, and at the same time receives.
-    latency_s: latency of one hop.
-    measured: whether its figures are calibrated.
-    source: where its figures come from.
-    known: how its figures are known, one of KNOWN.
     table: bytes/s by bytes of a collective (all slices together), where it was measured; bytes_per_s is then the best
         rate of the curve, or less for a link that is throttled.
     """
 
-    name: str
-    bytes_per_s: float
-    latency_s: float
-    measured: bool
-    source: str = field(compare=False)
-    known: str = "datasheet"
+    name: _Name
+    bytes_per_s: Annotated[
+        float,
+        Figure(
+            "gb_per_s",
+            LinkRate,
+            "rate at which one member (GPU, node) sends, and at the same time receives",
+            path="bandwidth",
+        ),
+    ]
+    latency_s: Annotated[float, Figure("latency_us", Latency, "latency of one hop", path="latency")]
+    measured: _Measured
+    source: _Source = field(compare=False)
+    known: _KnownAs = "datasheet"
     table: Curve = ()
 
     def __post_init__(self) -> None:
-        _check_known(_check("link", self, positive=("bytes_per_s",), natural=("latency_s",)), self.known)
+        _check("link", self)
 
     def rate_of(self, size_bytes: float) -> float:
         """Returns the bytes/s of a collective of `size_bytes` (> 0)."""
@@ -191,67 +355,153 @@ class Fabric:
 class Nvme:
     """The solid-state disks of one node, all together.
 
-    name: name of the set of disks.
-    memory_bytes: bytes that a training job may fill.
-    read_bytes_per_s: rate of large sequential reads.
-    write_bytes_per_s: rate of large sequential writes.
-    latency_s: latency of one access.
-    measured: whether its figures are calibrated.
-    source: where its figures come from.
+    read_bytes_per_s: effective rate of large sequential reads.
+    write_bytes_per_s: effective rate of large sequential writes.
     life_bytes: bytes that may be written before the disks wear out, by the maker's rating; None: not known.
     """
 
-    name: str
-    memory_bytes: int
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    latency_s: float
-    measured: bool
-    source: str = field(compare=False)
-    life_bytes: int | None = None
+    name: _Name
+    memory_bytes: Annotated[
+        int,
+        Figure(
+            "size_gb",
+            Annotated[float, between(1, 1e7)],
+            "what a training job may fill",
+            known="datasheet",
+            path="memory",
+        ),
+    ]
+    read_bytes_per_s: Annotated[
+        float,
+        Figure(
+            "read_gb_per_s",
+            LinkRate,
+            "large sequential reads of all disks at once, from the datasheet",
+            known="datasheet",
+            path="read",
+            calibrated="large sequential reads",
+            share="efficiency",
+        ),
+    ]
+    write_bytes_per_s: Annotated[
+        float,
+        Figure(
+            "write_gb_per_s",
+            LinkRate,
+            "large sequential writes of all disks at once, from the datasheet",
+            known="datasheet",
+            path="write",
+            calibrated="large sequential writes",
+            share="efficiency",
+        ),
+        Key("efficiency", Efficiency, "what such accesses get of the datasheet's rates"),
+    ]
+    latency_s: Annotated[float, Figure("latency_us", Latency, "of one access")]
+    measured: _Measured
+    source: _Source = field(compare=False)
+    life_bytes: Annotated[
+        int | None,
+        Figure(
+            "life_tb",
+            Annotated[float, between(1, 1e7)],
+            "TB that may be written to all disks, by the maker's rating",
+            None,
+            "datasheet",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        positive = ("memory_bytes", "read_bytes_per_s", "write_bytes_per_s", "life_bytes")
-        _check("set of disks", self, positive=positive, natural=("latency_s",))
+        _check("set of disks", self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The memory and the CPUs of one node.
+    """The memory and the CPUs of one node. A plan's budget is memory - reserved.
 
-    name: name of the host.
-    memory_bytes: its DRAM.
-    reserved_bytes: left for the operating system and the training process itself; a plan's budget is memory - reserved.
     dram_bytes_per_s: DRAM bandwidth, shared by DMA (the bytes of each transfer count once) and CPU Adam
         (`OptimizerSpec.dram_bytes_per_param`).
-    cores: physical cores that CPU Adam may use.
     adam_params_per_s: rate of fused AdamW over fp32 states, with all cores given to it.
-    measured: whether its figures are calibrated.
-    source: where its figures come from.
     adam_table: parameters/s by threads, where it was measured.
     dram_measured: whether dram_bytes_per_s was measured.
-    pinned_bytes: the most bytes that can be pinned; None: all. Copies of memory that is not pinned run at the pageable
-        rate.
     known: how its rate of CPU Adam is known, one of KNOWN.
     """
 
-    name: str
-    memory_bytes: int
-    reserved_bytes: int
-    dram_bytes_per_s: float
-    cores: int
-    adam_params_per_s: float
-    measured: bool
-    source: str = field(compare=False)
-    adam_table: Curve = ()
+    name: _Name
+    memory_bytes: Annotated[int, Figure("memory_gb", Gigabytes, "DRAM", known="datasheet", path="memory")]
+    pinned_bytes: Annotated[
+        int | None,
+        Figure(
+            "pinned_gb",
+            Gigabytes,
+            "the most that can be pinned; left out where all of it can",
+            None,
+            "measured",
+            path="pinned",
+        ),
+    ] = None
+    reserved_bytes: Annotated[
+        int,
+        Figure(
+            "reserved_gb",
+            Annotated[float, between(0, 1e4)],
+            "left for the system and the training process itself",
+            path="reserved",
+        ),
+    ]
+    dram_bytes_per_s: Annotated[
+        float,
+        Figure(
+            "dram_peak_gb_per_s",
+            Rate,
+            "channels x transfer rate x 8 bytes, of the memory that copies reach",
+            known="datasheet",
+            path="dram",
+            calibrated="bandwidth of DRAM, used as it is",
+            calibrated_name="dram_gb_per_s",
+            share="dram_efficiency",
+            written="entry",
+        ),
+        Key("dram_efficiency", Efficiency, "what streaming reads and writes get of the peak"),
+    ]
+    cores: Annotated[
+        int,
+        Figure(
+            "cores",
+            Annotated[int, between(1, 4096)],
+            "physical cores that Adam may use",
+            known="datasheet",
+            path="cores",
+        ),
+    ]
+    adam_params_per_s: Annotated[
+        float,
+        Figure(
+            "adam_gparams_per_s",
+            AdamRate,
+            "fused AdamW over fp32 states, alone on the host; left out: what DRAM and cores allow",
+            None,
+            path="adam",
+            calibrated="fused AdamW over fp32 states, all cores",
+        ),
+    ]
+    measured: _Measured
+    source: _Source = field(compare=False)
+    adam_table: Annotated[
+        Curve,
+        Points(
+            "adam_table",
+            Annotated[FileCurve, curve("threads", "billion parameters/s")],
+            calibrated="rate by threads",
+            best="adam_gparams_per_s",
+            exact=True,
+            units=(1, 1e9),
+        ),
+    ] = ()
     dram_measured: bool = False
-    pinned_bytes: int | None = None
     known: str = "datasheet"
 
     def __post_init__(self) -> None:
-        positive = ("memory_bytes", "dram_bytes_per_s", "adam_params_per_s", "pinned_bytes")
-        where = _check("host", self, positive=positive, natural=("reserved_bytes",), counts=("cores",))
-        _check_known(where, self.known)
+        where = _check("host", self)
         if self.memory_bytes <= self.reserved_bytes:
             raise CatalogError(
                 f"{where}: {format_bytes(self.reserved_bytes)} of {format_bytes(self.memory_bytes)} are reserved for "
@@ -265,23 +515,21 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """The Python that drives the GPUs.
+    """The Python that drives the GPUs."""
 
-    name: name of the framework, or of the system whose hooks it runs.
-    python_s: seconds of Python per moment. Python runs ahead of the GPU, and a moment lasts at least as long.
-    wait_s: seconds per moment in which the GPU waits for Python, however long its kernels take.
-    source: where its figures come from.
-    known: how its figures are known, one of KNOWN.
-    """
-
-    name: str
-    python_s: float
-    wait_s: float
-    source: str = field(compare=False)
-    known: str = "assumed"
+    name: _Name
+    python_s: Annotated[
+        float, Figure("python_us", Latency, "Python of one moment; hidden as long as the GPU works longer")
+    ]
+    wait_s: Annotated[
+        float,
+        Figure("wait_us", Latency, "time of one moment in which the GPU waits for Python, however long it works"),
+    ]
+    source: _Source = field(compare=False)
+    known: Annotated[_KnownAs, Figure("known", Known, "how the figures are known", "assumed")] = "assumed"
 
     def __post_init__(self) -> None:
-        _check_known(_check("framework", self, natural=("python_s", "wait_s")), self.known)
+        _check("framework", self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,20 +580,22 @@ class Machine:
     ranks: tuple[Rank, ...]
     host: Host
     notes: str = ""
-    price_usd_per_hour: float | None = None
+    price_usd_per_hour: Annotated[
+        float | None, Figure("price_usd_per_hour", Annotated[float, between(1e-3, 1e6)], path="price")
+    ] = None
     extra: Mapping[str, float] = field(default_factory=dict)
     nodes: int = 1
     peer: Fabric | None = None
     network: Fabric | None = None
-    root_bytes_per_s: float | None = None
+    root_bytes_per_s: Annotated[float | None, Figure("root_gb_per_s", LinkRate, path="root.bandwidth")] = None
     nvme: Nvme | None = None
     slowdowns: Mapping[str, float] = field(default_factory=dict)
     unified: bool = False
     framework: Framework | None = None
 
     def __post_init__(self) -> None:
-        positive = ("price_usd_per_hour", "root_bytes_per_s")
-        where = _check("machine", self, positive=positive, counts=("nodes",))
+        where = _check("machine", self)
+        whole(f"{where}: nodes", self.nodes, error=CatalogError)
         instance(f"{where}: host", self.host, Host, "a Host", error=CatalogError)
         if not isinstance(self.ranks, tuple) or not self.ranks or not all(isinstance(r, Rank) for r in self.ranks):
             raise CatalogError(f"{where}: ranks = {self.ranks!r:.60}: it must be a tuple of Rank, one for each GPU")
@@ -467,78 +717,39 @@ def _worst(parts: Iterable[tuple[bool, str]]) -> str:
 
 def _weakest_gpu(gpus: Sequence[Gpu]) -> Gpu:
     kinds = _different(gpus)
-    first = kinds[0]
     if len(kinds) == 1:
-        return first
-    figures: dict[str, Any] = {name: worst([getattr(g, name) for g in kinds]) for name, worst in _WORST_OF_GPUS.items()}
-    common = [d for d in first.flops_per_s if all(d in g.flops_per_s for g in kinds)]
+        return kinds[0]
+    figures = worst_of(kinds)
+    common = [d for d in kinds[0].flops_per_s if all(d in g.flops_per_s for g in kinds)]
     return Gpu(
         name=" + ".join(dict.fromkeys(g.name for g in kinds)),
-        usable_bytes=min(g.budget_bytes for g in kinds) + figures["context_bytes"],
         flops_per_s={d: min(g.flops_per_s[d] for g in kinds) for d in common},
         source="the least of each figure",
-        **figures,
+        measured=all(g.measured for g in kinds),
+        known=_worst_known([g.known for g in kinds]),
+        products=_weakest_products([g.products for g in kinds]),
+        **figures | {"usable_bytes": min(g.budget_bytes for g in kinds) + figures["context_bytes"]},
     )
 
 
 def _weakest_products(shapes: Sequence[ProductShape | None]) -> ProductShape | None:
     """Returns products with the worst value of each figure; None if some GPU has no products by shape."""
-    given = [shape for shape in shapes if shape is not None]
-    if len(given) < len(shapes):
-        return None
-    return ProductShape(
-        sms=min(s.sms for s in given),
-        tile=max((s.tile for s in given), key=prod),
-        wave_loss=max(s.wave_loss for s in given),
-        depth=max(s.depth for s in given),
-        bytes_per_s=min(s.bytes_per_s for s in given),
-        kernel_s=max(s.kernel_s for s in given),
-        flash=min(s.flash for s in given),
-    )
+    return None if None in shapes else ProductShape(**worst_of(shapes))
 
 
-def _different(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Returns the first GPU, and all GPUs that differ from it."""
-    kinds = list({id(g): g for g in gpus}.values())
-    return [kinds[0], *(g for g in kinds[1:] if g != kinds[0])]
-
-
-def _of_known(pick: Callable[[list[float]], float], figures: Sequence[float | None]) -> float | None:
-    """Returns `pick` of the figures; None if some figure is None."""
-    known = [figure for figure in figures if figure is not None]
-    return pick(known) if len(known) == len(figures) else None
-
-
-_WORST_OF_GPUS: Mapping[str, Callable[[list[Any]], object]] = {
-    "memory_bytes": min,
-    "context_bytes": min,
-    "hbm_bytes_per_s": min,
-    "measured": all,
-    "known": partial(max, key=KNOWN.index),
-    "launch_s": partial(_of_known, max),
-    "operator_bytes_per_s": partial(_of_known, min),
-    "products": _weakest_products,
-}
-"""Field of a Gpu -> its worst value over several GPUs."""
+def _different(parts: Sequence[_P]) -> list[_P]:
+    """Returns the first part, and all parts that differ from it."""
+    kinds = list({id(part): part for part in parts}.values())
+    return [kinds[0], *(part for part in kinds[1:] if part != kinds[0])]
 
 
 def _weakest_link(links: Sequence[Link]) -> Link:
-    kinds = list({id(k): k for k in links}.values())
-    first = kinds[0]
-    kinds = [first, *(k for k in kinds[1:] if k != first)]
+    kinds = _different(links)
     if len(kinds) == 1:
-        return first
-    pageable = [k.pageable_bytes_per_s for k in kinds if k.pageable_bytes_per_s is not None]
-    return replace(
-        first,
+        return kinds[0]
+    return Link(
         name=" + ".join(dict.fromkeys(k.name for k in kinds)),
-        h2d_bytes_per_s=min(k.h2d_bytes_per_s for k in kinds),
-        d2h_bytes_per_s=min(k.d2h_bytes_per_s for k in kinds),
-        latency_s=max(k.latency_s for k in kinds),
-        duplex=all(k.duplex for k in kinds),
-        measured=all(k.measured for k in kinds),
         source="the least of each figure",
-        pageable_bytes_per_s=min(pageable) if len(pageable) == len(kinds) else None,
-        h2d_table=(),
-        d2h_table=(),
+        measured=all(k.measured for k in kinds),
+        **worst_of(kinds),
     )

@@ -20,20 +20,16 @@ from numbers import Integral, Real
 from typing import Any
 
 from pstar_sim.arguments import real
-from pstar_sim.catalog.machine import Fabric, Gpu, Host, Link, Machine, Nvme, Rank
+from pstar_sim.catalog.figures import Figure, figures_of
+from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM, Fabric, Gpu, Host, Link, Machine, Nvme
 from pstar_sim.catalog.pool import share_pool
 from pstar_sim.errors import CatalogError
-from pstar_sim.schema.quantities import COUNT, FLAG, FLOPS, MONEY, PARAMS, RATE, SECONDS, SIZE, Quantity
+from pstar_sim.schema.quantities import COUNT, FLAG, SECONDS, Quantity
 from pstar_sim.units import format_bytes
 
-__all__ = ["ADAM_BYTES_PER_PARAM", "override", "override_paths", "override_rows", "parse_settings"]
-
-ADAM_BYTES_PER_PARAM = 28
-"""Bytes of DRAM traffic per parameter for which `Host.adam_params_per_s` is quoted (cost.py, hosts.toml)."""
+__all__ = ["override", "override_paths", "override_rows", "parse_settings"]
 
 Value = str | int | float | bool
-_RATES = (1e5, 2e13)
-_SIZES = (1e6, 1e17)
 
 
 @dataclass(frozen=True)
@@ -210,34 +206,39 @@ def _changed(quantity: Quantity, present: float, change: re.Match[str]) -> float
 # Parts of a machine.
 
 
-def _each(machine: Machine, change: Callable[[Rank], Rank]) -> Machine:
-    return replace(machine, ranks=tuple(change(rank) for rank in machine.ranks))
+def _with(machine: Machine, name: str, change: Callable[[Any], Any]) -> Machine:
+    """Returns the machine with the part of that name changed: the part of every rank, or of the node."""
+    if name in ("gpu", "link"):
+        ranks = tuple(replace(rank, **{name: change(getattr(rank, name))}) for rank in machine.ranks)
+        return replace(machine, ranks=ranks)
+    return replace(machine, **{name: change(getattr(machine, name) or _new(name))})
 
 
-def _gpu(machine: Machine, change: Callable[[Gpu], Gpu]) -> Machine:
-    return _each(machine, lambda rank: replace(rank, gpu=change(rank.gpu)))
+def _new(name: str) -> Fabric | Nvme:
+    """Returns a part that a machine lacks. Its size and rates are set next."""
+    if name == "nvme":
+        rates: dict[str, Any] = dict.fromkeys(("memory_bytes", "read_bytes_per_s", "write_bytes_per_s"), 1)
+        return Nvme(name=name, **rates, latency_s=1e-4, measured=False, source="set by hand")
+    return Fabric(name=name, bytes_per_s=1.0, latency_s=1e-5, measured=False, source="set by hand")
 
 
-def _link(machine: Machine, change: Callable[[Link], Link]) -> Machine:
-    return _each(machine, lambda rank: replace(rank, link=change(rank.link)))
+def _of_part(name: str, figure: Figure) -> _Path:
+    def get(machine: Machine) -> float | None:
+        part = getattr(machine, name)
+        value: float | None = None if part is None else figure.get(part)
+        return value
 
+    def put(machine: Machine, value: float) -> Machine:
+        if getattr(machine, name) is None and figure.unit[0] is SECONDS:
+            lack = f"{machine.name} has no {name}; set {name}.bandwidth too"
+            raise CatalogError(f"{name}.{figure.path} = {SECONDS.shown(value)}: {lack}")
+        return _with(machine, name, lambda part: figure.put(part, value))
 
-def _host(machine: Machine, change: Callable[[Host], Host]) -> Machine:
-    return replace(machine, host=change(machine.host))
+    return _Path(figure.unit[0], *figure.range, get, put)
 
 
 def _gpu_memory(machine: Machine, size: float) -> Machine:
-    return _gpu(machine, lambda g: replace(g, memory_bytes=round(size), usable_bytes=round(size)))
-
-
-def _flops(dtype: str) -> _Path:
-    return _Path(
-        FLOPS,
-        1e8,
-        1e17,
-        lambda m: m.gpu.flops_per_s.get(dtype),
-        lambda m, v: _gpu(m, lambda g: replace(g, flops_per_s={**g.flops_per_s, dtype: v})),
-    )
+    return _with(machine, "gpu", lambda g: replace(g, memory_bytes=round(size), usable_bytes=round(size)))
 
 
 def _cores(machine: Machine, count: float) -> Machine:
@@ -248,16 +249,21 @@ def _cores(machine: Machine, count: float) -> Machine:
     return replace(machine, host=replace(host, cores=round(count), adam_params_per_s=rate))
 
 
-def _with_hbm(gpu: Gpu, rate: float) -> Gpu:
-    """Returns the GPU with another memory bandwidth. The bandwidth of operators and of products changes in
-    proportion."""
-    measured = gpu.operator_bytes_per_s
-    factor = rate / gpu.hbm_bytes_per_s
-    operators = None if measured is None else measured * rate / gpu.hbm_bytes_per_s
-    shape = gpu.products
-    if shape is not None:
-        shape = replace(shape, bytes_per_s=shape.bytes_per_s * factor)
-    return replace(gpu, hbm_bytes_per_s=rate, operator_bytes_per_s=operators, products=shape)
+def _hbm(machine: Machine, rate: float) -> Machine:
+    """Returns the machine with another memory bandwidth of its GPUs. The bandwidth of operators and of products
+    changes in proportion."""
+
+    def change(gpu: Gpu) -> Gpu:
+        factor = rate / gpu.hbm_bytes_per_s
+        operators, shape = gpu.operator_bytes_per_s, gpu.products
+        return replace(
+            gpu,
+            hbm_bytes_per_s=rate,
+            operator_bytes_per_s=None if operators is None else operators * rate / gpu.hbm_bytes_per_s,
+            products=None if shape is None else replace(shape, bytes_per_s=shape.bytes_per_s * factor),
+        )
+
+    return _with(machine, "gpu", change)
 
 
 def _dram(machine: Machine, rate: float) -> Machine:
@@ -296,128 +302,33 @@ def _nodes(machine: Machine, count: float) -> Machine:
     )
 
 
-def _fabric(which: str, field: str) -> _Path:
-    def get(machine: Machine) -> float | None:
-        fabric: Fabric | None = getattr(machine, which)
-        return None if fabric is None else float(getattr(fabric, field))
-
-    def put(machine: Machine, value: float) -> Machine:
-        fabric: Fabric | None = getattr(machine, which)
-        if fabric is None:
-            if field != "bytes_per_s":
-                raise CatalogError(
-                    f"{which}.latency = {value:g} s: {machine.name} has no {which}; set {which}.bandwidth too"
-                )
-            fabric = Fabric(name=which, bytes_per_s=value, latency_s=1e-5, measured=False, source="set by hand")
-        return replace(machine, **{which: replace(fabric, **{field: value})})  # type: ignore[arg-type]
-
-    if field == "bytes_per_s":
-        return _Path(RATE, *_RATES, get, put)
-    return _Path(SECONDS, 0.0, 0.1, get, put)
-
-
-def _nvme(field: str) -> _Path:
-    def get(machine: Machine) -> float | None:
-        return None if machine.nvme is None else float(getattr(machine.nvme, field))
-
-    def put(machine: Machine, value: float) -> Machine:
-        disk = machine.nvme or Nvme(
-            name="nvme",
-            memory_bytes=1,  # until all three are set: see _check_disk
-            read_bytes_per_s=1.0,
-            write_bytes_per_s=1.0,
-            latency_s=1e-4,
-            measured=False,
-            source="set by hand",
-        )
-        number = round(value) if field == "memory_bytes" else value
-        return replace(machine, nvme=replace(disk, **{field: number}))  # type: ignore[arg-type]
-
-    return _Path(SIZE if field == "memory_bytes" else RATE, 1e6, 1e17 if field == "memory_bytes" else 2e13, get, put)
-
-
 def _both_ways(machine: Machine, rate: float) -> Machine:
-    return _link(machine, lambda k: replace(k, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate))
+    return _with(machine, "link", lambda k: replace(k, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate))
 
 
-_PATHS: dict[str, _Path] = {
-    "nodes": _Path(COUNT, 1, 4096, lambda m: m.nodes, _nodes),
-    "gpus": _Path(COUNT, 1, 64, lambda m: m.local_ranks, _gpus),
-    "gpu.memory": _Path(SIZE, *_SIZES, lambda m: m.gpu.usable_bytes, _gpu_memory),
-    "gpu.context": _Path(
-        SIZE,
-        0,
-        1e11,
-        lambda m: m.gpu.context_bytes,
-        lambda m, v: _gpu(m, lambda g: replace(g, context_bytes=round(v))),
-    ),
-    "gpu.hbm": _Path(RATE, *_RATES, lambda m: m.gpu.hbm_bytes_per_s, lambda m, v: _gpu(m, lambda g: _with_hbm(g, v))),
-    "gpu.flops.fp32": _flops("fp32"),
-    "gpu.flops.fp16": _flops("fp16"),
-    "gpu.flops.bf16": _flops("bf16"),
-    "host.memory": _Path(
-        SIZE,
-        *_SIZES,
-        lambda m: m.host.memory_bytes,
-        lambda m, v: _host(m, lambda h: replace(h, memory_bytes=round(v))),
-    ),
-    "host.reserved": _Path(
-        SIZE,
-        0,
-        1e13,
-        lambda m: m.host.reserved_bytes,
-        lambda m, v: _host(m, lambda h: replace(h, reserved_bytes=round(v))),
-    ),
-    "host.pinned": _Path(
-        SIZE,
-        *_SIZES,
-        lambda m: m.host.pinned_bytes,
-        lambda m, v: _host(m, lambda h: replace(h, pinned_bytes=round(v))),
-    ),
-    "host.dram": _Path(RATE, *_RATES, lambda m: m.host.dram_bytes_per_s, _dram),
-    "host.cores": _Path(COUNT, 1, 4096, lambda m: m.host.cores, _cores),
-    "host.adam": _Path(
-        PARAMS,
-        1e6,
-        1e12,
-        lambda m: m.host.adam_params_per_s,
-        lambda m, v: _host(m, lambda h: replace(h, adam_params_per_s=v)),
-    ),
-    "link.bandwidth": _Path(RATE, *_RATES, lambda m: min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s), _both_ways),
-    "link.h2d": _Path(
-        RATE,
-        *_RATES,
-        lambda m: m.link.h2d_bytes_per_s,
-        lambda m, v: _link(m, lambda k: replace(k, h2d_bytes_per_s=v)),
-    ),
-    "link.d2h": _Path(
-        RATE,
-        *_RATES,
-        lambda m: m.link.d2h_bytes_per_s,
-        lambda m, v: _link(m, lambda k: replace(k, d2h_bytes_per_s=v)),
-    ),
-    "link.latency": _Path(
-        SECONDS, 0.0, 0.1, lambda m: m.link.latency_s, lambda m, v: _link(m, lambda k: replace(k, latency_s=v))
-    ),
-    "link.pageable": _Path(
-        RATE,
-        *_RATES,
-        lambda m: m.link.pageable_bytes_per_s,
-        lambda m, v: _link(m, lambda k: replace(k, pageable_bytes_per_s=v)),
-    ),
-    "link.duplex": _Path(
-        FLAG, 0, 1, lambda m: m.link.duplex, lambda m, v: _link(m, lambda k: replace(k, duplex=bool(v)))
-    ),
-    "root.bandwidth": _Path(RATE, *_RATES, lambda m: m.root_bytes_per_s, lambda m, v: replace(m, root_bytes_per_s=v)),
-    "peer.bandwidth": _fabric("peer", "bytes_per_s"),
-    "peer.latency": _fabric("peer", "latency_s"),
-    "network.bandwidth": _fabric("network", "bytes_per_s"),
-    "network.latency": _fabric("network", "latency_s"),
-    "nvme.memory": _nvme("memory_bytes"),
-    "nvme.read": _nvme("read_bytes_per_s"),
-    "nvme.write": _nvme("write_bytes_per_s"),
-    "price": _Path(MONEY, 1e-3, 1e6, lambda m: m.price_usd_per_hour, lambda m, v: replace(m, price_usd_per_hour=v)),
-}
+def _paths() -> dict[str, _Path]:
+    """Returns the figures by path: those that the parts declare, and those that change several attributes."""
+    paths = {
+        "nodes": _Path(COUNT, 1, 4096, lambda m: m.nodes, _nodes),
+        "gpus": _Path(COUNT, 1, 64, lambda m: m.local_ranks, _gpus),
+    }
+    for name, part in _PARTS.items():
+        paths |= {f"{name}.{f.path}": _of_part(name, f) for f in figures_of(part) if f.path}
+    for path, put in _PUTS.items():
+        paths[path] = replace(paths[path], put=put)
+    both = replace(paths["link.h2d"], get=lambda m: min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s), put=_both_ways)
+    paths["link.bandwidth"] = both
+    for figure in figures_of(Machine):
+        paths[figure.path] = _Path(figure.unit[0], *figure.range, figure.get, figure.put)
+    return paths
+
+
+_PARTS: Mapping[str, type] = {
+    "gpu": Gpu, "host": Host, "link": Link, "peer": Fabric, "network": Fabric, "nvme": Nvme,
+}  # fmt: skip
+_PUTS = {"gpu.memory": _gpu_memory, "gpu.hbm": _hbm, "host.dram": _dram, "host.cores": _cores}
+"""Path -> function that sets it, where other attributes depend on it."""
+_PATHS = _paths()
 
 
 def _refusal(
@@ -465,15 +376,9 @@ def _named(was: Machine, machine: Machine, given: Mapping[str, Value]) -> Machin
     """
     note = "; by hand: " + ", ".join(f"{path} = {value}" for path, value in given.items())
 
-    def marked(prefix: str) -> bool:
-        return any(path.startswith(prefix) for path in given)
-
-    if marked("gpu."):
-        machine = _gpu(machine, lambda g: replace(g, source=g.source + note))
-    if marked("link."):
-        machine = _link(machine, lambda k: replace(k, source=k.source + note))
-    if marked("host."):
-        machine = _host(machine, lambda h: replace(h, source=h.source + note))
+    for part in ("gpu", "link", "host"):
+        if any(path.startswith(f"{part}.") for path in given):
+            machine = _with(machine, part, lambda p: replace(p, source=p.source + note))
     if was.gpu.flops_per_s != machine.gpu.flops_per_s or was.gpu.hbm_bytes_per_s != machine.gpu.hbm_bytes_per_s:
         faster = ", ".join(f"{p}={v}" for p, v in given.items() if p.startswith(("gpu.flops", "gpu.hbm")))
         machine = replace(machine, name=f"{machine.name} ({faster})")

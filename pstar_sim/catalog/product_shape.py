@@ -20,41 +20,62 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Annotated
 
-from pstar_sim.arguments import number, whole
+from pstar_sim.arguments import whole
+from pstar_sim.catalog.figures import Efficiency, Figure, Key, Known, Latency, Rate, check_figures
 from pstar_sim.errors import CatalogError
+from pstar_sim.schema.fields import between
 
-__all__ = ["ProductShape"]
+__all__ = ["Extent", "ProductShape"]
+
+Extent = Annotated[int, between(1, 100_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProductShape:
     """Figures of one GPU by [Note: seconds of a product].
 
-    sms: number of streaming multiprocessors.
-    tile: rows and columns of a tile of the result.
     wave_loss: share of the idle time of the last wave that is lost, from 0 to 1: kernels that split tiles lose less.
     depth: terms of a dot product (k) that take as long as the beginning and the end of a tile.
-    bytes_per_s: rate at which a product's factors and result move through the memory of the GPU.
-    kernel_s: seconds of the beginning and end of a kernel, whatever its size.
-    flash: share of `rate` that fused attention reaches.
     """
 
-    sms: int
-    tile: tuple[int, int]
-    wave_loss: float
-    depth: float
-    bytes_per_s: float
-    kernel_s: float
-    flash: float = 1.0
+    sms: Annotated[int, Figure("sms", Extent, "streaming multiprocessors")]
+    tile: Annotated[
+        tuple[int, int],
+        Figure("tile", tuple[Extent, Extent], "rows and columns of a tile of the result", worst=partial(max, key=prod)),
+    ]
+    wave_loss: Annotated[
+        float,
+        Figure(
+            "wave_loss", Annotated[float, between(0, 1)], "share of the last wave's idle time that is lost", worst=max
+        ),
+    ]
+    depth: Annotated[
+        float,
+        Figure(
+            "depth",
+            Annotated[float, between(0, 1e6)],
+            "terms of a dot product that a tile's beginning and end take",
+            worst=max,
+        ),
+    ]
+    bytes_per_s: Annotated[
+        float, Figure("gb_per_s", Rate, "rate at which factors and result move through the card's memory")
+    ]
+    kernel_s: Annotated[float, Figure("kernel_us", Latency, "beginning and end of a kernel")]
+    flash: Annotated[
+        float,
+        Figure("flash", Efficiency, "share of the rate of large products that fused attention reaches", 1.0),
+        Key("known", Known, "how the figures are known", "measured"),
+    ] = 1.0
 
     def __post_init__(self) -> None:
-        for name, count in (("sms", self.sms), ("tile rows", self.tile[0]), ("tile columns", self.tile[1])):
+        check_figures("products", self)
+        for name, count in (("tile rows", self.tile[0]), ("tile columns", self.tile[1])):
             whole(f"products: {name}", count, error=CatalogError)
-        for name in ("bytes_per_s", "flash"):
-            number(f"products: {name}", getattr(self, name), error=CatalogError)
-        for name in ("wave_loss", "depth", "kernel_s"):
-            number(f"products: {name}", getattr(self, name), also=True, error=CatalogError)
         if self.wave_loss > 1:
             raise CatalogError(f"products: wave_loss = {self.wave_loss!r}: it must be a share from 0 to 1")
 

@@ -12,19 +12,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pstar_sim.catalog.efficiency import efficiency_tables
-from pstar_sim.catalog.entries import TABLES, Entry, FrameworkEntry
+from pstar_sim.catalog.entries import TABLES, Entry
+from pstar_sim.catalog.figures import keys_of
 from pstar_sim.catalog.generations import generations
 from pstar_sim.catalog.loader import load_catalog
+from pstar_sim.catalog.machine import Gpu, Host, Link, Nvme
 
 __all__ = ["catalog_page", "known_figures"]
 
 PAGES = ("gpus", "links", "hosts", "disks", "generations", "efficiency", "frameworks")
 
-_DATASHEET = {
-    "memory_gb", "hbm_gb_per_s", "fp32_tflops", "fp16_tflops", "bf16_tflops", "sms", "h2d_gb_per_s", "d2h_gb_per_s",
-    "dram_peak_gb_per_s", "cores", "size_gb", "read_gb_per_s", "write_gb_per_s", "life_tb",
-}  # fmt: skip
-_MEASURED = {"pinned_gb"}
+_KNOWN = {key.name: key.known for part in (Gpu, Link, Host, Nvme) for key in keys_of(part)}
+"""Key of a shipped entry -> how its figure is known, unless the entry's source says otherwise."""
 _GUESSED = ("an estimate", "placeholder", "from memory")
 
 
@@ -66,7 +65,7 @@ def _entries(table: str) -> Mapping[str, Entry[Any]]:
 def _of_entry(entry: Entry[Any]) -> Iterator[tuple[str, str, str, str]]:
     raw = entry.raw
     assert isinstance(raw, dict)
-    yield from _of_table(raw, "", raw["known"] if isinstance(entry.values, FrameworkEntry) else "")
+    yield from _of_table(raw, "", raw["known"] if not hasattr(entry.values, "calibrated") else "")
     for below in ("calibrated", "products"):
         if isinstance(raw.get(below), dict):
             yield from _of_table(raw[below], f"{below}.")
@@ -84,11 +83,10 @@ def _of_table(raw: Mapping[str, Any], prefix: str, known: str = "") -> Iterator[
 
 
 def _kind(figure: str, prefix: str, source: str) -> str:
-    if prefix == "calibrated." or (figure in _MEASURED and not prefix):
-        return "measured"
-    if figure not in _DATASHEET or any(word in source for word in _GUESSED):
-        return "assumed"
-    return "datasheet"
+    if prefix:
+        return "measured" if prefix == "calibrated." else "assumed"
+    known = _KNOWN.get(figure, "assumed")
+    return "assumed" if known == "datasheet" and any(word in source for word in _GUESSED) else known
 
 
 def _text(value: object) -> str:

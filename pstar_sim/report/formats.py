@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from pstar_sim.catalog import catalog, prices
 from pstar_sim.catalog.entries import TABLES
+from pstar_sim.catalog.figures import figures_of
 from pstar_sim.catalog.overrides import override_rows
 from pstar_sim.core import plan_file, run_file, timeline
 from pstar_sim.planner import grid
@@ -211,10 +212,10 @@ def _defaults(cls: Any) -> dict[str, object]:
 
 
 def _said(cls: Any) -> dict[str, str]:
-    """Returns the description of each field in the docstring of a dataclass: from lines "name: text" or "name, other:
-    text", with the indented lines below them."""
+    """Returns the description of each field of a dataclass: from lines "name: text" or "name, other: text" of its
+    docstring, with the indented lines below them; else the meaning of the figure in a machine file."""
     known = {f.name for f in dataclasses.fields(cls)} if cls is not None else set()
-    found: dict[str, str] = {}
+    found = {} if cls is None else {figure.attribute: figure.says for figure in figures_of(cls)}
     names: list[str] = []
     for line in inspect.cleandoc((cls.__doc__ if cls is not None else None) or "").splitlines():
         head = re.match(r"(\w+(?:, \w+)*): (.*)", line)

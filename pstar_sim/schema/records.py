@@ -82,13 +82,12 @@ def file_kind(kind: Any) -> Any:
 
 
 def _annotated_kind(base: Any, *notes: object) -> Any:
+    """Returns the type with the notes that are bounds and words; other readers of the type have notes of their own."""
     by_column = next((note for note in notes if isinstance(note, _ColumnFields)), None)
-    if by_column is not None:
-        others = tuple(note for note in notes if note is not by_column)
-        table = _record(base, by_column)
-        return _annotated[(table, *others)] if others else table
-    bounded = any(m.ge is not None or m.gt is not None for m in notes if isinstance(m, Meta))
-    return _annotated[(base if bounded else file_kind(base), *notes)]
+    words = [note for note in notes if isinstance(note, Meta)]
+    bounded = any(m.ge is not None or m.gt is not None for m in words)
+    kind = base if bounded else file_kind(base) if by_column is None else _record(base, by_column)
+    return _annotated[(kind, *words)] if words else kind
 
 
 _CLASS_OF: dict[type[Struct], type] = {}

@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from pstar_sim.arguments import MOST, instance, whole
+from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM
 from pstar_sim.errors import TraceError
 from pstar_sim.python310 import StrEnum
 from pstar_sim.renderers import render_html
@@ -79,7 +80,7 @@ class OptimizerSpec:
 
     name: str = "adamw"
     state_bytes: tuple[tuple[str, int], ...] = (("param32", 4), ("momentum", 4), ("variance", 4))
-    dram_bytes_per_param: int = 28
+    dram_bytes_per_param: int = ADAM_BYTES_PER_PARAM
 
     @property
     def states_bytes_per_param(self) -> int:
