@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pstar_sim.errors import PstarError
-from pstar_sim.units import BYTES_OF
+from pstar_sim.quantities import SIZE
 
 __all__ = [
     "choice",
@@ -35,7 +35,6 @@ __all__ = [
 
 T = TypeVar("T")
 _LARGEST = 1e18
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kmgt]?i?b)?\s*", re.IGNORECASE)
 
 MOST = 10**9
 """The largest count that is accepted: a larger count is a mistake, and is refused before anything of that length is
@@ -114,19 +113,22 @@ def choice(name: str, value: object, known: Collection[str], *, error: type[Psta
     return value
 
 
-def parse_bytes(text: str, *, bare: int = BARE) -> int:
+def parse_bytes(text: str) -> int:
     """Returns the bytes of "8GB", "512 MiB" or "1e9". Raises PstarError for any other text, for zero and negative
-    sizes, and for a number below `bare` without a unit."""
-    match = _SIZE.fullmatch(text)
-    if match is None:
+    sizes, and for a number below `BARE` without a unit."""
+    written = text.strip()
+    try:
+        size = SIZE.parse(written)
+    except ValueError:
+        size = -1.0
+    if size < 0:
         raise PstarError(f"{text!r} is not a size; write a positive number and a unit, such as 8GB or 512MiB")
-    size = float(match[1]) * BYTES_OF[(match[2] or "").lower()]
     if size > 10**18:
         raise PstarError(f"{text!r} is more than a million TB; write a size such as 8GB or 512MiB")
     if round(size) <= 0:
         raise PstarError(f"a size must be positive, not {text!r}")
-    if not match[2] and size < bare:
-        raise PstarError(f"{text!r} has no unit; write {text.strip()}GB or {text.strip()}MiB")
+    if size < BARE and not written[-1].isalpha():
+        raise PstarError(f"{text!r} has no unit; write {written}GB or {written}MiB")
     return round(size)
 
 

@@ -21,8 +21,8 @@ from msgspec import NODEFAULT, defstruct
 
 from pstar_sim.arguments import flag, number, whole
 from pstar_sim.errors import CatalogError
+from pstar_sim.quantities import COUNT, FLAG, FLOPS, MONEY, PARAMS, RATE, SECONDS, SIZE, Quantity
 from pstar_sim.schema.fields import Checked, Table, Text, between, says, split
-from pstar_sim.schema.quantities import COUNT, FLAG, FLOPS, MONEY, PARAMS, RATE, SECONDS, SIZE, Quantity
 from pstar_sim.units import GB, TB
 
 __all__ = [

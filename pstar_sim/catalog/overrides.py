@@ -24,7 +24,7 @@ from pstar_sim.catalog.figures import Figure, figures_of
 from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM, Fabric, Gpu, Host, Link, Machine, Nvme
 from pstar_sim.catalog.pool import share_pool
 from pstar_sim.errors import CatalogError
-from pstar_sim.schema.quantities import COUNT, FLAG, SECONDS, Quantity
+from pstar_sim.quantities import COUNT, FLAG, SECONDS, Quantity
 from pstar_sim.units import format_bytes
 
 __all__ = ["override", "override_paths", "override_rows", "parse_settings"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -14,6 +13,7 @@ import typer
 
 from pstar_sim.errors import PstarError
 from pstar_sim.files import check_writable
+from pstar_sim.quantities import FACTOR, NUMBER, TIME, Quantity
 
 __all__ = [
     "count",
@@ -110,38 +110,36 @@ def new_page(text: str) -> str:
     return str(new_file(text))
 
 
-@_value
-def count(text: str) -> float:
-    """Returns the number of "300e9", "3.5B" or "2T"."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([kMBGT]?)", text)
-    value = 0.0
-    if match is not None:
-        value = float(match[1]) * {"": 1, "k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}[match[2]]
-    if not 1 <= value <= 1e18:
-        raise typer.BadParameter(f"must be a positive number such as 300e9 or 3B, not {text!r}")
+def _number(quantity: Quantity, text: str) -> float:
+    try:
+        return quantity.parse(text)
+    except ValueError:
+        return -1.0
+
+
+def _within(value: float, text: str, least: float, most: float, want: str) -> float:
+    if not least <= value <= most:
+        raise typer.BadParameter(f"must be {want}, not {text!r}")
     return value
 
 
-_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+@_value
+def count(text: str) -> float:
+    """Returns the number of "300e9", "3.5B" or "2T"."""
+    return _within(_number(NUMBER, text), text, 1, 1e18, "a positive number such as 300e9 or 3B")
 
 
 @_value
 def duration_s(text: str) -> float:
     """Returns the seconds of "14d" or "36h"."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*(s|min|m|h|d|w)", text)
-    if match is None or float(match[1]) <= 0:
-        raise typer.BadParameter(f"must be a positive time such as 14d, 36h or 2w, not {text!r}")
-    return float(match[1]) * _SECONDS[match[2]]
+    return _within(_number(TIME, text), text, 1e-9, 1e18, "a positive time such as 14d, 36h or 2w")
 
 
 @_value
 def share(text: str) -> float:
     """Returns the share of "10%" or "0.1"."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)\s*(%?)", text)
-    value = 0.0 if match is None else float(match[1]) / (100 if match[2] else 1)
-    if not 0 < value <= 10:
-        raise typer.BadParameter(f"must be a share above 0 and up to 10, such as 10% or 0.5, not {text!r}")
-    return value
+    value = _number(FACTOR, text.removesuffix("%").rstrip()) / (100 if text.endswith("%") else 1)
+    return _within(value, text, 1e-9, 10, "a share above 0 and up to 10, such as 10% or 0.5")
 
 
 @_value
@@ -158,11 +156,7 @@ def loading(text: str) -> str:
 @_value
 def factor(text: str) -> float:
     """Returns the number of "4" or "0.25"."""
-    match = re.fullmatch(r"[0-9]+(?:\.[0-9]*)?(?:e-?[0-9]+)?", text)
-    value = 0.0 if match is None else float(text)
-    if not 1e-9 <= value <= 1e9:
-        raise typer.BadParameter(f"must be a number above 0 such as 4 or 0.5, not {text!r}")
-    return value
+    return _within(_number(FACTOR, text), text, 1e-9, 1e9, "a number above 0 such as 4 or 0.5")
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

@@ -127,6 +127,7 @@ def test_listings(what: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "12BB"], "12B"),
         (["--policy", "tied"], "tide"),
         (["--gpu-memory", "lots"], "'lots' is not a size"),
+        (["--gpu-memory", "8ib"], "'8ib' is not a size"),
         (["--host-memory", "0GB"], "positive"),
         (["--batch", "0"], "--batch: must be at least 1"),
         (["--batch", "two"], "'two'"),

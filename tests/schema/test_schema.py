@@ -9,8 +9,8 @@ from typing import Annotated
 import pytest
 
 from pstar_sim.errors import CatalogError, PstarError
+from pstar_sim.quantities import FLAG, RATE, SECONDS, SIZE, Quantity
 from pstar_sim.schema.fields import Checked, Curve, Table, Text, between, choice, curve, filled, least, want
-from pstar_sim.schema.quantities import FLAG, RATE, SECONDS, SIZE, Quantity
 from pstar_sim.schema.reading import Fault, convert, read_table
 from pstar_sim.schema.records import columns, read_record, to_columns
 

@@ -19,6 +19,7 @@ Edges = Mapping[str, frozenset[str]]
 # Floors of pstar_sim, lowest first: files and folders of one floor do not know each other.
 FLOORS = (
     ("units", "collector", "python310", "terminal", "renderers", "version"),
+    ("quantities",),
     ("errors",),
     ("arguments",),
     ("files",),
@@ -36,7 +37,7 @@ FLOORS = (
     ("cli", "testing"),
     ("__main__",),
 )
-EXECUTOR_MAY_KNOW = 10  # floors: policy and below
+EXECUTOR_MAY_KNOW = 11  # floors: policy and below
 DOOR = "pstar_sim"  # the front door names what is public and who shows an answer; nobody inside goes through it
 
 # Of the executor, lowest first, in the same way; its front door and what `python -m` starts lie above all.
