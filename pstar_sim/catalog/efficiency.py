@@ -18,49 +18,48 @@ from functools import cache
 from importlib.resources import files
 from typing import Annotated, Any
 
+from pstar_sim.catalog.figures import Figure, Known, Latency, Share, figures_of, table_of
 from pstar_sim.catalog.machine import ADAM_BYTES_PER_PARAM
-from pstar_sim.schema.fields import Checked, Table, Text, between, says
+from pstar_sim.schema.fields import between
 from pstar_sim.schema.parsing import parse_toml
 from pstar_sim.schema.reading import read_table
-from pstar_sim.units import GB
 
 __all__ = ["Efficiency", "efficiency_tables", "fitted", "read_efficiency"]
 
 _NAME = "efficiency.toml"
-
-_Share = Annotated[float, between(0.01, 1)]
-
-
-class FittedRates(Table, frozen=True, kw_only=True):
-    """The table [fitted] of efficiency.toml."""
-
-    matmul: Annotated[_Share, says("share of the peak fp32 rate that large products run at")]
-    adam_dram: Annotated[_Share, says("share of a node's DRAM bandwidth that CPU Adam reaches")]
-    adam_gparams_core: Annotated[float, between(1e-4, 10), says("billion parameters per second of one core")]
-    pageable_gb_per_s: Annotated[float, between(0.01, 1e3), says("copies from or to memory that is not pinned")]
-    source: Annotated[Text, says("where the figures come from")]
-    checked: Annotated[Checked, says("date when the figure was looked up")]
-
-
-class AssumedRates(Table, frozen=True, kw_only=True):
-    """The table [assumed] of efficiency.toml."""
-
-    hbm: Annotated[_Share, says("share of the memory bandwidth that element-wise operators reach")]
-    launch_us: Annotated[float, between(0, 1e5), says("beginnings and ends of one moment's kernels")]
-    source: Annotated[Text, says("why these figures")]
-    checked: Annotated[Checked, says("date when the figure was looked up")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """Shares of peaks (0 to 1), seconds and rates; the head of efficiency.toml explains each."""
 
-    matmul: float
-    hbm: float
-    launch_s: float
-    adam_dram: float
-    adam_params_per_core_s: float
-    pageable_bytes_per_s: float
+    matmul: Annotated[
+        float, Figure("matmul", Share, "share of the peak fp32 rate that large products run at", known="fitted")
+    ]
+    hbm: Annotated[float, Figure("hbm", Share, "share of the memory bandwidth that element-wise operators reach")]
+    launch_s: Annotated[float, Figure("launch_us", Latency, "beginnings and ends of one moment's kernels")]
+    adam_dram: Annotated[
+        float,
+        Figure("adam_dram", Share, "share of a node's DRAM bandwidth that CPU Adam reaches", known="fitted"),
+    ]
+    adam_params_per_core_s: Annotated[
+        float,
+        Figure(
+            "adam_gparams_core",
+            Annotated[float, between(1e-4, 10)],
+            "billion parameters per second of one core",
+            known="fitted",
+        ),
+    ]
+    pageable_bytes_per_s: Annotated[
+        float,
+        Figure(
+            "pageable_gb_per_s",
+            Annotated[float, between(0.01, 1e3)],
+            "copies from or to memory that is not pinned",
+            known="fitted",
+        ),
+    ]
 
     def adam_params_per_s(self, dram_peak_bytes_per_s: float, cores: int) -> float:
         """Returns the rate of CPU Adam on a host, in parameters per second, with all cores given to Adam."""
@@ -68,20 +67,20 @@ class Efficiency:
         return min(by_dram, cores * self.adam_params_per_core_s)
 
 
+_KINDS: tuple[Known, ...] = ("fitted", "assumed")
+_TABLES = {known: table_of(Efficiency, f"The table [{known}] of efficiency.toml.", known=known) for known in _KINDS}
+
+
 def read_efficiency(file: str, text: str) -> Efficiency:
     """Returns the parameters of a file like efficiency.toml. Raises CatalogError for a field that is missing or
     wrong."""
     raw = parse_toml(file, text)
-    e = read_table(FittedRates, file, "fitted", raw.get("fitted", {}))
-    assumed = read_table(AssumedRates, file, "assumed", raw.get("assumed", {}))
-    return Efficiency(
-        matmul=e.matmul,
-        hbm=assumed.hbm,
-        launch_s=assumed.launch_us * 1e-6,
-        adam_dram=e.adam_dram,
-        adam_params_per_core_s=e.adam_gparams_core * 1e9,
-        pageable_bytes_per_s=e.pageable_gb_per_s * GB,
-    )
+    rates: dict[str, float] = {}
+    for known, table in _TABLES.items():
+        values = read_table(table, file, known, raw.get(known, {}))
+        figures = [figure for figure in figures_of(Efficiency) if figure.known == known]
+        rates |= {figure.attribute: figure.from_file(getattr(values, figure.name)) for figure in figures}
+    return Efficiency(**rates)
 
 
 @cache

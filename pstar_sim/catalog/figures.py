@@ -26,22 +26,38 @@ from pstar_sim.schema.fields import Checked, Table, Text, between, says, split
 from pstar_sim.units import GB, TB
 
 __all__ = [
-    "AdamRate", "Efficiency", "Figure", "Gigabytes", "Key", "Known", "Latency", "LinkRate", "Origin", "Points", "Rate",
-    "Tflops", "calibrated_figures", "check_figures", "figures_of", "keys_of", "table_of", "worst_of",
+    "AdamRate",
+    "Figure",
+    "Gigabytes",
+    "Key",
+    "Known",
+    "Latency",
+    "LinkRate",
+    "Origin",
+    "Points",
+    "Rate",
+    "Share",
+    "Tflops",
+    "calibrated_figures",
+    "check_figures",
+    "figures_of",
+    "keys_of",
+    "table_of",
+    "worst_of",
 ]  # fmt: skip
 
 Gigabytes = Annotated[float, between(0.001, 1e5)]
 Rate = Annotated[float, between(0.01, 2e4)]
 LinkRate = Annotated[float, between(0.001, 2e3)]
 Tflops = Annotated[float, between(1e-4, 1e5)]
-Efficiency = Annotated[float, between(0.01, 1)]
+Share = Annotated[float, between(0.01, 1)]
 AdamRate = Annotated[float, between(1e-3, 1e3)]
 Latency = Annotated[float, between(0, 1e5)]
 Known = Literal["measured", "fitted", "datasheet", "assumed"]
 
 _UNITS: tuple[tuple[str, Quantity, float], ...] = (
-    ("gb_per_s", RATE, GB), ("gparams_per_s", PARAMS, 1e9), ("tflops", FLOPS, 1e12), ("gb", SIZE, GB), ("tb", SIZE, TB),
-    ("us", SECONDS, 1e-6), ("usd_per_hour", MONEY, 1),
+    ("gb_per_s", RATE, GB), ("gparams_per_s", PARAMS, 1e9), ("gparams_core", PARAMS, 1e9), ("tflops", FLOPS, 1e12),
+    ("gb", SIZE, GB), ("tb", SIZE, TB), ("us", SECONDS, 1e-6), ("usd_per_hour", MONEY, 1),
 )  # fmt: skip
 """Ending of a key -> how its value is written in an override, and the SI value of 1 in a file."""
 
@@ -193,13 +209,15 @@ def calibrated_figures(part: type) -> list[Figure]:
     return sorted((figure for figure in figures_of(part) if figure.calibrated), key=place)
 
 
-def table_of(part: type, what: str, calibrated: str = "") -> type[Table]:
+def table_of(part: type, what: str, calibrated: str = "", *, known: Known | None = None) -> type[Table]:
     """Returns the type of the part's table in a TOML file.
 
     what: the meaning of the table.
     calibrated: the meaning of the calibrated table below it.
+    known: takes only the figures that are known so.
     """
-    fields = [key.field(key.says, name=key.name) for key in keys_of(part) if key.says]
+    keys = [key for key in keys_of(part) if key.says and known in (None, key.known)]
+    fields = [key.field(key.says, name=key.name) for key in keys]
     if calibrated:
         figures = calibrated_figures(part)
         effective = [f.field(f.calibrated, name=f.calibrated_key, optional=True) for f in figures]

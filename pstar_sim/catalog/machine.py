@@ -15,7 +15,6 @@ from pstar_sim.arguments import instance, number, text, whole
 from pstar_sim.catalog.curves import Curve, share_at
 from pstar_sim.catalog.figures import (
     AdamRate,
-    Efficiency,
     Figure,
     Gigabytes,
     Key,
@@ -24,6 +23,7 @@ from pstar_sim.catalog.figures import (
     LinkRate,
     Points,
     Rate,
+    Share,
     Tflops,
     check_figures,
     table_of,
@@ -141,7 +141,7 @@ class Gpu:
         ),
         Key(
             "hbm_efficiency",
-            Efficiency,
+            Share,
             "effective memory bandwidth over the peak; left out: that of the efficiency model",
             None,
         ),
@@ -182,13 +182,13 @@ class Gpu:
         ),
         Key(
             "fp32_efficiency",
-            Efficiency,
+            Share,
             "fp32 rate of large products over the peak; left out: that of the efficiency model",
             None,
         ),
         Key(
             "tensor_core_efficiency",
-            Efficiency,
+            Share,
             "16-bit rate of large products over the peak; left out: that of the generation",
             None,
         ),
@@ -292,7 +292,7 @@ class Link:
             calibrated="large pinned copies from the GPU",
             share="efficiency",
         ),
-        Key("efficiency", Efficiency, "what a large pinned copy gets of the line rate"),
+        Key("efficiency", Share, "what a large pinned copy gets of the line rate"),
     ]
     latency_s: Annotated[float, Figure("latency_us", Latency, "of one asynchronous copy", path="latency")]
     duplex: Annotated[bool, Figure("duplex", bool, "whether both directions run at full rate at once", path="duplex")]
@@ -394,7 +394,7 @@ class Nvme:
             calibrated="large sequential writes",
             share="efficiency",
         ),
-        Key("efficiency", Efficiency, "what such accesses get of the datasheet's rates"),
+        Key("efficiency", Share, "what such accesses get of the datasheet's rates"),
     ]
     latency_s: Annotated[float, Figure("latency_us", Latency, "of one access")]
     measured: _Measured
@@ -461,7 +461,7 @@ class Host:
             share="dram_efficiency",
             written="entry",
         ),
-        Key("dram_efficiency", Efficiency, "what streaming reads and writes get of the peak"),
+        Key("dram_efficiency", Share, "what streaming reads and writes get of the peak"),
     ]
     cores: Annotated[
         int,

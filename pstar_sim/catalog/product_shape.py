@@ -25,7 +25,7 @@ from math import prod
 from typing import Annotated
 
 from pstar_sim.arguments import whole
-from pstar_sim.catalog.figures import Efficiency, Figure, Key, Known, Latency, Rate, check_figures
+from pstar_sim.catalog.figures import Figure, Key, Known, Latency, Rate, Share, check_figures
 from pstar_sim.errors import CatalogError
 from pstar_sim.schema.fields import between
 
@@ -68,7 +68,7 @@ class ProductShape:
     kernel_s: Annotated[float, Figure("kernel_us", Latency, "beginning and end of a kernel")]
     flash: Annotated[
         float,
-        Figure("flash", Efficiency, "share of the rate of large products that fused attention reaches", 1.0),
+        Figure("flash", Share, "share of the rate of large products that fused attention reaches", 1.0),
         Key("known", Known, "how the figures are known", "measured"),
     ] = 1.0
 

@@ -47,7 +47,10 @@ def known_figures(table: str) -> dict[str, list[tuple[str, str, str, str]]]:
     known is one of `machine.KNOWN`, by [Note: how a figure is known]."""
     if table == "generations":
         return {
-            name: [(figure, _text(getattr(g, figure)), known, _cell(g.source)) for figure, known in g.known.items()]
+            name: [
+                (figure, _text(getattr(g, figure)), known, _cell(f"{g.source} (checked {g.checked})"))
+                for figure, known in g.known.items()
+            ]
             for name, g in generations().items()
         }
     if table == "efficiency":
