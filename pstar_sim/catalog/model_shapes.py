@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Annotated, Literal
 
-from msgspec import structs
+from msgspec import field
 
 from pstar_sim.arguments import spelled, text
 from pstar_sim.catalog.entries import Entry
@@ -20,7 +19,6 @@ __all__ = [
     "ExpertsShape",
     "LatentShape",
     "ModelEntry",
-    "ModelShape",
     "count_params",
     "expert_params",
     "is_model",
@@ -55,9 +53,13 @@ class LatentShape(Table, frozen=True, kw_only=True):
     value: Annotated[_Count, says("width of a head's value")]
 
 
-class ModelShape(Table, frozen=True, kw_only=True):
-    """An entry of models.toml. The head of that file describes the families."""
+class ModelEntry(Table, frozen=True, kw_only=True):
+    """The shape of one model: an entry of models.toml. The head of that file describes the families.
 
+    own_head_dim, window, full_every, patch, image and classes are 0 for a model without them. Absent tables are None.
+    """
+
+    name: str = ""
     family: Annotated[Literal["gpt", "llama", "bert", "vit"], says("which blocks the model is made of")]
     layers: Annotated[_Count, says("number of blocks")]
     hidden: Annotated[_Count, says("width of the residual stream")]
@@ -69,79 +71,26 @@ class ModelShape(Table, frozen=True, kw_only=True):
     tied: Annotated[bool, says("the head is the token embedding")]
     attention_bias: Annotated[bool, says("biases of q, k and v in the llama family")] = False
     output_bias: Annotated[bool, says("a bias behind attention, too, in the llama family")] = False
-    head_dim: Annotated[_Count | None, says("width of a head, where it is not hidden / heads; llama family")] = None
+    own_head_dim: Annotated[_Count, says("width of a head, where it is not hidden / heads; llama family")] = field(
+        name="head_dim", default=0
+    )
     qk_norm: Annotated[bool, says("norms of each head's query and key in the llama family")] = False
     post_norms: Annotated[bool, says("norms behind attention and feed-forward layers, too, in the llama family")] = (
         False
     )
     sinks: Annotated[bool, says("a learned sink per head in the llama family")] = False
-    window: Annotated[_Count | None, says("tokens back that a layer with a sliding window sees; llama family")] = None
-    full_every: Annotated[_Count | None, says("every such layer sees all tokens in spite of the window")] = None
+    window: Annotated[_Count, says("tokens back that a layer with a sliding window sees; llama family")] = 0
+    full_every: Annotated[_Count, says("every such layer sees all tokens in spite of the window")] = 0
     experts: Annotated[ExpertsShape | None, says("experts in place of feed-forward layers; llama family")] = None
     latent: Annotated[LatentShape | None, says("multi-head latent attention; llama family")] = None
-    patch: Annotated[_Count | None, says("pixels of a patch's side, ViT only")] = None
-    image: Annotated[_Count | None, says("pixels of an image's side, ViT only")] = None
-    classes: Annotated[_Count | None, says("outputs of the head, ViT only")] = None
+    patch: Annotated[_Count, says("pixels of a patch's side, ViT only")] = 0
+    image: Annotated[_Count, says("pixels of an image's side, ViT only")] = 0
+    classes: Annotated[_Count, says("outputs of the head, ViT only")] = 0
     kernels: Annotated[Literal["eager", "fused", "compiled", "megatron"], says("how its users run it")] = "eager"
     params: Annotated[int, between(1, 10**15), says("true parameter count, tied weights once")]
     aliases: Annotated[tuple[Text, ...], says("other names of the same model")] = ()
-    notes: Annotated[Text | None, says("what `pstar models` prints")] = None
+    notes: Annotated[Text, says("what `pstar models` prints")] = ""
     source: Annotated[Text, says("where the figures come from")]
-    checked: Annotated[Checked, says("date when the figure was looked up")]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelEntry:
-    """The shape of one model.
-
-    vocab: tokens of the vocabulary; 0 for a ViT.
-    params: true count, tied weights counted once.
-    max_seq: positions the model has (learned positions are parameters).
-    tied: whether the head is the token embedding.
-    attention_bias: whether q, k and v have biases in the llama family (the others always have all biases).
-    output_bias: whether attention's output projection has a bias; llama family only.
-    qk_norm: whether each head's query and key are normed; llama family only.
-    post_norms: whether norms also follow attention and feed-forward layers; llama family only.
-    sinks: whether each head has a learned sink; llama family only.
-    own_head_dim: width of a head if that is not hidden / heads; else 0.
-    window: tokens that a layer with a sliding window sees; 0 without a window.
-    full_every: every full_every-th layer sees all tokens in spite of the window; 0 if none does.
-    experts: experts in place of feed-forward layers; None for a model without experts.
-    latent: multi-head latent attention; None for a model without it.
-    kernels: flavour in which its users run it (workload/kernels.py).
-    patch: pixels of a patch's side; 0 for all but a ViT.
-    image: pixels of an image's side; 0 for all but a ViT.
-    classes: outputs of the head; 0 for all but a ViT.
-    """
-
-    name: str
-    family: str
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    max_seq: int
-    tied: bool
-    params: int
-    source: str
-    attention_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    post_norms: bool = False
-    sinks: bool = False
-    own_head_dim: int = 0
-    window: int = 0
-    full_every: int = 0
-    experts: ExpertsShape | None = None
-    latent: LatentShape | None = None
-    kernels: str = "eager"
-    patch: int = 0
-    image: int = 0
-    classes: int = 0
-    aliases: tuple[str, ...] = ()
-    notes: str = ""
 
     @property
     def head_dim(self) -> int:
@@ -171,6 +120,10 @@ class ModelEntry:
         idle = self.experts.count - self.experts.per_token
         layers = sum(self.has_experts(i) for i in range(self.layers))
         return self.params - layers * idle * expert_params(self)
+
+
+class _Row(ModelEntry, frozen=True, kw_only=True):
+    checked: Annotated[Checked, says("date when the figure was looked up")]
 
 
 def expert_params(m: ModelEntry) -> int:
@@ -224,16 +177,13 @@ def count_params(m: ModelEntry) -> int:
 
 
 def _entry(file: str, name: str, raw: object) -> ModelEntry:
-    e = Entry.read(file, name, raw, ModelShape)
-    given = {field: value for field, value in structs.asdict(e.values).items() if value is not None}
-    del given["checked"]
-    given["own_head_dim"] = given.pop("head_dim", 0)
-    m = ModelEntry(name=name, **{**given, "aliases": e.values.aliases})
+    e = Entry.read(file, name, raw, _Row)
+    m = ModelEntry(**{key: getattr(e.values, key) for key in ModelEntry.__struct_fields__} | {"name": name})
     _check_shape(e, m)
     return m
 
 
-def _check_shape(e: Entry[ModelShape], m: ModelEntry) -> None:
+def _check_shape(e: Entry[_Row], m: ModelEntry) -> None:
     """Raise CatalogError, naming the field, for a shape that contradicts itself, or whose number of parameters is not
     the `params` that it states.
     """
@@ -249,14 +199,24 @@ def _check_shape(e: Entry[ModelShape], m: ModelEntry) -> None:
         raise e.refuse("params", f"{count_params(m)}, which is what the shape has")
 
 
-_DETAILS = ("output_bias", "head_dim", "qk_norm", "post_norms", "sinks", "window", "full_every", "experts", "latent")
+_DETAILS = (
+    "output_bias",
+    "own_head_dim",
+    "qk_norm",
+    "post_norms",
+    "sinks",
+    "window",
+    "full_every",
+    "experts",
+    "latent",
+)
 
 
-def _check_details(e: Entry[ModelShape], m: ModelEntry) -> None:
+def _check_details(e: Entry[_Row], m: ModelEntry) -> None:
     """Raise CatalogError for details outside the llama family, and for details that exclude each other."""
     given = [name for name in _DETAILS if getattr(e.values, name)]
     if given and m.family != "llama":
-        raise e.refuse(given[0], "left out outside the llama family")
+        raise e.refuse(given[0].removeprefix("own_"), "left out outside the llama family")
     if m.full_every and not m.window:
         raise e.refuse("full_every", "given together with window")
     if m.latent is not None and m.own_head_dim:
@@ -267,7 +227,7 @@ def _check_details(e: Entry[ModelShape], m: ModelEntry) -> None:
         raise e.refuse("experts.dense_layers", f"below layers = {m.layers}")
 
 
-def _check_image(e: Entry[ModelShape], m: ModelEntry) -> None:
+def _check_image(e: Entry[_Row], m: ModelEntry) -> None:
     """Raise CatalogError unless a ViT has patch, image and classes, and every other family has a vocabulary."""
     if m.family == "vit":
         if not (m.patch and m.image and m.classes) or m.image % m.patch:

@@ -24,6 +24,8 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
+from msgspec import structs
+
 from pstar_sim.arguments import MOST, file_path, parse_bytes
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.catalog.machine import Machine
@@ -394,7 +396,7 @@ def point_hash(group: Group, policy: str) -> str:
     overrides = tuple((k, v) for k, v in group.values if k.startswith("set."))
     content["machine"] = _machine_digest(str(given["machine"]), overrides)
     if "model" in given:
-        content["model"] = asdict(model_entry(str(given["model"])))
+        content["model"] = structs.asdict(model_entry(str(given["model"])))
     else:
         content["trace"] = _file_digest(str(given["trace"]))
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]

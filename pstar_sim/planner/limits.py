@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from pstar_sim.arguments import choice, flag, function, instance, text, whole
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import MOST_WIDTH, ModelEntry, count_params, model_entry, model_names
@@ -136,7 +138,7 @@ def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, he
     kv_heads = heads if groups == 1 else max(1, heads // groups)
     if heads % kv_heads:
         kv_heads = heads
-    made = replace(
+    made = structs.replace(
         entry,
         name=f"{entry.family} {layers} x {width}",
         layers=layers,
@@ -146,7 +148,7 @@ def deeper(like: str | ModelEntry, layers: int, *, hidden: int | None = None, he
         ffn=round(entry.ffn * width / entry.hidden),
         aliases=(),
     )
-    return replace(made, params=count_params(made))
+    return structs.replace(made, params=count_params(made))
 
 
 @without_garbage_collection()

@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from importlib.resources import files
 
+from msgspec import structs
+
 from pstar_sim.catalog.efficiency import Efficiency, fitted
 from pstar_sim.catalog.loader import with_nodes
 from pstar_sim.catalog.machine import Machine
@@ -136,7 +138,7 @@ def _dos_model(row: PublishedRow) -> ModelEntry:
         params=0,
         source=row.source,
     )
-    entry = replace(entry, params=count_params(entry))
+    entry = structs.replace(entry, params=count_params(entry))
     if entry.params != int(row.params):
         raise CatalogError(f"{row.where}: {row.shape} has {entry.params} parameters, not {row.params}")
     return entry

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import as_file, files
 
+from msgspec import structs
+
 from pstar_sim.catalog.efficiency import Efficiency, fitted
 from pstar_sim.catalog.loader import Catalog, load_catalog
 from pstar_sim.catalog.machine import Machine
@@ -171,4 +173,4 @@ def gpt_entry(
         params=0,
         source=source,
     )
-    return replace(entry, params=count_params(entry))
+    return structs.replace(entry, params=count_params(entry))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from importlib.resources import files
 from math import comb
 
-import msgspec
 import pytest
+from msgspec import structs
 
 import pstar_sim as ps
 from pstar_sim.catalog.model_shapes import ModelEntry, count_params, expert_params, model_entry, model_names
@@ -62,10 +61,10 @@ def test_a_name_that_is_nearly_right_is_guessed() -> None:
 
 def small(name: str) -> ModelEntry:
     """The model with four layers, and few experts."""
-    entry = replace(model_entry(name), layers=4)
+    entry = structs.replace(model_entry(name), layers=4)
     if entry.experts is not None:
-        entry = replace(entry, experts=msgspec.structs.replace(entry.experts, count=8, per_token=2))
-    return replace(entry, params=count_params(entry))
+        entry = structs.replace(entry, experts=structs.replace(entry.experts, count=8, per_token=2))
+    return structs.replace(entry, params=count_params(entry))
 
 
 KINDS = ("qwen3-0.6b", "gemma-3-1b", "gpt-oss-20b", "mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 import pstar_sim as ps
 from pstar_sim.catalog.machine import Machine
@@ -84,7 +85,7 @@ def test_the_gpu_holds_two_layers_however_deep_the_model_is() -> None:
 
 def test_a_real_model_of_four_times_the_layers_needs_no_more_of_the_gpu() -> None:
     def proved(layers: int) -> int:
-        entry = replace(model_entry("llama-2-7b"), layers=layers)
+        entry = structs.replace(model_entry("llama-2-7b"), layers=layers)
         w = workload_of(entry, batch=2, sequence=128, micro_batches=2, model="llama")
         return find_policy("l2l:stash=host")(w, ps.machine("v100-16"), EAGER).check().peak_bytes["gpu"]
 

@@ -3,10 +3,8 @@ layers are held against captures."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import msgspec
 import pytest
+from msgspec import structs
 
 from pstar_sim.catalog.model_shapes import ModelEntry, count_params, model_entry, model_names
 from pstar_sim.workload.presets import workload_of
@@ -23,8 +21,8 @@ KNOWN = [name for name in model_names() if model_entry(name).family == "llama"]
 def with_layers(name: str, layers: int) -> ModelEntry:
     entry = model_entry(name)
     dense = 0 if entry.experts is None else entry.experts.dense_layers
-    entry = replace(entry, layers=dense + layers)
-    return replace(entry, params=count_params(entry))
+    entry = structs.replace(entry, layers=dense + layers)
+    return structs.replace(entry, params=count_params(entry))
 
 
 def built(entry: ModelEntry) -> torch.nn.Module:
@@ -66,8 +64,8 @@ def test_a_preset_of_new_layers_is_close_to_its_capture(
     entry = with_layers(name, 2)
     if entry.experts is not None and experts is not None:
         count, per_token = experts
-        entry = replace(entry, experts=msgspec.structs.replace(entry.experts, count=count, per_token=per_token))
-        entry = replace(entry, params=count_params(entry))
+        entry = structs.replace(entry, experts=structs.replace(entry.experts, count=count, per_token=per_token))
+        entry = structs.replace(entry, params=count_params(entry))
     tokens = torch.randint(entry.vocab, (2, 128), device="meta")
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     found = capture_module(built(entry).train(), batch, name=name, batch=2, sequence=128, attention=attention)
