@@ -162,7 +162,7 @@ def check_processes(plan: Plan, found: int, *, file: str = "PLAN", model: str = 
 
     file, model: for the message.
     """
-    wanted = len(plan.machine.ranks)
+    wanted = plan.machine.world_size
     if found == wanted:
         return
     if found == 1:

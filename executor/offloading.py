@@ -317,7 +317,7 @@ def _machine(request: Request, *, gpus: int) -> Machine:
         machine = request.machine
     elif on_cuda and str(request.machine).lower() == "here":
         machine = this_machine(load_catalog(), gpus=lambda: nvidia_smi() or cuda_devices())
-        if len(machine.ranks) != gpus:  # a process may use one GPU of several
+        if machine.world_size != gpus:  # a process may use one GPU of several
             machine = override(machine, {"gpus": gpus})
     else:
         machine = load_machine(request.machine, gpus=many)

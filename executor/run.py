@@ -269,7 +269,7 @@ class TrainingJob:
         )
         session = optimizer.session
         batches = own_batches(on_device(batches, session.backend.device), session)
-        each = plan.workload.micro_batches * built.batch * len(plan.machine.ranks)
+        each = plan.workload.micro_batches * built.batch * plan.machine.data_parallel_size
 
         def standing(done: int) -> dict[str, Any]:
             return {"data": data, "sequences": at.sequences + (done - at.steps) * each, "empty": at.empty}

@@ -391,7 +391,7 @@ class CostModel:
             return 0.0
         latency_s, bytes_per_s, fabrics = self._ring
         bytes_per_s = min([bytes_per_s, *(fabric.rate_of(size_bytes) for fabric in fabrics)])
-        ranks = len(self.machine.ranks)
+        ranks = self.machine.data_parallel_size
         return latency_s + size_bytes * (ranks - 1) / ranks / bytes_per_s
 
     @cached_property
@@ -399,7 +399,7 @@ class CostModel:
         """Latency of all hops in seconds, rate of the slowest hop for large collectives in bytes per second, and the
         fabrics whose rate depends on the size."""
         m = self.machine
-        if len(m.ranks) == 1:
+        if m.data_parallel_size == 1:
             raise PlanError(f"machine {m.name!r} has one gpu; collectives need several")
         rates: list[float] = []
         fabrics: list[Fabric] = []

@@ -300,7 +300,7 @@ def join(plan: Plan, group: Any, *, device: torch.device, timeout_s: float) -> R
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     check_processes(plan, dist.get_world_size(group) if group is not None else 1)
-    return Ranks(group, device=device, timeout_s=timeout_s) if len(plan.machine.ranks) > 1 else None
+    return Ranks(group, device=device, timeout_s=timeout_s) if plan.machine.world_size > 1 else None
 
 
 def count_of(args: Any, kwargs: Any) -> float:

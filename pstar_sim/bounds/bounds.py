@@ -136,7 +136,7 @@ def relative_to(workload: Workload, machine: Machine, settings: Settings, layout
 
 
 def _held_by(machine: Machine, layout: Layout) -> str:
-    count = len(machine.ranks)
+    count = machine.world_size
     if count == 1:
         return ""
     return f" sliced over {count} GPUs" if layout.ranks > 1 else f" whole on each of {count} GPUs"

@@ -70,7 +70,7 @@ class Certifier:
 
     def usual(self) -> Certificate:
         """Returns the certificate of the layout that a policy starts from."""
-        ranks = len(self.machine.ranks)
+        ranks = self.machine.data_parallel_size
         return self.of(
             build_layout(self.workload, chunk_bytes=self.settings.chunk_bytes, ranks=ranks, sums=self.settings.sums)
         )

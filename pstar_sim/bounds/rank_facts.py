@@ -80,7 +80,7 @@ class NetFacts:
         self.others = {c: whole[c] - own_params(layout, c) * job.width(c) for c in chunks}
         self.frozen_bytes = float(sum(self.others[c] for c in job.only_read))
         self.most_others = max((self.others[c] / whole[c] for c in chunks if whole[c]), default=0.0)
-        together = len(cost.machine.ranks) > 1
+        together = cost.machine.data_parallel_size > 1
         once_s = {c: cost.collective_s(layout.whole_bytes(c)) if together else 0.0 for c in chunks}
         sliced = layout.ranks > 1
         each = np.array([once_s[c] for c in job.trained], dtype=float)

@@ -18,7 +18,7 @@ def list_machines(user_file: str | Path | None = None) -> list[dict[str, object]
     rows: list[dict[str, object]] = []
     for name in catalog.machines:
         m = catalog.machine(name)
-        count = len(m.ranks)
+        count = m.world_size
         rows.append(
             {
                 "machine": name,

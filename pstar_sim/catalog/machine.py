@@ -635,9 +635,20 @@ class Machine:
         return any((r.gpu, r.link) != (first.gpu, first.link) for r in self.ranks[1:])
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks of all nodes."""
+        return len(self.ranks)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that share a batch, sum their gradients and may slice their chunks: all ranks, because every
+        rank has the whole model."""
+        return len(self.ranks)
+
+    @property
     def local_ranks(self) -> int:
-        """Number of ranks of one node."""
-        return len(self.ranks) // self.nodes
+        """Number of ranks of one node, which share its host, disks and links."""
+        return self.world_size // self.nodes
 
     @property
     def pool_bytes(self) -> int | None:
@@ -696,7 +707,7 @@ class Machine:
         kernels = [r.gpu for r in self.ranks if r.gpu.launch_s is not None]
         if kernels:
             found["operators"] = _worst((gpu.measured, "assumed") for gpu in kernels)
-        if len(self.ranks) > 1:
+        if self.world_size > 1:
             fabrics = [f for f in (self.peer, self.network if self.nodes > 1 else None) if f is not None]
             found["network"] = _worst((f.measured, f.known) for f in fabrics) if fabrics else found["link"]
         if self.nvme is not None:

@@ -134,7 +134,7 @@ def _write_configurations(plan: Plan, files: dict[str, str], *, as_json: bool) -
         target = TARGETS[_FRAMEWORKS[flag]]
         expressed = target.express(plan)
         write_atomically(Path(file), target.write(expressed.configuration))
-        workloads = (workload,) * len(plan.machine.ranks)
+        workloads = (workload,) * plan.machine.world_size
         prediction = predict(expressed.configuration, workloads, plan.machine, settings, label=Path(file).name)
         if as_json:
             said = {"file": file, "says": list(expressed.says), "cannot_express": list(expressed.cannot)}

@@ -85,7 +85,7 @@ def workloads_of(job: OptionalWorkloadFlags, machine: Machine, *, nearly: bool =
     a batch that the ranks cannot share.
     """
     if job.batch is None:
-        return (_one_workload(job, machine, None),) * len(machine.ranks)
+        return (_one_workload(job, machine, None),) * machine.world_size
     shares = shares_of_batch(job.batch, machine, nearly=nearly)
     known = {share: _one_workload(job, machine, share) for share in sorted(set(shares))}
     return tuple(known[share] for share in shares)

@@ -44,17 +44,17 @@ class Likes:
     def fill(self, job: Any, setting: SettingFlags, machine: Machine) -> tuple[Any, SettingFlags]:
         """Returns the flags, with the configurations' values for flags that are not given. Raises PstarError if two
         configurations, or a configuration and a flag, contradict each other."""
-        ranks = len(machine.ranks)
+        ranks, world = machine.data_parallel_size, machine.world_size
         given = {name: getattr(job, name) for name in _JOB}
         filled = {name: self._answer(name, say(ranks), given[name]) for name, say in _JOB.items()}
         clip = self._answer("clip", lambda c: c.clip, setting.clip)
         for label, c in self.configurations:
             _check_train_batch(label, c, filled, ranks)
-            processes = c.detail.get("processes", ranks)
-            if processes != ranks:
+            processes = c.detail.get("processes", world)
+            if processes != world:
                 raise PstarError(
                     f"{label}: num_processes = {processes}, but {machine.name} has "
-                    f"{format_count(ranks, 'GPU')}; give --gpus"
+                    f"{format_count(world, 'GPU')}; give --gpus"
                 )
         return replace(job, **filled), replace(setting, clip=clip)
 

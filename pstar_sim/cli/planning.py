@@ -427,13 +427,13 @@ def _among_variants(
                 workload=ways[0].workload,
                 machine=machine,
                 settings=settings,
-                batch=ways[0].batch * len(machine.ranks),
+                batch=ways[0].batch * machine.data_parallel_size,
                 rows=(row,),
                 planned={},
                 notes=(note,),
             )
         result = ask(
-            (chosen.workload,) * len(machine.ranks),
+            (chosen.workload,) * machine.world_size,
             machine,
             policies=policies,
             settings=settings,

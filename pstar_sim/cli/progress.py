@@ -107,5 +107,5 @@ def words(plan: Plan, report: StepReport, status: Status) -> list[str]:
         busy = f" busy {use.busy_share:.0%}" if status.on_plan else ""
         links.append(f"{direction} {format_bytes(use.bytes_per_s)}/s{of}{busy}")
     links.append(f"compute waits {status.waiting_share:.0%}")
-    whose = "" if len(plan.machine.ranks) == 1 else " of the first rank"
+    whose = "" if plan.machine.world_size == 1 else " of the first rank"
     return [f"loss{whose} {report.loss:.4f}, {rate:,.0f} tokens/s, {plan_words}", held, ", ".join(links)]

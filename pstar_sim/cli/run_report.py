@@ -141,7 +141,7 @@ def write_timelines(flags: RunFlags, plan: Plan, predicted: Timeline, result: Ru
         from pstar_sim.report.tide_picture import tide_figure
 
         w = plan.workload
-        each = " per GPU" if len(plan.machine.ranks) > 1 else ""
+        each = " per GPU" if plan.machine.data_parallel_size > 1 else ""
         times = f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
         title = (
             f"{plan.policy}, {w.model}, batch {w.batch}{each}{times}: a run over its prediction; below, both by time"

@@ -166,7 +166,7 @@ class _Said:
 
     @property
     def ranks(self) -> int:
-        return len(self.plan.machine.ranks)
+        return self.plan.machine.world_size
 
     @cached_property
     def times(self) -> list[float]:

@@ -18,7 +18,7 @@ def check_fields(plan: Plan) -> None:
             raise PlanError(f"field {name!r} is {getattr(plan, name)}; it must be positive")
     if plan.nvme_budget_bytes < 0:
         raise PlanError(f"field 'nvme_budget_bytes' is {plan.nvme_budget_bytes}; it must not be negative")
-    ranks = len(plan.machine.ranks)
+    ranks = plan.machine.data_parallel_size
     if plan.layout.ranks not in (1, ranks):
         raise PlanError(f"field 'layout.ranks' is {plan.layout.ranks}; it must be 1 or the machine's {ranks} ranks")
     width = sum_bytes_of(plan.workload, plan.settings.sums)

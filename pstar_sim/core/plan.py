@@ -157,7 +157,7 @@ class Plan:
     @property
     def jobs(self) -> tuple[Workload, ...]:
         """The job of each rank."""
-        return self.ranked or (self.workload,) * len(self.machine.ranks)
+        return self.ranked or (self.workload,) * self.machine.world_size
 
     @property
     def tokens(self) -> int:
@@ -193,7 +193,7 @@ class Plan:
     def moved_bytes(self) -> dict[str, int]:
         """Bytes that one rank moves per iteration: {"h2d": ..., "d2h": ...}. Plans with such steps also have "net"
         (bytes sent, and as many received, in collectives), "nvme_read" and "nvme_write"."""
-        return moved_bytes(self.steps, len(self.machine.ranks))
+        return moved_bytes(self.steps, self.machine.data_parallel_size)
 
     def check(self, workload: Workload | None = None, machine: Machine | None = None) -> CheckReport:
         """Prove the plan, and compare its budgets with its machine and its figures of bytes with the proof
@@ -239,9 +239,9 @@ class Plan:
         ]
         if w.activations:
             lines.append(f"activations: {activations_text(w)}")
-        if len(self.machine.ranks) > 1:
+        if self.machine.data_parallel_size > 1:
             lines.append(
-                f"on each of {len(self.machine.ranks)} ranks, which all run these steps; each sends "
+                f"on each of {self.machine.world_size} ranks, which all run these steps; each sends "
                 f"{format_bytes(moved.get('net', 0))} to the others per iteration"
             )
         if "iteration_s" in self.predictions:
@@ -251,8 +251,8 @@ class Plan:
 
 def _check_ranked(ranked: Sequence[Workload], workload: Workload, machine: Machine) -> None:
     """Raise PlanError unless there is one job per rank, all of the model of `workload`, with its moments and uses."""
-    if len(ranked) != len(machine.ranks):
-        raise PlanError(f"{len(ranked)} workloads for {len(machine.ranks)} ranks; each rank needs its own")
+    if len(ranked) != machine.world_size:
+        raise PlanError(f"{len(ranked)} workloads for {machine.world_size} ranks; each rank needs its own")
 
     def of_job(w: Workload) -> tuple[object, ...]:
         return w.fingerprint, w.dtype, w.optimizer, w.uses, len(w.moments), w.stashes

@@ -229,7 +229,7 @@ def _ranked(found: PlanFile) -> tuple[Workload, ...] | None:
     if not found.ranked:
         return None
     jobs = {r: row.workload for row in found.ranked for r in row.ranks}
-    named, ranks = sorted(r for row in found.ranked for r in row.ranks), range(len(found.machine.ranks))
+    named, ranks = sorted(r for row in found.ranked for r in row.ranks), range(found.machine.world_size)
     if named != list(ranks):
         raise PlanError(f"field 'ranked' has jobs for ranks {named}; each of the ranks 0 to {ranks[-1]} has one")
     return tuple(jobs[r] for r in ranks)

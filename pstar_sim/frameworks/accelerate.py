@@ -279,7 +279,7 @@ def express(plan: Plan) -> Expressed:
     details: dict[str, object] = {
         "type": "FSDP",
         "version": 2,
-        "processes": len(plan.machine.ranks),
+        "processes": plan.machine.world_size,
     }
     found = express_as(plan, ACCELERATE, details, says_batch=False)
     found = replace(found, configuration=replace(found.configuration, loading="whole"))

@@ -565,7 +565,7 @@ def express(plan: Plan) -> Expressed:
     """
     w, settings = plan.workload, plan.settings
     base, options, cannot = _nearest(plan)
-    stage, states, params = _placing(base, options, sliced=len(plan.machine.ranks) > 1)
+    stage, states, params = _placing(base, options, sliced=plan.machine.data_parallel_size > 1)
     if stage == 0:
         base, options = "all_on_gpu", {}
     if params == "cpu" and (kept := whereabouts(plan).params_on_gpu) > 0:
@@ -616,7 +616,7 @@ def _nearest(plan: Plan) -> tuple[str, dict[str, object], list[str]]:
     if known is None:
         base, options = placed(plan, zero_offload=True)
         if options.get("ratio", 1.0) != 1.0:  # only whole sub-groups stay on the GPU, so that the ratio needs this many
-            own = plan.workload.trainable_params // len(plan.machine.ranks)
+            own = plan.workload.trainable_params // plan.machine.data_parallel_size
             options["subgroup"] = max(1, min(SUB_GROUP_PARAMS, own // _GROUPS))
     else:
         base, options = split_spec(plan.policy)[0], dict(known)

@@ -70,7 +70,7 @@ class Follows:
         """Returns the plan. Raises DoesNotFit if the framework's allocations exceed the host, or if the policy's lists
         exceed the GPU or the disks."""
         configuration = self.configuration.for_model(workload)
-        memory, ranks = target_of(configuration).memory, len(machine.ranks)
+        memory, ranks = target_of(configuration).memory, machine.data_parallel_size
         need = memory.host_need(configuration, configuration.job(workload), machine)
         short = memory.shortage(configuration, configuration.job(workload), machine, self.__name__)
         if short is not None:

@@ -63,18 +63,18 @@ def express(plan: Plan) -> Expressed:
         cannot.append("disks: Megatron has none; predicted with the states on the host")
     if w.optimizer.name != "adamw":
         cannot.append(f"the states of {w.optimizer.name}: predicted with AdamW's fp32 states")
-    several = share < 1 and len(plan.machine.ranks) > 1
+    several = share < 1 and plan.machine.data_parallel_size > 1
     notes = {
         "not modelled: parameters whole on every GPU; predicted as gathered when they are needed": several,
         "not modelled: sums beside the backward pass; predicted as waited for": several and share > 0,
     }
     configuration = Configuration(
         framework=MEGATRON,
-        policy="zero_offload" if share == 1 else _partly(share, w.trainable_params // len(plan.machine.ranks)),
+        policy="zero_offload" if share == 1 else _partly(share, w.trainable_params // plan.machine.data_parallel_size),
         dtype=w.dtype,
         batch_per_gpu=w.batch,
         micro_batches=w.micro_batches,
-        train_batch=w.batch * w.micro_batches * len(plan.machine.ranks),
+        train_batch=w.batch * w.micro_batches * plan.machine.data_parallel_size,
         clip=plan.settings.clip,
         checkpointing=True if w.checkpointing else None,
         optimizer="adamw",

@@ -118,7 +118,7 @@ def express(plan: Plan) -> Expressed:
     configuration = replace(
         found.configuration,
         batch_per_gpu=w.batch,
-        train_batch=w.batch * w.micro_batches * len(plan.machine.ranks),
+        train_batch=w.batch * w.micro_batches * plan.machine.data_parallel_size,
         clip=plan.settings.clip,
         checkpointing=w.checkpointing,
         optimizer="adamw",

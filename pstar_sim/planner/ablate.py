@@ -174,7 +174,7 @@ def ablate(
         function("progress", progress)
     refuse_balance([policy, begin], machine)
     share = share_out(workload, machine)
-    each = share.ranked or (share.workload,) * len(machine.ranks)
+    each = share.ranked or (share.workload,) * machine.world_size
     if setting.loop == "step":
         policy = _in_its_order(policy, each, machine, setting)
     own = replace(setting, loop="own")  # each line names its order
@@ -232,7 +232,7 @@ def _in_its_order(policy: str, each: Sequence[Workload], machine: Machine, setti
 def _has_own_chunks(spec: str, machine: Machine) -> bool:
     """Returns whether the policy keeps a chunk size of its own. On several ranks patrickstar does, because its chunks
     are whole."""
-    return spec == BASE and len(machine.ranks) > 1
+    return spec == BASE and machine.data_parallel_size > 1
 
 
 def _ladder_lines(steps: Sequence[tuple[str, str]], rows: Mapping[str, Row]) -> list[Line]:

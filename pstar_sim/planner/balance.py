@@ -94,7 +94,7 @@ def balanced(
     balance = _balance_of(policy)
     if balance is None or not machine.mixed:
         return None
-    ranks = len(machine.ranks)
+    ranks = machine.data_parallel_size
     own = share.ranked or (share.workload,) * ranks
     known = {w.batch: w for w in own}
 

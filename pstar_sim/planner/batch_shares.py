@@ -86,7 +86,7 @@ def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, near
     else:
         what = "a Workload, such as ps.preset('12B', batch=8, seq=1024), or a list of them, one per GPU"
         raise refused("workload", workload, what)
-    alike = len(given) == len(machine.ranks) and all(w is given[0] for w in given)
+    alike = len(given) == machine.world_size and all(w is given[0] for w in given)
     return Share(
         workload=given[0] if alike else tightest(given, machine),
         ranked=None if alike else given,
@@ -97,7 +97,7 @@ def share_out(workload: Workload | Sequence[Workload], machine: Machine, *, near
 
 def _divided(workload: Workload, machine: Machine, *, nearly: bool) -> tuple[Workload, ...]:
     """Returns each rank's share of the job."""
-    if len(machine.ranks) == 1:
+    if machine.data_parallel_size == 1:
         return (_typed(workload, machine),)
     shares = shares_of_batch(workload.batch, machine, nearly=nearly)
     if workload.source != "preset" or workload.activations:
@@ -209,9 +209,9 @@ def _products_of(moments: Sequence[Moment]) -> tuple[Product, ...]:
 
 def _check_one_job(workloads: Sequence[Workload], machine: Machine) -> None:
     """Check the workloads. Raises PstarError unless there is one per rank, all of one model and shape of iteration."""
-    if len(workloads) != len(machine.ranks):
+    if len(workloads) != machine.world_size:
         raise PstarError(
-            f"{len(workloads)} workloads for the {len(machine.ranks)} ranks of {machine.name}; give one per rank"
+            f"{len(workloads)} workloads for the {machine.world_size} ranks of {machine.name}; give one per rank"
         )
     first = workloads[0]
     for r, w in enumerate(workloads):
@@ -240,7 +240,7 @@ def unmodelled_notes(
     timelines: timelines of the policies that fit, by name.
     short_of_gpu: whether every policy that does not fit is short of GPU memory.
     """
-    if len(machine.ranks) == 1:
+    if machine.data_parallel_size == 1:
         return ()
     notes = [UNMODELLED]
     if not timelines:

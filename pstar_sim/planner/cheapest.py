@@ -229,7 +229,7 @@ def cheapest(
     for machine, cost in zip(chosen, costs):
         tell(machine.name, len(rows), len(chosen))
         if isinstance(cost, str):
-            rows.append(Offer(machine=machine.name, nodes=machine.nodes, gpus=len(machine.ranks), reason=cost))
+            rows.append(Offer(machine=machine.name, nodes=machine.nodes, gpus=machine.world_size, reason=cost))
         else:
             rows.append(_offer(machine, job, *cost, tokens, deadline_s, most_nodes))
     rows.sort(key=_rank)
@@ -364,7 +364,7 @@ def _so_many(
     base = Offer(
         machine=machine.name,
         nodes=machine.nodes,
-        gpus=len(machine.ranks),
+        gpus=machine.world_size,
         usd_per_hour=usd * machine.nodes,
         price_of=what,
     )

@@ -165,7 +165,13 @@ def order_gain(plan: Plan, timeline: Timeline) -> str | None:
     for a plan for which no other order is possible (with one micro-batch, several GPUs, offloaded activations, or
     layer-major already), and for a plan whose policy tried both orders."""
     w = plan.workload
-    if w.micro_batches == 1 or w.layer_major or w.stashes or len(plan.machine.ranks) > 1 or "order" in plan.choices:
+    if (
+        w.micro_batches == 1
+        or w.layer_major
+        or w.stashes
+        or plan.machine.data_parallel_size > 1
+        or "order" in plan.choices
+    ):
         return None
     spec = _layer_major(plan.policy)
     try:
@@ -256,7 +262,7 @@ def _job(plan: Plan) -> list[str]:
         else "Adam may run as soon as its gradient is final"
     )
     what = f"{w.model} ({format_params(w.params)} parameters, {w.dtype})"
-    each = " per GPU" if len(m.ranks) > 1 else ""
+    each = " per GPU" if m.data_parallel_size > 1 else ""
     order = ", layer by layer" if w.layer_major else ""
     batch = f"batch {plan.own_batches or f'{w.batch}{each}'} x {_micro_batches(w.micro_batches)}{order}"
     batch += f", sequence {w.sequence}"
@@ -267,7 +273,7 @@ def _job(plan: Plan) -> list[str]:
         checkpointing += f", {kernels_text(w.kernels)}"
     return [
         f"{plan.policy}: {what}, {batch}, {checkpointing}, on {m.name}",
-        *([f"on each of {len(m.ranks)} GPUs, whose steps and figures these are"] if len(m.ranks) > 1 else []),
+        *([f"on each of {m.world_size} GPUs, whose steps and figures these are"] if m.world_size > 1 else []),
         f"update {s.update}, {'clipping' if s.clip else 'no clipping'}; {when}"
         + (", run by session.step" if s.loop == "step" else "")
         + (f", gradients added in {w.dtype}" if s.sums == "16-bit" else ""),

@@ -357,7 +357,7 @@ def job_of(group: Group) -> tuple[list[Workload], Machine, Settings]:
     if "dtype" not in given and "model" in given:
         given["dtype"] = default_dtype(machine)
     if "batch" not in given:
-        return [_workload(given)] * len(machine.ranks), machine, settings
+        return [_workload(given)] * machine.world_size, machine, settings
     shares = shares_of_batch(int(given["batch"]), machine)
     known = {share: _workload({**given, "batch": share}) for share in sorted(set(shares))}
     return [known[share] for share in shares], machine, settings

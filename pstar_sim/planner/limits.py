@@ -593,4 +593,4 @@ def _with_nearest_yes(
 def _all_bytes(machine: Machine, *, disks: bool) -> int:
     """Returns the bytes of GPUs and hosts of all ranks, and with `disks` of their disks."""
     each = machine.gpu_budget_bytes + machine.host_budget_bytes + (machine.nvme_budget_bytes if disks else 0)
-    return each * len(machine.ranks)
+    return each * machine.world_size

@@ -78,7 +78,7 @@ class Elsewhere:
                 one = load_machine(name)
             except PstarError:  # "here" may know no GPU and "virtual" no size, so neither can be recommended
                 continue
-            alike = len(one.ranks) == len(self.machine.ranks) and one.unified == self.machine.unified
+            alike = one.world_size == self.machine.world_size and one.unified == self.machine.unified
             if alike and one.name != self.machine.name:
                 known.append(one)
         return tuple(sorted(known, key=lambda m: (m.gpu_budget_bytes, -m.host_budget_bytes)))
@@ -294,5 +294,5 @@ def _workloads(ask: Ask, elsewhere: Elsewhere, settings: Settings, error: DoesNo
             continue
         micro_batches = workload.micro_batches * (workload.batch // batch)
         if ask(elsewhere.smaller(batch, micro_batches), machine, settings) is None:
-            flags = f"--batch {batch * len(machine.ranks)} --micro-batches {micro_batches}"
+            flags = f"--batch {batch * machine.data_parallel_size} --micro-batches {micro_batches}"
             yield Remedy(kind="micro-batches", size=micro_batches, words=f"with {flags}")

@@ -316,7 +316,7 @@ class _MachineQuestion:
         )
 
     def _compared(self, where: Machine) -> Comparison:
-        each = self.share.ranked or (self.share.workload,) * len(where.ranks)
+        each = self.share.ranked or (self.share.workload,) * where.world_size
         return compare(
             each,
             where,
@@ -331,7 +331,7 @@ class _MachineQuestion:
         """Returns the relative change of the time per token."""
         if seconds is None or now.iteration_s is None:
             return None
-        return seconds / len(where.ranks) / (now.iteration_s / len(self.machine.ranks)) - 1
+        return seconds / where.data_parallel_size / (now.iteration_s / self.machine.data_parallel_size) - 1
 
     def _larger(self, where: Machine, now: PartEffect) -> _Larger:
         """Returns the figures of the largest model. The search uses the policy that trains the largest model now, and
@@ -356,7 +356,7 @@ class _MachineQuestion:
         ranked, workload = self.share.ranked, self.share.workload
         limits = max_model(
             where,
-            batch=sum(w.batch for w in ranked) if ranked else workload.batch * len(where.ranks),
+            batch=sum(w.batch for w in ranked) if ranked else workload.batch * where.data_parallel_size,
             seq=workload.sequence,
             like=model_entry(workload.model).name,
             policies=policies,

@@ -112,7 +112,7 @@ def class_of(machine: Machine, workload: Workload) -> str:
     ("a100 + v100 node")."""
     return class_name(
         " + ".join(dict.fromkeys(r.gpu.name.split("-")[0] for r in machine.ranks)),
-        ranks=len(machine.ranks),
+        ranks=machine.world_size,
         nodes=machine.nodes,
         kernels=workload.kernels,
         experts=any(".experts." in t.name for t in workload.tensors),

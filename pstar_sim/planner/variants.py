@@ -184,7 +184,7 @@ class _Race:
         self.searching = can(policy).tries_others and len(ways) > SEARCHED
         # All candidates have one model's tensors, so one chunk size suits all.
         first = build_layout(
-            ways[0].source, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks), sums=settings.sums
+            ways[0].source, chunk_bytes=settings.chunk_bytes, ranks=machine.data_parallel_size, sums=settings.sums
         )
         self.usual = replace(settings, chunk_bytes=first.chunk_bytes)
         self.chunk_bytes = first.chunk_bytes
@@ -268,7 +268,7 @@ class _Race:
 
     def _stand_ins(self, way: Way) -> tuple[int, ...]:
         """Returns the numbers of micro-batches of the stand-ins that are bounded. The last is the candidate's own."""
-        return way.stand_ins() if len(self.machine.ranks) == 1 else (way.repeats,)
+        return way.stand_ins() if self.machine.data_parallel_size == 1 else (way.repeats,)
 
     def _bound_s(self, way: Way, count: int, *, stream: bool = True) -> float:
         """Returns a lower bound on the seconds of the candidate's plans with the usual chunks.
@@ -284,7 +284,7 @@ class _Race:
                 # on several GPUs chunks are sliced, or whole on each
                 layouts = {
                     build_layout(w, chunk_bytes=self.chunk_bytes, ranks=n, sums=self.usual.sums)
-                    for n in (1, len(self.machine.ranks))
+                    for n in (1, self.machine.data_parallel_size)
                 }
                 bounds = [
                     lower_bound(

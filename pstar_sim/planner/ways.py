@@ -270,7 +270,7 @@ def _seconds_of(w: Workload, machine: Machine, chunk_bytes: int) -> _Seconds:
     known = w.derived.get(key)
     if isinstance(known, _Seconds) and known.cost.machine is machine:
         return known
-    cost = CostModel(w, machine, build_layout(w, chunk_bytes=chunk_bytes, ranks=len(machine.ranks)))
+    cost = CostModel(w, machine, build_layout(w, chunk_bytes=chunk_bytes, ranks=machine.data_parallel_size))
     runs = block_runs(w)
     w.derived[key] = known = _Seconds(
         cost=cost,

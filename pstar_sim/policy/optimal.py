@@ -123,7 +123,7 @@ def _orders(workload: Workload, machine: Machine, settings: Settings) -> list[st
     """Returns the orders to search, by [Note: which order]: the workload's order and, if they can be made, the
     layer-major orders."""
     own, *others = ORDERS
-    if settings.loop == "own" or workload.micro_batches == 1 or len(machine.ranks) > 1 or workload.relayed:
+    if settings.loop == "own" or workload.micro_batches == 1 or machine.data_parallel_size > 1 or workload.relayed:
         return [own]
     orders = [own]
     for order in others:
@@ -158,7 +158,7 @@ def _others(
         if able.reorders and not (workload.layer_major or len(orders) > 1):
             continue
         if (workload.layer_major or able.reorders) in beaten and (
-            (len(machine.ranks) == 1 and not able.streams_states) or able.point is not None
+            (machine.data_parallel_size == 1 and not able.streams_states) or able.point is not None
         ):
             continue
         try:

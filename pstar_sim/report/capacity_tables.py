@@ -91,7 +91,7 @@ def fits_text(answer: Fits, *, width: int | None = None, why: bool = False) -> s
 def _asked(answer: Fits) -> tuple[str, str]:
     """Returns the job and the machine, a line each."""
     w, m = answer.workload, answer.machine
-    each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
+    each = "" if m.world_size == 1 else f" for each of {m.world_size} GPUs"
     parts = [w.model, f"{_params(w.params)} parameters", batch_words(answer), f"sequence {w.sequence}", w.dtype]
     parts += [word for word in (w.notes, w.optimizer.name) if word and word != "adamw"]
     machine = f"on {m.name}: {_memory(m)}{each}; weights are {_loaded(answer.loading, m)}"
@@ -223,7 +223,7 @@ def _lack(row: Fit, machine: Machine, loading: Loading) -> str:
 
 
 def _each(machine: Machine) -> str:
-    return " per GPU" if len(machine.ranks) > 1 else ""
+    return " per GPU" if machine.data_parallel_size > 1 else ""
 
 
 def _would_fit(row: Fit) -> str:
@@ -256,7 +256,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
     lacks."""
     width = terminal_width() if width is None else width
     m = answer.machine
-    each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
+    each = "" if m.world_size == 1 else f" for each of {m.world_size} GPUs"
     lines = [
         f"largest {'depth' if answer.what == 'layers' else 'batch'}: {answer.of}",
         f"on {m.name}: {_memory(m)}{each}; weights are {_loaded(loading_of(str(answer.job['loading'])), m)}",
@@ -273,7 +273,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
         texts = [f"{p.system} {_params(p.params)}: {p.source}" for p in published]
         lines += _notes(["published: " + "; ".join(texts)], width)
     lines += _notes([row.reason for row in answer.rows if row.value == 0 and row.reason], width)
-    lines += _notes([f"note: {UNMODELLED}"] if len(m.ranks) > 1 else [], width)
+    lines += _notes([f"note: {UNMODELLED}"] if m.data_parallel_size > 1 else [], width)
     return "\n".join(lines) + "\n"
 
 

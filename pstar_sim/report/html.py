@@ -35,7 +35,7 @@ POINTS = 320  # points of a curve; each is the highest instant of its stretch
 
 def machine_html(machine: Machine) -> str:
     """Returns parts, memory, rates and sources of a machine, as HTML."""
-    m, count = machine, len(machine.ranks)
+    m, count = machine, machine.world_size
     gpus = " + ".join(f"{n} x {name}" for name, n in Counter(rank.gpu.name for rank in m.ranks).items())
     each, node = (" per GPU", " of a node") if count > 1 else ("", "")
     rows = [

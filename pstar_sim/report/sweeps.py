@@ -65,7 +65,7 @@ def plot_limits(limits: Sequence[Limits], ax: Axes | None = None) -> Any:
 def _with_memory(limits: Limits) -> str:
     """Returns the machine's name and the memory per GPU: machines of equal GPUs may differ in host memory."""
     m = limits.machine
-    each = "" if len(m.ranks) == 1 else " per GPU"
+    each = "" if m.data_parallel_size == 1 else " per GPU"
     return f"{m.name}\n{m.gpu_budget_bytes / GB:.0f} GB of GPU and\n{m.host_budget_bytes / GB:.0f} GB of RAM{each}"
 
 

@@ -73,7 +73,7 @@ def heading(answer: TableAnswer) -> str:
         *([f"effort {s.effort:g}"] if s.effort != 1 else []),
         *([w.notes] if w.notes else []),
     ]
-    each = f"{len(m.ranks)} GPUs, each with " if len(m.ranks) > 1 else ""
+    each = f"{m.world_size} GPUs, each with " if m.world_size > 1 else ""
     where = (
         f"{m.name}: {each}{format_bytes(m.gpu_budget_bytes)} of GPU and {format_bytes(m.host_budget_bytes)} of host "
         "memory"
@@ -88,7 +88,7 @@ def heading(answer: TableAnswer) -> str:
 
 def batch_words(answer: TableAnswer) -> str:
     """Returns the batch of all GPUs together, and the share of each GPU."""
-    w, ranks = answer.workload, len(answer.machine.ranks)
+    w, ranks = answer.workload, answer.machine.data_parallel_size
     words = f"batch {answer.batch}"
     if w.micro_batches > 1:
         words += f" x {w.micro_batches} micro-batches"

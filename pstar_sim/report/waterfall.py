@@ -129,7 +129,7 @@ def _bytes(ablation: Ablation, ax: Axes) -> None:
     shown = [*(lines[n] for n in fitting), lines[fitting[-1]]]
     ax.barh([n - 0.18 for n in rows], [(x.h2d_bytes or 0) / GB for x in shown], 0.36, color=UP, label="to the GPU")
     ax.barh([n + 0.18 for n in rows], [(x.d2h_bytes or 0) / GB for x in shown], 0.36, color=DOWN, label="to the host")
-    ax.set_xlabel("GB per iteration" + (" and GPU" if len(ablation.machine.ranks) > 1 else ""), fontsize=9)
+    ax.set_xlabel("GB per iteration" + (" and GPU" if ablation.machine.data_parallel_size > 1 else ""), fontsize=9)
     ax.tick_params(axis="x", labelsize=8)
     ax.tick_params(axis="y", length=0)
     ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0.0, 1.09), ncols=2, handlelength=1.2,

@@ -40,7 +40,7 @@ def play(
     Raises PlanError, naming the step, for a plan that deadlocks, that goes over a budget, or whose steps contradict
     each other. Raises PlanError for a rank that the machine does not have.
     """
-    count = len(plan.machine.ranks)
+    count = plan.machine.world_size
     if rank is not None and not 0 <= rank < count:
         raise PlanError(f"rank is {rank}; {plan.machine.name} has ranks 0 to {count - 1}")
     timelines = play_each(plan, cost=cost, max_iterations=max_iterations, jitter=jitter, every_rank=every_rank)
@@ -58,7 +58,7 @@ def play_each(
     """Returns the timeline of each rank. The arguments and errors are those of `play`."""
     if max_iterations < 2:
         raise PlanError(f"max_iterations must be at least 2, so that two can agree, not {max_iterations}")
-    if len(plan.machine.ranks) > 1 or plan.ranked is not None:
+    if plan.machine.world_size > 1 or plan.ranked is not None:
         from pstar_sim.sim.several_ranks import play_ranks
 
         return play_ranks(plan, cost, max_iterations, jitter, every_rank=every_rank)

@@ -165,7 +165,7 @@ def _dos(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     if row.hardware.startswith("Polaris"):
         bound = row.source.endswith(_BOUND)
         machine = published_machine("polaris-bound" if bound else "polaris-dos", efficiency, "deepspeed")
-        used = min(row.gpus, len(machine.ranks))
+        used = min(row.gpus, machine.world_size)
         machine = first_ranks(machine, used, cores_a_rank=POLARIS_CORES_A_RANK, efficiency=efficiency)
         if row.gpus > used:
             machine = with_nodes(machine, row.gpus // used)

@@ -45,5 +45,5 @@ def published_limits(machine: Machine) -> tuple[PublishedLimit, ...]:
     return tuple(
         PublishedLimit(system=row.system, policy=_POLICIES.get(row.system), params=row.value, source=row.source)
         for row in published_rows()
-        if row.metric == "max_trainable_model" and _HARDWARE.get(row.hardware) == (machine.name, len(machine.ranks))
+        if row.metric == "max_trainable_model" and _HARDWARE.get(row.hardware) == (machine.name, machine.world_size)
     )

@@ -139,7 +139,7 @@ def predict(experiment: Experiment, plan: Plan, timeline: Timeline, batch: int) 
     """Returns the predicted values by the metrics' names, in their units."""
     phases = phases_of(plan, timeline)
     iteration_s = timeline.iteration_s + experiment.loop_s * experiment.micro_batches
-    ranks = len(experiment.machine.ranks)
+    ranks = experiment.machine.data_parallel_size
     tokens = ranks * batch * experiment.sequence * experiment.micro_batches
     params = experiment.sizes[0].params
     gpu, host = timeline.peak_bytes["gpu"], timeline.peak_bytes["host"]

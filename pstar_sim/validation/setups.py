@@ -102,8 +102,8 @@ def first_ranks(
     sockets: number of sockets of the node; a process reaches the cores and the DRAM bandwidth of its own socket only.
     cores_a_rank: number of cores that each rank is bound to; CPU Adam is then no faster than these cores.
     """
-    if not 1 <= count <= len(machine.ranks):
-        raise CatalogError(f"machine {machine.name!r} has {len(machine.ranks)} GPUs, so {count} cannot be in use")
+    if not 1 <= count <= machine.world_size:
+        raise CatalogError(f"machine {machine.name!r} has {machine.world_size} GPUs, so {count} cannot be in use")
     host = machine.host
     used = -(-count * sockets // machine.local_ranks) / sockets
     if used < 1:
@@ -117,7 +117,7 @@ def first_ranks(
         cores = count * cores_a_rank
         by_cores = cores * (efficiency or fitted()).adam_params_per_core_s
         host = replace(host, cores=cores, adam_params_per_s=min(host.adam_params_per_s, by_cores))
-    if count == len(machine.ranks) and host is machine.host:
+    if count == machine.world_size and host is machine.host:
         return machine
     ranks = tuple(replace(rank, batch_share=1 / count) for rank in machine.ranks[:count])
     return replace(machine, name=f"{machine.name} ({count} in use)", ranks=ranks, host=host)

@@ -44,7 +44,7 @@ def _fsdp(run: tuple[PublishedRow, ...], efficiency: Efficiency) -> Experiment:
     machine = published_machine("a100-80x8" if "A100" in row.hardware else "h100-80x8", efficiency, "pytorch")
     return Experiment(
         rows=run,
-        machine=with_nodes(machine, row.gpus // len(machine.ranks)),
+        machine=with_nodes(machine, row.gpus // machine.world_size),
         policy="zero3_resident" + (":reshard=off" if "SHARD_GRAD_OP" in row.settings else ""),
         sizes=(_mpt(row),),
         sequence=whole_number(row, "sequence", row.sequence),

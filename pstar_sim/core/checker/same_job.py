@@ -71,7 +71,7 @@ def _as_planned(plan: Plan, workload: Workload) -> Workload:
             workload = boundaries_on_host(workload)
     dtype = mine.dtype if workload.dtype_open else workload.dtype
     share = max(rank.batch_share for rank in plan.machine.ranks)
-    whole = len(plan.machine.ranks) > 1 and round(workload.batch * share, 6) == mine.batch
+    whole = plan.machine.data_parallel_size > 1 and round(workload.batch * share, 6) == mine.batch
     if workload.source == "preset" and not workload.activations and (whole or dtype != workload.dtype):
         return variant(workload, batch=mine.batch if whole else workload.batch, dtype=dtype)
     return workload
@@ -100,8 +100,8 @@ def check_machine(plan: Plan, machine: Machine) -> None:
         raise PlanError(
             f"the plan was made for machine {plan.machine.name!r}, not {machine.name!r}; make a plan for the latter"
         )
-    if len(machine.ranks) != len(plan.machine.ranks):
-        raise PlanError(f"the plan was made for {len(plan.machine.ranks)} GPUs, not {len(machine.ranks)}")
+    if machine.world_size != plan.machine.world_size:
+        raise PlanError(f"the plan was made for {plan.machine.world_size} GPUs, not {machine.world_size}")
     check_budgets(plan, machine)
 
 

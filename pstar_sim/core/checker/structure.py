@@ -164,7 +164,7 @@ def _check_update(plan: Plan, step: Step) -> None:
 
 def _check_collective(plan: Plan, step: Step) -> None:
     assert step.chunk is not None
-    ranks = len(plan.machine.ranks)
+    ranks = plan.machine.data_parallel_size
     if ranks == 1:
         raise PlanError(f"{label(step)}: machine {plan.machine.name!r} has one gpu; collectives need several")
     allowed: tuple[str, ...] = ("param", "grad", "grad32")

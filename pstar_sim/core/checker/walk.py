@@ -83,7 +83,7 @@ class Walk:
                 fresh = r.list in ("param", "remote") or r.list in self.states
                 self.content[r.chunk, r.list, r.place] = _Content(0) if fresh else None
         self.initial = frozenset(self.content)
-        self.ranks = len(plan.machine.ranks)
+        self.ranks = plan.machine.data_parallel_size
         self.sliced = layout.ranks > 1
         self.last_change: dict[_Piece, int] = {}
         self.looks: dict[_Piece, dict[int, int]] = {}

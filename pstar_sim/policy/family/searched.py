@@ -144,7 +144,7 @@ class _Sizes:
 
     def _layout(self, chunk_bytes: int | None) -> Layout:
         return build_layout(
-            self._workload, chunk_bytes=chunk_bytes, ranks=len(self._machine.ranks), sums=self._settings.sums
+            self._workload, chunk_bytes=chunk_bytes, ranks=self._machine.data_parallel_size, sums=self._settings.sums
         )
 
     def run(self) -> None:

@@ -71,7 +71,7 @@ class Job:
         self.machine = machine
         self.settings = settings
         self.layout = layout or build_layout(
-            workload, chunk_bytes=settings.chunk_bytes, ranks=len(machine.ranks), sums=settings.sums
+            workload, chunk_bytes=settings.chunk_bytes, ranks=machine.data_parallel_size, sums=settings.sums
         )
         self.ranks = self.layout.ranks
         self._check_order()
@@ -89,7 +89,7 @@ class Job:
         self._weigh_chunks()
 
     def _check_order(self) -> None:
-        ranks = len(self.machine.ranks)
+        ranks = self.machine.data_parallel_size
         if self.workload.layer_major and ranks > 1:
             raise CannotPlan(f"{self.name}: a layer-major workload runs on one GPU, not on {ranks}")
 

@@ -64,7 +64,7 @@ class Builder:
         self.workload = workload
         self.machine = machine
         self.settings = settings
-        self.ranks = len(machine.ranks)
+        self.ranks = machine.data_parallel_size
         if settings.sums == "16-bit" and self.ranks > 1:
             raise CannotPlan(f"{policy}: sums in 16 bits are for one GPU, not for {self.ranks}; leave sums at 32-bit")
         self.layout = layout or build_layout(

@@ -66,7 +66,7 @@ def karma(workload: Workload, machine: Machine, settings: Settings) -> Plan:
 def _residences(job: Job) -> Iterator[tuple[str, Collection[int], Sequence[Visit]]]:
     """Yields ways to keep model data on the GPU, from the most to the least data. Each is (words, pinned chunks, visits
     of the other chunks)."""
-    if len(job.machine.ranks) == 1:
+    if job.machine.data_parallel_size == 1:
         end = len(job.workload.moments) - 1
         frozen = [Visit(c, 0, end) for c in job.moving if not job.uses.updated(c)]
         yield "parameters and states stay on the GPU", job.candidates, frozen
@@ -149,7 +149,7 @@ def _rooms(job: Job) -> list[int]:
     job with all activations recomputed are left out. Parameters are swapped by block only if no other way leaves
     enough."""
     rooms = [_least(job, _until_last_use(job, job.moving))]
-    if len(job.machine.ranks) == 1:
+    if job.machine.data_parallel_size == 1:
         rooms[:0] = [job.machine.gpu_budget_bytes - job.small_bytes - sum(job.permanent[c] for c in job.moving)]
     enough = [room for room in rooms if room >= max(job.tide)]
     return enough or [_least(job, _by_block(job)), _least(job, _by_use(job))]

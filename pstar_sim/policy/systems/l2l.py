@@ -56,10 +56,10 @@ def l2l(workload: Workload, machine: Machine, settings: Settings, *, stash: str 
     Raises CannotPlan for a workload that is not a stack of blocks, and for several GPUs. Raises DoesNotFit if two
     layers beside the tide exceed the GPU, or if parameters, gradients and states exceed the host.
     """
-    if len(machine.ranks) > 1:
+    if machine.data_parallel_size > 1:
         raise CannotPlan(
-            f"l2l runs on one GPU, not on {len(machine.ranks)}: the published parallel version adds up the gradients "
-            "of all GPUs in host memory that they share, and here each rank has host memory of its own"
+            f"l2l runs on one GPU, not on {machine.data_parallel_size}: the published parallel version adds up the "
+            "gradients of all GPUs in host memory that they share, and here each rank has host memory of its own"
         )
     w = in_order("l2l", workload, "relay-host" if stash == "host" else "relay")
     parts = parts_of(w)

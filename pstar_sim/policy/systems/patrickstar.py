@@ -87,7 +87,7 @@ def patrickstar(workload: Workload, machine: Machine, settings: Settings, *, msc
     Raises DoesNotFit if a moment's chunks, its non-model data and the reserve exceed the GPU, or if parameters and
     states exceed the host. Raises CannotPlan for more ranks than chunks.
     """
-    layout = _layout(workload, settings, len(machine.ranks), msc)
+    layout = _layout(workload, settings, machine.data_parallel_size, msc)
     homes = homes_of(facts_of(workload, layout), machine.gpu_budget_bytes)
     unit = "group" if layout.ranks > 1 and not msc else "chunk"
 

@@ -82,9 +82,11 @@ def balance(
     Raises CannotPlan for fewer sequences than ranks. Raises DoesNotFit if the GPUs have no room for all sequences
     together. Raises the errors of `schedule` if the host has no room.
     """
-    if batch < len(machine.ranks):
-        raise CannotPlan(f"whale: {batch} sequences for {len(machine.ranks)} ranks; give each rank at least one")
-    even = workload_of(max(1, batch // len(machine.ranks)))
+    if batch < machine.data_parallel_size:
+        raise CannotPlan(
+            f"whale: {batch} sequences for {machine.data_parallel_size} ranks; give each rank at least one"
+        )
+    even = workload_of(max(1, batch // machine.data_parallel_size))
     kinds = _kinds(machine)
     alone = {kind: _all_like(machine, kind) for kind in sorted(set(kinds))}
     speeds = {kind: _speed(where, even, speed) for kind, where in alone.items()}
@@ -151,7 +153,7 @@ def _kinds(machine: Machine) -> list[int]:
 def _all_like(machine: Machine, rank: int) -> Machine:
     """Returns the machine with GPUs and links that are all like this rank's."""
     one = machine.ranks[rank]
-    share = 1 / len(machine.ranks)
+    share = 1 / machine.data_parallel_size
     ranks = tuple(replace(r, gpu=one.gpu, link=one.link, batch_share=share) for r in machine.ranks)
     return replace(machine, ranks=ranks)
 

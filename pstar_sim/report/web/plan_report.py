@@ -299,7 +299,7 @@ def _merged(legends: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 def _job(plan: Plan) -> str:
     w, m = plan.workload, plan.machine
-    each = f"{w.batch}{f' on each of {len(m.ranks)} GPUs' if len(m.ranks) > 1 else ''}"
+    each = f"{w.batch}{f' on each of {m.world_size} GPUs' if m.world_size > 1 else ''}"
     batch = f"batch {plan.own_batches or each}"
     batch += f" x {w.micro_batches} micro-batches" if w.micro_batches > 1 else ""
     return f"{w.model}, {format_params(w.params)} parameters, {batch}, sequence {w.sequence}, {w.dtype}, on {m.name}"
