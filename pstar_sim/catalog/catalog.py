@@ -246,12 +246,7 @@ def with_nodes(machine: Machine, nodes: int) -> Machine:
             f"machine {machine.name!r}: nodes = {nodes} but it has no network; a machine file gives a "
             'network with network = NAME, where NAME is a link with connects = "node-node"'
         )
-    node = machine.ranks[: machine.local_ranks]
-    ranks = tuple(replace(r, batch_share=r.batch_share * machine.nodes / nodes) for r in node) * nodes
-    price = machine.price_usd_per_hour
-    if price is not None:
-        price = price * nodes / machine.nodes
-    return replace(machine, ranks=ranks, nodes=nodes, price_usd_per_hour=price)
+    return machine.with_nodes(nodes)
 
 
 def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:

@@ -7,7 +7,7 @@ is made. The TOML files and `catalog.py` say where the numbers come from. Knows 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Annotated, Literal, TypeVar
 
@@ -649,6 +649,16 @@ class Machine:
     def local_ranks(self) -> int:
         """Number of ranks of one node, which share its host, disks and links."""
         return self.world_size // self.nodes
+
+    def with_nodes(self, nodes: int) -> Machine:
+        """Returns the machine with `nodes` nodes like its first node. The price grows in proportion."""
+        node, price = self.ranks[: self.local_ranks], self.price_usd_per_hour
+        return replace(
+            self,
+            nodes=nodes,
+            ranks=tuple(replace(r, batch_share=r.batch_share * self.nodes / nodes) for r in node) * nodes,
+            price_usd_per_hour=None if price is None else price * nodes / self.nodes,
+        )
 
     @property
     def pool_bytes(self) -> int | None:

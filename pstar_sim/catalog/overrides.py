@@ -111,10 +111,12 @@ def parse_settings(texts: Iterable[str]) -> dict[str, Value]:
 
 
 def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
-    """Returns the paths in an order in which no intermediate machine contradicts itself: where a memory shrinks, the
-    figures that are subtracted from it are set first.
+    """Returns the paths as listed: nodes and GPUs, which multiply the present parts, come first, and cores before
+    Adam's own rate. Where a memory shrinks, the figures that are subtracted from it are set before it, so that no
+    intermediate machine contradicts itself.
     """
-    paths = sorted(given, key=_order)
+    places = {path: place for place, path in enumerate(_PATHS)}
+    paths = sorted(given, key=lambda path: places.get(path, len(places)))
     for memory, taken in (("gpu.memory", "gpu.context"), ("host.memory", "host.reserved")):
         if memory in given and taken in given:
             now = _PATHS[memory].get(machine)
@@ -122,15 +124,6 @@ def _in_order(machine: Machine, given: Mapping[str, Value]) -> list[str]:
                 paths.remove(taken)
                 paths.insert(paths.index(memory), taken)
     return paths
-
-
-def _order(path: str) -> tuple[int, int]:
-    """Returns the key to sort a path by: first counts (nodes and GPUs multiply the present parts), then the other paths
-    as listed; cores come before Adam's own rate.
-    """
-    first = ("nodes", "gpus")
-    known = list(_PATHS)
-    return (first.index(path) if path in first else len(first), known.index(path) if path in known else len(known))
 
 
 def _put(machine: Machine, path: str, value: Value) -> Machine:
@@ -254,13 +247,14 @@ def _hbm(machine: Machine, rate: float) -> Machine:
     changes in proportion."""
 
     def change(gpu: Gpu) -> Gpu:
-        factor = rate / gpu.hbm_bytes_per_s
         operators, shape = gpu.operator_bytes_per_s, gpu.products
         return replace(
             gpu,
             hbm_bytes_per_s=rate,
             operator_bytes_per_s=None if operators is None else operators * rate / gpu.hbm_bytes_per_s,
-            products=None if shape is None else replace(shape, bytes_per_s=shape.bytes_per_s * factor),
+            products=None
+            if shape is None
+            else replace(shape, bytes_per_s=shape.bytes_per_s * (rate / gpu.hbm_bytes_per_s)),
         )
 
     return _with(machine, "gpu", change)
@@ -289,19 +283,6 @@ def _gpus(machine: Machine, count: float) -> Machine:
     )
 
 
-def _nodes(machine: Machine, count: float) -> Machine:
-    wanted = round(count)
-    node = machine.ranks[: machine.local_ranks]
-    scale = machine.nodes / wanted
-    price = machine.price_usd_per_hour
-    return replace(
-        machine,
-        nodes=wanted,
-        ranks=tuple(replace(rank, batch_share=rank.batch_share * scale) for _ in range(wanted) for rank in node),
-        price_usd_per_hour=None if price is None else price * wanted / machine.nodes,
-    )
-
-
 def _both_ways(machine: Machine, rate: float) -> Machine:
     return _with(machine, "link", lambda k: replace(k, h2d_bytes_per_s=rate, d2h_bytes_per_s=rate))
 
@@ -309,7 +290,7 @@ def _both_ways(machine: Machine, rate: float) -> Machine:
 def _paths() -> dict[str, _Path]:
     """Returns the figures by path: those that the parts declare, and those that change several attributes."""
     paths = {
-        "nodes": _Path(COUNT, 1, 4096, lambda m: m.nodes, _nodes),
+        "nodes": _Path(COUNT, 1, 4096, lambda m: m.nodes, lambda m, count: m.with_nodes(round(count))),
         "gpus": _Path(COUNT, 1, 64, lambda m: m.local_ranks, _gpus),
     }
     for name, part in _PARTS.items():
@@ -318,9 +299,8 @@ def _paths() -> dict[str, _Path]:
         paths[path] = replace(paths[path], put=put)
     both = replace(paths["link.h2d"], get=lambda m: min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s), put=_both_ways)
     paths["link.bandwidth"] = both
-    for figure in figures_of(Machine):
-        paths[figure.path] = _Path(figure.unit[0], *figure.range, figure.get, figure.put)
-    return paths
+    paths |= {f.path: _Path(f.unit[0], *f.range, f.get, f.put) for f in figures_of(Machine)}
+    return dict(sorted(paths.items(), key=lambda row: row[0].startswith(("peer", "network", "nvme", "price"))))
 
 
 _PARTS: Mapping[str, type] = {

@@ -40,6 +40,12 @@ _ONLY_IF_ANY = (
     "dtype_open",
     "kernels",
 )  # fields of the workload that are left out if they are empty
+_FIRST = {
+    "measured", "duplex", "launch_s", "matmul_tables", "operator_bytes_per_s", "pageable_bytes_per_s", "h2d_table",
+    "d2h_table", "adam_table", "dram_measured", "root", "notes", "price_usd_per_hour", "extra", "peer", "network",
+    "root_bytes_per_s", "nvme", "slowdowns",
+}  # fmt: skip
+"""Fields of a machine that are written also if they are empty: those of the first files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +99,7 @@ def _to_json(plan: Plan) -> str:
         "nvme_budget_bytes": plan.nvme_budget_bytes,
         "predictions": dict(plan.predictions),
         "choices": dict(plan.choices),
-        "machine": _machine_to_dict(plan.machine),
+        "machine": dataclasses.asdict(plan.machine, dict_factory=_written),
         "workload": _workload_to_dict(plan.workload),
         "ranked": _ranked_to_list(plan),
         "layout": plan.layout.to_dict(),
@@ -111,22 +117,12 @@ def _to_json(plan: Plan) -> str:
     return "{\n" + ",\n".join(parts) + ',\n"steps": [\n' + steps + "\n]\n}\n"
 
 
-def _machine_to_dict(machine: Machine) -> dict[str, object]:
-    """Returns the machine as plain values. Fields that the first files did not have are left out if they are empty, so
-    that such files stay the same."""
-    values = dataclasses.asdict(machine)
-    newer = [(rank["gpu"], "products") for rank in values["ranks"]]
-    newer += [(values["host"], "pinned_bytes"), (values["nvme"] or {}, "life_bytes"), (values, "unified")]
-    newer += [(values, "framework"), (values["peer"] or {}, "table"), (values["network"] or {}, "table")]
-    for part, name in newer:
-        if not part.get(name):
-            part.pop(name, None)
-    known = [part for rank in values["ranks"] for part in (rank["gpu"], rank["link"])]
-    known += [values["host"], values["peer"] or {}, values["network"] or {}]
-    for part in known:
-        if part.get("known") == "datasheet":
-            del part["known"]
-    return values
+def _written(fields: list[tuple[str, Any]]) -> dict[str, object]:
+    """Returns the fields of a machine's part. Fields that the first files did not have are left out if they are empty,
+    so that such files stay the same."""
+    usual = {"known": "datasheet"} if any(name == "measured" for name, _ in fields) else {}
+    empty = (None, False, ())
+    return {n: v for n, v in fields if n in _FIRST or not (any(v is e for e in empty) or v == usual.get(n))}
 
 
 def _settings_to_dict(settings: Settings) -> dict[str, object]:
