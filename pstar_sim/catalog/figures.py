@@ -1,6 +1,6 @@
 """Figures of a machine's parts. A figure is declared once, at its attribute: with its key in a TOML file, its range and
-meaning there, and its path for `--set`. The tables of the files, reading, writing, overrides, the checks of values and
-the pages of the documentation follow from the declaration.
+meaning there, and its path for `--set`. The types of the files' tables, reading, writing, overrides, checks and the
+pages of the documentation follow.
 
 class Host:
     memory_bytes: Annotated[int, Figure("memory_gb", Gigabytes, "DRAM", path="memory")]

@@ -558,7 +558,6 @@ class Rank:
 class Machine:
     """Nodes and their ranks; a single GPU is one rank.
 
-    name: name of the machine.
     ranks: ranks of all nodes, node by node, the same number in each.
     host: host of ONE node; its ranks share memory and cores in equal parts, and bandwidths as they need them.
     notes: notes of the catalog on the machine.
@@ -576,7 +575,7 @@ class Machine:
         host's memory_bytes. The link is a copy inside that memory.
     """
 
-    name: str
+    name: _Name
     ranks: tuple[Rank, ...]
     host: Host
     notes: str = ""

@@ -16,6 +16,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -297,8 +298,9 @@ def _paths() -> dict[str, _Path]:
         paths |= {f"{name}.{f.path}": _of_part(name, f) for f in figures_of(part) if f.path}
     for path, put in _PUTS.items():
         paths[path] = replace(paths[path], put=put)
-    both = replace(paths["link.h2d"], get=lambda m: min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s), put=_both_ways)
-    paths["link.bandwidth"] = both
+    paths["link.bandwidth"] = replace(
+        paths["link.h2d"], get=lambda m: min(m.link.h2d_bytes_per_s, m.link.d2h_bytes_per_s), put=_both_ways
+    )
     paths |= {f.path: _Path(f.unit[0], *f.range, f.get, f.put) for f in figures_of(Machine)}
     return dict(sorted(paths.items(), key=lambda row: row[0].startswith(("peer", "network", "nvme", "price"))))
 
@@ -328,10 +330,7 @@ def _check_disk(machine: Machine, given: Mapping[str, Value]) -> None:
 
 def _check(machine: Machine, given: Mapping[str, Value]) -> None:
     """Raise CatalogError for values that contradict the rest of the machine."""
-
-    def refuse(paths: Iterable[str], why: str, instead: str) -> CatalogError:
-        return _refusal(machine, given, paths, why, instead)
-
+    refuse = partial(_refusal, machine, given)
     if "link.bandwidth" in given and ("link.h2d" in given or "link.d2h" in given):
         raise refuse(
             ("link.bandwidth", "link.h2d", "link.d2h"),
