@@ -1,7 +1,7 @@
 """The catalog: reads TOML files into parts and machines, the shipped files first and a user's file over them.
 
 The shipped files are gpus.toml, links.toml, hosts.toml, disks.toml, frameworks.toml and machines.toml beside this
-module; the head of each file explains its fields. A user's file holds the same entries as [gpus.NAME], [links.NAME],
+module; the parts declare their keys. A user's file holds the same entries as [gpus.NAME], [links.NAME],
 [hosts.NAME], [disks.NAME], [frameworks.NAME] and [machines.NAME]. An entry with a new name extends the catalog and must
 be complete, except for source and checked, because the file is its own source. An entry with a known name overrides the
 fields that it gives. If a user's file has several machines, `machine = "NAME"` at its head chooses one of them.
