@@ -248,14 +248,12 @@ def _hbm(machine: Machine, rate: float) -> Machine:
     changes in proportion."""
 
     def change(gpu: Gpu) -> Gpu:
-        operators, shape = gpu.operator_bytes_per_s, gpu.products
+        was, operators, shape = gpu.hbm_bytes_per_s, gpu.operator_bytes_per_s, gpu.products
         return replace(
             gpu,
             hbm_bytes_per_s=rate,
-            operator_bytes_per_s=None if operators is None else operators * rate / gpu.hbm_bytes_per_s,
-            products=None
-            if shape is None
-            else replace(shape, bytes_per_s=shape.bytes_per_s * (rate / gpu.hbm_bytes_per_s)),
+            operator_bytes_per_s=operators and operators * rate / was,
+            products=shape and replace(shape, bytes_per_s=shape.bytes_per_s * (rate / was)),
         )
 
     return _with(machine, "gpu", change)
