@@ -79,7 +79,7 @@ def _formats() -> dict[str, Format]:
             what="A price file (TOML) says what machines cost. `--prices FILE` takes it.",
             version=prices.VERSION,
             version_place=_HEAD_OF_TOML,
-            tables={"[MACHINE]": prices.OwnPrice},
+            tables={"[MACHINE]": prices.Price},
         ),
         "grid": Format(
             what="A grid (TOML) lists the values that a sweep goes through. Each key is one value or a list of them.",
