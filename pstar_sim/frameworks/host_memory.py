@@ -177,7 +177,7 @@ class MemoryRules:
         """Returns the host memory that the framework takes on one rank."""
         loading = self.loading(configuration)
         return HostNeed(
-            allocations=self.allocations(configuration, workload, len(machine.ranks)),
+            allocations=self.allocations(configuration, workload, machine.data_parallel_size),
             startup_bytes=loading.startup_bytes(workload, machine.local_ranks),
             loading=loading.words(machine.local_ranks),
             stash_bytes=sum(size for _, size in workload.stash_room),
