@@ -33,6 +33,7 @@ from pstar_sim.catalog.figures import Figure, Points, figures_of
 from pstar_sim.catalog.generations import Generation, generations
 from pstar_sim.catalog.machine import KNOWN, Fabric, Framework, Gpu, Host, Link, Machine, Nvme, Rank
 from pstar_sim.catalog.product_shape import ProductShape
+from pstar_sim.dtypes import DTYPES
 from pstar_sim.errors import CatalogError, UnknownName
 from pstar_sim.schema.fields import fields_of, want
 from pstar_sim.schema.parsing import parse_toml, read_toml
@@ -44,7 +45,6 @@ VERSION = 1
 """Newest version of a user's file. The key `version` at the head of a file gives the file's version; files of the first
 edition lack the key."""
 
-_DTYPES = ("fp32", "fp16", "bf16")
 _ORIGIN = ("source", "checked")
 _OTHER_MACHINE = (
     "any other machine: the most similar name with --gpu-memory, --host-memory, --gpus and --set, or a TOML file"
@@ -254,7 +254,7 @@ def _launch_s(e: Entry[Any], efficiency: Efficiency) -> float | None:
     rates are those of whole iterations; raises CatalogError if such a card also has products by shape.
     """
     card = e.values
-    if not any(getattr(card.calibrated, f"{dtype}_tflops", None) for dtype in _DTYPES):
+    if not any(getattr(card.calibrated, f"{dtype}_tflops", None) for dtype in DTYPES):
         return efficiency.launch_s
     if card.products is not None:
         raise e.refuse("launch_us", f"given, because [{e.name}.products] has figures of kernels, not of iterations")
@@ -269,7 +269,7 @@ def _products(e: Entry[Any], generation: Generation | None) -> ProductShape | No
     if card.products is not None:
         figures = {f.attribute: f.from_file(getattr(card.products, f.name)) for f in figures_of(ProductShape)}
         return ProductShape(**figures)
-    if generation is None or any(getattr(card.calibrated, f"{dtype}_table", None) for dtype in _DTYPES):
+    if generation is None or any(getattr(card.calibrated, f"{dtype}_table", None) for dtype in DTYPES):
         return None
     if card.sms is None:
         raise e.refuse("sms", "given, because a generation's figures are those of one streaming multiprocessor")

@@ -95,7 +95,7 @@ class Gpu:
 
     context_bytes: bytes taken before the first tensor; a plan's budget is usable - context.
     hbm_bytes_per_s: effective bandwidth of its memory.
-    flops_per_s: effective matrix rate by dtype ("fp32", "fp16", "bf16"); a dtype that is missing is not supported.
+    flops_per_s: effective matrix rate by dtype; a dtype that is missing is not supported.
     launch_s: seconds of the beginnings and ends of a moment's kernels. None where rates are those of whole iterations,
         which contain these seconds and the operators.
     matmul_tables: by dtype, the curve of flops/s over the flops of a product, where it was measured; flops_per_s is
