@@ -14,7 +14,7 @@ from pstar_sim.cli.flag_values import count, duration_s, machine_names, model_na
 from pstar_sim.cli.flags import (
     JobFlags,
     JsonList,
-    Loading,
+    LoadingFlag,
     MachineFlags,
     MicroBatches,
     Preset,
@@ -42,7 +42,7 @@ class AskedFlags:
     """Questions about one job on one machine, and the form of the answer."""
 
     policy: Annotated[list[str] | None, policies("ask about", "all policies")] = None
-    loading: Loading = None
+    loading: LoadingFlag = None
     json: JsonList = False
 
 
@@ -125,7 +125,6 @@ def max_model(
     """Find the largest model a machine can train, by policy: of the catalog, and of a family by its depth."""
     from pstar_sim.cli.inputs import lora_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_model as ask
-    from pstar_sim.planner.memory_needs import LOADING
 
     machine = machine_of(on)
     with bar("starting", quiet=asked.json) as on_policy:
@@ -144,7 +143,7 @@ def max_model(
             kernels=job.kernels,
             lora=lora_of(job.lora),
             optimizer=job.optimizer,
-            loading=asked.loading or LOADING[0],
+            loading=asked.loading,
             on_policy=on_policy,
         )
     return _say_limits(answer, asked, smallest=f"one layer like {like}", machine=str(on.machine))
@@ -180,7 +179,6 @@ def max_batch(
     """Find the largest batch with which a machine can train a model, by policy."""
     from pstar_sim.cli.inputs import lora_of, machine_of, settings_of
     from pstar_sim.planner.limits import max_batch as ask
-    from pstar_sim.planner.memory_needs import LOADING
     from pstar_sim.workload.presets import default_dtype, preset
     from pstar_sim.workload.workload import Workload
 
@@ -206,7 +204,7 @@ def max_batch(
             write,
             policies=asked.policy,
             settings=settings_of(setting),
-            loading=asked.loading or LOADING[0],
+            loading=asked.loading,
             on_policy=on_policy,
         )
     return _say_limits(answer, asked, smallest=f"one sequence of {model}", machine=machine.name)
@@ -250,14 +248,13 @@ def cheapest(
     ] = 64,
     setting: SettingFlags,
     policy: Annotated[list[str] | None, policies("use", "optimal")] = None,
-    loading: Loading = None,
+    loading: LoadingFlag = None,
     json: JsonList = False,
 ) -> int:
     """Find the cheapest machine that trains a model on a number of tokens by a deadline."""
     from pstar_sim.catalog.loader import load_machine
     from pstar_sim.cli.inputs import lora_of, settings_of
     from pstar_sim.planner.cheapest import cheapest as ask
-    from pstar_sim.planner.memory_needs import LOADING
     from pstar_sim.report.capacity_tables import cheapest_text
 
     if (changes or gpus) and not machine:
@@ -279,7 +276,7 @@ def cheapest(
             kernels=job.kernels,
             lora=lora_of(job.lora),
             optimizer=job.optimizer,
-            loading=loading or LOADING[0],
+            loading=loading,
             prices=prices,
             most_nodes=most_nodes,
             on_part=on_part,
@@ -302,7 +299,7 @@ def sensitivity(
     on: MachineFlags,
     setting: SettingFlags,
     policy: Annotated[list[str] | None, policies("ask about", "three of them")] = None,
-    loading: Loading = None,
+    loading: LoadingFlag = None,
     by: Annotated[
         float,
         typer.Option(
@@ -316,12 +313,11 @@ def sensitivity(
 ) -> int:
     """Say what a tenth more GPU memory, RAM, link, DRAM, cores or network is worth, in time and in model size."""
     from pstar_sim.cli.inputs import machine_of, settings_of, workloads_of
-    from pstar_sim.planner.memory_needs import LOADING
     from pstar_sim.planner.sensitivity import sensitivity as ask
     from pstar_sim.report.capacity_tables import sensitivity_text
 
     machine = machine_of(on)
-    named: dict[str, Any] = {"loading": loading or LOADING[0]} | ({} if policy is None else {"policies": policy})
+    named: dict[str, Any] = {"loading": loading} | ({} if policy is None else {"policies": policy})
     with bar("starting", quiet=json) as on_part:
         answer = ask(
             workloads_of(job, machine), machine, settings=settings_of(setting), by=by, on_part=on_part, **named

@@ -21,6 +21,7 @@ __all__ = [
     "duration_s",
     "factor",
     "learning_rate",
+    "loading",
     "machine_names",
     "model_names",
     "natural",
@@ -141,6 +142,17 @@ def share(text: str) -> float:
     if not 0 < value <= 10:
         raise typer.BadParameter(f"must be a share above 0 and up to 10, such as 10% or 0.5, not {text!r}")
     return value
+
+
+@_value
+def loading(text: str) -> str:
+    """Returns the text of a `Loading`."""
+    from pstar_sim.workload.loading import loading_of
+
+    try:
+        return str(loading_of(text))
+    except PstarError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @_value

@@ -9,7 +9,16 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pstar_sim.cli.flag_values import factor, machine_names, model_names, new_file, one_of, policy_names, positive
+from pstar_sim.cli.flag_values import (
+    factor,
+    loading,
+    machine_names,
+    model_names,
+    new_file,
+    one_of,
+    policy_names,
+    positive,
+)
 
 __all__ = [
     "Dtype",
@@ -66,13 +75,14 @@ Lora = Annotated[
         help="freeze the model and train adapters of rank R, such as r=16 or r=8,targets=all-linear (presets only)",
     ),
 ]
-LOADINGS = Literal["whole", "each", "in-place"]
-Loading = Annotated[
-    LOADINGS | None,
+LoadingFlag = Annotated[
+    str | None,
     typer.Option(
-        parser=one_of(LOADINGS),
+        parser=loading,
+        metavar="WAY",
         help="how the weights come into host memory, beside what a plan keeps there: whole, once per node; each: "
-        "whole, by every process; in-place: never whole (default: whole, or as --like says)",
+        "whole, by every process; in-place: never whole; in another dtype than the job's: each:fp32 (default: whole, "
+        "or as --like says)",
     ),
 ]
 MicroBatches = Annotated[int, typer.Option(parser=positive, metavar="U", help="micro-batches per iteration")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pstar_sim.cli.flags import LOADINGS, SettingFlags
+from pstar_sim.cli.flags import SettingFlags
 from pstar_sim.errors import PstarError
 from pstar_sim.units import format_count
 
@@ -58,14 +58,16 @@ class Likes:
                 )
         return replace(job, **filled), replace(setting, clip=clip)
 
-    def loaded(self, flag: LOADINGS | None) -> tuple[Likes, LOADINGS | None]:
+    def loaded(self, flag: str | None) -> tuple[Likes, str | None]:
         """Returns the configurations, loaded as the flag says, and the way in which the job loads its weights: that of
-        the flag, or of the configurations if these agree; None if nothing says it."""
+        the configurations if these agree, or of the flag; None if nothing says it."""
+        from pstar_sim.frameworks.targets import target_of
+
+        read = self.configurations
         if flag is not None:
-            read = tuple((label, replace(c, loading=flag)) for label, c in self.configurations)
-            return Likes(configurations=read), flag
-        ways = {c.loading for _, c in self.configurations}
-        return self, ways.pop() if len(ways) == 1 else None
+            read = tuple((label, replace(c, loading=flag)) for label, c in read)
+        ways = {str(target_of(c).memory.loading(c)) for _, c in read}
+        return Likes(configurations=read), ways.pop() if len(ways) == 1 else flag
 
     def _answer(self, name: str, say: Callable[[Configuration], Any], flag: Any) -> Any:
         value, source = flag, _flag(name, flag)

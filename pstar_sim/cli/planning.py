@@ -15,9 +15,8 @@ from pstar_sim.cli.declare import command
 from pstar_sim.cli.exit_status import MISTAKE, NO
 from pstar_sim.cli.flag_values import natural, one_of, policy_names, positive
 from pstar_sim.cli.flags import (
-    LOADINGS,
     JsonList,
-    Loading,
+    LoadingFlag,
     MachineFlags,
     OptionalMachineFlags,
     OptionalWorkloadFlags,
@@ -64,7 +63,7 @@ class _PlanningQuestion:
     on: MachineFlags
     setting: SettingFlags
     global_batch: int | None
-    loading: LOADINGS | None
+    loading: str | None
     certify: bool
     quiet: bool
 
@@ -80,7 +79,7 @@ def compare(
     global_batch: GlobalBatch = None,
     policy: Annotated[list[str] | None, policies("compare", "all policies")] = None,
     like: Like = None,
-    loading: Loading = None,
+    loading: LoadingFlag = None,
     lp: Annotated[
         bool, certify("compare the policies with the tighter bound of a linear program, which takes seconds")
     ] = False,
@@ -153,7 +152,7 @@ def plan(
     policy: Annotated[
         str, typer.Option(metavar="P", autocompletion=policy_names, help="policy, or auto: the fastest that fits")
     ] = "auto",
-    loading: Loading = None,
+    loading: LoadingFlag = None,
     path: Annotated[str, output("the plan file to write")],
     lp: Annotated[bool, certify("give the plan the tighter bound of a linear program, which takes seconds")] = False,
     json: Annotated[bool, typer.Option("--json", help="the plan's line of the comparison as a JSON object")] = False,
@@ -378,7 +377,6 @@ def _compared(
     from pstar_sim.planner.asked import asked_policies
     from pstar_sim.planner.balance import all_balance
     from pstar_sim.planner.compare import compare as ask
-    from pstar_sim.planner.memory_needs import LOADING
 
     machine, settings = machine_of(asked.on), settings_of(asked.setting)
     if asked.global_batch is not None:
@@ -392,7 +390,7 @@ def _compared(
             policies=[*(p.as_policy() for p in likes), *policies] if likes and policies else policies,
             made=made,
             settings=settings,
-            loading=asked.loading or LOADING[0],
+            loading=asked.loading,
             certify=asked.certify,
             only_best=only_best,
             cut=cut_of(asked.job, machine),
@@ -413,7 +411,6 @@ def _among_variants(
     from pstar_sim.cli.inputs import variants_of
     from pstar_sim.planner.compare import Comparison, unfit_row
     from pstar_sim.planner.compare import compare as ask
-    from pstar_sim.planner.memory_needs import LOADING
     from pstar_sim.planner.tried import tried_text
     from pstar_sim.planner.variants import choose
     from pstar_sim.policy.registry import policy_name
@@ -422,8 +419,7 @@ def _among_variants(
     with bar("writing the ways to run it", quiet=asked.quiet) as on_way:
         ways = variants_of(asked.job, global_batch, machine)
         try:
-            loading = asked.loading or LOADING[0]
-            chosen = choose(ways, machine, settings, policy=policy, loading=loading, on_way=on_way)
+            chosen = choose(ways, machine, settings, policy=policy, loading=asked.loading, on_way=on_way)
         except DoesNotFit as error:
             note = f"global batch {global_batch}: none of {len(ways)} ways fits; the heading describes the first one"
             row = unfit_row(policy_name(policy), error)
@@ -441,7 +437,7 @@ def _among_variants(
             machine,
             policies=policies,
             settings=settings,
-            loading=loading,
+            loading=asked.loading,
             certify=asked.certify,
             only_best=only_best,
             made={policy_name(policy): (chosen.plan, chosen.timeline)},

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from pstar_sim.policy.kit.iteration_order import ON_HOST, in_order
 from pstar_sim.policy.kit.options import Specified, options_of, show, split_spec
@@ -33,7 +32,7 @@ class Configuration:
     train_batch_key: the key of the file with train_batch, for messages.
     pinned: whether gradients and states on the host are page-locked.
     pinned_params: the same for parameters.
-    loading: the way in which the weights are loaded, one of LOADING in planner/memory_needs.py.
+    loading: the way in which the weights are loaded, as the text of a `Loading`.
     details: other values that decide how the framework allocates, by name.
     left_open: options of the policy that the file leaves to the script, which sets them by the model's hidden size.
     notes: one line per setting that is not modelled.
@@ -52,7 +51,7 @@ class Configuration:
     optimizer: str | None = None
     pinned: bool = True
     pinned_params: bool = True
-    loading: Literal["whole", "each", "in-place"] = "each"
+    loading: str = "each"
     details: tuple[tuple[str, object], ...] = ()
     left_open: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)

@@ -282,7 +282,7 @@ def read(content: object, file: str) -> Configuration:
     )
 
 
-def _loading(stage: int) -> Literal["whole", "each"]:
+def _loading(stage: int) -> str:
     """Returns the way in which the weights are loaded. With stage 3, zero.Init slices the model while it is made (the
     HF Trainer uses zero.Init); otherwise every process loads the whole model."""
     return "whole" if stage == 3 else "each"

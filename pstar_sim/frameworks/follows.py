@@ -71,7 +71,7 @@ class Follows:
         exceed the GPU or the disks."""
         configuration = self.configuration.for_model(workload)
         memory, ranks = target_of(configuration).memory, len(machine.ranks)
-        need = memory.host_need(configuration, configuration.job(workload), ranks)
+        need = memory.host_need(configuration, configuration.job(workload), machine)
         short = memory.shortage(configuration, configuration.job(workload), machine, self.__name__)
         if short is not None:
             raise short

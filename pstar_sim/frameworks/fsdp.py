@@ -88,7 +88,7 @@ def _units(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 MEMORY = MemoryRules(
     allocations=_allocations,
-    loaded_width=_WIDTH,
+    loaded_dtype="fp32",
     unpinned=lambda configuration: "with CPUOffloadPolicy(pin_memory=False) of FSDP 2 in the script",
 )
 """Rules by which FSDP allocates, under each of its names."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.errors import DoesNotFit
 from pstar_sim.frameworks.configuration import Configuration
-from pstar_sim.planner.memory_needs import loading_words
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import DTYPE_BYTES, Tensor, Workload
+from pstar_sim.workload.loading import Loading, loading_of
+from pstar_sim.workload.workload import Tensor, Workload
 
 __all__ = [
     "Allocation", "HostNeed", "MemoryRules", "allocation", "moments_bytes_per_param", "rank_sizes", "sub_groups",
@@ -135,14 +135,14 @@ class MemoryRules:
     """Rules by which a framework allocates: functions of (configuration, workload of one rank, number of ranks).
 
     allocations: host memory that one rank requests.
-    loaded_width: bytes per parameter of weights while they are loaded; None: those of the working dtype.
+    loaded_dtype: dtype of the weights while they are loaded, where the job does not say it; None: the working dtype.
     once: what makes one process of a node load the weights for all, in words; "" if nothing does.
     unpinned: configuration -> what makes the framework pin less memory, in words; "" if nothing does.
     gpu_beyond_bytes: bytes that the GPU holds beside the lists of the policy; by default none.
     """
 
     allocations: Callable[[Configuration, Workload, int], tuple[Allocation, ...]]
-    loaded_width: int | None = None
+    loaded_dtype: str | None = None
     once: str = ""
     unpinned: Callable[[Configuration], str] = lambda configuration: ""
     gpu_beyond_bytes: Callable[[Configuration, Workload, int], int] = lambda configuration, workload, ranks: 0
@@ -152,31 +152,34 @@ class MemoryRules:
     ) -> DoesNotFit | None:
         """Returns the error for a host without enough room for the configuration, with the value of the configuration
         that would do; None where there is enough."""
-        ranks = len(machine.ranks)
-        short = self.host_need(configuration, workload, ranks).shortage(machine, policy)
+        short = self.host_need(configuration, workload, machine).shortage(machine, policy)
         if short is None:
             return None
         for words, changed in (
             (self.once, replace(configuration, loading="whole")),
             (self.unpinned(configuration), replace(configuration, pinned=False, pinned_params=False)),
         ):
-            if words and self.host_need(changed, workload, ranks).shortage(machine, policy) is None:
+            if words and self.host_need(changed, workload, machine).shortage(machine, policy) is None:
                 return short.restated(change=words)
         return short
 
     def pins_too_much(self, configuration: Configuration, workload: Workload, machine: Machine) -> bool:
         """Returns whether the framework would pin more host memory than the machine can pin."""
-        need = self.host_need(configuration, workload, len(machine.ranks))
+        need = self.host_need(configuration, workload, machine)
         return machine.pinned_budget_bytes is not None and need.pinned_bytes > machine.pinned_budget_bytes
 
-    def host_need(self, configuration: Configuration, workload: Workload, ranks: int) -> HostNeed:
+    def loading(self, configuration: Configuration) -> Loading:
+        """Returns the way in which the framework loads the weights of a job with this configuration."""
+        loading = loading_of(configuration.loading)
+        return loading if loading.dtype is not None else replace(loading, dtype=self.loaded_dtype)
+
+    def host_need(self, configuration: Configuration, workload: Workload, machine: Machine) -> HostNeed:
         """Returns the host memory that the framework takes on one rank."""
-        weights = workload.params * (self.loaded_width or DTYPE_BYTES[workload.dtype])
-        startup = {"each": weights, "whole": -(-weights // ranks), "in-place": 0}
+        loading = self.loading(configuration)
         return HostNeed(
-            allocations=self.allocations(configuration, workload, ranks),
-            startup_bytes=startup[configuration.loading],
-            loading=loading_words(configuration.loading, ranks),
+            allocations=self.allocations(configuration, workload, len(machine.ranks)),
+            startup_bytes=loading.startup_bytes(workload, machine.local_ranks),
+            loading=loading.words(machine.local_ranks),
             stash_bytes=sum(size for _, size in workload.stash_room),
         )
 

@@ -143,9 +143,7 @@ def predict(
         label=label,
         configuration=configuration,
         policy=configuration.policy,
-        host=target_of(configuration).memory.host_need(
-            configuration, configuration.job(share.workload), len(machine.ranks)
-        ),
+        host=target_of(configuration).memory.host_need(configuration, configuration.job(share.workload), machine),
         host_available_bytes=machine.host_budget_bytes,
         gpu_available_bytes=machine.gpu_budget_bytes,
     )

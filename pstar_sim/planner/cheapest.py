@@ -32,9 +32,10 @@ from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.batch_shares import machine_of, shares_of_batch, tightest
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Row, compare
-from pstar_sim.planner.memory_needs import LOADING, memory_need
+from pstar_sim.planner.memory_needs import memory_need
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
+from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets import default_dtype, kernels_of, preset
@@ -164,7 +165,7 @@ def cheapest(
     kernels: str | None = None,
     lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
-    loading: str = LOADING[0],
+    loading: Loading | str | None = None,
     prices: str | None = None,
     most_nodes: int = MOST_NODES,
     on_part: OnPart | None = None,
@@ -199,7 +200,7 @@ def cheapest(
     if dtype is not None:
         choice("dtype", dtype, DTYPE_BYTES)
     optimizer_spec(optimizer)
-    choice("loading", loading, LOADING)
+    loading = loading_of(loading)
     lora = None if lora is None else adapter(lora)
     known = load_prices(None if prices is None else str(file_path("prices", prices)))
     settings = settings_of(settings)
@@ -251,7 +252,7 @@ class _CheapestJob:
     kernels: str | None
     lora: Adapter | None
     optimizer: str
-    loading: str
+    loading: Loading
     settings: Settings
     policies: tuple[str, ...] | None
 

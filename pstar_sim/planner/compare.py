@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pstar_sim.arguments import choice, flag, function, instance, refused, text, whole
+from pstar_sim.arguments import flag, function, instance, refused, text, whole
 from pstar_sim.bounds.certificate import Certificate, Certifier, certificate_of, require_bounded
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
@@ -28,7 +28,7 @@ from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.confidence import confidence
 from pstar_sim.planner.explain import explain
 from pstar_sim.planner.machine_notes import machine_notes
-from pstar_sim.planner.memory_needs import LOADING, with_room
+from pstar_sim.planner.memory_needs import with_room
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.planner.trust import Trust, trust, validation_digest
 from pstar_sim.policy.kit.sharing import plan_once, plans_shared
@@ -37,6 +37,7 @@ from pstar_sim.policy.registry import Policy, can_follow, find_policy, is_built_
 from pstar_sim.renderers import render_html, render_text
 from pstar_sim.sim.play import peaks_of_ranks, play
 from pstar_sim.units import format_s
+from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def compare(
     loop: str | None = None,
     sums: str | None = None,
     effort: float | None = None,
-    loading: str = LOADING[0],
+    loading: Loading | str | None = None,
     barrier_cost: bool = True,
     near: bool = True,
     certify: bool = False,
@@ -258,7 +259,7 @@ def compare(
     names = [name for name, _ in asked]
     if len(set(names)) != len(names):
         raise PstarError(f"policies must have different names, not {', '.join(names)}")
-    choice("loading", loading, LOADING)
+    loading = loading_of(loading)
     for what, value in (("barrier_cost", barrier_cost), ("near", near), ("certify", certify), ("only_best", only_best)):
         flag(what, value)
     if made is not None and not isinstance(made, Mapping):
@@ -295,7 +296,7 @@ def _compare(
     asked: Sequence[tuple[str, Policy]],
     free: _Free | None,
     *,
-    loading: str,
+    loading: Loading,
     near: bool,
     certify: bool,
     only_best: bool,
@@ -448,7 +449,7 @@ class _Question:
     share: Share
     machine: Machine
     settings: Settings
-    loading: str
+    loading: Loading
     free: _Free | None
 
     def planned(self, policy: Policy, name: str) -> tuple[Plan, Timeline]:
@@ -498,7 +499,7 @@ def plan_and_play(
     machine: Machine,
     settings: Settings,
     *,
-    loading: str | None = None,
+    loading: Loading | None = None,
     label: str = "",
     workloads: Sequence[Workload] | None = None,
 ) -> tuple[Plan, Timeline]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from pstar_sim.arguments import choice, flag
+from pstar_sim.arguments import flag
 from pstar_sim.catalog.machine import Machine
 from pstar_sim.collector import without_garbage_collection
 from pstar_sim.core.plan import Plan, Settings
@@ -21,14 +21,12 @@ from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.memory_needs import (
-    LOADING,
     Need,
     host_shortage,
     least_gpu_bytes,
     memory_need,
     need_with_room,
     shortage,
-    startup_bytes,
     with_room,
 )
 from pstar_sim.planner.nearest import Ask, Elsewhere, Remedy, asker, in_words, remedies
@@ -36,6 +34,7 @@ from pstar_sim.planner.trust import trust
 from pstar_sim.policy.registry import built_in, can, find_policy
 from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
+from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
 from pstar_sim.workload.workload import Workload
 
 if TYPE_CHECKING:
@@ -57,8 +56,8 @@ class Fit:
     host_payload_bytes: bytes of the payloads, a part of host_needed_bytes.
     host_rounding_bytes: bytes that pinning adds, a part of host_needed_bytes.
     host_startup_bytes: weights while they are loaded.
-    loading_short_bytes: bytes that the host lacks if every process loads the weights whole. None if it lacks none, and
-        if the question says how they are loaded.
+    loading_short_bytes: bytes that the host lacks if every process loads the weights whole, in fp32. None if it lacks
+        none, if the question says how they are loaded, and for one rank.
     host_buffer_bytes: buffers of the policy. The larger of host_startup_bytes and host_buffer_bytes is the rest of
         host_needed_bytes.
     short_of: place that is short ("gpu", "host", "nvme", or "pinned" for host memory that is to be pinned), if the
@@ -141,7 +140,7 @@ class Fits(Collection):
     machine: Machine
     settings: Settings
     batch: int
-    loading: str
+    loading: Loading
     rows: tuple[Fit, ...]
     near: bool = True
     change: SmallestChange | None = None
@@ -172,7 +171,7 @@ def fits(
     *,
     policies: Iterable[str] | str | None = None,
     settings: Settings | None = None,
-    loading: str | None = None,
+    loading: Loading | str | None = None,
     times: bool = True,
     near: bool = True,
     on_part: OnPart | None = None,
@@ -191,8 +190,6 @@ def fits(
     Raises UnknownName for a policy that does not exist.
     """
     machine, settings = machine_of(machine), settings_of(settings)
-    if loading is not None:
-        choice("loading", loading, LOADING)
     flag("times", times)
     flag("near", near)
     tell = teller(on_part)
@@ -203,7 +200,7 @@ def fits(
         workload=share.workload,
         machine=machine,
         settings=settings,
-        loading=loading or LOADING[0],
+        loading=loading_of(loading),
         said=loading is not None,
     )
     answers: list[tuple[Fit, DoesNotFit | None]] = []
@@ -226,6 +223,7 @@ def fits(
                     machine,
                     settings,
                     error,
+                    loading=job.loading,
                     ask=ask,
                     ask_of=job.of,
                     elsewhere=elsewhere,
@@ -260,7 +258,7 @@ class Asked:
     workload: Workload
     machine: Machine
     settings: Settings
-    loading: str
+    loading: Loading
     said: bool
 
     def of(self, policy: str, *, others: bool = True) -> Ask:
@@ -273,10 +271,10 @@ class Asked:
     def short_if_each_loads(self, need: Need) -> int | None:
         """Returns `Fit.loading_short_bytes` of a policy with this need."""
         w, m = self.workload, self.machine
-        beside = need.pinned_bytes + max(startup_bytes(w, m, "each"), need.buffer_bytes)
-        if self.said or beside <= m.host_budget_bytes:
+        beside = need.pinned_bytes + max(EACH_FP32.startup_bytes(w, m.local_ranks), need.buffer_bytes)
+        if self.said or m.local_ranks == 1 or beside <= m.host_budget_bytes:
             return None
-        short = shortage(need.policy, w, m, self.settings, loading="each")
+        short = shortage(need.policy, w, m, self.settings, loading=EACH_FP32)
         return None if short is None else short.short_bytes
 
     def least_gpu_bytes(self, policy: str, machine: Machine, *, others: bool = True) -> int | None:
@@ -380,7 +378,14 @@ def _smallest(
     for name, error in others.items():
         assert error is not None
         ways = remedies(
-            find_policy(name), job.workload, job.machine, job.settings, error, ask=job.of(name), elsewhere=elsewhere
+            find_policy(name),
+            job.workload,
+            job.machine,
+            job.settings,
+            error,
+            loading=job.loading,
+            ask=job.of(name),
+            elsewhere=elsewhere,
         )
         if ways:
             least = min(ways, key=lambda way: way.rank)

@@ -26,12 +26,13 @@ from pstar_sim.planner.asked import asked_policies, settings_of
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.batch_shares import least_batch, machine_of, share_out, shares_of_batch, tightest
 from pstar_sim.planner.collection import Collection
-from pstar_sim.planner.memory_needs import LOADING, shortage
+from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import Elsewhere, nearest
 from pstar_sim.policy.kit.options import split_spec
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, is_built_in, policy_name
 from pstar_sim.renderers import render_text
 from pstar_sim.workload.kernels import kernels_text
+from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.lora import Adapter, adapter
 from pstar_sim.workload.optimizers import optimizer_spec
 from pstar_sim.workload.presets import default_dtype, has_kernels, kernels_of, workload_of
@@ -165,7 +166,7 @@ def max_model(
     kernels: str | None = None,
     lora: Adapter | str | int | None = None,
     optimizer: str = "adamw",
-    loading: str = LOADING[0],
+    loading: Loading | str | None = None,
     catalog: bool = True,
     near: Mapping[str, int] | None = None,
     written: Written | None = None,
@@ -192,7 +193,7 @@ def max_model(
     UnknownName for unknown names.
     """
     machine, settings = machine_of(machine), settings_of(settings)
-    choice("loading", loading, LOADING)
+    loading = loading_of(loading)
     flag("catalog", catalog)
     flag("checkpointing", checkpointing)
     _check_sizes(dtype, {"seq": seq, "micro_batches": micro_batches}, {"hidden": hidden, "heads": heads})
@@ -253,7 +254,7 @@ def max_model(
         settings=settings,
         rows=tuple(rows),
         kernels=flavour,
-        job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": loading},
+        job={"seq": seq, "batch": batch, "micro_batches": micro_batches, "dtype": working, "loading": str(loading)},
     )
 
 
@@ -376,7 +377,7 @@ def max_batch(
     *,
     policies: Iterable[str | Policy] | str | None = None,
     settings: Settings | None = None,
-    loading: str = LOADING[0],
+    loading: Loading | str | None = None,
     on_policy: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
     """Returns the most sequences per micro-batch, of all GPUs together, with which each policy can train on the
@@ -389,7 +390,7 @@ def max_batch(
     on_policy: as in `max_model`.
     """
     machine, settings = machine_of(machine), settings_of(settings)
-    choice("loading", loading, LOADING)
+    loading = loading_of(loading)
     function("write", write)
     if on_policy is not None:
         function("on_policy", on_policy)
@@ -419,7 +420,7 @@ def max_batch(
         settings=settings,
         rows=tuple(rows),
         kernels=w.kernels,
-        job={"seq": w.sequence, "micro_batches": w.micro_batches, "dtype": w.dtype, "loading": loading},
+        job={"seq": w.sequence, "micro_batches": w.micro_batches, "dtype": w.dtype, "loading": str(loading)},
     )
 
 
@@ -428,7 +429,9 @@ AskOne = Callable[[str | Policy, int], Refusal | None]
 """Returns why the policy has no room for n layers or sequences, None if it has room."""
 
 
-def _asker(machine: Machine, settings: Settings, loading: str) -> Callable[[str | Policy, Workload], Refusal | None]:
+def _asker(
+    machine: Machine, settings: Settings, loading: Loading
+) -> Callable[[str | Policy, Workload], Refusal | None]:
     def ask(policy: str | Policy, workload: Workload) -> Refusal | None:
         try:
             return shortage(policy, workload, machine, settings, loading=loading, others=False)
@@ -557,7 +560,7 @@ def _with_nearest_yes(
     least: Workload,
     machine: Machine,
     settings: Settings,
-    loading: str,
+    loading: Loading,
     shape: ModelEntry | None = None,
 ) -> list[Limit]:
     """Returns the rows. A policy that cannot run even `least`, one layer or one sequence, also gets words for the
@@ -577,7 +580,9 @@ def _with_nearest_yes(
             return error if isinstance(refusal, CannotPlan) else refusal
 
         function = find_policy(policy) if isinstance(policy, str) else policy
-        hint = nearest(function, least, machine, settings, error, fitting=able, ask=ask, elsewhere=elsewhere)
+        hint = nearest(
+            function, least, machine, settings, error, loading=loading, fitting=able, ask=ask, elsewhere=elsewhere
+        )
         return replace(row, reason=f"{row.reason}; {hint}")
 
     return [with_yes(row, policy, error) for row, policy, (_, error) in zip(rows, policies, found)]

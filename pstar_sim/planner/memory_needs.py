@@ -4,11 +4,10 @@ if possible. All questions whether a job fits are answered here: `memory_need` w
 [Note: what the host really has to give] A plan counts payloads. A machine has to give more, and all answers count it:
 
 - pinned rounding: payloads are carved from slabs that are powers of two (core/slabs.py, the executor's own rule);
-- start-up: the weights are loaded in the working dtype. The weights lie in host memory beside the slabs until all are
-  in their chunks or on the GPU (the executor's check before a run counts the same). How they are loaded is a property
-  of the job (LOADING): `whole`, once per node, for all processes; `each`, whole by every process; `in-place`, never
-  whole, as where a model is initialised chunk by chunk. A job that keeps nothing on the host of a machine with one
-  memory needs no room of its own: its weights have the GPU's, which has room for more than twice their bytes;
+- start-up: the weights lie in host memory beside the slabs until all are in their chunks or on the GPU (the executor's
+  check before a run counts the same). How they are loaded is a property of the job (`workload.loading`). A job that
+  keeps nothing on the host of a machine with one memory needs no room of its own: its weights have the GPU's, which has
+  room for more than twice their bytes;
 - the policy's own buffers on the host. These buffers are taken when the weights are in their chunks, so the larger of
   the two counts.
 
@@ -47,24 +46,20 @@ from pstar_sim.policy.passes.feasibility import check_gpu, check_host
 from pstar_sim.policy.registry import Policy, built_in, can, find_policy, policy_name
 from pstar_sim.sim.play import play
 from pstar_sim.units import format_bytes
-from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+from pstar_sim.workload.loading import WHOLE, Loading
+from pstar_sim.workload.workload import Workload
 
 __all__ = [
-    "LOADING",
     "Need",
     "host_shortage",
     "least_gpu_bytes",
-    "loading_words",
     "memory_need",
     "need_of_plan",
     "need_with_room",
     "shortage",
-    "startup_bytes",
     "with_room",
 ]
 
-LOADING = ("whole", "each", "in-place")
-"""The ways in which a job loads its weights. The first is assumed where nothing says how."""
 MOST_SHORT = 6  # refusals in a row: payloads, rounding and start-up of the host, then the GPU
 
 
@@ -97,30 +92,13 @@ class Need:
         return self.pinned_bytes + max(self.startup_bytes, self.buffer_bytes)
 
 
-def startup_bytes(workload: Workload, machine: Machine, loading: str = "whole") -> int:
-    """Returns the bytes of the weights while they are loaded, each rank's part of the node's. Raises PstarError for an
-    unknown `loading`."""
-    if loading not in LOADING:
-        raise PstarError(f"loading must be one of {', '.join(LOADING)}, not {loading!r}")
-    if loading == "in-place":
-        return 0
-    weights = workload.params * DTYPE_BYTES[workload.dtype]
-    return weights if loading == "each" else -(-weights // machine.local_ranks)
-
-
-def loading_words(loading: str, ranks: int) -> str:
-    """Returns words for the way in which the weights of a job on several ranks are loaded. Empty for one rank, which
-    can load them in one way only."""
-    return {"whole": "once per node", "each": "whole by every process"}.get(loading, "") if ranks > 1 else ""
-
-
 def shortage(
     policy: str | Policy,
     workload: Workload,
     machine: Machine,
     settings: Settings,
     *,
-    loading: str = LOADING[0],
+    loading: Loading = WHOLE,
     others: bool = True,
 ) -> DoesNotFit | None:
     """Returns why the policy has no room for a job; None if it has room.
@@ -141,7 +119,7 @@ def with_room(
     machine: Machine,
     settings: Settings,
     *,
-    loading: str = LOADING[0],
+    loading: Loading = WHOLE,
 ) -> Plan:
     """Returns a plan of the policy that the host has room to run ([Note: what the host really has to give]). Raises
     DoesNotFit if the policy finds none.
@@ -186,7 +164,7 @@ def _moved(plan: Plan, machine: Machine) -> Plan:
     return replace(plan, machine=machine, host_budget_bytes=machine.host_budget_bytes)
 
 
-def _shortage_of(plan: Plan, machine: Machine, loading: str) -> DoesNotFit | None:
+def _shortage_of(plan: Plan, machine: Machine, loading: Loading) -> DoesNotFit | None:
     return host_shortage(need_of_plan(plan, loading), machine)
 
 
@@ -196,14 +174,14 @@ def memory_need(
     machine: Machine,
     settings: Settings,
     *,
-    loading: str = LOADING[0],
+    loading: Loading = WHOLE,
     others: bool = True,
     fewest: bool = True,
 ) -> Need:
     """Returns the needs of the policy on the host. Raises DoesNotFit if it has no room, even if only rounding or
     start-up is too much.
 
-    loading: the way in which the weights are loaded, one of LOADING.
+    loading: the way in which the weights are loaded.
     others: whether to ask other policies for a policy that tries others. Such a policy fits wherever one of them does:
         if its own checks and its plan find no room, the need is that of the first other policy that finds room.
     fewest: whether to find the fewest pins. False takes any number of pins that fits, which is enough to know whether
@@ -242,7 +220,7 @@ def memory_need(
     raise refusal
 
 
-def need_of_plan(plan: Plan, loading: str = LOADING[0]) -> Need:
+def need_of_plan(plan: Plan, loading: Loading = WHOLE) -> Need:
     """Returns the needs of a run of the plan on the host of each rank."""
     need = _need(plan.policy, _host_sizes(plan), plan.workload, plan.machine, loading, pins=plan.modes.count("pin"))
     return replace(need, buffer_bytes=_buffer_bytes(plan), plan=plan)
@@ -253,7 +231,7 @@ def _need(
     sizes: Mapping[tuple[int, str], int],
     workload: Workload,
     machine: Machine,
-    loading: str,
+    loading: Loading,
     *,
     pins: int,
 ) -> Need:
@@ -262,8 +240,8 @@ def _need(
         policy=name,
         payload_bytes=sum(sizes.values()),
         pinned_bytes=pack_slabs(sizes.items()).total_bytes,
-        startup_bytes=startup_bytes(workload, machine, loading) if sizes or not machine.unified else 0,
-        loading=loading_words(loading, machine.local_ranks),
+        startup_bytes=loading.startup_bytes(workload, machine.local_ranks) if sizes or not machine.unified else 0,
+        loading=loading.words(machine.local_ranks),
         pins=pins,
     )
 
@@ -328,7 +306,7 @@ def _job(name: str, point: Point, workload: Workload, machine: Machine, settings
     return job
 
 
-def _asynchronous_need(job: Job, machine: Machine, loading: str, *, fewest: bool) -> Need:
+def _asynchronous_need(job: Job, machine: Machine, loading: Loading, *, fewest: bool) -> Need:
     """Returns the needs with as few pins as the host allows, by bisection: more pins never need more of the host.
 
     fewest: False stops at the first number of pins that the host allows, which is no pins or the most.
@@ -395,7 +373,7 @@ def need_with_room(
     settings: Settings,
     short: DoesNotFit,
     *,
-    loading: str = LOADING[0],
+    loading: Loading = WHOLE,
 ) -> Roomy | None:
     """Returns the machine, with just enough added to each place that is short to make the job fit. Returns None if more
     memory does not help.

@@ -1,8 +1,9 @@
 """Nearest: the changes that would make a policy fit, found by trying.
 
-The changes are tried in this order, up to the first success of each kind: options under which the policy keeps lists on
-the machine's disks; more GPU memory, where the user has set it; a catalog machine with more GPU memory; more host
-memory; smaller micro-batches at the same global batch; checkpointing; then the other policies that are known to fit.
+The changes are tried in this order, up to the first success of each kind: weights that are loaded once per node;
+options under which the policy keeps lists on the machine's disks; more GPU memory, where the user has set it; a catalog
+machine with more GPU memory; more host memory; smaller micro-batches at the same global batch; checkpointing; then the
+other policies that are known to fit.
 Every suggested change has room by memory_needs.py. The module knows the catalog and the presets. A workload that
 comes from a trace is not changed.
 """
@@ -18,16 +19,17 @@ from pstar_sim.catalog.machine import Machine
 from pstar_sim.catalog.model_shapes import ModelEntry
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import CatalogError, DoesNotFit, PstarError
-from pstar_sim.planner.memory_needs import LOADING, shortage
+from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.policy.kit.options import Specified, split_spec
 from pstar_sim.policy.registry import Policy, can, policy_name
 from pstar_sim.units import GB, MB
+from pstar_sim.workload.loading import WHOLE, Loading
 from pstar_sim.workload.presets import can_vary, variant
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["KINDS", "Ask", "Elsewhere", "Remedy", "asker", "in_words", "nearest", "remedies"]
 
-KINDS = ("policy", "checkpointing", "micro-batches", "host memory", "GPU memory", "machine")
+KINDS = ("loading", "policy", "checkpointing", "micro-batches", "host memory", "GPU memory", "machine")
 """Kinds of changes, smallest change first: flags of the job cost nothing, memory for the host costs less than a GPU."""
 
 
@@ -106,7 +108,7 @@ def nearest(
     settings: Settings,
     error: DoesNotFit,
     *,
-    loading: str = LOADING[0],
+    loading: Loading = WHOLE,
     fitting: Sequence[str] = (),
     ask: Ask | None = None,
     elsewhere: Elsewhere | None = None,
@@ -133,7 +135,7 @@ def remedies(
     settings: Settings,
     error: DoesNotFit,
     *,
-    loading: str = LOADING[0],
+    loading: Loading = WHOLE,
     ask: Ask | None = None,
     ask_of: Callable[[str], Ask] | None = None,
     elsewhere: Elsewhere | None = None,
@@ -153,11 +155,12 @@ def remedies(
     if error.place == "pinned":
         return ()
     if error.place == "host":
+        once = _once(policy, workload, machine, settings, loading)
         disks = _on_disks(policy, workload, machine, settings, ask_of or (lambda spec: asker(spec, loading=loading)))
         more = _host_memory(ask, workload, machine, settings, error)
         if disks is not None and more is not None and disks.size >= more.size:
             disks = None  # the options are given already, or save no host memory
-        return tuple(one for one in (disks, more) if one is not None)
+        return tuple(one for one in (once, disks, more) if one is not None)
     bigger = _gpu_memory(ask, workload, machine, settings, error)
     bigger = bigger or next(_machines(ask, elsewhere, settings, error), None)
     # If the model data alone are too large, no batch is small enough.
@@ -166,7 +169,7 @@ def remedies(
     return tuple(one for one in (bigger, smaller) if one is not None)
 
 
-def asker(policy: str | Policy, *, loading: str, others: bool = True) -> Ask:
+def asker(policy: str | Policy, *, loading: Loading, others: bool = True) -> Ask:
     """Returns the question whether the policy has room for a job.
 
     others: as in `memory_need`.
@@ -176,6 +179,14 @@ def asker(policy: str | Policy, *, loading: str, others: bool = True) -> Ask:
         return shortage(policy, workload, machine, settings, loading=loading, others=others)
 
     return ask
+
+
+def _once(policy: Policy, workload: Workload, machine: Machine, settings: Settings, loading: Loading) -> Remedy | None:
+    """Returns weights that are loaded once per node, where every process loads them, if the job fits then."""
+    once = replace(loading, way="whole")
+    if loading.way != "each" or asker(policy, loading=once)(workload, machine, settings) is not None:
+        return None
+    return Remedy(kind="loading", size=0, words=f"with --loading {once}")
 
 
 def _on_disks(

@@ -33,11 +33,11 @@ from pstar_sim.planner.batch_shares import Share, machine_of, share_out
 from pstar_sim.planner.collection import Collection
 from pstar_sim.planner.compare import Comparison, compare
 from pstar_sim.planner.limits import Written, max_model
-from pstar_sim.planner.memory_needs import LOADING
 from pstar_sim.planner.trust import error_of_change, error_of_ratio, trust
 from pstar_sim.policy.registry import named
 from pstar_sim.renderers import render_text
 from pstar_sim.sim.play import play
+from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.lora import adapter_of
 from pstar_sim.workload.presets import can_vary
 from pstar_sim.workload.workload import Workload
@@ -158,7 +158,7 @@ def sensitivity(
     *,
     policies: Sequence[str] | str = POLICIES,
     settings: Settings | None = None,
-    loading: str = LOADING[0],
+    loading: Loading | str | None = None,
     by: float = 0.1,
     parts: Iterable[str] | None = None,
     largest: bool = True,
@@ -194,7 +194,7 @@ def sensitivity(
         machine=machine,
         policies=policies,
         settings=settings,
-        loading=loading,
+        loading=loading_of(loading),
         by=by,
         largest=largest,
     )
@@ -256,7 +256,7 @@ class _MachineQuestion:
     machine: Machine
     policies: Sequence[str]
     settings: Settings
-    loading: str
+    loading: Loading
     by: float
     largest: bool
     written: Written = field(default_factory=dict)

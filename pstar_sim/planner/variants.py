@@ -39,13 +39,14 @@ from pstar_sim.core.timeline import Timeline
 from pstar_sim.errors import CannotPlan, DoesNotFit, TraceError
 from pstar_sim.planner.balance import refuse_balance
 from pstar_sim.planner.compare import plan_and_play
-from pstar_sim.planner.memory_needs import LOADING, shortage
+from pstar_sim.planner.memory_needs import shortage
 from pstar_sim.planner.nearest import asker, nearest
 from pstar_sim.planner.tried import Cap, Tried, WayOutcome
 from pstar_sim.planner.ways import Way, layer_major_ways, words
 from pstar_sim.policy.kit.points import Point
 from pstar_sim.policy.kit.ties import AS_FAST, burden, least_of
 from pstar_sim.policy.registry import Policy, built_in, can, can_follow, find_policy, named, policy_at, reorders
+from pstar_sim.workload.loading import Loading, loading_of
 from pstar_sim.workload.workload import Workload
 
 __all__ = ["Chosen", "choose"]
@@ -92,7 +93,7 @@ def choose(
     settings: Settings,
     *,
     policy: str = SEARCHING,
-    loading: str = LOADING[0],
+    loading: Loading | str | None = None,
     on_way: Callable[[str, int, int], None] | None = None,
 ) -> Chosen:
     """Returns the fastest of the ways (or workloads) under `policy`. Each of them is one rank's whole share of the same
@@ -115,7 +116,7 @@ def choose(
     left_out = (*_splits_left_out(ways), _OWN_RULE.format(policy)) if own else _left_out(ways)
     ways = own or ways
     # each candidate in its own order
-    race = _Race(ways, machine, replace(settings, loop="own"), policy, loading, on_way)
+    race = _Race(ways, machine, replace(settings, loop="own"), policy, loading_of(loading), on_way)
     later = race.run_all()
     if race.searching:
         race.ask_others()
@@ -172,7 +173,7 @@ class _Race:
         machine: Machine,
         settings: Settings,
         policy: str,
-        loading: str,
+        loading: Loading,
         on_way: Callable[[str, int, int], None] | None,
     ) -> None:
         self.on_way = on_way

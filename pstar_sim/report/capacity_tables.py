@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from pstar_sim.catalog.loader import as_listed
 from pstar_sim.planner.batch_shares import UNMODELLED, unmodelled_notes
 from pstar_sim.planner.machine_notes import pinned_notes
-from pstar_sim.planner.memory_needs import LOADING, loading_words
 from pstar_sim.planner.trust import NOT_NEAR
 from pstar_sim.policy.kit.ties import AS_FAST
 from pstar_sim.policy.registry import can_follow
@@ -17,6 +16,7 @@ from pstar_sim.terminal import table_text, terminal_width, wrap
 from pstar_sim.units import GB, format_bytes, format_error, format_params, format_s
 from pstar_sim.validation.published_limits import PublishedLimit, published_limits
 from pstar_sim.workload.kernels import kernels_text
+from pstar_sim.workload.loading import EACH_FP32, Loading, loading_of
 from pstar_sim.workload.lora import adapter_of
 
 if TYPE_CHECKING:
@@ -98,11 +98,11 @@ def _asked(answer: Fits) -> tuple[str, str]:
     return ", ".join(parts) + _kernels(w.kernels), machine
 
 
-def _loaded(loading: str, machine: Machine) -> str:
+def _loaded(loading: Loading, machine: Machine) -> str:
     """Returns words for the way in which weights are loaded."""
-    if loading == "in-place":
+    if loading.way == "in-place":
         return "made in place"
-    return f"loaded {loading_words(loading, machine.local_ranks) or 'whole'}"
+    return f"loaded {loading.words(machine.local_ranks) or 'whole'}"
 
 
 def _fit_notes(answer: Fits, *, why: bool) -> Iterator[str]:
@@ -136,7 +136,9 @@ def _yes(answer: Fits) -> list[str]:
     fast = [row for row in followed if (row.iteration_s or 0.0) <= limit_s]
     best, total = fast[0], len(answer.rows)  # simpler policies are listed first
     under = best.policy if total == 1 else f"{len(fitting)} of the {total} policies"
-    said = [f"Yes: {answer.workload.model} fits on {_named(answer.machine)} under {under}."]
+    undecided = best.loading_short_bytes is not None
+    yes = "Yes, if the weights are loaded once per node" if undecided else "Yes"
+    said = [f"{yes}: {answer.workload.model} fits on {_named(answer.machine)} under {under}."]
     if best.iteration_s is not None:
         belief = "" if best.expected_error is None else f" ({format_error(best.expected_error)})"
         ties = len(fast) - 1
@@ -148,10 +150,10 @@ def _yes(answer: Fits) -> list[str]:
     gpu = f"{format_size(best.gpu_needed_bytes)} of {format_size(best.gpu_available_bytes)} of GPU memory"
     host = f"{format_size(best.host_needed_bytes)} of {format_size(best.host_available_bytes)} of host memory"
     said.append(f"{best.policy} needs at least {gpu} and {host}{_each(answer.machine)}.")
-    if best.loading_short_bytes is not None:
+    if undecided:
         said.append(
-            f"Loading decides: the weights are taken to be loaded once per node; where every process loads them whole "
-            f"(--loading each), {best.policy} lacks {format_bytes(best.loading_short_bytes)} of host memory per GPU."
+            f"No, if every process loads them whole in fp32, as FSDP does by default (--loading {EACH_FP32}): "
+            f"{best.policy} then lacks {format_bytes(best.loading_short_bytes or 0)} of host memory per GPU."
         )
     return said
 
@@ -196,7 +198,7 @@ def _under(policies: Sequence[str]) -> str:
     return f", under {names}"
 
 
-def _lack(row: Fit, machine: Machine, loading: str) -> str:
+def _lack(row: Fit, machine: Machine, loading: Loading) -> str:
     """Returns the bytes that a policy needs of the place that is short, the bytes that can be used, and the difference,
     in words."""
     needed = {"gpu": row.gpu_needed_bytes, "host": row.host_needed_bytes}.get(row.short_of or "")
@@ -215,7 +217,7 @@ def _lack(row: Fit, machine: Machine, loading: str) -> str:
     short = needed - available
     startup = row.host_startup_bytes or 0
     if row.short_of == "host" and startup >= short:  # in place, the weights would fit
-        how = loading_words(loading, machine.local_ranks)
+        how = loading.words(machine.local_ranks)
         need += f", {format_bytes(startup)} of it for weights while they are loaded{how and f' {how}'}"
     return f"needs {need}, but only {format_bytes(available)} can be used{besides}: {format_bytes(short)} too little"
 
@@ -257,7 +259,7 @@ def limits_text(answer: Limits, *, width: int | None = None) -> str:
     each = "" if len(m.ranks) == 1 else f" for each of {len(m.ranks)} GPUs"
     lines = [
         f"largest {'depth' if answer.what == 'layers' else 'batch'}: {answer.of}",
-        f"on {m.name}: {_memory(m)}{each}; weights are {_loaded(str(answer.job.get('loading', LOADING[0])), m)}",
+        f"on {m.name}: {_memory(m)}{each}; weights are {_loaded(loading_of(str(answer.job['loading'])), m)}",
     ]
     lines = [*_folded(lines, width), ""]
     published = published_limits(m) if answer.what == "layers" else ()

@@ -22,6 +22,7 @@ from pstar_sim.sim.play import play
 from pstar_sim.testing import chain_workload, round_machine
 
 MIB = 2**20
+ONE_GPU, TWO_GPUS = round_machine(), round_machine(ranks=2)
 CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/disk", "pipeline_read": True, "pipeline_write": True}
 ZEROS: list[tuple[dict[str, Any], str]] = [
@@ -188,7 +189,7 @@ def test_host_memory_of_stage_2_by_hand() -> None:
     """3 layers of 100,000 parameters, one rank: 300,000 in flat buffers."""
     w = chain_workload(3, 100_000, micro_batches=2)
     found = deepspeed.read({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}, "ds.json")
-    need = deepspeed.MEMORY.host_need(found, w, 1)
+    need = deepspeed.MEMORY.host_need(found, w, ONE_GPU)
     asked = {a.name: (a.asked_bytes, a.taken_bytes) for a in need.allocations}
     assert asked == {
         "fp32 masters": (1_200_000, 2 * MIB),
@@ -202,7 +203,7 @@ def test_host_memory_of_stage_2_by_hand() -> None:
     unpinned = deepspeed.read(
         {"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "pin_memory": False}}}, "ds.json"
     )
-    assert deepspeed.MEMORY.host_need(unpinned, w, 1).host_bytes == need.asked_bytes
+    assert deepspeed.MEMORY.host_need(unpinned, w, ONE_GPU).host_bytes == need.asked_bytes
 
 
 def test_a_host_that_pins_less_than_a_file_wants_is_a_no_and_the_value_that_would_do_is_named() -> None:
@@ -265,7 +266,7 @@ def test_host_memory_of_stage_3_by_hand_on_two_ranks() -> None:
     """4 layers of 200,000 parameters: 100,000 of each per rank, sub-groups of two layers."""
     w = chain_workload(4, 200_000)
     zero = {"stage": 3, "sub_group_size": 150_000, "offload_optimizer": CPU, "offload_param": CPU}
-    need = deepspeed.MEMORY.host_need(deepspeed.read({"zero_optimization": zero}, "ds.json"), w, 2)
+    need = deepspeed.MEMORY.host_need(deepspeed.read({"zero_optimization": zero}, "ds.json"), w, TWO_GPUS)
     taken = {a.name.partition(",")[0]: a.taken_bytes for a in need.allocations}
     assert taken == {
         "fp32 masters": 1_600_000,
@@ -276,14 +277,14 @@ def test_host_memory_of_stage_3_by_hand_on_two_ranks() -> None:
         "parameters as they came": 4 * 2**18,  # four of 200,000
     }
     half = {**zero, "offload_optimizer": {**CPU, "ratio": 0.5}, "offload_param": {"device": "none"}}
-    need = deepspeed.MEMORY.host_need(deepspeed.read({"zero_optimization": half}, "ds.json"), w, 2)
+    need = deepspeed.MEMORY.host_need(deepspeed.read({"zero_optimization": half}, "ds.json"), w, TWO_GPUS)
     assert need.asked_bytes == 16 * 200_000 + 2 * 400_000
 
 
 def test_a_prediction_asks_the_host_for_the_frameworks_blocks() -> None:
     w = chain_workload(3, 100_000)
     found = deepspeed.read({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}, "ds.json")
-    need = deepspeed.MEMORY.host_need(found, w, 1)
+    need = deepspeed.MEMORY.host_need(found, w, ONE_GPU)
     roomy = predict(found, w, round_machine(host_memory_bytes=need.host_bytes), Settings(), label="mine")
     assert roomy.fits and roomy.plan is not None and roomy.plan.policy == "mine"
     assert roomy.plan.check().peak_bytes["host"] == need.host_bytes == roomy.as_fit().host_needed_bytes
@@ -343,4 +344,6 @@ def test_whatever_a_file_says_is_said_again(
     workload = chain_workload(2, 1000)
     assert again.for_model(workload).policy == found.for_model(workload).policy
     assert again == found
-    assert deepspeed.MEMORY.host_need(again, workload, 2) == deepspeed.MEMORY.host_need(found, workload, 2)
+    assert deepspeed.MEMORY.host_need(again, workload, TWO_GPUS) == deepspeed.MEMORY.host_need(
+        found, workload, TWO_GPUS
+    )

@@ -28,6 +28,7 @@ from pstar_sim.policy.registry import find_policy
 from pstar_sim.testing import chain_workload, round_machine
 
 MIB = 2**20
+ONE_GPU = round_machine()
 YAML = """
 distributed_type: FSDP
 mixed_precision: bf16
@@ -179,7 +180,7 @@ def test_the_file_of_a_trainer_is_known_by_its_keys(text: str, said: str, tmp_pa
 def test_host_memory_by_hand() -> None:
     """Two layers of two tensors of 50,000: FSDP 2 pins each parameter, FSDP 1 each block."""
     w = chain_workload(2, 100_000, tensors_per_layer=2)
-    two = fsdp.MEMORY.host_need(read(yaml(version=2, offload="true", reshard="true")), w, 1)
+    two = fsdp.MEMORY.host_need(read(yaml(version=2, offload="true", reshard="true")), w, ONE_GPU)
     assert [(b.asked_bytes, b.taken_bytes) for b in two.allocations] == [
         (800_000, 4 * 2**18),  # of 200,000 bytes
         (800_000, 4 * 2**18),
@@ -187,9 +188,9 @@ def test_host_memory_by_hand() -> None:
     ]
     assert two.startup_bytes == 800_000
     names = {t.name.rpartition(".")[0] for t in w.tensors}
-    one = fsdp.MEMORY.host_need(read(yaml(version=1, offload="true", reshard="FULL_SHARD")), w, 1)
+    one = fsdp.MEMORY.host_need(read(yaml(version=1, offload="true", reshard="FULL_SHARD")), w, ONE_GPU)
     assert len(names) == 2 and one.allocations[0].taken_bytes == 2 * 2**19  # of 400,000 bytes
-    assert fsdp.MEMORY.host_need(read(yaml(version=2, offload="false", reshard="true")), w, 1).allocations == ()
+    assert fsdp.MEMORY.host_need(read(yaml(version=2, offload="false", reshard="true")), w, ONE_GPU).allocations == ()
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +213,7 @@ def test_every_target_says_what_it_cannot_express(name: str, plan: Plan, tmp_pat
         path = tmp_path / f"file.{ending}"
         path.write_text(text)
         assert load_configuration(str(path)) == found.configuration
-    assert target_of(found.configuration).memory.host_need(found.configuration, plan.workload, 1).host_bytes > 0
+    assert target_of(found.configuration).memory.host_need(found.configuration, plan.workload, ONE_GPU).host_bytes > 0
 
 
 OWN = ("all_on_gpu", "zero_offload", "zero3_resident:reshard=off", "zero3_offload:ratio=0.5,subgroup=50000",
@@ -241,7 +242,7 @@ def test_what_is_exported_pins_nothing_where_the_host_can_pin_too_little(policy:
     found = {name: TARGETS[name].express(made) for name in ("DeepSpeed", "FSDP2")}
     for name, one in found.items():
         said = TARGETS[name].write(one.configuration)
-        offloads = any(a.asked_bytes for a in TARGETS[name].memory.host_need(one.configuration, w, 1).allocations)
+        offloads = any(a.asked_bytes for a in TARGETS[name].memory.host_need(one.configuration, w, ONE_GPU).allocations)
         assert (NOT_PINNED in one.says) is offloads
         assert not offloads or ('"pin_memory": true' not in said and "PIN = True" not in said)
         assert predict(one.configuration, w, little, made.settings, label=name).short_of != "pinned"

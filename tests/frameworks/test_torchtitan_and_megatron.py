@@ -42,7 +42,7 @@ def test_megatron_keeps_parameters_and_gradients_on_the_gpu() -> None:
     flags = megatron.write(found.configuration).splitlines()
     assert "--optimizer-offload-fraction 0.75" in flags and "--micro-batch-size 1" in flags and "--bf16" in flags
     assert found.configuration.policy.startswith("zero3_offload:subgroup=20000,ratio=0.75")
-    need = megatron.MEMORY.host_need(found.configuration, w, 1)
+    need = megatron.MEMORY.host_need(found.configuration, w, round_machine())
     assert [b.asked_bytes for b in need.allocations] == [1_200_000, 1_200_000, 2_400_000]
     assert need.allocations[0].taken_bytes == 4 * 2**19  # 300,000 bytes each
     with_gradients = predict(found.configuration, w, machine, Settings(), label="megatron")

@@ -18,18 +18,21 @@ from pstar_sim.planner.compare import plan_and_play
 from pstar_sim.planner.explain import tide_gain
 from pstar_sim.planner.fits import SmallestChange, fits
 from pstar_sim.planner.limits import Written, _largest, _others_go_on, deeper, max_batch, max_model
-from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, shortage, startup_bytes
+from pstar_sim.planner.memory_needs import least_gpu_bytes, memory_need, shortage
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.report.capacity_tables import fits_text
 from pstar_sim.units import format_bytes
+from pstar_sim.workload.loading import WHOLE, loading_of
 from pstar_sim.workload.presets import preset, workload_of
 
 QUICK = ("static_partition", "tide")
 
+IN_PLACE = loading_of("in-place")
+
 
 def planned(name: str, w: ps.Workload, m: ps.Machine, s: ps.Settings) -> ps.DoesNotFit | None:
     try:
-        plan_and_play(find_policy(name), w, m, s, loading="whole")
+        plan_and_play(find_policy(name), w, m, s, loading=WHOLE)
     except ps.DoesNotFit as error:
         return error
     return None
@@ -76,7 +79,7 @@ def test_pinned_bytes_are_the_executors_slabs() -> None:
     """tide with nothing pinned: the slabs that the plan of the same pins would be given."""
     w = preset("gpt2", batch=1, seq=64)
     m = ps.machine("virtual", gpu_memory="400MB", host_memory="16GB")
-    need = memory_need("tide", w, m, ps.Settings(), loading="in-place")
+    need = memory_need("tide", w, m, ps.Settings(), loading=IN_PLACE)
     plan = find_policy("tide:pins=0")(w, m, ps.Settings())
     sizes = host_payloads(plan)
     assert need.pins == 0
@@ -87,20 +90,26 @@ def test_pinned_bytes_are_the_executors_slabs() -> None:
 def test_start_up_by_hand_and_what_it_can_break() -> None:
     w = preset("gpt2", batch=1, seq=64)
     m = ps.machine("virtual", gpu_memory="1GB")
-    assert startup_bytes(w, m) == 124_439_808 * 2
-    assert startup_bytes(w, m, "in-place") == 0
-    with pytest.raises(PstarError, match="loading must be one of whole, each, in-place, not 'lazy'"):
-        startup_bytes(w, m, "lazy")
+    for text, size in (("whole", 2), ("whole:fp32", 4), ("each:fp16", 2 * 8), ("each:fp32", 4 * 8), ("in-place", 0)):
+        loading = loading_of(text)
+        assert str(loading) == text
+        assert loading.startup_bytes(w, local_ranks=8) * 8 == 124_439_808 * size
+    for text, said in (
+        ("lazy", "loading = 'lazy': it must be one of whole, each, in-place"),
+        ("each:", "loading's dtype = '': it must be one of fp32, bf16, fp16"),
+    ):
+        with pytest.raises(PstarError, match=said):
+            loading_of(text)
     need = memory_need("zero_offload", w, m, ps.Settings())
     assert need.host_bytes == need.pinned_bytes + 248_879_616
     # a host with room for the slabs but not for the weights beside them
     tight = ps.machine("virtual", gpu_memory="1GB", host_memory=2_000_000_000 + need.pinned_bytes + 1)
-    assert shortage("zero_offload", w, tight, ps.Settings(), loading="in-place") is None
+    assert shortage("zero_offload", w, tight, ps.Settings(), loading=IN_PLACE) is None
     with pytest.raises(ps.DoesNotFit) as error:
         memory_need("zero_offload", w, tight, ps.Settings())
     assert error.value.short_bytes == 248_879_615
     assert "248.9 MB of weights while they are loaded" in str(error.value)
-    assert memory_need("zero_offload", w, tight, ps.Settings(), loading="in-place").startup_bytes == 0
+    assert memory_need("zero_offload", w, tight, ps.Settings(), loading=IN_PLACE).startup_bytes == 0
 
 
 def test_the_least_gpu_budget_does_and_one_byte_less_does_not() -> None:
@@ -114,9 +123,9 @@ def test_the_least_gpu_budget_does_and_one_byte_less_does_not() -> None:
 
 def test_where_the_host_is_short_chunks_are_pinned() -> None:
     w = preset("gpt2", batch=1, seq=64)
-    roomy = memory_need("tide", w, ps.machine("virtual", gpu_memory="1.5GB"), ps.Settings(), loading="in-place")
+    roomy = memory_need("tide", w, ps.machine("virtual", gpu_memory="1.5GB"), ps.Settings(), loading=IN_PLACE)
     tight = memory_need(
-        "tide", w, ps.machine("virtual", gpu_memory="1.5GB", host_memory="3GB"), ps.Settings(), loading="in-place"
+        "tide", w, ps.machine("virtual", gpu_memory="1.5GB", host_memory="3GB"), ps.Settings(), loading=IN_PLACE
     )
     assert roomy.pins == 0
     assert tight.pins is not None and tight.pins > 0
@@ -130,7 +139,7 @@ def test_payloads_that_pass_through_the_host_take_turns_in_a_pool() -> None:
     m = ps.machine("a100-40x8")
     both, states = (f"zero_infinity:params={where},states=nvme,subgroup=10000000" for where in ("nvme", "cpu"))
     for spec in (both, states):
-        need = memory_need(spec, w, m, ps.Settings(), loading="in-place")
+        need = memory_need(spec, w, m, ps.Settings(), loading=IN_PLACE)
         assert need.plan is not None
         sizes = host_payloads(need.plan)
         kept = {(r.chunk, r.list) for r in need.plan.initial if r.place is Place.HOST}

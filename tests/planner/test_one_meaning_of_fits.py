@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from pstar_sim.planner.memory_needs import need_of_plan
 from pstar_sim.planner.variants import choose
 from pstar_sim.policy.registry import find_policy
 from pstar_sim.testing import MIB, chain_workload, round_machine
+from pstar_sim.workload.loading import WHOLE
 
 JOB = ["--model", "llama-2-7b", "--batch", "8", "--seq", "2048", "--policy", "zero3_resident"]
 NODE = ["--machine", "rtx3090-64gb", "--gpus", "8"]
@@ -53,7 +53,7 @@ def test_a_plan_that_would_take_too_much_is_made_again_for_less() -> None:
     w, tide = chain_workload(8, 2**20), find_policy("tide")
     m = round_machine(gpu_memory_bytes=100 * MIB, host_memory_bytes=40 * MIB)
     first, _ = plan_and_play(tide, w, m, ps.Settings())
-    plan, _ = plan_and_play(tide, w, m, ps.Settings(), loading="whole")
+    plan, _ = plan_and_play(tide, w, m, ps.Settings(), loading=WHOLE)
     assert [need_of_plan(one).host_bytes for one in (first, plan)] == [48 * MIB, 32 * MIB]
     assert [one.modes.count("pin") for one in (first, plan)] == [6, 7]
     assert plan.machine is m and plan.host_budget_bytes == m.host_budget_bytes
@@ -79,11 +79,12 @@ def test_the_weights_of_a_job_without_offloading_pass_through_the_host(capsys: p
     them. Which of both decides, and the answer says so."""
     status, text = said(capsys, "fits", *JOB, *NODE)
     assert status == 0 and "of GPU memory and 1.7 GB of 7.5 GB of host memory per GPU." in text
-    assert "Loading decides: the weights are taken to be loaded once per node; where every process loads them" in text
-    assert "(--loading each), zero3_resident lacks 5.98 GB of host memory per GPU." in text
+    assert text.startswith("Yes, if the weights are loaded once per node: llama-2-7b fits on rtx3090-64gb under")
+    assert "(--loading each:fp32): zero3_resident then lacks 19.45 GB of host memory per GPU." in text
     assert "weights are loaded once per node" in text
     status, text = said(capsys, "fits", *JOB, *NODE, "--loading", "each")
-    assert status == 3 and text.startswith("No: ") and "Loading decides" not in text
+    assert status == 3 and text.startswith("No: ") and "No, if" not in text
+    assert "Smallest change that makes it fit: --loading whole." in text
     assert "13.48 GB of it for weights while they are loaded whole by every process" in text
     status, text = said(capsys, "compare", *JOB, *NODE, "--loading", "each")
     assert status == 3 and "host needs 13.48 GB (13.48 GB of weights while they are loaded, whole by every" in text
@@ -105,7 +106,7 @@ def test_how_a_job_loads_is_what_its_file_says(
     if status:
         assert like["reason"].endswith("; fits with fsdp_cpu_ram_efficient_loading: true")
         for row in (like, ours):
-            assert re.search(r"GB of weights while they are loaded, whole by every process\)", row["reason"])
+            assert "(26.95 GB of weights while they are loaded, whole by every process in fp32)" in row["reason"]
     assert main([command, "--like", str(file), *JOB, *NODE, "--json", "--loading", "in-place"]) == 0
 
 

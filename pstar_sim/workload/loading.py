@@ -1,0 +1,59 @@
+"""Loading: how the weights of a job come into host memory before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pstar_sim.arguments import choice
+from pstar_sim.workload.workload import DTYPE_BYTES, Workload
+
+__all__ = ["EACH_FP32", "LOADING", "WHOLE", "Loading", "loading_of"]
+
+LOADING = ("whole", "each", "in-place")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """The way in which weights are loaded. Its text is the way, then a colon and the dtype if that is given:
+    "each:fp32".
+
+    way: `whole`, once per node, for all processes; `each`, whole by every process; `in-place`, never whole, as where a
+        model is initialised chunk by chunk.
+    dtype: dtype of the weights in the host's memory; None: the working dtype.
+    """
+
+    way: str = LOADING[0]
+    dtype: str | None = None
+
+    def __str__(self) -> str:
+        return self.way if self.dtype is None else f"{self.way}:{self.dtype}"
+
+    def startup_bytes(self, workload: Workload, local_ranks: int) -> int:
+        """Returns the bytes of the weights while they are loaded: the part of each of the node's ranks."""
+        if self.way == "in-place":
+            return 0
+        weights = workload.params * DTYPE_BYTES[self.dtype or workload.dtype]
+        return weights if self.way == "each" else -(-weights // local_ranks)
+
+    def words(self, local_ranks: int) -> str:
+        """Returns words after "loaded". Empty for weights in the working dtype and one rank, which can load them in one
+        way only."""
+        way = {"whole": "once per node", "each": "whole by every process"}.get(self.way, "") if local_ranks > 1 else ""
+        return " ".join(part for part in (way, self.dtype and f"in {self.dtype}") if part)
+
+
+WHOLE = Loading()
+"""Assumed where nothing says how."""
+EACH_FP32 = Loading(way="each", dtype="fp32")
+"""The most that a framework needs: FSDP, without efficient loading."""
+
+
+def loading_of(value: Loading | str | None) -> Loading:
+    """Returns the value of a text; `WHOLE` for None. Raises PstarError for an unknown way or dtype."""
+    if isinstance(value, Loading):
+        return value
+    if value is None:
+        return WHOLE
+    way, colon, dtype = str(value).partition(":")
+    choice("loading", way if isinstance(value, str) else value, LOADING)
+    return Loading(way=way, dtype=choice("loading's dtype", dtype, DTYPE_BYTES) if colon else None)
