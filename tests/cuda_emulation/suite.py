@@ -1,8 +1,8 @@
 """`make gpu-emulated`: the tests marked gpu on the emulated device, with random delays and poisoned memory.
 
 suite.py [--slow] [ARGUMENTS OF PYTEST]. Without arguments every such test runs but for those marked slow, and fewer
-passed tests than LEAST_PASSED fail; with --slow those marked slow run, and no others. The seed of the delays is printed;
-EMULATED_CUDA_SEED repeats it.
+passed tests than LEAST_PASSED fail; with --slow those marked slow run, and no others. The seed of the delays is
+printed; EMULATED_CUDA_SEED repeats it.
 """
 
 from __future__ import annotations
