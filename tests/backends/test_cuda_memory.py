@@ -115,9 +115,9 @@ def host_allocations() -> int | None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(1200)
 def test_reserved_stays_with_allocated_over_2000_steps(kit: Any) -> None:
-    plan = plan_of(kit, "static_partition", 2, layers=4)
+    plan = plan_of(kit, "static_partition", 2, layers=3)
     model, optimizer, x = begin(plan)
     backend = optimizer.session.backend
     most = 0
