@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -157,6 +158,25 @@ def test_fewer_passed_tests_than_committed_fail(
     assert text is None if said is None else text.startswith(said)
     monkeypatch.delenv(suite.COUNTED)  # a part of the tests
     assert suite.missing_passes(reporter) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "marked", "least"),
+    [([], "gpu and not slow", "260"), (["--slow"], "gpu and slow", "1"), (["--slow", "-x"], "gpu and slow", None)],
+)
+def test_tests_marked_slow_run_apart(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, arguments: list[str], marked: str, least: str | None
+) -> None:
+    suite, root, calls = load("suite"), HERE.parents[1], []
+    monkeypatch.setitem(sys.modules, "build", SimpleNamespace(ensure_built=lambda: None, HERE=HERE))
+    emulated = SimpleNamespace(environment=lambda outer: {**outer, "PYTHONPATH": ""}, ROOT=root)
+    monkeypatch.setitem(sys.modules, "emulated", emulated)
+    monkeypatch.setattr(suite.os, "execvpe", lambda file, command, inner: calls.append((command, inner)))
+    monkeypatch.chdir(root)
+    suite.main(arguments)
+    ((command, inner),) = calls
+    assert command[command.index("-m", 2) + 1] == marked and "--slow" not in command
+    assert inner.get(suite.COUNTED) == least
 
 
 class TestContinuousIntegration:
