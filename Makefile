@@ -42,7 +42,8 @@ help:
 	@echo "make gpu-largest 9 minutes: the largest model of that width that trains, two steps"
 	@echo "make gpu-mirror  without a device: $(VENV)-mirror, like such a machine, in which all of these end at the device"
 	@echo "make gpu-emulated without a device: the tests marked gpu on an emulated one, in $(VENV)-cuda (6 GB, x86-64 Linux)"
-	@echo "make gpu-emulated-nightly  the same with three seeds, then without one synchronisation of the executor at a time"
+	@echo "                  TORCH=2.13.0: with another version of torch, in $(VENV)-cuda-2.13.0"
+	@echo "make gpu-emulated-nightly  the same with three seeds, slow tests, then without one synchronisation of the executor at a time"
 	@echo "make gpu-emulated-memory   15 minutes: what torch reserves beside plans of ten models, against bounds"
 
 install: $(STAMP)
@@ -142,12 +143,13 @@ $(MIRROR)/.installed: benchmarks/mirror.txt
 gpu-mirror: $(MIRROR)/.installed
 	@PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 $(MIRROR)/bin/python benchmarks/gpu_mirror.py $(if $(OUT),--out $(OUT))
 
-# The seed of the delays is printed; EMULATED_CUDA_SEED=... repeats it. TESTS=... runs a part.
-CUDA_VENV := $(VENV)-cuda
+# The seed of the delays is printed; EMULATED_CUDA_SEED=... repeats it. TESTS=... runs a part. TORCH=... takes another
+# version of torch, in an environment of its own.
+TORCH ?=
+CUDA_VENV := $(VENV)-cuda$(addprefix -,$(TORCH))
 
 $(CUDA_VENV)/.installed: tests/cuda_emulation/requirements.txt tests/cuda_emulation/environment.py constraints.txt pyproject.toml
-	@$(PYTHON) tests/cuda_emulation/environment.py $(CUDA_VENV)
-	@touch $@
+	@$(PYTHON) tests/cuda_emulation/environment.py $(CUDA_VENV) $(TORCH)
 
 gpu-environment: $(CUDA_VENV)/.installed
 
@@ -158,6 +160,7 @@ NIGHTLY_SEEDS := 1 2 3
 
 gpu-emulated-nightly: gpu-environment
 	for seed in $(NIGHTLY_SEEDS); do EMULATED_CUDA_SEED=$$seed $(CUDA_VENV)/bin/python tests/cuda_emulation/suite.py; done
+	EMULATED_CUDA_ARITHMETIC=0 $(CUDA_VENV)/bin/python tests/cuda_emulation/suite.py --slow
 	$(CUDA_VENV)/bin/python tests/cuda_emulation/mutations.py
 	$(MAKE) gpu-emulated-memory
 

@@ -58,7 +58,7 @@ from executor.moments.autocast import rules_of
 from executor.moments.beside import note_of, runs_beside, tensors_beside
 from executor.moments.blind import Blind
 from executor.moments.compiled import eagerly
-from executor.moments.draws import DRAWN, DRAWS, host_draws
+from executor.moments.draws import Draws, drawn, host_draws, with_every_layer
 from executor.moments.hooks import MomentClock, tensors_of
 from executor.moments.live_bytes import LiveStorages, require_dense
 from executor.moments.recorder import MomentRecorder, attention_seen, describe_parameters
@@ -183,18 +183,23 @@ def capture_module(
     """
     name = name or type(module).__name__
     numbered = _numbered(module, groups)
-    firings: dict[int, int] = {}
-    beside: tuple[nn.Module, ...] = ()
-    while True:
-        recorder, blind, others = _run(
-            name, module, example_batch, dtype, attention, loss, firings, keep_gradients, numbered, beside, device
-        )
-        # Reentrant checkpointing of a shared layer accumulates several times, and the gradient may only be taken at the
-        # last time. The first run counts the times and finds what runs beside the model; a second run uses both.
-        seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
-        if seen == firings and (beside or not others):
-            break
-        firings, beside = seen, beside or others
+
+    def run(draws: Draws) -> tuple[MomentRecorder, Blind, tuple[nn.Module, ...]]:
+        firings: dict[int, int] = {}
+        beside: tuple[nn.Module, ...] = ()
+        while True:
+            recorder, blind, others = _run(
+                name, module, example_batch, dtype, attention, loss, firings, keep_gradients, numbered, beside, device,
+                draws,
+            )  # fmt: skip
+            # Reentrant checkpointing of a shared layer accumulates several times, and the gradient may only be taken at
+            # the last time. The first run counts the times and finds what runs beside the model; a second uses both.
+            seen = {tensor: count for tensor, count in recorder.firings().items() if count > 1}
+            if seen == firings and (beside or not others):
+                return recorder, blind, beside
+            firings, beside = seen, beside or others
+
+    (recorder, blind, beside), _ = with_every_layer(run, lambda made: len(made[0].without_gradient()))
     kernel = attention_seen(recorder.live.kernels)
     if attention is not None and kernel not in (attention, "none"):
         raise ModelError(
@@ -236,6 +241,7 @@ def _run(
     numbered: Sequence[int],
     beside: Sequence[nn.Module],
     device: str,
+    draws: Draws,
 ) -> tuple[MomentRecorder, Blind, tuple[nn.Module, ...]]:
     """Run one fake iteration. Returns also the modules that ran beside `module`.
 
@@ -279,12 +285,12 @@ def _run(
             stack.enter_context(unpacked_sequences())
         stack.enter_context(unread_padding())
         stack.enter_context(eagerly())
-        stack.enter_context(host_draws())
+        stack.enter_context(host_draws(draws))
         stack.enter_context(rules_of(device))
         stack.enter_context(torch.autograd.set_detect_anomaly(False))  # it reads the values of gradients
         stack.enter_context(quiet("torch._subclasses.fake_tensor"))  # torch logs the errors that it raises
         stack.enter_context(_readable_failures(name, module, live))
-        shapes = RealShapes()
+        shapes = RealShapes(draws)
         stack.enter_context(known_masks(lambda tensor: shapes.value_of(tensor) is not None))
         with mode, shapes, live, attention_kernel(attention, device), torch.enable_grad():
             value = loss(module, inputs)
@@ -316,14 +322,15 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     results only. The fake backward of BatchNorm also makes a gradient of the input that is not asked for. LayerNorm's
     gradient of its input is contiguous.
 
-    The value of a tensor made of ones, and of a number drawn from [0, 1] ([Note: draws] in moments/draws.py), is known
-    until the tensor is written. A model that makes a mask of ones asks whether all elements are one, and then works
-    without the mask. The values of a mask that comes with the batch stay unknown.
+    The value of a tensor made of ones, and of numbers drawn from [0, 1] to decide ([Note: draws] in moments/draws.py),
+    is known until the tensor is written. A model that makes a mask of ones asks whether all elements are one, and then
+    works without the mask. The values of a mask that comes with the batch stay unknown.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, draws: Draws | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.blind = Blind()
+        self._draws = draws or Draws()
         self._values: dict[int, float] = {}  # storage -> value of all its elements
 
     def value_of(self, tensor: torch.Tensor) -> float | None:
@@ -340,17 +347,24 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = self._shaped(func, args, kwargs)
         for tensor in tensors_of(out):
             require_dense(tensor, func)
-        if self._values or func in _MADE:
-            self._learn(func, args, out, first)
+        answer = self._answer(func, args, out)
+        if self._values or answer is not None:
+            self._learn(func, args, out, first, answer)
         return out
 
-    def _learn(self, func: Any, args: Any, out: Any, first: torch.Tensor | None) -> None:
+    def _answer(self, func: Any, args: Any, out: Any) -> float | None:
+        """Returns the value that all elements of a new tensor have. That of a drawn array is always known: only what a
+        model reads of it matters here, and without a value that is an error."""
+        if drawn(func, args, out) and (self._draws.answers(out, alone=out.numel() == 1) or out.ndim == 1):
+            return self._draws.answer
+        return 1.0 if func in _ONES else None
+
+    def _learn(self, func: Any, args: Any, out: Any, first: torch.Tensor | None, answer: float | None) -> None:
         made = {storage_key(t) for t in tensors_of(out)}
         taken = {storage_key(t) for t in tensors_of(args)}
         known = None if first is None else self.value_of(first)
-        if known is None or first is None:
-            value = _MADE.get(func) if func not in DRAWS or out.numel() == 1 else None
-        else:
+        value = answer
+        if value is None and known is not None and first is not None:
             value = _value_made(func, args, known, first.numel())
         for key in made - taken if not writes_in_place(func) else made | taken:
             self._values.pop(key, None)  # new storages (their address may be a freed one's), or written ones
@@ -372,11 +386,7 @@ class RealShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (out[0] if out[0].stride() == as_real.stride() else as_real, *out[1:])
 
 
-_MADE = {
-    **dict.fromkeys((aten.ones.default, aten.ones_like.default, aten.new_ones.default), 1.0),
-    **dict.fromkeys(DRAWS, DRAWN),
-}
-"""The value that all elements of a new tensor have."""
+_ONES = frozenset({aten.ones.default, aten.ones_like.default, aten.new_ones.default})
 _ASKED: dict[Any, Callable[..., Any]] = {
     aten.lt.Scalar: operator.lt, aten.le.Scalar: operator.le, aten.gt.Scalar: operator.gt, aten.ge.Scalar: operator.ge,
     aten.eq.Scalar: operator.eq, aten.all.default: bool,
@@ -398,7 +408,7 @@ def _value_made(func: Any, args: Any, known: float, numel: int) -> float | None:
         return known * numel
     if func in _ASKED:
         return float(_ASKED[func](known, *args[1:2]))
-    return _MADE.get(func) if func not in DRAWS or numel == 1 else None
+    return None
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any) -> torch.Tensor:

@@ -1,10 +1,11 @@
 """Draws: numbers that a model draws to decide which of its layers run.
 
 [Note: draws] A model with LayerDrop draws a number for each layer, and leaves the layer out where the number lies below
-a rate. A captured or recorded iteration has to show every layer: a plan has no optimizer states for a parameter that
-never gets a gradient. There, each number drawn alone from [0, 1] is 0.5: no layer is dropped at a rate of at most 0.5.
-An iteration of the training that drops a layer leaves its plan and is finished on demand. Of layers that were left out
-by any other draw `prepare` warns.
+a rate; some draw the numbers of all layers as one array. A captured or recorded iteration has to show every layer: a
+plan has no optimizer states for a parameter that never gets a gradient. There, each number drawn from [0, 1] is one of
+ANSWERS: the middle, by which no layer is dropped at a rate of at most 0.5, and only where some parameter got no
+gradient, the ends of the range. An iteration of the training that drops a layer leaves its plan and is finished on
+demand. Of layers that were left out by any other draw `prepare` warns.
 """
 
 from __future__ import annotations
@@ -12,44 +13,90 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor.moments.unseen import unseen
 
-__all__ = ["DRAWN", "DRAWS", "Undropped", "host_draws"]
+__all__ = ["Draws", "Undropped", "drawn", "host_draws", "with_every_layer"]
 
-DRAWN = 0.5
-DRAWS = frozenset({torch.ops.aten.rand.default, torch.ops.aten.rand_like.default})
+_Run = TypeVar("_Run")
+_UNIFORM = torch.ops.aten.uniform_.default
+_DRAWING = frozenset({torch.ops.aten.rand.default, torch.ops.aten.rand_like.default})
 _ON_THE_HOST = {"random": ("random", "uniform"), "numpy.random": ("random", "random_sample", "rand", "uniform")}
 _STATES = {"random": ("getstate", "setstate"), "numpy.random": ("get_state", "set_state")}
 
 
-class Undropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes each number that real operators draw alone `DRAWN`.
+@dataclass(kw_only=True)
+class Draws:
+    """What a model draws in one run.
 
-    drew: whether there was one.
+    answer: what each number from [0, 1] is that is drawn alone.
+    arrays: whether the numbers of arrays with one dimension are too. They may be data.
+    drew: whether such a number or array was drawn.
     """
 
-    def __init__(self) -> None:
+    answer: float = 0.5
+    arrays: bool = False
+    drew: bool = False
+
+    def answers(self, out: Any, *, alone: bool) -> bool:
+        """Whether the numbers drawn into a tensor or array are answered."""
+        if not alone and out.ndim != 1:
+            return False
+        self.drew = True
+        return alone or self.arrays
+
+
+ANSWERS = ((0.5, False), (1 - 2**-24, True), (0.0, True))
+"""The ends of the range: fp32's greatest number below 1, for layers that run where it is above a rate, and 0."""
+
+
+def with_every_layer(run: Callable[[Draws], _Run], left_out: Callable[[_Run], int]) -> tuple[_Run, Draws]:
+    """Returns what `run` returns, and its draws, for the first answer that leaves nothing out, or else the least.
+
+    left_out: the number of parameters without a gradient.
+    """
+    runs = []
+    for answer, arrays in ANSWERS:
+        draws = Draws(answer=answer, arrays=arrays)
+        result = run(draws)
+        runs.append((left_out(result), result, draws))
+        if not runs[-1][0] or not draws.drew:
+            break
+    _, result, draws = min(runs, key=lambda one: one[0])
+    return result, draws
+
+
+def drawn(func: Any, args: Any, out: Any) -> bool:
+    """Whether an operator has filled all of the result's memory with numbers drawn from [0, 1]."""
+    if func is _UNIFORM:
+        return len(args) == 1 and out.untyped_storage().nbytes() == out.numel() * out.element_size()
+    return func in _DRAWING
+
+
+class Undropped(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what real operators draw."""
+
+    def __init__(self, draws: Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drew = False
+        self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in DRAWS and out.numel() == 1:
-            self.drew = True
+        if drawn(func, args, out) and self._draws.answers(out, alone=out.numel() == 1):
             with unseen(), torch.no_grad():
-                out.fill_(DRAWN)
+                out.fill_(self._draws.answer)
         return out
 
 
 @contextlib.contextmanager
-def host_draws() -> Iterator[None]:
-    """Inside this context, each number that Python or NumPy draws alone lies in the middle of its range. Afterwards
-    their global generators are where they were."""
+def host_draws(draws: Draws) -> Iterator[None]:
+    """Inside this context, what Python and NumPy draw is answered, in the range that was asked for. Afterwards their
+    global generators are where they were."""
     with contextlib.ExitStack() as undo:
         for key, names in _ON_THE_HOST.items():
             module = sys.modules.get(key)
@@ -60,16 +107,24 @@ def host_draws() -> Iterator[None]:
             for name in names:
                 plain = getattr(module, name)
                 undo.callback(setattr, module, name, plain)
-                setattr(module, name, _middle_of(plain))
+                setattr(module, name, _answered(plain, draws))
         yield
 
 
-def _middle_of(plain: Callable[..., Any]) -> Callable[..., Any]:
-    bounded = plain.__name__ == "uniform"
+def _answered(plain: Callable[..., Any], draws: Draws) -> Callable[..., Any]:
+    ranged = plain.__name__ == "uniform"
 
     def draw(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) not in ((0, 2) if bounded else (0,)):
-            return plain(*args, **kwargs)  # numbers of which no one decides alone
-        return sum(args) / 2 if args else DRAWN
+        out = plain(*args, **kwargs)
+        if kwargs.keys() - {"size"} or (ranged and len(args) == 1):
+            return out  # numbers of another range
+        low, high = args[:2] if ranged and args else (0.0, 1.0)
+        alone = isinstance(out, float)
+        if draws.answers(out, alone=alone):
+            value = low + (high - low) * draws.answer
+            if alone:
+                return value
+            out[:] = value
+        return out
 
     return draw

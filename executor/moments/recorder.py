@@ -212,6 +212,11 @@ class MomentRecorder:
             most[tensor] = max(most.get(tensor, 0), count)
         return most
 
+    def without_gradient(self) -> set[int]:
+        """Returns the trainable tensors whose gradient has never arrived."""
+        trainable = {index for index, t in enumerate(self.tensors) if not t.frozen and t.tied_to is None}
+        return trainable - self.firings().keys()
+
     def finish(self) -> None:
         """Close the last moment with the bytes alive now. A second call does nothing."""
         self._close()

@@ -27,7 +27,7 @@ from executor.engine import Session
 from executor.models import forward_loss, map_batch
 from executor.moments.beside import note_of, runs_beside, tensors_beside
 from executor.moments.compiled import eagerly
-from executor.moments.draws import Undropped, host_draws
+from executor.moments.draws import Draws, Undropped, host_draws, with_every_layer
 from executor.moments.hooks import tensors_of
 from executor.moments.live_bytes import LiveStorages
 from executor.moments.recorder import MomentRecorder, describe_parameters, working_dtype
@@ -114,10 +114,12 @@ def record(
         stack.callback(session.close)
         stack.callback(_restore, buffers)
         stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(host_draws())
-        undropped = Undropped()
-        with undropped:
-            recorder, beside = _counted(session, iteration)
+
+        def counted(draws: Draws) -> tuple[MomentRecorder, tuple[nn.Module, ...]]:
+            with host_draws(draws), Undropped(draws):
+                return _counted(session, iteration)
+
+        (recorder, beside), draws = with_every_layer(counted, lambda made: len(made[0].without_gradient()))
         shape = next((tuple(t.shape) for t in tensors_of(batches[0]) if t.dim()), ())
         w = recorder.workload(
             model=name,
@@ -129,7 +131,7 @@ def record(
             notes=note_of(beside),
         )
         if timed:
-            with undropped if undropped.drew else contextlib.nullcontext():
+            with host_draws(draws), Undropped(draws) if draws.drew else contextlib.nullcontext():
                 w = replace(w, moments=_timed(session, iteration, w, timed, clock))
     return w
 

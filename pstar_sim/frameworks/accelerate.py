@@ -213,7 +213,7 @@ def _as_deepspeed(found: KeyReading, file: str, notes: list[str]) -> Configurati
     if dtype is not None:
         content[WORKING if dtype == MASTER else dtype] = {"enabled": dtype != MASTER}
     made = deepspeed.read(content, file)
-    details = _details(found, dict(made.details))
+    details = _details(found, {**made.detail, "type": "DEEPSPEED"})
     loading = "each" if found.known("ds_init") is False else made.loading
     return replace(
         made, details=details, loading=loading, notes=(*notes, *made.notes), without_effect=found.without_effect

@@ -260,7 +260,7 @@ def read(content: object, file: str) -> Configuration:
     stage, states, params = found["stage"], _states(found), _params(found)
     stage = 2 if stage == AUTO else stage
     if states == "nvme" and stage != 3:
-        raise PstarError(f"{file}: offload_optimizer.device = nvme needs stage 3, not stage {stage}")
+        raise PstarError(f"{file}: offload_optimizer to nvme needs stage 3, not stage {stage}")
     notes = [*found.notes, *_notes(found, stage, states, params)]
     optimizer, said = _optimizer(found)
     clip = found.known("clip")
@@ -539,16 +539,19 @@ def _gpu_beyond_bytes(configuration: Configuration, workload: Workload, ranks: i
     return workload.trainable_params * (2 if workload.micro_batches > 1 else 6)
 
 
-def _offloading(configuration: Configuration) -> str:
-    """Returns the names of the file's sections that offload, in words."""
+def _unpinned(configuration: Configuration) -> str:
+    """Returns what pins less memory, in words. accelerate's own file (which says its type) has no key for it, and can
+    name one of DeepSpeed's."""
     sections = {"states": "offload_optimizer", "params": "offload_param"}
-    return " and ".join(name for what, name in sections.items() if configuration.detail[what] != "none")
+    offloading = " and ".join(name for what, name in sections.items() if configuration.detail[what] != "none")
+    file = "a deepspeed_config_file that has " if "type" in configuration.detail else ""
+    return f'with {file}"pin_memory": false in its {offloading}'
 
 
 MEMORY = MemoryRules(
     allocations=_allocations,
     gpu_beyond_bytes=_gpu_beyond_bytes,
-    unpinned=lambda configuration: f'with "pin_memory": false in its {_offloading(configuration)}',
+    unpinned=_unpinned,
 )
 """Rules by which DeepSpeed allocates."""
 

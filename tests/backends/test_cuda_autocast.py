@@ -94,13 +94,7 @@ def apart(captured: Workload, recorded: Workload) -> tuple[int, str]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    ("dtype", "weights"),
-    [
-        ("bf16", "fp32"),
-        ("bf16", "converted"),
-        ("fp16", "converted"),
-        pytest.param("fp16", "fp32", marks=pytest.mark.slow),
-    ],
+    ("dtype", "weights"), [("bf16", "fp32"), ("bf16", "converted"), ("fp16", "converted"), ("fp16", "fp32")]
 )
 def test_every_moment_of_a_capture_has_the_bytes_of_the_device(
     kit: Any, name: str, dtype: str, weights: str, record_property: Callable[[str, object], None]

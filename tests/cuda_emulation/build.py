@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from locked import locked
+
 HERE = Path(__file__).parent
 SOURCES = sorted(path for path in HERE.glob("*/*") if path.suffix in (".c", ".cpp", ".h"))
 LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libcupti.so.13", "libnccl.so.2")
@@ -121,11 +123,11 @@ def build_operators(torch: Path, cuda: Path) -> None:
 
 
 def ensure_built() -> None:
-    if (BUILT / "complete").exists():
-        return
     BUILT.mkdir(parents=True, exist_ok=True)
-    build()
-    (BUILT / "complete").touch()
+    with locked(BUILT / "lock"):
+        if not (BUILT / "complete").exists():
+            build()
+            (BUILT / "complete").touch()
 
 
 if __name__ == "__main__":

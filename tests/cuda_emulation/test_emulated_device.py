@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +189,40 @@ def test_nvidia_smi_lists_what_torch_has() -> None:
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     assert list(names) == [device.name for device in devices]
     assert [int(mib) for mib in memory] == [device.total_memory >> 20 for device in devices]
+
+
+RANK = """
+import ctypes, os, sys
+
+nccl = ctypes.CDLL("libnccl.so.2")
+class Id(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_char * 128)]
+given = Id(sys.argv[1].encode()) if sys.argv[1:] else Id()
+assert given.internal or nccl.ncclGetUniqueId(ctypes.byref(given)) == 0
+status = nccl.ncclCommInitRank(ctypes.byref(ctypes.c_void_p()), 2, given, len(sys.argv) - 1)
+print(given.internal.decode(), status, flush=True)
+sys.stdin.read()
+"""
+
+
+class TestRanksThatAreKilled:
+    def test_no_file_stays(self) -> None:
+        """One of two ranks has joined."""
+        shared = Path("/dev/shm")
+        before = set(shared.iterdir())
+        with subprocess.Popen([sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rank:
+            assert rank.stdout is not None
+            rank.stdout.readline()
+            rank.kill()
+        assert not [path for path in set(shared.iterdir()) - before if "emulated_nccl" in path.name]
+
+    def test_the_other_rank_is_told(self) -> None:
+        """Of an id whose process has ended; 2 is NCCL's error of the system."""
+        first = subprocess.run([sys.executable, "-c", RANK], input="", capture_output=True, text=True, timeout=60)
+        shared, status = first.stdout.split()
+        assert status == "0"
+        other = [sys.executable, "-c", RANK, shared]
+        assert subprocess.run(other, input="", capture_output=True, text=True).stdout.split() == [shared, "2"]
 
 
 def test_what_is_missing_names_itself(shim: Any, capfd: pytest.CaptureFixture[str]) -> None:

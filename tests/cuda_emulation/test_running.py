@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,18 +49,97 @@ def test_where_the_environment_cannot_be_made(
     assert reason is None if words is None else words in reason
 
 
-def test_a_package_index_that_refuses(
-    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    environment = load("environment")
-    words = "WARNING: slow\nERROR: No matching distribution found for torch==2.14.1\n"
-    refused = SimpleNamespace(returncode=1, stderr=words)
-    monkeypatch.setattr(environment, "reason_against", lambda folder: None)
-    monkeypatch.setattr(environment.venv, "create", lambda folder, **options: folder.mkdir())
-    monkeypatch.setattr(environment.subprocess, "run", lambda *command, **options: refused)
-    assert environment.main(tmp_path / "venv") == environment.CANNOT_BE_MADE
-    assert capsys.readouterr().out == "NOT RUN: pip: No matching distribution found for torch==2.14.1\n"
-    assert not (tmp_path / "venv").exists()
+@pytest.fixture
+def environment(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a machine that can have one; `commands` is what pip was called with, `status` what it ends with."""
+    module = load("environment")
+
+    def run(command: list[Any], **options: Any) -> None:
+        module.commands.append([str(part) for part in command])
+        if module.status:
+            raise subprocess.CalledProcessError(module.status, command)
+
+    monkeypatch.setattr(module, "reason_against", lambda folder: None)
+    monkeypatch.setattr(module, "require_compiler", lambda: None)
+    monkeypatch.setattr(module.venv, "create", lambda folder, **options: folder.mkdir())
+    monkeypatch.setattr(
+        module, "subprocess", SimpleNamespace(run=run, CalledProcessError=subprocess.CalledProcessError)
+    )
+    monkeypatch.setattr(module, "commands", [], raising=False)
+    monkeypatch.setattr(module, "status", 0, raising=False)
+    return module
+
+
+class TestMakingTheEnvironment:
+    @pytest.mark.parametrize(("version", "wanted"), [(None, "torch===2.14.1"), ("2.13.0", "torch===2.13.0")])
+    def test_the_version_of_torch(self, environment: Any, tmp_path: Path, version: str | None, wanted: str) -> None:
+        folder = tmp_path / "venv"
+        assert environment.main(folder, version) == 0
+        (command,) = environment.commands
+        requirements = Path(command[command.index("-r") + 1]).read_text().split()
+        assert [text for text in requirements if text.startswith("torch=")] == [wanted]
+        assert (folder / ".installed").exists()
+
+    def test_a_package_index_that_refuses_is_a_failure(
+        self, environment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder, environment.status = tmp_path / "venv", 1
+        assert environment.main(folder) == 1
+        said = capsys.readouterr()
+        assert (said.out, said.err) == ("", f"pip could not install {folder}, status 1\n")
+        assert not folder.exists()
+
+    def test_a_missing_compiler_is_a_failure(
+        self, load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        environment = load("environment")
+        monkeypatch.setattr(environment, "reason_against", lambda folder: None)
+        monkeypatch.setattr(environment.shutil, "which", lambda tool: None if tool == "g++" else tool)
+        with pytest.raises(SystemExit, match=r"needs a compiler, g\+\+ is missing"):
+            environment.main(tmp_path / "venv")
+
+    @pytest.mark.parametrize(("status", "kept"), [(1, True), (0, False)])
+    def test_a_former_one_stays_until_pip_has_succeeded(
+        self, environment: Any, tmp_path: Path, status: int, kept: bool
+    ) -> None:
+        folder = tmp_path / "venv"
+        folder.mkdir()
+        for name in (".installed", "former"):
+            (folder / name).touch()
+        environment.status = status
+        assert environment.main(folder) == status
+        assert (folder / "former").exists() is kept
+        assert (folder / ".installed").exists()
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["venv"]
+
+    @pytest.mark.parametrize("status", [1, 0])
+    def test_one_that_was_cut_off_is_no_former_one(self, environment: Any, tmp_path: Path, status: int) -> None:
+        """A process was killed after it had put a former one aside."""
+        for name, content in (("venv", "half"), ("venv-former", ".installed")):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / content).touch()
+        environment.status = status
+        assert environment.main(tmp_path / "venv") == status
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["venv"]
+        assert (tmp_path / "venv" / ".installed").exists() and not (tmp_path / "venv" / "half").exists()
+
+    def test_two_at_once_make_one(self, environment: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """The second waits, and finds it made."""
+        folder, locked, asked = tmp_path / "venv", environment.locked, threading.Event()
+
+        def ask(path: Path) -> Any:
+            asked.set()
+            return locked(path)
+
+        monkeypatch.setattr(environment, "locked", ask)
+        second = threading.Thread(target=environment.main, args=[folder])
+        with locked(tmp_path / "venv.lock"):
+            second.start()
+            assert asked.wait(30)
+            folder.mkdir()
+            (folder / ".installed").touch()
+        second.join(30)
+        assert environment.commands == []
 
 
 @pytest.mark.parametrize(("passed", "said"), [(160, None), (159, "159 tests passed on the emulated device")])
@@ -77,6 +158,25 @@ def test_fewer_passed_tests_than_committed_fail(
     assert text is None if said is None else text.startswith(said)
     monkeypatch.delenv(suite.COUNTED)  # a part of the tests
     assert suite.missing_passes(reporter) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "marked", "least"),
+    [([], "gpu and not slow", "260"), (["--slow"], "gpu and slow", "1"), (["--slow", "-x"], "gpu and slow", None)],
+)
+def test_tests_marked_slow_run_apart(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, arguments: list[str], marked: str, least: str | None
+) -> None:
+    suite, root, calls = load("suite"), HERE.parents[1], []
+    monkeypatch.setitem(sys.modules, "build", SimpleNamespace(ensure_built=lambda: None, HERE=HERE))
+    emulated = SimpleNamespace(environment=lambda outer: {**outer, "PYTHONPATH": ""}, ROOT=root)
+    monkeypatch.setitem(sys.modules, "emulated", emulated)
+    monkeypatch.setattr(suite.os, "execvpe", lambda file, command, inner: calls.append((command, inner)))
+    monkeypatch.chdir(root)
+    suite.main(arguments)
+    ((command, inner),) = calls
+    assert command[command.index("-m", 2) + 1] == marked and "--slow" not in command
+    assert inner.get(suite.COUNTED) == least
 
 
 class TestContinuousIntegration:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pstar_sim import PstarError, Settings, compare
 from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.step import COPIES, PAGEABLE, Queue
-from pstar_sim.frameworks import deepspeed
+from pstar_sim.frameworks import accelerate, deepspeed
 from pstar_sim.frameworks.keys import KeyEffect
 from pstar_sim.frameworks.load import load_configuration
 from pstar_sim.frameworks.prediction import predict
@@ -237,6 +237,21 @@ def test_the_value_that_would_do_is_named_in_each_section_of_the_file() -> None:
     no = predict(found, chain_workload(3, 100_000), little, Settings(), label="ds.json")
     assert no.reason is not None
     assert no.reason.endswith('fits with "pin_memory": false in its offload_optimizer and offload_param')
+
+
+def test_of_an_accelerate_file_the_file_that_has_the_value_is_named() -> None:
+    """3 layers of 100,000 parameters, as above: accelerate's own file has no key for pinned memory."""
+    offload = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+    content = {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16", "deepspeed_config": offload}
+    little = load_machine("rtx4090-wsl2", overrides={"host.pinned": "2MB"})
+    found = accelerate.read(content, "ds.yaml")
+    no = predict(found, chain_workload(3, 100_000), little, Settings(), label="ds.yaml")
+    assert no.reason is not None and no.reason.endswith(
+        'fits with a deepspeed_config_file that has "pin_memory": false in its offload_optimizer and offload_param'
+    )
+    disks = {"zero_stage": 2, "offload_optimizer_device": "nvme"}
+    with pytest.raises(PstarError, match=r"^ds\.yaml: offload_optimizer to nvme needs stage 3, not stage 2$"):
+        accelerate.read({**content, "deepspeed_config": disks}, "ds.yaml")
 
 
 def test_copies_of_memory_that_is_not_pinned_go_at_the_rate_for_it() -> None:

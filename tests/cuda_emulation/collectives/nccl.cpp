@@ -14,7 +14,6 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
-#include <random>
 
 extern "C" void emulated_cuda_enqueue(cudaStream_t, void (*run)(void*), void (*release)(void*), void* data);
 
@@ -23,7 +22,7 @@ namespace {
 constexpr size_t SLOT_BYTES = 4 << 20;  // of a rank: what a round of a collective carries
 
 struct Header {  // at the beginning of the shared memory, which is zeros at first
-  std::atomic<uint32_t> attached, arrived, round;
+  std::atomic<uint32_t> arrived, round;
 };
 
 }  // namespace
@@ -32,7 +31,6 @@ struct ncclComm {
   int ranks, rank, device;
   Header* header;
   char* slots;
-  size_t bytes;
   std::atomic<bool> aborted{false};
 
   char* slot(int r) { return slots + r * SLOT_BYTES; }
@@ -141,16 +139,16 @@ ncclResult_t enqueue(ncclComm* comm, cudaStream_t stream, size_t count, size_t m
   return ncclSuccess;
 }
 
+// The memory is a file without a name, of the process that made the id. It goes with the last process that has it.
 ncclResult_t join(ncclComm_t* handle, int ranks, const ncclUniqueId& id, int rank) {
   size_t bytes = 4096 + ranks * SLOT_BYTES;
-  int file = shm_open(id.internal, O_CREAT | O_RDWR, 0600);
-  if (file < 0 || ftruncate(file, bytes)) return ncclSystemError;
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  int file = open(id.internal, O_RDWR | O_CLOEXEC);
+  if (file < 0) return ncclSystemError;  // that process has ended
+  void* memory = ftruncate(file, bytes) ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   close(file);
   if (memory == MAP_FAILED) return ncclSystemError;
-  auto* comm = new ncclComm{ranks, rank, 0, (Header*)memory, (char*)memory + 4096, bytes};
+  auto* comm = new ncclComm{ranks, rank, 0, (Header*)memory, (char*)memory + 4096};
   cudaGetDevice(&comm->device);
-  if (++comm->header->attached == (uint32_t)ranks) shm_unlink(id.internal);
   *handle = comm;
   return ncclSuccess;
 }
@@ -164,9 +162,10 @@ ncclResult_t ncclGetVersion(int* version) {
   return ncclSuccess;
 }
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-  std::random_device random;
+  int file = memfd_create("emulated_nccl", MFD_CLOEXEC);
+  if (file < 0) return ncclSystemError;
   memset(id, 0, sizeof *id);
-  snprintf(id->internal, sizeof id->internal, "/emulated_nccl_%d_%08x%08x", getpid(), random(), random());
+  snprintf(id->internal, sizeof id->internal, "/proc/%d/fd/%d", getpid(), file);
   return ncclSuccess;
 }
 const char* ncclGetErrorString(ncclResult_t result) {

@@ -18,28 +18,36 @@ from executor.recording.record import record
 from pstar_sim.errors import PlanError
 
 DRAWS: dict[str, Callable[[], Any]] = {
-    "torch": lambda: torch.rand([]),
-    "random": lambda: random.uniform(0, 1),
-    "numpy": lambda: numpy.random.random(),
+    "torch": lambda: [torch.rand([]) for _ in range(4)],
+    "random": lambda: [random.uniform(0, 1) for _ in range(4)],
+    "numpy": lambda: [numpy.random.random() for _ in range(4)],
+    "an array of torch's": lambda: torch.rand(4),
+    "an array that is filled": lambda: torch.empty(4).uniform_(),
+    "an array of numpy's": lambda: numpy.random.uniform(0, 1, size=4),
 }
+DROPS: dict[str, Callable[[Any], bool]] = {
+    "2 in 5": lambda drawn: drawn < 0.4,
+    "9 in 10": lambda drawn: drawn < 0.9,
+    "9 in 10, and runs below": lambda drawn: drawn >= 0.1,
+}
+each = pytest.mark.parametrize("name", DRAWS)
 GPU_BYTES = 30_000  # five layers have 4,224 B each, with gradients and states 16,896 B
 
 
 class Dropping(nn.Module):
-    """A first layer, and four of which a forward leaves out 2 in 5."""
+    """A first layer, and four of which a forward leaves some out."""
 
-    def __init__(self, draw: Callable[[], Any]) -> None:
+    def __init__(self, draw: Callable[[], Any], drops: Callable[[Any], bool]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.draw = draw
+        self.draw, self.drops = draw, drops
         self.first = nn.Linear(32, 32)
         self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        for layer in self.layers:
-            drawn = self.draw()
-            if not (self.training and drawn < 0.4):
+        for layer, drawn in zip(self.layers, self.draw()):
+            if not (self.training and self.drops(drawn)):
                 x = x + torch.tanh(layer(x))
         return (x**2).mean()
 
@@ -50,15 +58,16 @@ def seed() -> None:
     torch.manual_seed(3)
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_every_layer_is_in_the_trace(kit: Any, name: str) -> None:
-    module, x = Dropping(DRAWS[name]), torch.randn(4, 32)
+@each
+@pytest.mark.parametrize("share", DROPS)
+def test_every_layer_is_in_the_trace(kit: Any, name: str, share: str) -> None:
+    module, x = Dropping(DRAWS[name], DROPS[share]), torch.randn(4, 32)
     seed()
-    expected = DRAWS[name](), DRAWS[name]()
+    expected = [float(drawn) for drawn in DRAWS[name]()]
     seed()
     captured = capture_module(module, x)
     recorded = record(module, [x], kit.small_machine(GPU_BYTES), name="dropping", timed=1)
-    assert (DRAWS[name](), DRAWS[name]()) == expected  # drawn by nobody before
+    assert [float(drawn) for drawn in DRAWS[name]()] == expected  # drawn by nobody before
     for w in (captured, recorded):
         assert {t for gradients in w.gradients for t in gradients} == set(range(10))
     assert [m.name for m in recorded.moments] == [m.name for m in captured.moments]
@@ -80,10 +89,11 @@ def train(model: nn.Module, optimizer: Any) -> tuple[list[float], set[int]]:
     return losses, {ran.count(number) for number in range(8)}
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_training_is_plain_torch_to_the_bit(name: str) -> None:
+@each
+@pytest.mark.parametrize("share", list(DROPS)[:2])
+def test_training_is_plain_torch_to_the_bit(name: str, share: str) -> None:
     """A layer that an iteration drops gets no update; an evaluation drops none."""
-    plain, other = Dropping(DRAWS[name]), Dropping(DRAWS[name])
+    plain, other = (Dropping(DRAWS[name], DROPS[share]) for _ in range(2))
     expected, ran = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True))
     assert len(ran) > 1  # layers were dropped
     adam = torch.optim.AdamW(other.parameters(), lr=1e-2, fused=True)
@@ -98,10 +108,10 @@ def test_training_is_plain_torch_to_the_bit(name: str) -> None:
 
 
 class Choosing(Dropping):
-    """Draws for all layers at once, which no trace answers."""
+    """Draws the layers themselves, which no trace answers."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: None)
+        super().__init__(list, bool)
         self.dropped = 2
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
