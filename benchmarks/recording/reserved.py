@@ -13,7 +13,7 @@ from torch import nn
 from pstar_sim.core.plan import Plan
 from pstar_sim.errors import DoesNotFit
 
-CALLS = ("cudaMalloc", "cudaFree")
+CALLS = ("cudaMalloc", "cudaFree", "cuMemMap", "cuMemUnmap")
 WARM_STEPS = 3
 CAP_STEP_BYTES = 10**8
 

@@ -2,12 +2,13 @@
 
 [Note: reserved bytes] A plan's budget limits the bytes in use. What the process *reserves* on the card, which others
 cannot have either, is more: torch's fragments come beside it, up to what the card, or the run's cap, has beyond the
-budget. benchmarks/gpu_memory.py measures them. To add none, payloads of the size that moves most (the uniform chunk)
-come from one private MemPool, in which every block has that size and any free block fits any of them. The pool may
-grow to the budget less the highest tide and the payloads that always stay: memory that non-model data never needs. In a
-steady iteration the pool asks the driver for nothing and gives nothing back. Where operators are refused memory all the
-same (ladder.py), `give_back` replaces the pool by a new pool. torch returns the free blocks of a pool without a holder
-to the driver, at once or with the next `empty_cache`, and the other blocks once they are free.
+budget. benchmarks/gpu_memory.py measures them. With expandable segments see [Note: pages]. Without them, to add none,
+payloads of the size that moves most (the uniform chunk) come from one private MemPool, in which every block has that
+size and any free block fits any of them. The pool may grow to the budget less the highest tide and the payloads that
+always stay: memory that non-model data never needs. In a steady iteration the pool asks the driver for nothing and
+gives nothing back. Where operators are refused memory all the same (ladder.py), `give_back` replaces the pool by a new
+pool. torch returns the free blocks of a pool without a holder to the driver, at once or with the next `empty_cache`,
+and the other blocks once they are free.
 
 Other payloads (other sizes, and payloads that fit at low tide only) are allocated outside the pool, under a stream of
 their own, so that torch keeps them apart from the user's tensors too. Their free blocks go back to the driver when the
@@ -28,16 +29,22 @@ Three parts keep the budget: the arena's ledger (bytes in use), the gate (bytes 
 
 [Note: segments] torch takes memory from the driver in segments: 2 MiB for blocks of up to 1 MiB; 20 MiB for blocks
 below 10 MiB, which are cut from the segment in multiples of 512 B; for larger blocks multiples of 2 MiB, one block per
-segment. So blocks are counted by the bytes that they take of a segment, and the pool by its segments. With
-`expandable_segments` there is one segment that grows by pages, and none of this holds. An allocator other than torch's
-own has no pools. `set_up_allocator` refuses both.
+segment. So blocks are counted by the bytes that they take of a segment, and the pool by its segments. An allocator
+other than torch's own has no pools, which `set_up_allocator` refuses.
 
-[Note: fragments] torch cuts small tensors from the free blocks of large tensors, so that the next large tensor
-(logits, attention) finds no whole block and takes new memory beside them. Where the user has no settings of torch's
-allocator, a run has two: from max_split_size_mb on blocks stay whole, and, under a cap, torch gives idle blocks back
-one by one before it takes memory beyond the plan's budget (garbage_collection_threshold, a share of what the process
-may reserve). torch reads them at every allocation. They refuse nothing: what the card, or the cap, has beyond the
-budget can be reserved too.
+[Note: pages] torch cuts small tensors from the free blocks of large tensors, so that the next large tensor (logits,
+attention) finds no whole block and takes new memory beside them. With `expandable_segments` there is one range of
+addresses for each stream, to which pages are mapped, of 20 MiB as a rule. A free page can be unmapped and mapped
+elsewhere, so that only parts of pages are lost. Then there is no pool. What is reserved is not counted here but asked
+of torch: before the tide rises and before a payload gets memory, free pages are unmapped if more than the budget and a
+slack could be mapped. That is an exchange too. The slack stays as it is. It is assumed that a rise of the tide finds
+room where four times as much is free, and that a payload finds none. This refuses nothing: what the card has beyond the
+budget can be mapped too.
+
+[Note: fragments] Where the user has no settings of torch's allocator, a run sets `expandable_segments`. Where the
+driver maps no pages, it sets two others: from max_split_size_mb on blocks stay whole, and, under a cap, torch gives
+idle blocks back one by one before it takes memory beyond the plan's budget (garbage_collection_threshold, a share of
+what the process may reserve). torch reads them at every allocation. They refuse nothing either.
 
 [Note: refused beside a pool] While a thread is inside a pool's context, torch (up to 2.11) does not give its cached
 blocks back to the driver for another thread that is refused memory: an operator then runs out of memory although enough
@@ -66,7 +73,7 @@ from typing import Any
 import torch
 
 from executor.devices.adam import scratch_bytes
-from executor.devices.torch26 import allocating_in, set_allocator
+from executor.devices.torch26 import allocating_in, maps_pages, set_allocator
 from executor.devices.torch_private import storage_key
 from pstar_sim.core.effects import OTHERS, frees, takes
 from pstar_sim.core.plan import Plan
@@ -88,9 +95,14 @@ log = logging.getLogger("executor")
 
 MIB = 1 << 20
 LEAST_SLACK_BYTES = 64 * MIB
+SLACK = 0.05  # of a budget, where it is more
+PAGED_SLACK = 0.04  # the same with pages, parts of which come beside it
+ROOMY = 4  # times a rise of the tide: free memory in which it finds room
+WORTH_BYTES = 32 * MIB  # of free pages, for which an exchange is worth it
 COLLECTED_SHARE = 0.9  # of a budget: with 0.75 torch also gives back where it reserves less than the budget anyway
 _LARGE_BLOCKS = "max_split_size_mb:128"
-_OURS = f"{_LARGE_BLOCKS},garbage_collection_threshold:"  # then the share
+_PAGES = "expandable_segments:True"
+_OURS = f"{_LARGE_BLOCKS},garbage_collection_threshold:"  # then the share; where there are no pages
 _set_last: list[str] = []  # the settings that are ours, at most one
 # torch reads the settings once, from either variable, when the process first allocates.
 _UNSET = (
@@ -118,39 +130,43 @@ def _up(size: int, step: int) -> int:
 
 
 def set_up_allocator() -> None:
-    """Let torch's allocator keep large blocks whole. Raise PlanError where torch does not manage memory as this module
-    assumes. Call before anything is allocated."""
+    """Let torch's allocator map pages, or keep large blocks whole. Raise PlanError where torch does not manage memory
+    as this module assumes."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     backend = torch.cuda.get_allocator_backend()
     if backend != "native":
         raise PlanError(
             f"torch's CUDA allocator is {backend!r}, which has no memory pools. " + _UNSET.format(f"backend:{backend}")
         )
-    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    if settings.get("expandable_segments"):
-        raise PlanError(
-            "torch's CUDA allocator has expandable_segments:True, whose memory is not in equal blocks: a plan's budget "
-            "would not hold. " + _UNSET.format("expandable_segments:True")
-        )
+    settings = _settings()
     rounded = settings.get("roundup_power2_divisions") or {}
     if any(int(divisions) > 1 for divisions in (rounded.values() if isinstance(rounded, dict) else [rounded])):
         raise PlanError(
             "torch's CUDA allocator has roundup_power2_divisions, which makes blocks larger than a plan counts: its "
             "budget would not hold. " + _UNSET.format("roundup_power2_divisions")
         )
-    if not limit_fragments(1.0) and settings.get("max_split_size", -1) < 0:
-        log.info("torch may reserve less beside a plan's budget with %s added to PYTORCH_ALLOC_CONF", _LARGE_BLOCKS)
+    if not limit_fragments(1.0) and not settings.get("expandable_segments"):
+        log.info("torch may reserve less beside a plan's budget with %s added to PYTORCH_ALLOC_CONF", _PAGES)
 
 
 def limit_fragments(share: float) -> bool:
-    """Let torch give idle blocks back beyond this share of the bytes that the process may reserve, unless the user has
-    settings. Returns whether the settings are ours: [Note: fragments]."""
-    settings = torch.cuda.memory._snapshot().get("allocator_settings", {})
-    if settings.get("PYTORCH_CUDA_ALLOC_CONF", "") not in {"", *_set_last}:
+    """Let torch map pages or, where it cannot, give idle blocks back beyond this share of the bytes that the process
+    may reserve, unless the user has settings. Returns whether the settings are ours: [Note: fragments]."""
+    if _settings().get("PYTORCH_CUDA_ALLOC_CONF", "") not in {"", *_set_last}:
         return False
-    _set_last[:] = [f"{_OURS}{min(max(share, 0.001), 0.999):.3f}"]
-    set_allocator(*_set_last)
+    if not _set_last:
+        set_allocator(_PAGES)
+        _set_last[:] = [_PAGES] if maps_pages() else []
+    if _set_last != [_PAGES]:
+        _set_last[:] = [f"expandable_segments:False,{_OURS}{min(max(share, 0.001), 0.999):.3f}"]
+        set_allocator(*_set_last)
     return True
+
+
+def _settings() -> dict[str, Any]:
+    """Returns the settings of torch's allocator, now."""
+    settings: dict[str, Any] = torch.cuda.memory._snapshot().get("allocator_settings", {})
+    return settings
 
 
 def split_bytes(device: torch.device) -> int:
@@ -220,6 +236,8 @@ class Blocks:
         self.slack_bytes = 0
         self._beyond_bytes = 0
         self._budget_bytes = 0
+        self._paged = False  # [Note: pages]
+        self._parts_bytes = 0  # free, and still reserved after the last exchange: of pages in part in use
         self._block, self._most_bytes = 0, 0
         self._free_blocks = 0  # of the pool
         self._in_pool: set[int] = set()  # storages that have one of its blocks
@@ -239,12 +257,16 @@ class Blocks:
         beyond_bytes: bytes that could be reserved beyond the budget.
         """
         with self._lock:
+            self._paged = bool(_settings().get("expandable_segments"))
+            if self._paged:
+                shape = 0, 0
             if shape[0] != self._block or self.pool_bytes > shape[1]:
                 self._replace_pool(shape[0])
             self._block, self._most_bytes = shape
             self._budget_bytes = budget_bytes
             self._beyond_bytes = beyond_bytes
-            self.slack_bytes = min(beyond_bytes, max(LEAST_SLACK_BYTES, budget_bytes // 20))
+            share = PAGED_SLACK if self._paged else SLACK
+            self.slack_bytes = min(beyond_bytes, max(LEAST_SLACK_BYTES, int(share * budget_bytes)))
 
     def give_back(self) -> int:
         """Give the free memory of payloads, also the pool's, back to the driver, so that operators can have it. Returns
@@ -345,10 +367,29 @@ class Blocks:
     def make_room(self, others_bytes: int) -> None:
         """Make room for this many bytes of non-model data: free memory outside the pool is given back if necessary."""
         with self._lock:
+            if self._paged:
+                reserved, allocated = self._mapped_bytes()
+                rise = others_bytes + self._loose_held_bytes - allocated
+                self._unmap_before(rise if ROOMY * rise > reserved - allocated else 0)
+                return
             free = self.loose_free_bytes
             held = self.pool_bytes + self._loose_held_bytes + free
             if free and held + others_bytes > self._budget_bytes + self.slack_bytes:
                 self._exchange_for_room()
+
+    def _mapped_bytes(self) -> tuple[int, int]:
+        """Returns (bytes that torch has reserved, bytes of them in use)."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]["current"]
+
+    def _unmap_before(self, more_bytes: int) -> None:
+        """Unmap free pages if more than the budget and the slack would be mapped: [Note: pages]."""
+        reserved, allocated = self._mapped_bytes()
+        over = reserved + more_bytes > self._budget_bytes + self.slack_bytes
+        if over and reserved - allocated - self._parts_bytes > WORTH_BYTES:
+            self._exchange()
+            reserved, allocated = self._mapped_bytes()
+            self._parts_bytes = reserved - allocated
 
     def idle_bytes(self) -> int:
         """Returns the bytes that are reserved and unused, without the pool's own free blocks."""
@@ -387,6 +428,9 @@ class Blocks:
 
     def _make_room(self, more_bytes: int) -> None:
         """Give cached memory back before the process reserves more than the budget and the slack."""
+        if self._paged:
+            self._unmap_before(more_bytes)
+            return
         if torch.cuda.memory_reserved(self.device) + more_bytes <= self._budget_bytes + self.slack_bytes:
             return
         if self._idle_bytes() - split_bytes(self.device) >= more_bytes:

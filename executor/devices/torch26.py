@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["allocating_in", "compiler_watches", "saved_tensor_hooks", "set_allocator", "watch_hooks"]
+__all__ = ["allocating_in", "compiler_watches", "maps_pages", "saved_tensor_hooks", "set_allocator", "watch_hooks"]
 
 _WATCH_COUNTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _PUSH, _POP = "_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"
@@ -99,3 +99,16 @@ def set_allocator(settings: str) -> None:
         getattr(c, "_accelerator_setAllocatorSettings", None) or c._cuda_cudaCachingAllocator_set_allocator_settings
     )
     change(settings)
+
+
+def maps_pages() -> bool:
+    """Returns whether torch and the driver of the current device do what expandable_segments:True asks for. It is tried
+    with one byte, on a stream that has no memory yet."""
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            torch.empty(1, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError:
+        return True
+    except RuntimeError:
+        return False
+    return bool(torch.cuda.memory._snapshot().get("allocator_settings", {}).get("expandable_segments"))

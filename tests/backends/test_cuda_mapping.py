@@ -26,6 +26,7 @@ from pstar_sim.catalog.loader import load_machine
 from pstar_sim.core.plan import Settings
 from pstar_sim.errors import ContractError, DoesNotFit, OutOfMemory, PlanError
 
+WHOLE = "expandable_segments:False,max_split_size_mb:128,"
 NO_CUDA = not torch.cuda.is_available()
 
 
@@ -40,6 +41,7 @@ class Card:
         self.allocator = "native"
         self.settings: dict[str, Any] = {"expandable_segments": False, "roundup_power2_divisions": {"1": 0, "1024": 1}}
         self.set: list[str] = []  # settings of the allocator, by us
+        self.maps_pages = False  # as expandable_segments:True needs it
         self.routed: list[Any] = []
         self.pinned_emptied: list[int] = []
         self.split = 0  # free, of segments that are in part in use
@@ -125,6 +127,10 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         "memory_reserved": lambda device=None: made.reserved,
         "memory_allocated": lambda device=None: made.allocated,
         "memory_stats": lambda device=None: {"inactive_split_bytes.all.current": made.split},
+        "memory_stats_as_nested_dict": lambda device=None: {
+            "reserved_bytes": {"all": {"current": made.reserved}},
+            "allocated_bytes": {"all": {"current": made.allocated}},
+        },
         "mem_get_info": lambda device=None: (made.memory_bytes - made.reserved - made.outside, made.memory_bytes),
         "is_current_stream_capturing": lambda: made.capturing,
         "get_device_name": lambda device=None: "a card",
@@ -135,7 +141,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda *_: None, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": made.settings})
+    monkeypatch.setattr(cuda_blocks, "_set_last", [])
     monkeypatch.setattr(cuda_blocks, "set_allocator", made.set.append)
+    monkeypatch.setattr(cuda_blocks, "maps_pages", lambda: made.maps_pages)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: made.pinned_emptied.append(1), raising=False)
     return made
@@ -390,7 +398,7 @@ class TestRoom:
         monkeypatch.setattr(cuda, "pool_shape", lambda plan: (0, 0))
         for budget_bytes in (2 * 10**9, 10**6):
             backend.begin(SimpleNamespace(gpu_budget_bytes=budget_bytes))  # type: ignore[arg-type]
-        assert [text.rpartition(":")[2] for text in card.set] == ["0.999", "0.360", "0.001"]
+        assert [text.rpartition(":")[2] for text in card.set[1:]] == ["0.999", "0.360", "0.001"]
         backend.begin(SimpleNamespace(gpu_budget_bytes=2 * 10**9))  # type: ignore[arg-type]
         assert backend._blocks._beyond_bytes == 3 * 10**9
         backend.close()
@@ -485,6 +493,69 @@ class TestExchanges:
                 backend._blocks._exchange()
             kit.train_alone(run.model, run.optimizer, run.batches, 1)
             assert run.session.status().exchanges == backend.exchanges - before >= more
+
+
+class TestPages:
+    """expandable_segments: what is reserved is asked of torch. A budget of 2000 MiB, of which 4 % are 80."""
+
+    @pytest.fixture
+    def blocks(self, card: Card) -> Blocks:
+        card.settings["expandable_segments"] = True
+        blocks = Blocks(torch.device("cpu"))
+        blocks.expect((12 * MIB, 36 * MIB), 2000 * MIB, beyond_bytes=500 * MIB)
+        return blocks
+
+    def test_there_is_no_pool(self, card: Card, blocks: Blocks) -> None:
+        blocks.grow(blocks.payload(3 * MIB, torch.float32))
+        assert (blocks.pool_bytes, card.pools) == (0, [])
+
+    def test_the_slack(self, blocks: Blocks) -> None:
+        """4 % of the budget, 64 MiB where those are more, and no more than the card has."""
+        slacks = []
+        for budget, beyond in ((2000, 500), (200, 500), (2000, 10)):
+            blocks.expect((0, 0), budget * MIB, beyond_bytes=beyond * MIB)
+            slacks.append(blocks.slack_bytes)
+        assert slacks == [80 * MIB, 64 * MIB, 10 * MIB]
+
+    @pytest.mark.parametrize(
+        ("reserved", "allocated", "tide", "exchanges"),
+        [
+            (1900, 1700, 1880, 0),  # 180 more: 2080
+            (1900, 1700, 1881, 1),
+            (1900, 1870, 2081, 0),  # 30 free: not worth it
+            (1900, 1000, 1225, 0),  # 900 free: the rise of 225 finds room in four times as much
+            (2081, 1000, 1001, 1),  # nothing rises much, and too much is reserved
+        ],
+    )
+    def test_before_the_tide_rises(
+        self, card: Card, blocks: Blocks, reserved: int, allocated: int, tide: int, exchanges: int
+    ) -> None:
+        card.reserved, card.allocated = reserved * MIB, allocated * MIB
+        blocks.make_room(tide * MIB)
+        assert (card.emptied, blocks.exchanges) == (exchanges, exchanges)
+
+    def test_before_a_payload_gets_memory(self, card: Card, blocks: Blocks) -> None:
+        """What operators leave free, payloads cannot have: 2060 and 24 more are too many, and 100 MiB become free."""
+        payload = blocks.payload(6 * MIB, torch.float32)
+        other = blocks.payload(5 * MIB, torch.float32)
+        card.reserved, card.allocated, card.frees_bytes = 2060 * MIB, 1960 * MIB, 40 * MIB
+        blocks.grow(other)
+        assert blocks.exchanges == 0
+        blocks.shrink(other)
+        blocks._loose_free.clear()
+        blocks.grow(payload)
+        assert (blocks.exchanges, card.reserved) == (1, 2020 * MIB)
+
+    def test_parts_of_pages_are_not_asked_for_again(self, card: Card, blocks: Blocks) -> None:
+        """Of 300 MiB that are free 60 cannot be unmapped; 33 MiB more can."""
+        card.reserved, card.allocated, card.frees_bytes = 2200 * MIB, 1900 * MIB, 240 * MIB
+        blocks.make_room(2100 * MIB)
+        card.reserved, card.allocated = 2160 * MIB, 2070 * MIB
+        blocks.make_room(2100 * MIB)
+        assert blocks.exchanges == 1
+        card.allocated -= 3 * MIB
+        blocks.make_room(2100 * MIB)
+        assert (blocks.exchanges, blocks.slack_bytes) == (2, 80 * MIB)
 
 
 class TestBesideThePool:
@@ -749,7 +820,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("allocator", "settings", "says", "without"),
         [
-            ("native", {"expandable_segments": True}, "has expandable_segments:True", "expandable_segments:True"),
             ("native", {"roundup_power2_divisions": {"256": 8}}, "has roundup_power2", "roundup_power2_divisions"),
             ("cudaMallocAsync", {}, "is 'cudaMallocAsync', which has no memory pools", "backend:cudaMallocAsync"),
         ],
@@ -767,28 +837,30 @@ class TestRefusals:
         assert card.pools == []
 
     @pytest.mark.parametrize(
-        ("theirs", "max_split_size", "ours", "advice"),
+        ("theirs", "expandable", "maps_pages", "ours", "advice"),
         [
-            ("", -1, ["max_split_size_mb:128,garbage_collection_threshold:0.999"], 0),
-            ("garbage_collection_threshold:0.8", -1, [], 1),
-            ("max_split_size_mb:512", 512 * MIB, [], 0),
-            ("max_split_size_mb:128,garbage_collection_threshold:0.8", 128 * MIB, [], 0),
+            ("", False, True, ["expandable_segments:True"], 0),
+            ("", False, False, ["expandable_segments:True", f"{WHOLE}garbage_collection_threshold:0.999"], 0),
+            ("garbage_collection_threshold:0.8", False, True, [], 1),
+            ("expandable_segments:True,max_split_size_mb:512", True, True, [], 0),
         ],
     )
-    def test_large_blocks_stay_whole_unless_the_user_has_settings(
+    def test_pages_else_large_blocks_that_stay_whole_unless_the_user_has_settings(
         self,
         card: Card,
         caplog: pytest.LogCaptureFixture,
         theirs: str,
-        max_split_size: int,
+        expandable: bool,
+        maps_pages: bool,
         ours: list[str],
         advice: int,
     ) -> None:
-        card.settings |= {"PYTORCH_CUDA_ALLOC_CONF": theirs, "max_split_size": max_split_size}
+        card.settings |= {"PYTORCH_CUDA_ALLOC_CONF": theirs, "expandable_segments": expandable}
+        card.maps_pages = maps_pages
         with caplog.at_level("INFO", logger="executor"):
             CudaBackend(torch.device("cpu"))
         assert card.set == ours
-        assert caplog.text.count("with max_split_size_mb:128 added to PYTORCH_ALLOC_CONF") == advice
+        assert caplog.text.count("with expandable_segments:True added to PYTORCH_ALLOC_CONF") == advice
 
     def test_a_model_on_another_device(self) -> None:
         model = torch.nn.Linear(2, 2)

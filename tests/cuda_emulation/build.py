@@ -1,5 +1,5 @@
 """Builds the emulated device against the torch of this interpreter: libcudart, libcuda, libcupti,
-libnccl and the operators.
+libnccl, libnvidia-ml and the operators.
 
 What torch wants from the runtime and the driver, and the emulation lacks, becomes a function that names itself and
 fails. Results lie in the environment, in a folder for each state of the sources and of torch.
@@ -21,7 +21,7 @@ from locked import locked
 
 HERE = Path(__file__).parent
 SOURCES = sorted(path for path in HERE.glob("*/*") if path.suffix in (".c", ".cpp", ".h"))
-LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libcupti.so.13", "libnccl.so.2")
+LIBRARIES = ("libcudart.so.13", "libcuda.so.1", "libcupti.so.13", "libnccl.so.2", "libnvidia-ml.so.1")
 OPERATORS = "libemulated_cuda_operators.so"
 ASKING = (
     "c10_cuda", "torch_cuda", "torch_python", "torch_cuda_linalg", "torch_nvshmem", "torch_cpu", "caffe2_nvrtc",
@@ -89,6 +89,7 @@ def build() -> None:
         link(LIBRARIES[1], r"cu[A-Z]\w+$", driver, wanted)
         link(LIBRARIES[2], r"cupti[A-Z]\w+$", profiler, wanted)
         link(LIBRARIES[3], r"p?nccl[A-Z]\w+$", collectives, wanted)
+        link(LIBRARIES[4], r"nvml[A-Z]\w+$", [compiled(HERE / "runtime" / "nvml.c")], wanted)
         operators.result()
 
 
@@ -98,7 +99,8 @@ def link(library: str, pattern: str, parts: list[Path], wanted: set[str]) -> Non
     stubs = BUILT / f"missing_in_{library.split('.')[0]}.c"
     stubs.write_text(missing(names))
     versions = BUILT / f"{library}.map"
-    versions.write_text(f"{library} {{ global: cu*; __cuda*; emulated_cuda_*; nccl*; local: *; }};\n")
+    name = library.replace("-", "_")
+    versions.write_text(f"{name} {{ global: cu*; __cuda*; emulated_cuda_*; nccl*; nvml*; local: *; }};\n")
     run(
         "g++", "-shared", *parts, compiled(stubs), "-o", BUILT / library,
         f"-Wl,-soname,{library}", f"-Wl,--version-script={versions}", "-lpthread", "-ldl", "-lrt",

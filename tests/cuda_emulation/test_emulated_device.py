@@ -6,12 +6,14 @@ import ctypes
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from executor.devices.torch26 import set_allocator
 from pstar_sim.catalog.here import nvidia_smi
 
 pytestmark = [
@@ -179,6 +181,51 @@ def test_autocast_has_the_rules_of_cuda() -> None:
         assert torch.pow(x, 3.0).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.pow(x.cpu(), 3.0).dtype == torch.bfloat16
+
+
+@pytest.fixture
+def expandable() -> Iterator[None]:
+    set_allocator("expandable_segments:True")
+    yield
+    torch.cuda.empty_cache()
+    set_allocator("expandable_segments:False")
+
+
+def is_mapped(address: int) -> bool:
+    """Whether a task may touch it; another one ends the process."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return line.split()[1].startswith("rw")
+    return False
+
+
+def test_expandable_segments_grow_by_pages_of_20_mib(shim: Any, expandable: None) -> None:
+    """30 MiB take two pages, 15 MiB more the rest of the second and a third; the address stays when they are gone."""
+    names = [b"cuMemCreate", b"cuMemMap", b"cuMemUnmap", b"cuMemRelease", b"cudaMalloc"]
+    torch.cuda.empty_cache()
+    calls, taken = [shim.emulated_cuda_calls(name) for name in names], shim.emulated_cuda_total(b"device_bytes")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        first = torch.full((30 * MIB,), 7, dtype=torch.uint8, device="cuda")
+        second = torch.full((15 * MIB,), 8, dtype=torch.uint8, device="cuda")
+    address = second.data_ptr()
+    assert address == first.data_ptr() + 30 * MIB and is_mapped(address + 10 * MIB)
+    assert shim.emulated_cuda_total(b"device_bytes") - taken == 60 * MIB
+    assert int(first[-1]) == 7 and int(second[0]) == 8 and int(second[-1]) == 8
+    del second
+    torch.cuda.empty_cache()  # the second page is still in part in use
+    assert is_mapped(address) and not is_mapped(address + 10 * MIB)
+    assert shim.emulated_cuda_total(b"device_bytes") - taken == 40 * MIB
+    del first
+    torch.cuda.empty_cache()
+    assert shim.emulated_cuda_total(b"device_bytes") == taken
+    assert [shim.emulated_cuda_calls(name) - before for name, before in zip(names, calls)] == [3, 3, 3, 3, 0]
+
+
+def test_a_device_that_is_full_has_no_page(shim: Any, expandable: None) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(torch.cuda.mem_get_info()[0] + 20 * MIB, dtype=torch.uint8, device="cuda")
+    assert torch.ones(30 * MIB, dtype=torch.uint8, device="cuda").sum() == 30 * MIB
 
 
 def test_nvidia_smi_lists_what_torch_has() -> None:

@@ -18,14 +18,8 @@
 
 namespace {
 
-constexpr size_t DEVICE_PAGE = 2 << 20;  // what the driver rounds to
 constexpr size_t HOST_PAGE = 4096;
 
-struct Region {
-  size_t bytes;
-  Kind kind;
-  int device;
-};
 std::mutex& regions_mutex() {
   static auto* m = new std::mutex;
   return *m;
@@ -47,24 +41,6 @@ void* map_pages(size_t bytes) {
   return address == MAP_FAILED ? nullptr : address;
 }
 
-void add(void* address, Region region) {
-  std::lock_guard<std::mutex> lock(regions_mutex());
-  regions()[(uintptr_t)address] = region;
-  if (region.kind == Kind::pinned)
-    raise_to(totals().pinned_peak_bytes, totals().pinned_bytes += region.bytes);
-}
-
-// Takes the region that begins there out; false if there is none of that kind.
-bool remove(void* address, Kind kind, Region* removed) {
-  std::lock_guard<std::mutex> lock(regions_mutex());
-  auto at = regions().find((uintptr_t)address);
-  if (at == regions().end() || at->second.kind != kind) return false;
-  *removed = at->second;
-  regions().erase(at);
-  if (kind == Kind::pinned) totals().pinned_bytes -= removed->bytes;
-  return true;
-}
-
 bool region_of(const void* address, Region* region) {
   std::lock_guard<std::mutex> lock(regions_mutex());
   auto next = regions().upper_bound((uintptr_t)address);
@@ -82,6 +58,37 @@ Kind kind_of(const void* address) {
   return region_of(address, &region) ? region.kind : Kind::pageable;
 }
 
+void add(void* address, Region region) {
+  std::lock_guard<std::mutex> lock(regions_mutex());
+  regions()[(uintptr_t)address] = region;
+  if (region.kind == Kind::pinned)
+    raise_to(totals().pinned_peak_bytes, totals().pinned_bytes += region.bytes);
+}
+
+bool remove(void* address, Kind kind, Region* removed) {
+  std::lock_guard<std::mutex> lock(regions_mutex());
+  auto at = regions().find((uintptr_t)address);
+  if (at == regions().end() || at->second.kind != kind) return false;
+  *removed = at->second;
+  regions().erase(at);
+  if (kind == Kind::pinned) totals().pinned_bytes -= removed->bytes;
+  return true;
+}
+
+bool take_bytes(int device, size_t bytes) {
+  std::lock_guard<std::mutex> lock(regions_mutex());
+  if (taken_bytes()[device] + bytes + settings().context_bytes > settings().memory_bytes) return false;
+  taken_bytes()[device] += bytes;
+  raise_to(totals().device_peak_bytes, totals().device_bytes += bytes);
+  return true;
+}
+
+void give_bytes(int device, size_t bytes) {
+  std::lock_guard<std::mutex> lock(regions_mutex());
+  taken_bytes()[device] -= bytes;
+  totals().device_bytes -= bytes;
+}
+
 extern "C" {
 
 cudaError_t cudaMalloc(void** address, size_t bytes) {
@@ -89,13 +96,7 @@ cudaError_t cudaMalloc(void** address, size_t bytes) {
   *address = nullptr;
   int device = current_device();
   size_t rounded = rounded_up(bytes, DEVICE_PAGE);
-  {
-    std::lock_guard<std::mutex> lock(regions_mutex());
-    if (taken_bytes()[device] + rounded + settings().context_bytes > settings().memory_bytes)
-      return failed(cudaErrorMemoryAllocation);
-    taken_bytes()[device] += rounded;
-    raise_to(totals().device_peak_bytes, totals().device_bytes += rounded);
-  }
+  if (!take_bytes(device, rounded)) return failed(cudaErrorMemoryAllocation);
   *address = map_pages(rounded);
   if (!*address) return failed(cudaErrorMemoryAllocation);
   if (settings().poison) memset(*address, 0xff, rounded);
@@ -108,11 +109,7 @@ cudaError_t cudaFree(void* address) {
   drain_streams(current_device());  // as the driver does
   Region region;
   if (!remove(address, Kind::device, &region)) return failed(cudaErrorInvalidValue);
-  {
-    std::lock_guard<std::mutex> lock(regions_mutex());
-    taken_bytes()[region.device] -= region.bytes;
-    totals().device_bytes -= region.bytes;
-  }
+  give_bytes(region.device, region.bytes);
   munmap(address, region.bytes);
   return cudaSuccess;
 }

@@ -461,7 +461,7 @@ class TestMemory:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Budgets of 1 GiB: 64 MiB more are within the goal, 656 within the bounds where committed runs have 592;
-        one run ends at its smallest cap, one makes two exchanges per step."""
+        one run ends at its smallest cap, one makes five exchanges per step."""
         memory, reserved = load("gpu_memory"), load("recording.reserved")
         for name in memory.DEVICE:
             monkeypatch.setenv(name, "")
@@ -476,8 +476,14 @@ class TestMemory:
             row["reserved_peak_bytes"] = gib + (more_mib[job["model"]][index] << 20)
             if (job["model"], index) == ("small", 0):
                 return {**row, "died": "step 2: out of memory"}
-            exchanges = 2.0 if (job["model"], index) == ("large", 2) else 0.0
-            return {**row, "exchanges_per_step": exchanges, "retries_per_step": 0.0, "cudaMalloc_per_step": 0.0}
+            exchanges = 5.0 if (job["model"], index) == ("large", 2) else 0.0
+            return {
+                **row,
+                "exchanges_per_step": exchanges,
+                "retries_per_step": 0.0,
+                "cudaMalloc_per_step": 0.0,
+                "cuMemMap_per_step": 0.0,
+            }
 
         monkeypatch.setattr(
             memory, "committed", lambda: dict.fromkeys(["small, 1.1", "small, 1.5", "large, 1"], gib + (592 << 20))
@@ -488,9 +494,24 @@ class TestMemory:
         assert result["faults"] == [
             "small, 1: step 2: out of memory",
             f"large, 1: {gib + (657 << 20)} bytes reserved, with a budget of {gib}",
-            "large, 1.5: 2 exchanges per step, at most 1 was to be",
+            "large, 1.5: 5 exchanges per step, at most 4 were to be",
         ]
         assert result["above_goal"] == ["small, 1.1", "small, 1.5", "large, 1"]
         assert result["smallest_cap_bytes"] == {"small": 2_200_000_000, "large": 2_000_000_000}
         lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert ["small,", "1.5", "3.0", "1.07", "164.1", "%", "656", "0.0", "0.0", "0.0", "0", "of", "6"] in lines
+        assert [
+            "small,",
+            "1.5",
+            "3.0",
+            "1.07",
+            "164.1",
+            "%",
+            "656",
+            "0.0",
+            "0.0",
+            "0.0",
+            "0.0",
+            "0",
+            "of",
+            "6",
+        ] in lines
