@@ -321,7 +321,7 @@ class _Race:
         except CannotPlan as error:
             self.unable.append(error)
             return
-        self.splits[way.runs, way.micro_batches] += 1
+        self.splits[way.order, way.micro_batches] += 1
         self.tried[self._words(way)] = Tried(outcome=WayOutcome.PLANNED, seconds=timeline.iteration_s)
         self.best_s = min(self.best_s, timeline.iteration_s)
         limit_s = self.best_s * (1 + AS_FAST)
@@ -364,8 +364,8 @@ class _Race:
     def _enough(self, way: Way) -> bool:
         """Returns whether enough candidates in the order of this candidate are planned, for a policy that takes
         long."""
-        alike = self.splits[way.runs, way.micro_batches]
-        return alike >= ALIKE or sum(n for (order, _), n in self.splits.items() if order is way.runs) >= SEARCHED
+        alike = self.splits[way.order, way.micro_batches]
+        return alike >= ALIKE or sum(n for (order, _), n in self.splits.items() if order is way.order) >= SEARCHED
 
 
 def _left_out(ways: Sequence[Way]) -> tuple[str, ...]:

@@ -70,10 +70,10 @@ class Way:
         stashes: stashes of the offloaded blocks, which keep their activations in `one` or are among `keep`.
         """
         self._one, self._kept, self._keep = one, kept, frozenset(keep)
-        self.stashes, self.repeats, self.order = tuple(stashes), repeats, order
+        self.stashes, self.repeats, self.relay = tuple(stashes), repeats, order
         self.batch, self.attention = one.batch, one.attention
         self.micro_batches = one.micro_batches * repeats
-        self.runs = one.order if order == OWN else Order.LAYER_MAJOR
+        self.order = one.order if order == OWN else Order.LAYER_MAJOR
         self.boundaries_on_host = one.boundaries_on_host or order == RELAY_HOST
         self._repeated: dict[int, Workload] = {}  # number of micro-batches -> the workload with them
 
@@ -113,7 +113,7 @@ class Way:
 
     def repeated(self, repeats: int) -> Way:
         """Returns this way of one micro-batch, repeated. A way that is not repeated is the same way."""
-        return self if repeats == 1 else self._with(repeats, self.order)
+        return self if repeats == 1 else self._with(repeats, self.relay)
 
     def in_order(self, order: str) -> Way:
         """Returns the same way in another order."""
@@ -132,7 +132,7 @@ class Way:
     @cached_property
     def workload(self) -> Workload:
         """The workload of the whole share."""
-        return in_order("a way", self._of(self.repeats), self.order)
+        return in_order("a way", self._of(self.repeats), self.relay)
 
     def _of(self, repeats: int) -> Workload:
         if repeats not in self._repeated:
@@ -173,7 +173,7 @@ class Way:
     def stand_ins(self) -> tuple[int, ...]:
         """Numbers of micro-batches that stand for the workload, ascending; the last is the number that the workload
         has."""
-        if self.order != OWN and self.repeats > 1:
+        if self.relay != OWN and self.repeats > 1:
             return (1, self.repeats)
         return (*(n for n in STAND_INS if n < self.repeats), self.repeats)
 
@@ -187,7 +187,7 @@ class Way:
         is the way's own number."""
         if count == self.repeats:
             return None
-        left_out, evenly = self.repeats - count, self.order != OWN
+        left_out, evenly = self.repeats - count, self.relay != OWN
         return [_Longer(self.stand_in(count), machine, layout, left_out=left_out, evenly=evenly)]
 
 
@@ -302,9 +302,7 @@ def words(w: Way | Workload, among: Sequence[Way | Workload] = ()) -> str:
     candidates differ in it: "..., flash attention"."""
     batches = f"{w.micro_batches} micro-batch{'es' if w.micro_batches > 1 else ''} of {w.batch}"
     kernel = f", {w.attention} attention" if any(other.attention != w.attention for other in among) else ""
-    order = (w.runs if isinstance(w, Way) else w.order).words
-    if w.boundaries_on_host:
-        order += " with the boundaries on the host"
+    order = w.order.words + (" with the boundaries on the host" if w.boundaries_on_host else "")
     return f"{batches}{order}, {activations_text(w)}{kernel}"
 
 
@@ -403,7 +401,7 @@ def relayed_ways(ways: Sequence[Way], policy: str) -> Iterator[Way]:
     """
     known: dict[tuple[int, str], bool] = {}
     for way, order in product(ways, ORDERS[1:]):
-        if way.micro_batches == 1 or not way.runs.of_loop or way.stash_bytes or way.boundaries_on_host:
+        if way.micro_batches == 1 or not way.order.of_loop or way.stash_bytes or way.boundaries_on_host:
             continue
         if order == RELAY_HOST and (way.activations or not way.checkpointing):
             continue

@@ -25,6 +25,7 @@ from pstar_sim.planner.compare import compare
 from pstar_sim.planner.stated import examine
 from pstar_sim.testing import chain_workload
 from pstar_sim.units import MIB
+from pstar_sim.workload.orders import Order
 from pstar_sim.workload.trace import load_trace, save_trace
 from pstar_sim.workload.workload import Phase, Workload, repeat_micro_batch
 
@@ -298,7 +299,8 @@ def test_moments_shuffled_under_unshuffled_uses_are_refused(workload: Workload, 
         (1, {"name": "grad:layers.1", "phase": Phase.BWD}, "start_bytes|moment 1 .* is of BWD already"),
         (7, {"name": "begin:layers.5", "phase": Phase.FWD}, "moment 6 .* is of BWD already; a micro-batch has one"),
         (3, {"phase": Phase.ADAM, "name": "x"}, "the optimizer step is the last moment"),
-        (3, {"micro_batch": 1}, "where micro-batches run side by side, each has the same moments"),
+        (3, {"micro_batch": 1}, "micro_batch is 0; micro-batch 1 has begun, and order is depth-first"),
+        (3, {"micro_batch": 1, "order": Order.LAYER_MAJOR}, "side by side, each has the same moments"),
         (0, {"micro_batch": 1}, "moments.*micro_batch is .*they go from 0 to 1, in order"),
         (12, {"phase": Phase.BWD, "name": "x"}, "a micro-batch begins with its forward pass"),
         (4, {"start_bytes": 0}, "moment 3 .* ends with .*; the moments are not in their order"),
@@ -307,10 +309,10 @@ def test_moments_shuffled_under_unshuffled_uses_are_refused(workload: Workload, 
 def test_phases_and_micro_batches_are_in_order(
     workload: Workload, index: int, change: dict[str, Any], said: str
 ) -> None:
-    moments = list(workload.moments)
-    moments[index] = replace(moments[index], **change)
+    moments, order = list(workload.moments), change.get("order", workload.order)
+    moments[index] = replace(moments[index], **{name: value for name, value in change.items() if name != "order"})
     with pytest.raises(TraceError, match=said):
-        replace(workload, moments=tuple(moments))
+        replace(workload, moments=tuple(moments), order=order)
 
 
 def test_uses_are_in_order(workload: Workload) -> None:

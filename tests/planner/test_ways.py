@@ -43,11 +43,11 @@ def machine() -> Machine:
 
 
 def test_what_a_way_is_called_and_does_is_what_its_workload_does(ways: Sequence[Way]) -> None:
-    assert len(ways) == 28 and len({(way.key, way.order) for way in ways}) == len(ways)
+    assert len(ways) == 28 and len({(way.key, way.relay) for way in ways}) == len(ways)
     for way in ways:
         w = way.workload
         assert words(way, ways) == words(w, ways)
-        said = (way.batch, way.micro_batches, way.checkpointing, way.activations, way.runs)
+        said = (way.batch, way.micro_batches, way.checkpointing, way.activations, way.order)
         assert said == (w.batch, w.micro_batches, w.checkpointing, w.activations, w.order)
         if not w.boundaries_on_host:
             assert way.stash_bytes == sum(stash.bytes for stash in w.stashes)
