@@ -23,11 +23,16 @@ from executor.memory.payloads import GpuPayloads, HostSlabs, dtype_of
 from pstar_sim.core.ledger import Ledger
 from pstar_sim.core.plan import Plan, Resident
 from pstar_sim.core.slabs import HostRoom
-from pstar_sim.core.step import Place
+from pstar_sim.core.step import Place, Queue
 from pstar_sim.errors import DoesNotFit, OutOfMemory
 from pstar_sim.units import format_bytes
 
-__all__ = ["Arena", "check_gpu_memory", "check_host_memory"]
+__all__ = ["PLACES", "TOWARDS", "Arena", "check_gpu_memory", "check_host_memory"]
+
+PLACES = (Place.HOST, Place.GPU)
+"""Places of payloads, in the order in which a value is looked for."""
+TOWARDS = {Place.GPU: Queue.H2D, Place.HOST: Queue.D2H}
+"""Place -> queue whose copies end there."""
 
 
 class Arena:
@@ -103,6 +108,13 @@ class Arena:
     def has(self, place: Place, chunk: int, list_name: str) -> bool:
         return self._ledger.holds(chunk, list_name, place)
 
+    def has_resident(self, resident: Resident) -> bool:
+        return self._ledger.holds(resident.chunk, resident.list, resident.place)
+
+    def elsewhere(self, place: Place, chunk: int, list_name: str) -> Place | None:
+        """Returns another place that holds the list; None if there is none."""
+        return next((p for p in PLACES if p is not place and self.has(p, chunk, list_name)), None)
+
     @property
     def present(self) -> frozenset[Resident]:
         """All payloads that have memory now."""
@@ -141,9 +153,8 @@ class Arena:
     def flush(self) -> None:
         """Return when all memory given back on the gpu is free. Where work is issued ahead, this waits for the last use
         of the memory."""
-        gate = getattr(self.backend, "gate", None)
-        if gate is not None:
-            gate.flush()
+        if self.backend.streams is not None:
+            self.backend.streams.gate.flush()
 
     def _refused(self, error: OutOfMemory | torch.OutOfMemoryError, what: str, size: int) -> OutOfMemory:
         if isinstance(error, OutOfMemory):

@@ -104,7 +104,7 @@ class Answer(_Word):
 
 
 class Fact(_Word):
-    """Conditions in the table, beside the state. `session/act_facts.py` determines each of them."""
+    """Conditions in the table, beside the state. `driving/act_facts.py` determines each of them."""
 
     TRAINS = "trains"
     """A forward that runs now is one of training."""
