@@ -67,15 +67,9 @@ __all__ = ["Session", "SessionOptions"]
 class SessionOptions:
     """Options of a session.
 
-    hyper: returns the current settings of the optimizer's groups.
-    max_grad_norm: see `session.updates`.
-    eager: whether updates run inside backward.
     capture: makes a workload of a model and a batch; see `session.batches.Shapes`.
     skeleton: a copy of the model without memory; see `session.batches.Shapes`.
     scaling: the loss scaling of the run; None without loss scaling.
-    replan_after: see `executor.prepare`.
-    count: see `executor.prepare`.
-    clock: gives seconds.
     """
 
     hyper: Callable[[], list[Hyper]]

@@ -33,10 +33,7 @@ groups then uses the same kernel."""
 
 
 class OffloadedAdamW(torch.optim.Optimizer):
-    """The optimizer of a prepared model.
-
-    session: the run behind it.
-    """
+    """The optimizer of a prepared model."""
 
     session: Session
 

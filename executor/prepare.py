@@ -340,7 +340,10 @@ def _load(session: Session, source: Weights | None) -> None:
     """Move the values into the chunks. Raises WeightsError for a file that changed after its header was read."""
     session.weights_note = source.note if source is not None else ""
     with torch.no_grad():
-        load_parameters(session.reader, source)
+        if source is None:
+            load_parameters(session.reader)
+        else:
+            load_parameters(session.reader, source.tensors, source.fill)
 
 
 def _stop_at_exit(session: Session) -> None:
@@ -388,7 +391,7 @@ def _call_off(session: Session, error: BaseException, source: Weights | None) ->
         return
     try:
         if session.ranks is None:
-            unload_parameters(session.reader, session.home, source)
+            unload_parameters(session.reader, session.home, () if source is None else source.tensors)
     except Exception as second:  # the device may be lost; prepare raises the first error
         log.warning("the parameters are left without values: %s: %s", type(second).__name__, second)
     finally:

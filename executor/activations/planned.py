@@ -76,9 +76,7 @@ def _compiled(modules: Mapping[str, nn.Module], block: str) -> str | None:
 class RunOfBlocks:
     """What a block's call asks of the run.
 
-    closed(): whether the session has ended.
     collects(): whether the call belongs to an iteration of training, so that its saved tensors are collected.
-    stashes(): returns the stashes of the present plan.
     """
 
     closed: Callable[[], bool]
@@ -92,7 +90,6 @@ def carry_out(
     """Call each block as the plan says from now on. Returns a function that undoes this.
 
     activations: `Workload.activations` of the plan.
-    device: the run's.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     undo: list[Callable[[], None]] = []

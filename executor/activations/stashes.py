@@ -55,9 +55,7 @@ __all__ = ["BlockSaves", "ForwardSaves", "StashReport", "Stashes", "hooks_of_oth
 class StashReport:
     """One stash of the last iteration.
 
-    planned_bytes: bytes that the plan has for the stash.
     saved_bytes: bytes that the block's forward saved, including inputs of the block, without parameters and buffers.
-    moved_bytes: bytes that went to the host.
     freed_bytes: the part of moved_bytes that the gpu no longer held afterwards.
     """
 
@@ -146,11 +144,7 @@ class _Saved:
 
 
 class BlockSaves:
-    """The tensors that one call of a block saves.
-
-    pack: the first hook for `torch.autograd.graph.saved_tensors_hooks`.
-    unpack: the second hook.
-    """
+    """The tensors that one call of a block saves."""
 
     def __init__(self, stashes: Stashes, inputs: Any) -> None:
         self._present = stashes.present
@@ -244,8 +238,6 @@ class SavedParameters:
 class Stashes:
     """The stashes of one plan.
 
-    off_plan(): whether the iteration has left the plan.
-    note_deviation(reason): see `RunState`.
     present(): returns the stashes of the session's present plan; None if the session is gone. An object that a graph
         holds does not hold the session, which could not be collected.
 

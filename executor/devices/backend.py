@@ -201,7 +201,6 @@ class VirtualLink:
     """Copies that last as long as on a link.
 
     rates: bytes per second by direction (None: as fast as memory copies).
-    latency_s: latency of each copy.
     """
 
     def __init__(
@@ -246,7 +245,6 @@ class VirtualBackend:
 
     h2d_bytes_per_s: rate of the link to the gpu (None: as fast as memory copies).
     d2h_bytes_per_s: rate of the link to the host (None: as fast as memory copies).
-    latency_s: latency of each copy.
     gpu_bytes: memory of the accelerator, whatever a plan assumes (None: as the plan says); it may be changed while a
         plan runs. Payloads beyond it are refused with OutOfMemory, and the session counts all other live memory
         (`guard.py`).

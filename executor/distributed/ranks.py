@@ -69,9 +69,6 @@ over."""
 class Ranks:
     """This process among the ranks of a run.
 
-    rank: number of this process, from 0.
-    count: number of processes.
-    wire: see `collectives.py`.
     on_loss(error): called from another thread when a rank is gone while this rank may wait for the device.
     still(): returns a context in which updates of finished iterations are done and nothing moves.
     own_slice(chunk): returns a copy of this rank's slice of the chunk's current parameters, flat, in host memory.
@@ -219,10 +216,7 @@ class Ranks:
         return None if len(wanted) == 1 else self._serve([each for each in wanted if each >= 0], chunk)
 
     def come_to_read(self, number: float) -> list[float]:
-        """Meet the other ranks before all of them read the same value. Returns the numbers of all ranks.
-
-        number: number of that value.
-        """
+        """Meet the other ranks before all of them read the same value. Returns the numbers of all ranks."""
         return self.come_to(READS, number)
 
     def come_to(self, what: float, number: float = 0.0) -> list[float]:

@@ -36,9 +36,7 @@ class Facts:
 class ActFacts:
     """The `cursor.FactSource` of one act.
 
-    event: the clock's event; None for a call.
     tensor: index of the parameter that the call is about; -1 for none.
-    what: the call in words, for messages.
     keeps: whether `zero_grad` is to keep gradient tensors.
     """
 

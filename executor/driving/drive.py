@@ -85,7 +85,6 @@ class StepResult:
 class Driver:
     """Runs iterations of one session, and remembers the model's structure.
 
-    on_close: functions that undo changes of the model.
     optimizer(): returns the optimizer; None if it is gone.
     whole: why the model runs whole; None if it can be cut at its blocks.
     """

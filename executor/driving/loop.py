@@ -47,12 +47,7 @@ _RECORDED = (
 
 
 class Loop:
-    """Carries out the acts of the training loop.
-
-    facts: parts of which the table asks.
-    renew(plan): continues under another plan: `Session.renew`.
-    clock: gives seconds.
-    """
+    """Carries out the acts of the training loop."""
 
     def __init__(
         self,

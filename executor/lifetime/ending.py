@@ -30,8 +30,6 @@ class Ending:
     dropped: calls `Resources.let_go` where the session is collected without `close()`.
 
     Attributes:
-        home: the model's device before `prepare` and after `close`.
-        hooks: hooks on the model, with `remove()`.
         on_close: functions that undo other changes of the model.
     """
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -17,27 +16,18 @@ from pstar_sim.core.effects import OTHERS
 from pstar_sim.core.layout import Chunk, Slot
 from pstar_sim.core.step import Place
 
-__all__ = ["ValueSource", "load_parameters", "unload_parameters", "views_of"]
+__all__ = ["load_parameters", "unload_parameters", "views_of"]
 
 
-class ValueSource(Protocol):
-    """A source of values other than the model. `saving.weights.Weights` is one; files are read on a higher floor."""
-
-    def holds(self, tensor: int) -> bool:
-        """Returns whether the source has the tensor's value."""
-        ...
-
-    def fill(self, arena: Arena, contents: Contents) -> None:
-        """Write the values into every list that has memory."""
-        ...
-
-
-def load_parameters(reader: Reader, source: ValueSource | None = None) -> None:
+def load_parameters(
+    reader: Reader, others: Collection[int] = (), fill: Callable[[Arena, Contents], None] | None = None
+) -> None:
     """Move the parameters' values into their chunks, one chunk at a time, and make the parameters views of their
     chunks' working lists. Takes the memory of all payloads that the plan has resident between two iterations. Call
     before the queues start.
 
-    source: provides values in place of the model.
+    others: tensors whose values do not come from the model.
+    fill: writes these values into every list that has memory.
     """
     run, parameters = reader.state.run, reader.parameters
     plan, arena, contents = run.plan, run.arena, run.contents
@@ -52,12 +42,12 @@ def load_parameters(reader: Reader, source: ValueSource | None = None) -> None:
     for chunk in plan.layout.chunks:
         for slot, view in views_of(arena, chunk, parameters):
             parameter = parameters[slot.tensor]
-            if source is None or not source.holds(slot.tensor):
+            if slot.tensor not in others:
                 _put_everywhere(contents, chunk.index, slot.tensor, parameter.detach().reshape(-1))
             parameter.data = view
             adopt(parameter, reader, slot.tensor)
-    if source is not None:
-        source.fill(arena, contents)
+    if fill is not None:
+        fill(arena, contents)
     for chunk in plan.layout.chunks:
         for place in PLACES:
             if arena.has(place, chunk.index, "param"):
@@ -73,16 +63,16 @@ def _put_everywhere(contents: Contents, chunk: int, tensor: int, value: torch.Te
                 contents.slots.put(place, tensor, list_name, value)
 
 
-def unload_parameters(reader: Reader, home: torch.device, source: ValueSource | None = None) -> None:
+def unload_parameters(reader: Reader, home: torch.device, others: Collection[int] = ()) -> None:
     """Undo `load_parameters`, also if it stopped halfway. Parameters that have moved into a chunk become plain again,
-    on `home`, with their former values. Parameters whose values are in `source` are left as they are. Only on one rank
-    and before the first step."""
+    on `home`, with their former values. Parameters of `others`, as in `load_parameters`, are left as they are. Only on
+    one rank and before the first step."""
     run = reader.state.run
     for tensor, chunk in run.timetable.chunk_of.items():
         parameter = reader.parameters[tensor]
         if not isinstance(parameter, ChunkParameter):
             continue  # this parameter is still plain
-        if source is not None and source.holds(tensor):
+        if tensor in others:
             continue
         shape, value = parameter.shape, _loaded_value(run, chunk, tensor)
         disown(parameter)

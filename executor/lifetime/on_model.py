@@ -26,10 +26,7 @@ __all__ = ["guard_model", "watch_batches"]
 
 
 def guard_model(model: nn.Module, loop: Loop, end_after_training: Callable[[], bool]) -> Callable[[], None]:
-    """Put the module-level half of the contract (contract.py) in place. Returns the function that removes it.
-
-    end_after_training: `Session.end_after_training`.
-    """
+    """Put the module-level half of the contract (contract.py) in place. Returns the function that removes it."""
     keeper, end_of = weakref.ref(loop), weakref.WeakMethod(end_after_training)
     undo: list[Callable[[], None]] = []
 

@@ -64,10 +64,7 @@ MOST_PLANS = 3  # new plans in a row; a tide that grows with each iteration come
 class TideReport:
     """One iteration's tide beside its plan's.
 
-    model: name of the plan's model.
     moment: the moment at which the difference rises most, on the way to its largest value.
-    name: name of that moment.
-    module: module of that moment.
     planned_bytes: non-model bytes of that moment by the plan.
     measured_bytes: non-model bytes of that moment as measured.
     most_bytes: the largest difference of any moment; negative if none is above the plan and some are below.
@@ -156,10 +153,7 @@ def compare(
 class FirstIteration(Standing):  # type: ignore[no-untyped-call]
     """Counts live bytes operator by operator, from `begin` on until an iteration has run on plan.
 
-    clock: the model's.
-    renew(plan): continues under another plan: `Session.renew`.
 
-    report: the last comparison; None before the first.
     refused: function that makes the error that the next forward raises.
     """
 

@@ -40,7 +40,6 @@ def measure_iteration(
     """Run `step_fn` (one whole iteration: every micro-batch, step and zero_grad) twice and measure the second
     iteration. Returns its bytes.
 
-    use_queues: `Session.use_queues`.
 
     Raises PlanError inside an iteration, or for a timeline of another plan.
     """
@@ -127,7 +126,6 @@ class PeakMeter:
     """Adds up payload bytes and the measured tide through the iteration.
 
     peak: most bytes of payloads and tide together.
-    payload_peak: most bytes of payloads alone.
     """
 
     def __init__(self, peaks: Sequence[int], payload: int) -> None:

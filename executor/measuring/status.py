@@ -48,17 +48,14 @@ class Status:
     """A run after its last finished iteration. Before the first iteration has finished, seconds and rates are None and
     `links` is empty.
 
-    iterations: number of finished iterations.
     on_plan: whether the last iteration ran as the plan says.
     iteration_s: wall time of the last iteration, including the loop's time between two iterations.
     tokens_per_s: the plan's tokens (rows) per iteration over `iteration_s`.
     gpu_bytes: payloads and the plan's non-model bytes now.
     gpu_peak_bytes: most of these at once in the iteration; before the first iteration, by now.
-    host_bytes: payloads now.
     links: direction -> use of the link.
     waiting_share: part of the iteration in which the compute queue waited for another queue.
     adam_share: part of the iteration in which the CPU ran an update.
-    deviations: number of iterations or events off plan by now.
     other_shapes: number of these that are batches of another shape than planned, which ran on plan.
     last_deviation: the last of them, in words.
     tide: the measured tide of the first iteration beside the plan's, and the most bytes that the gpu held with the

@@ -36,17 +36,7 @@ TOWARDS = {Place.GPU: Queue.H2D, Place.HOST: Queue.D2H}
 
 
 class Arena:
-    """Payloads of one plan. Takes and frees may come from any thread.
-
-    rank: the rank whose slices these are.
-    clock: gives seconds.
-
-    Attributes:
-        log: every change of bytes.
-        categories: kind of data in each payload.
-        payloads: payloads on the gpu.
-        slabs: memory on the host.
-    """
+    """Payloads of one plan. Takes and frees may come from any thread."""
 
     def __init__(
         self, plan: Plan, backend: Backend, *, rank: int = 0, clock: Callable[[], float] = time.perf_counter
@@ -58,6 +48,7 @@ class Arena:
         self.backend = backend
         self.slabs = HostSlabs(plan, backend)
         self.payloads = GpuPayloads(plan.layout, backend, rank)
+        self._stores: dict[Place, GpuPayloads | HostSlabs] = {Place.GPU: self.payloads, Place.HOST: self.slabs}
         self._ledger = Ledger(plan)
         self._lock = threading.Lock()
         self.log = ByteLog(self._ledger, self._lock, clock)
@@ -75,16 +66,9 @@ class Arena:
     def dtype(self, chunk: int, list_name: str) -> torch.dtype:
         return dtype_of(self.layout, chunk, list_name)
 
-    def gpu(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the gpu payload, flat [numel]: see `GpuPayloads.at`."""
-        return self.payloads.at(chunk, list_name)
-
-    def host(self, chunk: int, list_name: str) -> torch.Tensor:
-        """Returns the host payload, flat [numel]: see `HostSlabs.at`."""
-        return self.slabs.at(chunk, list_name)
-
     def at(self, place: Place, chunk: int, list_name: str) -> torch.Tensor:
-        return self.gpu(chunk, list_name) if place is Place.GPU else self.host(chunk, list_name)
+        """Returns the payload, flat [numel], with or without memory: see `GpuPayloads.at` and `HostSlabs.at`."""
+        return self._stores[place].at(chunk, list_name)
 
     # -- bytes --------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from executor.memory.arena import Arena
+from executor.memory.arena import TOWARDS, Arena
 from executor.memory.chunk_state import ChunkState
 from executor.memory.exchange import Exchange, SliceWire
 from executor.memory.gradients import ChunkGradients
@@ -21,7 +21,7 @@ from executor.memory.slots import Slots
 from executor.memory.update import Norms, Update, Updating
 from executor.memory.values import ParameterValues
 from pstar_sim.core.effects import OTHERS, frees, takes
-from pstar_sim.core.step import EFFECTS, UPDATES, Kind, Place, Queue, Step
+from pstar_sim.core.step import EFFECTS, UPDATES, Kind, Place, Step
 from pstar_sim.errors import PlanError
 
 __all__ = ["Contents"]
@@ -34,11 +34,7 @@ _UPDATED = {kind: place for kind in UPDATES if (place := EFFECTS[kind].reads) is
 class Contents:
     """Payload contents of one plan's chunks.
 
-    wire: connection to the other ranks; None on one rank.
-    changed: see `ParameterValues`.
-
     Attributes:
-        chunks: state of each chunk.
         steps_taken: tensor -> number of its updates.
     """
 
@@ -165,15 +161,28 @@ class Contents:
         return True
 
     def _copy_up(self, chunk: int, list_name: str, elements: tuple[int, int], *, in_fp32: bool) -> None:
-        arena, (first, end) = self.arena, elements
-        target = arena.gpu(chunk, list_name)[first:end]
-        if in_fp32:
-            values = list_name == "param" and not self.chunks[chunk].where(HOST, "param")
-            source = arena.host(chunk, "param32" if values and arena.has(HOST, chunk, "param32") else list_name)
-            arena.backend.copy_in_fp32(target, source[first:end], Queue.H2D)
-        else:
-            self._copy(target, arena.host(chunk, list_name)[first:end], Queue.H2D)
-        arena.backend.fence(Queue.H2D)
+        source = list_name
+        if in_fp32 and list_name == "param" and not self.chunks[chunk].where(HOST, "param"):
+            source = "param32" if self.arena.has(HOST, chunk, "param32") else list_name
+        self._transfer(GPU, chunk, (list_name, HOST, source), elements, in_fp32=in_fp32)
+
+    def _transfer(
+        self,
+        target: Place,
+        chunk: int,
+        lists: tuple[str, Place, str],
+        elements: tuple[int, int],
+        *,
+        in_fp32: bool,
+    ) -> None:
+        """Copy some elements.
+
+        lists: the list that is written, and the place and the list that is read.
+        """
+        arena, queue, (written, source, read), (first, end) = self.arena, TOWARDS[target], lists, elements
+        copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
+        copy(arena.at(target, chunk, written)[first:end], arena.at(source, chunk, read)[first:end], queue)
+        arena.backend.fence(queue)
 
     def _now_on_gpu(self, chunk: int, list_name: str) -> None:
         """Note that the gpu has the same content of a list as the host. Gradients in the list belong to the gpu from
@@ -210,9 +219,7 @@ class Contents:
             state.current.discard(HOST)
         first, end = elements or (0, self.layout.slice_numel(chunk))
         with arena.payloads.steady(chunk):
-            copy = arena.backend.copy_in_fp32 if in_fp32 else self._copy
-            copy(arena.host(chunk, list_name)[first:end], arena.gpu(chunk, list_name)[first:end], Queue.D2H)
-            arena.backend.fence(Queue.D2H)
+            self._transfer(HOST, chunk, (list_name, GPU, list_name), (first, end), in_fp32=in_fp32)
         if end == self.layout.slice_numel(chunk):
             self._now_on_host(chunk, list_name)
 

@@ -16,8 +16,6 @@ GPU = Place.GPU
 class Slots:
     """The positions of tensors in the lists of their chunks.
 
-    arena: the arena of the chunks.
-
     Attributes:
         parts: tensor -> the part of the tensor in this rank's slice of its chunk.
     """

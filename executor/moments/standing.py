@@ -29,8 +29,6 @@ _FLAGS = (
 class Standing(LiveStorages, Listener):  # type: ignore[no-untyped-call]
     """A count of live bytes that is active from `begin` to `end`, in the thread that called `begin`. Working lists do
     not count.
-
-    arena(): returns the arena of the session's plan.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, arena: Callable[[], Arena]) -> None:

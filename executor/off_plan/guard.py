@@ -39,7 +39,6 @@ class Guard(Standing):  # type: ignore[no-untyped-call]
     """Watches the operators inside the model's modules and in backward, from `begin` to `end`. Other tensors of a loop
     (a loss of its own, an evaluation's figures) count once the model's operators or backward use them.
 
-    clock: the model's.
     make_room(error, alive_bytes): makes room for memory that was refused; returns the bytes that are still missing.
     give_up(error, short_bytes): ends the iteration; returns the error to raise.
 

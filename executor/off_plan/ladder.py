@@ -42,10 +42,6 @@ log = logging.getLogger("executor")
 class Ladder(Sequence[Rung]):
     """The rungs climbed by now, oldest first.
 
-    shortage: what is known of the memory that ran out.
-    renew(plan): continues under another plan: `Session.renew`.
-    at_end: functions that undo changes of the process.
-
     Attributes:
         guard: watches every operator; None as long as operators are not watched.
         level: index into RUNGS of the rung that made the plan, -1 for the plan that was given.

@@ -33,8 +33,6 @@ log = logging.getLogger("executor")
 class Outgrown:
     """The outgrown batches of a session.
 
-    renew(plan): continues under another plan: `Session.renew`.
-
     Attributes:
         plans: number of new plans made for them.
     """

@@ -25,9 +25,7 @@ class Shortage:
 
     Attributes:
         pending: whether memory ran out and there is no new plan yet.
-        given_up: whether the running iteration cannot be made to fit.
         rungs: the rungs climbed by now, oldest first.
-        error: the latest refusal.
         in_fragments: whether as many bytes as it requested were idle.
         unforeseen_bytes: bytes by which the measured tide exceeded the plan's where memory ran out.
     """

@@ -106,8 +106,6 @@ class Manifest:
 class Trained(Protocol):
     """The part of an optimizer that saving and loading use; `optimizer.OffloadedAdamW` is above this floor, and saves
     itself.
-
-    session: the run behind it.
     """
 
     session: Session

@@ -54,8 +54,6 @@ class Capture(Protocol):
 class Shapes:
     """The model under fake tensors, for batches of any shape.
 
-    capture: makes a workload of a model and a batch.
-
     Attributes:
         skeleton: a copy of the model whose parameters have no memory; None where it cannot be copied.
         planned: form of the batch that the present plan was made for; None if it is not known.
@@ -120,9 +118,6 @@ class _Known:
 
 class Batches:
     """The batches of one plan.
-
-    shapes: the model's, over all plans.
-    count: see `distributed.ranks.CountOf`.
 
     Attributes:
         samples: number of items (sequences, tokens) that the loss of the last batch is a mean over; 1 on one rank.

@@ -189,7 +189,6 @@ class TableRow:
     """A row of the contract's table.
 
     when: (fact, whether it must hold); the row holds if every fact is as stated.
-    then: result of the row.
     """
 
     when: tuple[tuple[Fact, bool], ...]

@@ -31,7 +31,6 @@ __all__ = ["Following", "OffPlan"]
 class OffPlan:
     """Where an iteration continues that leaves the plan: `off_plan.demand.Demand`.
 
-    leave(reason): leaves the plan.
     accept(tensor, gradient): takes a whole gradient off the plan.
     """
 
@@ -41,8 +40,6 @@ class OffPlan:
 
 class Following:
     """Carries out iterations under one plan.
-
-    clock: gives seconds.
 
     Attributes:
         in_parts: whether a backward runs part by part (driving/drive.py).

@@ -30,7 +30,6 @@ __all__ = ["Reader"]
 class Reader:
     """Parameters, gradients and optimizer states as the user's code sees them.
 
-    parameters: the model's own objects, by tensor.
     ask(act, tensor=, what=): see `driving.loop.Loop.ask`.
     touch(func, parameters, args, kwargs): returns the result of a torch function with parked parameters among its
         arguments: `off_plan.reads.Reads.touch`.

@@ -47,17 +47,13 @@ class RunState:
     """The state of one run.
 
     Attributes:
-        run: see [Note: one plan].
         now: the current iteration; between two iterations, the one that ended last.
-        iteration: number of the current or next iteration, from 0.
         moment_off_plan: the plan's moment that corresponds to the code that runs off plan; -1 without one.
         held: whether the queues stay paused until there is a new plan.
         renewing: whether values are moving into the chunks of a new plan.
         trained: whether a Trainer's training is over: see `Session.end_after_training`.
         replan_after: number of iterations off plan in a row after which a new plan is made; 0: never.
-        deviations: number of iterations or events that left the plan.
         other_shapes: number of these that are batches of another shape than planned, on plan.
-        deviation_log: the latest deviations, in words.
     """
 
     run: PlanBytes

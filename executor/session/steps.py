@@ -29,12 +29,8 @@ KEPT_CHANGES = 2_000  # least number of changes of bytes to keep; at twice this 
 class Steps:
     """The `queues.interface.Work` of one plan.
 
-    clock: gives seconds.
-
     Attributes:
-        logs: the last iterations.
         span_log: steps of these iterations, in the order in which the steps ended.
-        moved: bytes copied by each iteration.
         first_s: time from which the plan's first iteration may begin.
     """
 

@@ -25,11 +25,8 @@ class Updates:
     """The updates of a run.
 
     scaling: the loss scaling of the run; None without loss scaling.
-    hyper: returns the current settings of the optimizer's groups.
-    clock: gives seconds.
 
     Attributes:
-        eager: whether updates run inside backward.
         max_grad_norm: the global norm at which gradients are clipped; None without clipping.
         last: the update of the last finished iteration that had one. `Iteration.update_of` gives the updates of the
             current iteration and of the iteration before.
